@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import time
 
+from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
+from kvrelay.protocol.link import Invalid
 from kvrelay.protocol.messages import (
     Abort,
     Committed,
@@ -31,8 +33,8 @@ from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.transfer.base import Corrupted, ReceiverEvent, TransferReceiver
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.packed_candidates import unpack_candidates
-from kvrelay.worker.requests import OpenRequests, deadline_of
+from kvrelay.worker.packed_candidates import are_in_vocabulary, unpack_candidates
+from kvrelay.worker.requests import OpenRequests, deadline_of, is_same_process
 from kvrelay.worker.sequences import make_sequence, sequence_key
 from kvrelay_decode.overdue import STALLED_AFTER_S, OverdueTransfers
 from kvrelay_decode.quarantine import Quarantine
@@ -219,7 +221,7 @@ class ReceiverDriver:
         try:
             request = self._make_request(header, prefill, body)
             self._scheduler.add(request.sequence)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             self._requests.send(prefill, key, Refused(reason=str(error)))
             return
         self._requests.add(request)
@@ -228,14 +230,16 @@ class ReceiverDriver:
         if _machine_of(request).state is ReceiverState.ASKED:
             self._send_prefill(request, Deferred(reason="no room for the prompt's blocks now"))
 
-    def from_prefill(self, key: SequenceKey, body: Handoff | Abort | Drained) -> None:
-        """A message about a handoff, admitted or not."""
-        request = self._requests.get(key)
+    def from_prefill(self, key: SequenceKey, prefill: PeerRef, body: Handoff | Abort | Drained) -> None:
+        """A message about a handoff, admitted or not. Does nothing for the handoff of another prefill worker."""
+        request = self._handoff_of(key, prefill)
         if request is None or request.handoff is None:
             return
         if body.reservation and body.reservation != request.handoff.reservation:
             return
         match body:
+            case Handoff() if request.handoff.state in RECEIVING and (wrong := self._why_wrong(request, body)):
+                self.cancel(request, wrong)
             case Handoff():
                 self._meter.complete(request.timings)
                 self._feed(request, HandoffReceived(body))
@@ -250,9 +254,46 @@ class ReceiverDriver:
             case Drained():
                 pass
 
+    def on_invalid(self, event: Invalid) -> None:
+        """A message of a prefill worker has invalid fields. It cannot be repeated, so its handoff ends."""
+        key = sequence_key(event.header)
+        if event.kind is Reserve:
+            self._requests.send(event.peer, key, Refused(reason=event.reason))
+            return
+        request = self._handoff_of(key, event.peer)
+        if event.kind in (Handoff, Abort) and request is not None and _machine_of(request).state in NOT_COMMITTED:
+            self.cancel(request, event.reason)
+
+    def _handoff_of(self, key: SequenceKey, prefill: PeerRef) -> DecodeRequest | None:
+        """The handoff of this prefill worker."""
+        request = self._requests.get(key)
+        if request is None or request.prefill is None or not is_same_process(request.prefill, prefill):
+            return None
+        return request
+
+    def _why_wrong(self, request: DecodeRequest, body: Handoff) -> str:
+        """What the handoff message says that cannot be; empty if nothing. The decoder has checked each field alone."""
+        sequence, handoff, vocab_size = request.sequence, _machine_of(request), self._context.spec.vocab_size
+        if (body.index, body.num_tokens) != (request.first_index, sequence.num_tokens):
+            return f"the handoff is about {body.num_tokens} tokens and output {body.index}, not this sequence"
+        if body.num_blocks != handoff.num_granted or body.resend > handoff.num_resend_requests:
+            return f"{body.num_blocks} blocks of {handoff.num_granted} were handed over, as answer {body.resend}"
+        if (body.candidates is not None) != (sequence.sampling.beams is not None):
+            return "a beam search is handed over with candidates, and no other sequence"
+        if body.token_id is not None and body.token_id >= vocab_size:
+            return f"token {body.token_id} was handed over; the vocabulary has {vocab_size}"
+        if body.candidates is not None and not are_in_vocabulary(body.candidates, vocab_size):
+            return f"a candidate outside the vocabulary of {vocab_size} was handed over"
+        if body.logprobs is not None and not body.logprobs.is_paired:
+            return "not every token of the handoff has its log-probability"
+        return ""
+
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         max_running = self._context.scheduler.limits.max_running
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
+        num_blocks = blocks_for(sequence.num_tokens, self._context.spec.block_size)
+        if body.num_blocks != num_blocks:
+            raise ValueError(f"{body.num_blocks} blocks are offered, the prompt has {num_blocks}")
         transport = self._reservations.choose_transport(prefill, body.transports)
         is_limited = self._reservations.needs_quarantine(transport)
         sequence.remote = RemoteKV(prefill, num_to_come=body.num_siblings, is_limited=is_limited)

@@ -105,9 +105,19 @@ class ReceiverHandoff:
         return len(self._missing)
 
     @property
+    def num_granted(self) -> int:
+        """Blocks that prefill pushes."""
+        return self._num_blocks - self._first_block
+
+    @property
+    def num_resend_requests(self) -> int:
+        """Resend requests so far."""
+        return self._num_resend_requests
+
+    @property
     def num_received(self) -> int:
         """Granted blocks that have landed."""
-        return self._num_blocks - self._first_block - len(self._missing)
+        return self.num_granted - len(self._missing)
 
     @property
     def first_block(self) -> int:

@@ -7,7 +7,7 @@ import logging
 
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.link import Delivered
+from kvrelay.protocol.link import Delivered, Invalid
 from kvrelay.protocol.messages import (
     Abort,
     Cancel,
@@ -25,6 +25,7 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.transfer.base import TransferReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
@@ -43,6 +44,7 @@ class DecodeRole:
 
     def __init__(self, context: WorkerContext, receivers: dict[str, TransferReceiver]) -> None:
         self._context = context
+        self._log = LimitedLog(log)
         self._requests: OpenRequests[DecodeRequest] = OpenRequests(context, self.name, self._cancel)
         self._stream = TokenStream(context.messenger.send)
         self._receiving = ReceiverDriver(context, receivers, self._requests, self._stream)
@@ -158,11 +160,21 @@ class DecodeRole:
             case Generate():
                 self._generate(event.header, event.peer, body)
             case Stop() | Cancel():
-                self._requests.end(key, body)
+                self._requests.end_by(key, event.peer, body)
             case Handoff() | Abort() | Drained():
-                self._receiving.from_prefill(key, body)
+                self._receiving.from_prefill(key, event.peer, body)
             case _:
-                log.warning("%s sent %s, which is not for a decode worker", event.peer.peer_id, type(body).__name__)
+                name = type(body).__name__
+                self._log.warning("kind", "%s sent %s, which is not for a decode worker", event.peer.peer_id, name)
+        self._stream.flush()
+
+    def on_invalid(self, event: Invalid) -> None:
+        if event.kind is Generate:
+            self._requests.refuse_invalid(event)
+        elif event.kind in (Stop, Cancel):
+            self._requests.end(sequence_key(event.header), event.peer, event.reason)
+        else:
+            self._receiving.on_invalid(event)
         self._stream.flush()
 
     def _generate(self, header: Header, router: PeerRef, body: Generate) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from kvrelay.kv.pool import BlockState
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.link import Delivered
+from kvrelay.protocol.link import Delivered, Invalid
 from kvrelay.protocol.messages import (
     Abort,
     AnyBody,
@@ -34,10 +34,11 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.telemetry.handoffs import HandoffMeter
+from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
-from kvrelay.worker.requests import OpenRequests
+from kvrelay.worker.requests import OpenRequests, is_same_process
 from kvrelay.worker.sequences import sequence_key
 from kvrelay_prefill.in_flight_pushes import InFlightPushes
 from kvrelay_prefill.offers import TransportOffers
@@ -84,6 +85,7 @@ class SenderDriver:
         self._context = context
         self._senders = senders
         self._requests = requests
+        self._log = LimitedLog(log)
         self._offers = TransportOffers(senders)
         self._process = own_identity()
         self._pushes = InFlightPushes()
@@ -156,12 +158,54 @@ class SenderDriver:
         if request is None:
             self._answer_for_unknown(sequence_key(event.header), event.peer, body)
             return
+        if not self._may_say(request, event.peer, body):
+            return
         self._measure(request, event.peer, body)
         handoff_event = _event_of(event.peer, body)
         if handoff_event is None:
-            log.warning("%s sent %s, which is not for a prefill worker", event.peer.peer_id, type(body).__name__)
+            name = type(body).__name__
+            self._log.warning("kind", "%s sent %s, which is not for a prefill worker", event.peer.peer_id, name)
             return
+        if isinstance(body, Granted) and (wrong := self._why_wrong(request, body)):
+            self._send_back(event.peer, request.sequence.key, body, wrong)
+            handoff_event = ReservationRefused(event.peer, wrong)
         self._feed(request, handoff_event)
+
+    def on_invalid(self, event: Invalid) -> None:
+        """A message about a handoff has invalid fields. It cannot be repeated, so the handoff goes on elsewhere."""
+        request = self._requests.get(sequence_key(event.header))
+        if request is None:
+            return
+        if event.kind is Reassign and is_same_process(request.sequence.router, event.peer):
+            self.fail(request, FailureKind.PROTOCOL_ERROR, event.reason, retriable=True)
+        elif event.kind in (Granted, Deferred, Refused, Committed, Resend, Released):
+            self._feed(request, ReservationRefused(event.peer, event.reason))
+
+    @staticmethod
+    def _may_say(request: PrefillRequest, peer: PeerRef, body: AnyBody) -> bool:
+        """Whether the message can be the peer's. Messages of an earlier decode worker are legal, if they claim nothing
+        about the present reservation."""
+        match body:
+            case Reassign():
+                return is_same_process(request.sequence.router, peer)
+            case Committed() | Resend():
+                decode = request.handoff.decode
+                return decode is not None and is_same_process(decode, peer)
+            case _:
+                return True
+
+    def _why_wrong(self, request: PrefillRequest, body: Granted) -> str:
+        """What was granted that cannot be; empty if nothing. The machine checks the number of slots."""
+        if body.transport not in self._senders:
+            return f"{body.transport!r} was granted, which is no transport here"
+        if self._pushes.key_of(body.reservation) not in (None, request.sequence.key):
+            return f"reservation {body.reservation} was granted to two sequences"
+        return ""
+
+    def _send_back(self, peer: PeerRef, key: SequenceKey, body: Granted, reason: str) -> None:
+        """Nothing was pushed for this reservation, so it is drained at once."""
+        self._requests.send(peer, key, Abort(reservation=body.reservation, reason=reason))
+        self._requests.send(peer, key, Drained(reservation=body.reservation))
 
     def _measure(self, request: PrefillRequest, peer: PeerRef, body: AnyBody) -> None:
         if isinstance(body, Committed):
@@ -188,9 +232,7 @@ class SenderDriver:
         """The request has ended here. The peer must not wait for it."""
         match body:
             case Granted():
-                abort = Abort(reservation=body.reservation, reason="the request ended on prefill")
-                self._requests.send(peer, key, abort)
-                self._requests.send(peer, key, Drained(reservation=body.reservation))
+                self._send_back(peer, key, body, "the request ended on prefill")
             case Released():
                 self._requests.send(peer, key, Drained(reservation=body.reservation))
             case Reassign():

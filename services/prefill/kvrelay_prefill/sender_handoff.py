@@ -139,6 +139,14 @@ class SenderHandoff:
         if event.decode != self.decode or not is_awaited:
             return self._return_grant(event)
         message = event.message
+        if message.first_block + len(message.slots) != len(self._blocks):
+            reason = (
+                f"slots from block {message.first_block} to {message.first_block + len(message.slots)} were granted"
+            )
+            return [
+                *self._return_grant(event),
+                *self._replace_decode(event.decode, f"{reason}, of {len(self._blocks)}"),
+            ]
         self.reservation_state = ReservationState.GRANTED
         self._grant = Grant(
             event.decode, message.reservation, message.first_block, message.slots, message.transport, message.endpoint

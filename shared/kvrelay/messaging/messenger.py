@@ -28,7 +28,7 @@ import zmq
 from kvrelay.curve import CurveKey
 from kvrelay.messaging.process_probe import ProcessProbes
 from kvrelay.messaging.sockets import MessengerSockets, tcp_host
-from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
+from kvrelay.protocol.link import Invalid, LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
 from kvrelay.telemetry.limited_log import LimitedLog
 
@@ -146,6 +146,7 @@ class Messenger:
         """Messages that were dropped, by cause."""
         return {
             "malformed": self._links.num_malformed,
+            "invalid": self._links.num_invalid,
             "beyond_limit": self._links.num_beyond_limit,
             "unsent": self._sockets.num_unsent if self._sockets is not None else 0,
         }
@@ -243,6 +244,8 @@ class Messenger:
         until = time.monotonic() + MAX_WAKEUP_S
         while self._events and self._sockets is not None:
             event = self._events.popleft()
+            if isinstance(event, Invalid):
+                self._log.warning("invalid", "%s sent an invalid message: %s", event.peer.peer_id, event.reason[:1000])
             try:
                 self._on_event(event)
             except Exception:

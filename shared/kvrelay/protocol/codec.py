@@ -7,6 +7,7 @@ before its body, whose shape may have changed, is looked at.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
@@ -20,6 +21,14 @@ class MalformedMessage(ValueError):
     """The frames are no message of ours; the text says why."""
 
 
+class InvalidBody(MalformedMessage):
+    """The body is of a kind that we know, but its fields break the limits of `messages.py`."""
+
+    def __init__(self, kind: type[msgspec.Struct], text: str) -> None:
+        super().__init__(f"body: {kind.__name__}: {text}")
+        self.kind = kind
+
+
 class MessageTooLarge(ValueError):
     """The message exceeds the size that peers accept."""
 
@@ -27,6 +36,13 @@ class MessageTooLarge(ValueError):
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """All errors of msgspec on invalid bytes. The last two are not subclasses of its own."""
 
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+_KINDS: dict[str, type[msgspec.Struct]] = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyBody)}
+_kind_decoder = msgspec.msgpack.Decoder(_Kind)
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _body_decoder: msgspec.msgpack.Decoder[AnyBody] = msgspec.msgpack.Decoder(AnyBody)
@@ -63,11 +79,23 @@ def decode_header(frames: Sequence[Frame]) -> Header:
 
 
 def decode_body(frames: Sequence[Frame]) -> AnyBody:
-    """The body of a message whose header was accepted. Raises MalformedMessage."""
+    """The body of a message whose header was accepted. Raises InvalidBody, and MalformedMessage for one that tells
+    nothing."""
     try:
         return _body_decoder.decode(frames[1])
     except DECODE_ERRORS as error:
+        kind = _kind_of(frames[1])
+        if kind is not None:
+            raise InvalidBody(kind, str(error)) from error
         raise MalformedMessage(f"body: {error}") from error
+
+
+def _kind_of(frame: Frame) -> type[msgspec.Struct] | None:
+    """None if the frame is no msgpack, or of a kind that this version does not know."""
+    try:
+        return _KINDS.get(_kind_decoder.decode(frame).kind)
+    except DECODE_ERRORS:
+        return None
 
 
 def refusal(header: Header, fingerprint: str) -> tuple[RejectCode, str] | None:

@@ -25,7 +25,7 @@ class FailureKind(StrEnum):
     DRAINING = "draining"  # the worker is shutting down
     WORKER_LOST = "worker_lost"  # the link to the worker is gone, or the worker has forgotten the request
     NO_DECODE_WORKER = "no_decode_worker"  # prefill found no decode worker for its KV
-    PROTOCOL_ERROR = "protocol_error"  # the worker sent a message that cannot be right
+    PROTOCOL_ERROR = "protocol_error"  # a message was sent that cannot be right
 
     # The router.
     NO_WORKER = "no_worker"  # none became ready in time

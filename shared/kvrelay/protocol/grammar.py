@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from kvrelay.protocol.limits import Text
+
 
 class GrammarKind(StrEnum):
     """What the text of a `Grammar` is."""
@@ -21,5 +23,5 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A constraint, as the client wrote it. The router has compiled it once, so workers know that it can be."""
 
     kind: GrammarKind
-    text: str
-    whitespace: str | None = None  # a regex for the whitespace between JSON's tokens; None: any
+    text: Text
+    whitespace: Text | None = None  # a regex for the whitespace between JSON's tokens; None: any

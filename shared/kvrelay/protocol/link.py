@@ -11,7 +11,10 @@ messages are dropped:
 
 - `PeerLost`: the peer was silent for `peer_timeout_s` (a router for `router_timeout_s` unless its process has ended),
   was replaced by a newer incarnation, left too much unacknowledged, or has lost this link, as its new number shows.
-- `PeerRefused`: one side does not accept the other's protocol version or model. The event has the reason.
+- `PeerRefused`: one side does not accept the other's protocol version or model, or sent a body that is no message.
+  The event has the reason.
+
+A body of a known kind with invalid fields is reported as `Invalid`, and the link goes on.
 
 Incarnations sort by age (they start with the process's start time), so a message of an older one is dropped. Clocks may
 be set back, so of two incarnations that both sent messages, the newer is the one whose first message came later. Link
@@ -59,6 +62,17 @@ class Delivered(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Invalid:
+    """A message from a peer, in its place among those delivered, whose fields break the limits of its kind. The link
+    goes on: one request with a bad value must not end all others of its peer."""
+
+    peer: PeerRef
+    header: Header
+    kind: type[msgspec.Struct]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """This incarnation of the peer is gone, or has lost its state of this link.
 
@@ -80,7 +94,7 @@ class PeerRefused:
     reason: str
 
 
-LinkEvent = Delivered | PeerLost | PeerRefused
+LinkEvent = Delivered | Invalid | PeerLost | PeerRefused
 
 
 @dataclass(slots=True)
@@ -134,6 +148,7 @@ class Links:
         self.fingerprint = fingerprint
         self.settings = settings or LinkSettings()
         self.num_malformed = 0
+        self.num_invalid = 0
         self.num_beyond_limit = 0  # messages of peers beyond `max_peers`
         self._links: dict[str, _Link] = {}
         self._last_number = 0
@@ -363,6 +378,10 @@ class Links:
             try:
                 body = codec.decode_body(frames)
             except codec.MalformedMessage as error:
+                if isinstance(error, codec.InvalidBody) and header.version == PROTOCOL_VERSION:
+                    self.num_invalid += 1
+                    self._events.append(Invalid(link.peer, header, error.kind, str(error)))
+                    continue
                 self.num_malformed += 1
                 self._unreadable(link, header, error)
                 return

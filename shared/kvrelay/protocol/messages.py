@@ -17,6 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.protocol.limits import (
+    Count,
+    Endpoint,
+    Finite,
+    Index,
+    Int64,
+    Name,
+    NotNegative,
+    SampleCount,
+    Seconds,
+    SiblingCount,
+    Text,
+    TokenId,
+    Transports,
+    require,
+)
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -49,28 +65,28 @@ def unpack_tokens(data: bytes) -> NDArray[np.int32]:
 class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who sends what about which request. `seq` and `ack` belong to the link, see `kvrelay.protocol.link`."""
 
-    version: int = PROTOCOL_VERSION
-    fingerprint: str = ""  # the model's; empty from a router that serves any model
-    sender: str
-    incarnation: str
-    reply_to: str  # the sender's inbox
-    to_incarnation: str
-    link: int  # number of the sender's link object; a new one means that the sender lost the old one
-    to_link: int = 0  # the addressee's, as far as the sender knows it
-    seq: int = 0  # 0: not part of the reliable stream (Alive, Reject)
-    ack: int = 0  # highest seq received in order from the addressee
-    request: str = ""
-    attempt: int = 0
-    sequence: int = 0
-    trace: str = ""  # W3C traceparent
+    version: Int64 = PROTOCOL_VERSION
+    fingerprint: Name = ""  # the model's; empty from a router that serves any model
+    sender: Name
+    incarnation: Name
+    reply_to: Name  # the sender's inbox
+    to_incarnation: Name
+    link: Count  # number of the sender's link object; a new one means that the sender lost the old one
+    to_link: Count = 0  # the addressee's, as far as the sender knows it
+    seq: Count = 0  # 0: not part of the reliable stream (Alive, Reject)
+    ack: Count = 0  # highest seq received in order from the addressee
+    request: Name = ""
+    attempt: Index = 0
+    sequence: Index = 0
+    trace: Name = ""  # W3C traceparent
 
 
 class PeerRef(msgspec.Struct, frozen=True):
     """The address and the incarnation of a peer."""
 
-    peer_id: str
-    incarnation: str
-    address: str
+    peer_id: Name
+    incarnation: Name
+    address: Name
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
@@ -85,12 +101,12 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     tokens: bytes
-    num_output: int = 0
+    num_output: Index = 0
     sampling: Sampling
-    cache_salt: str = ""
-    priority: int = 0
-    num_samples: int = 1  # samples of the request with this prompt, including this one
-    timeout_s: float = 600.0  # the time until the request's deadline when this is sent
+    cache_salt: Text = ""
+    priority: Int64 = 0
+    num_samples: SampleCount = 1  # samples of the request with this prompt, including this one
+    timeout_s: Seconds = 600.0  # the time until the request's deadline when this is sent
     tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # opaque; waiting tenants get fair shares of a worker
     weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # of the tenant's share
 
@@ -98,6 +114,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def num_tokens(self) -> int:
         """The number of token ids in `tokens`."""
         return len(self.tokens) // TOKEN_BYTES
+
+    def __post_init__(self) -> None:
+        require(len(self.tokens) % TOKEN_BYTES == 0, f"{len(self.tokens)} bytes are no whole number of token ids")
+        require(self.num_output <= self.num_tokens, f"{self.num_output} of {self.num_tokens} tokens are output")
 
 
 class Prefill(Body, frozen=True, kw_only=True, tag="prefill"):
@@ -122,10 +142,10 @@ class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
 
     prompt: Prompt
     router: PeerRef
-    transports: list[str]
-    num_blocks: int
-    process: str = ""
-    num_siblings: int = 0
+    transports: Transports
+    num_blocks: Index
+    process: Name = ""
+    num_siblings: SiblingCount = 0
 
 
 class Granted(Body, frozen=True, kw_only=True, tag="granted"):
@@ -134,30 +154,33 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
     `endpoint` is the transport's own address of D's pool.
     """
 
-    reservation: str
-    first_block: int
-    slots: list[int]
-    transport: str
-    endpoint: dict[str, str]
+    reservation: Name
+    first_block: Index
+    slots: list[Index]
+    transport: Name
+    endpoint: Endpoint
+
+    def __post_init__(self) -> None:
+        require(len(set(self.slots)) == len(self.slots), "a slot is granted twice")
 
 
 class Deferred(Body, frozen=True, kw_only=True, tag="deferred"):
     """D>P: no room now. The handoff waits in D's queue without blocks, and D sends Granted when it is admitted."""
 
-    reason: str
+    reason: Text
 
 
 class Refused(Body, frozen=True, kw_only=True, tag="refused"):
     """D>P: never on this worker (draining, another model, cannot fit)."""
 
-    reason: str
+    reason: Text
 
 
 class NeedDecode(Body, frozen=True, kw_only=True, tag="need_decode"):
     """P>R: the named decode worker refused, died or left; name another."""
 
-    reason: str
-    excluded: list[str]
+    reason: Text
+    excluded: list[Name]
     lacks: PeerRef | None = None
     """The decode worker that cannot take the sequence; None if none was named."""
 
@@ -174,11 +197,11 @@ class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
     Of a beam search only its end, if it ends with the prompt: `finish` and `beams`.
     """
 
-    index: int
-    token_id: int | None = None
+    index: Index
+    token_id: TokenId | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] = []
-    cached_tokens: int = 0
+    cached_tokens: Index = 0
     finish: FinishReason | None = None
     beams: list[BeamResult] = []
 
@@ -189,6 +212,11 @@ class PackedCandidates(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes
     logprobs: bytes
 
+    def __post_init__(self) -> None:
+        num_bytes = len(self.token_ids)
+        require(num_bytes % TOKEN_BYTES == 0 < num_bytes, f"{num_bytes} bytes are no whole number of token ids")
+        require(num_bytes == len(self.logprobs), "not every candidate has its log-probability")
+
 
 class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     """P>D: everything that decode needs beside the blocks. Sent after the first token was sampled.
@@ -197,21 +225,25 @@ class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     Sent again, with its number in `resend`, when the pushes that a Resend asked for are complete.
     """
 
-    reservation: str
-    index: int  # the first token's index in the output
-    token_id: int | None = None
-    num_tokens: int  # whose K/V lie in the blocks
-    num_blocks: int  # that P pushed for this reservation
+    reservation: Name
+    index: Index  # the first token's index in the output
+    token_id: TokenId | None = None
+    num_tokens: Index  # whose K/V lie in the blocks
+    num_blocks: Index  # that P pushed for this reservation
     logprobs: TokenLogprobs | None = None
-    cached_tokens: int = 0
-    resend: int = 0
+    cached_tokens: Index = 0
+    resend: Count = 0
     candidates: PackedCandidates | None = None
+
+    def __post_init__(self) -> None:
+        require((self.token_id is None) != (self.candidates is None), "it needs either a token or candidates")
+        require(self.cached_tokens <= self.num_tokens, "more tokens were cached than there are")
 
 
 class Committed(Body, frozen=True, kw_only=True, tag="committed"):
     """D>P: all blocks and the handoff are here, D owns the request."""
 
-    reservation: str
+    reservation: Name
 
 
 class Resend(Body, frozen=True, kw_only=True, tag="resend"):
@@ -219,17 +251,17 @@ class Resend(Body, frozen=True, kw_only=True, tag="resend"):
     again. `number` counts the Resends of a reservation.
     """
 
-    reservation: str
-    blocks: list[int]
-    number: int = 0
+    reservation: Name
+    blocks: list[Index]
+    number: Count = 0
     corrupted: bool = False
 
 
 class Abort(Body, frozen=True, kw_only=True, tag="abort"):
     """P>D: P gives the handoff up."""
 
-    reservation: str
-    reason: str
+    reservation: Name
+    reason: Text
 
 
 class Released(Body, frozen=True, kw_only=True, tag="released"):
@@ -238,24 +270,24 @@ class Released(Body, frozen=True, kw_only=True, tag="released"):
     `transport_failed`: because blocks did not come, or not as they were sent.
     """
 
-    reservation: str
-    reason: str
+    reservation: Name
+    reason: Text
     transport_failed: bool = False
 
 
 class Drained(Body, frozen=True, kw_only=True, tag="drained"):
     """P>D: no write of this reservation is or will be in flight."""
 
-    reservation: str
+    reservation: Name
 
 
 class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a sequence's prompt blocks came to the worker that decoded it: their sum is the prompt's blocks."""
 
-    prompt_blocks: int = 0
-    received_blocks: int = 0
-    cached_blocks: int = 0
-    computed_blocks: int = 0
+    prompt_blocks: Index = 0
+    received_blocks: Index = 0
+    cached_blocks: Index = 0
+    computed_blocks: Index = 0
 
 
 class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -265,17 +297,27 @@ class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Of a beam search an entry without tokens comes when it was handed over, and its `beams` with `finish` at the end.
     """
 
+    # No limits: the router looks for its own request, attempt and output index, and each limit would slow every token.
     request: str
     attempt: int
     sequence: int
     index: int
-    token_ids: list[int]
+    token_ids: list[TokenId]
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
-    cached_tokens: int | None = None
+    cached_tokens: Index | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
     beams: list[BeamResult] = []
+
+    def violation(self) -> str:
+        """What contradicts what in the log-probabilities; empty if nothing does. Not part of decoding: most entries
+        have none."""
+        if self.logprobs and len(self.logprobs) != len(self.token_ids):
+            return f"{len(self.token_ids)} tokens with {len(self.logprobs)} log-probabilities"
+        if not all(each.is_paired for each in (*self.logprobs, *self.prompt_logprobs)):
+            return "not every token has its log-probability"
+        return ""
 
 
 class TokenBatch(Body, frozen=True, kw_only=True, tag="token_batch"):
@@ -291,7 +333,7 @@ class Stop(Body, frozen=True, kw_only=True, tag="stop"):
 class Cancel(Body, frozen=True, kw_only=True, tag="cancel"):
     """R>P,D: the client is gone, or another attempt took over. Remembered where the request is not known yet."""
 
-    reason: str
+    reason: Text
 
 
 class Failed(Body, frozen=True, kw_only=True, tag="failed"):
@@ -301,7 +343,7 @@ class Failed(Body, frozen=True, kw_only=True, tag="failed"):
     """
 
     failure: FailureKind
-    cause: str
+    cause: Text
     retriable: bool
     refused: bool = False
 
@@ -309,29 +351,32 @@ class Failed(Body, frozen=True, kw_only=True, tag="failed"):
 class StatusQuery(Body, frozen=True, kw_only=True, tag="status_query"):
     """R>P,D: report your queues and blocks; of a `request` that is named, also what happened to it there."""
 
-    query: int
-    request: str = ""
+    query: Count
+    request: Name = ""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A stretch of a sequence's time on a worker. Seconds since the epoch by that machine's clock; `end` None: it goes
     on."""
 
-    attempt: int
-    sequence: int
-    name: str
-    start: float
-    end: float | None = None
-    detail: dict[str, float | str]
+    attempt: Index
+    sequence: Index
+    name: Name
+    start: Finite
+    end: Finite | None = None
+    detail: dict[Name, Finite | Text]
 
 
 class HistogramReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`counts[i]` values were at most `bounds[i]` and above the bound before; the last of the counts, above all."""
 
-    unit: str
-    bounds: list[float]
-    counts: list[int]
-    total: float
+    unit: Name
+    bounds: list[Finite]
+    counts: list[Count]
+    total: Finite
+
+    def __post_init__(self) -> None:
+        require(len(self.counts) == len(self.bounds) + 1, f"{len(self.counts)} counts, {len(self.bounds)} bounds")
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -341,28 +386,28 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     and a token it attends to. `step_cost`: seconds a step, a token and a pair, as measured; None: not yet.
     """
 
-    queued_tokens: int = 0
-    queued_pairs: float = 0.0
-    num_sequences: int = 0  # waiting and running ones
-    context_tokens: int = 0  # tokens of the decoding sequences
-    own_queued_tokens: int = 0
-    own_queued_pairs: float = 0.0
-    own_sequences: int = 0
-    step_cost: tuple[float, float, float] | None = None
-    transfer_bytes_s: float | None = None  # the measured rate of pushes
+    queued_tokens: Count = 0
+    queued_pairs: Finite = 0.0
+    num_sequences: Count = 0  # waiting and running ones
+    context_tokens: Count = 0  # tokens of the decoding sequences
+    own_queued_tokens: Count = 0
+    own_queued_pairs: Finite = 0.0
+    own_sequences: Count = 0
+    step_cost: tuple[Finite, Finite, Finite] | None = None
+    transfer_bytes_s: NotNegative | None = None  # the measured rate of pushes
 
 
 class Status(Body, frozen=True, kw_only=True, tag="status"):
     """P,D>R: queues, blocks by owner, totals and histograms since the start, and the host's swap space (slots: total,
     used)."""
 
-    query: int
+    query: Count
     draining: bool
-    queues: dict[str, int]
-    blocks: dict[str, int]
-    totals: dict[str, float]
-    swap: dict[str, int] = {}
-    histograms: dict[str, HistogramReport] = {}
+    queues: dict[Name, Count]
+    blocks: dict[Name, Count]
+    totals: dict[Name, Finite]
+    swap: dict[Name, Count] = {}
+    histograms: dict[Name, HistogramReport] = {}
     load: LoadReport | None = None  # a worker of an older version sends none
     stages: list[Stage] = []  # stages of the request in the query
 
@@ -371,11 +416,11 @@ class GroupLoad(Body, frozen=True, kw_only=True, tag="group_load"):
     """D>D, between the workers of a prefill delayer's group: what decides when prompts go in, see
     `kvrelay.scheduling.queue.prefill_delay`."""
 
-    group: str
-    prefillable: int
-    forced: int
-    num_running: int
-    largest_prefill: int
+    group: Name
+    prefillable: Count
+    forced: Count
+    num_running: Count
+    largest_prefill: Count
 
 
 class Alive(Body, frozen=True, kw_only=True, tag="alive"):
@@ -386,7 +431,7 @@ class Reject(Body, frozen=True, kw_only=True, tag="reject"):
     """The addressee cannot be talked to: wrong protocol version or model. The reason is for people."""
 
     code: RejectCode
-    reason: str
+    reason: Text
 
 
 AnyBody = (

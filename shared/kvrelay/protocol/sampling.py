@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvrelay.protocol.grammar import Grammar
+from kvrelay.protocol.limits import Index, Int64, LogProb, SampleCount, Score, Share, TokenId, require
 
 EarlyStopping = bool | Literal["never"]
+Temperature = Annotated[float, Meta(ge=0.0, le=1000.0)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
+RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=100.0)]
+LengthPenalty = Annotated[float, Meta(ge=-10.0, le=10.0)]
+LogitBias = dict[TokenId, Annotated[float, Meta(ge=-1000.0, le=1000.0)]]
 
 
 class BeamSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -19,10 +27,13 @@ class BeamSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     worse than the worst of them; "never" only when it could not become better at any length.
     """
 
-    width: int  # beams that live at a time
-    num_returned: int  # texts to answer with, at most `width`
-    length_penalty: float = 1.0  # a text's score is its log-probability / its tokens ** length_penalty
+    width: SampleCount  # beams that live at a time
+    num_returned: SampleCount  # texts to answer with, at most `width`
+    length_penalty: LengthPenalty = 1.0  # a text's score is its log-probability / its tokens ** length_penalty
     early_stopping: EarlyStopping = False
+
+    def __post_init__(self) -> None:
+        require(self.num_returned <= self.width, "more texts are to be returned than there are beams")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -31,20 +42,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Random numbers are keyed by (seed, sequence index, position), so a draw depends on neither batch nor worker.
     """
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # (0, 1]
-    top_k: int = 0  # 0 is off
-    min_p: float = 0.0  # [0, 1]; relative to the most likely token
-    presence_penalty: float = 0.0  # over output tokens
-    frequency_penalty: float = 0.0  # over output tokens
-    repetition_penalty: float = 1.0  # over prompt and output tokens
-    logit_bias: dict[int, float] = {}  # token id -> added to its logit
-    seed: int = 0  # the router draws a missing one
-    logprobs: int | None = None  # None: off; k: the token's own logprob and those of the k most likely tokens
-    prompt_logprobs: int | None = None  # the same, for every prompt token but the first
-    max_tokens: int = 16  # output tokens, counting those of earlier attempts; 0 scores the prompt only
-    min_tokens: int = 0  # no end-of-sequence or stop token before that many output tokens
-    stop_token_ids: tuple[int, ...] = ()
+    temperature: Temperature = 1.0  # 0 is greedy
+    top_p: TopP = 1.0  # (0, 1]
+    top_k: Index = 0  # 0 is off
+    min_p: Share = 0.0  # [0, 1]; relative to the most likely token
+    presence_penalty: Penalty = 0.0  # over output tokens
+    frequency_penalty: Penalty = 0.0  # over output tokens
+    repetition_penalty: RepetitionPenalty = 1.0  # over prompt and output tokens
+    logit_bias: LogitBias = {}  # token id -> added to its logit
+    seed: Int64 = 0  # the router draws a missing one
+    logprobs: Index | None = None  # None: off; k: the token's own logprob and those of the k most likely tokens
+    prompt_logprobs: Index | None = None  # the same, for every prompt token but the first
+    max_tokens: Index = 16  # output tokens, counting those of earlier attempts; 0 scores the prompt only
+    min_tokens: Index = 0  # no end-of-sequence or stop token before that many output tokens
+    stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     beams: BeamSpec | None = None  # temperature, truncation and seed do not matter then
     grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
@@ -61,16 +72,21 @@ class FinishReason(StrEnum):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position, of the model's own distribution (before temperature and penalties)."""
 
-    token_id: int  # the token at this position
-    logprob: float
-    top_ids: list[int]  # most likely first
-    top_logprobs: list[float]
+    token_id: TokenId  # the token at this position
+    logprob: LogProb
+    top_ids: list[TokenId]  # most likely first
+    top_logprobs: list[LogProb]
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether each of the top ids has its log-probability."""
+        return len(self.top_ids) == len(self.top_logprobs)
 
 
 class BeamResult(msgspec.Struct, frozen=True, array_like=True):
     """A finished text of a beam search. `token_ids` includes the end token, if one ended it."""
 
-    token_ids: list[int]
-    score: float  # logprob / len(token_ids) ** length_penalty
-    logprob: float  # the sum over its tokens, after penalties and biases
+    token_ids: list[TokenId]
+    score: Score  # logprob / len(token_ids) ** length_penalty
+    logprob: Score  # the sum over its tokens, after penalties and biases
     finish: FinishReason

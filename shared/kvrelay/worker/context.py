@@ -8,7 +8,7 @@ from typing import Protocol
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.protocol.link import Delivered
+from kvrelay.protocol.link import Delivered, Invalid
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.scheduler_protocol import Scheduler
@@ -54,6 +54,10 @@ class Role(Protocol):
 
     def on_message(self, event: Delivered) -> None:
         """Handles a message from a router or a worker."""
+        ...
+
+    def on_invalid(self, event: Invalid) -> None:
+        """Handles a message with invalid fields: refuses what it asked for, and ends what it would have continued."""
         ...
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:

@@ -16,6 +16,12 @@ def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:
     )
 
 
+def are_in_vocabulary(packed: PackedCandidates, vocab_size: int) -> bool:
+    """Whether all candidates are tokens of a model with so many."""
+    token_ids = np.frombuffer(packed.token_ids, "<i4")
+    return int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
+
+
 def unpack_candidates(packed: PackedCandidates) -> BeamCandidates:
     """Inverts `pack_candidates`. Raises ValueError if the bytes are not such arrays."""
     token_ids = np.frombuffer(packed.token_ids, "<i4").astype(np.int32)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.protocol.link import Invalid
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.sequence import Sequence
@@ -28,6 +29,11 @@ class OpenRequest(Protocol):
 
 
 RequestT = TypeVar("RequestT", bound=OpenRequest)
+
+
+def is_same_process(one: PeerRef, other: PeerRef) -> bool:
+    """Whether both refer to one incarnation of a peer, under whatever address."""
+    return one.peer_id == other.peer_id and one.incarnation == other.incarnation
 
 
 def deadline_of(prompt: Prompt) -> float:
@@ -104,6 +110,13 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
             return None
         return sequence
 
+    def refuse_invalid(self, event: Invalid) -> None:
+        """Refuses a request whose message has invalid fields. A worker of the same version would refuse it too."""
+        key = sequence_key(event.header)
+        if key not in self._open:
+            failed = Failed(failure=FailureKind.PROTOCOL_ERROR, cause=event.reason, retriable=False, refused=True)
+            self.send(event.peer, key, failed)
+
     def supersede(self, key: SequenceKey) -> None:
         """Ends the older attempts of the same sequence."""
         for other in [k for k in self._samples.get(key[0], ()) if k[2] == key[2] and k[1] < key[1]]:
@@ -111,11 +124,18 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def end(self, key: SequenceKey, body: Stop | Cancel) -> None:
-        """Ends a request for the router, and remembers its key, so that a request that arrives after its own cancel
-        does not start."""
-        self.cancel(key, body.reason if isinstance(body, Cancel) else "a stop string matched")
+    def end(self, key: SequenceKey, router: PeerRef, reason: str) -> None:
+        """Ends a request for its router, and remembers its key, so that a request that arrives after its own cancel
+        does not start. Does nothing for a request of another router."""
+        request = self._open.get(key)
+        if request is not None and not is_same_process(request.sequence.router, router):
+            return
+        self.cancel(key, reason)
         self.cancelled.add(key, time.monotonic())
+
+    def end_by(self, key: SequenceKey, router: PeerRef, body: Stop | Cancel) -> None:
+        """Ends a request with the message of its router."""
+        self.end(key, router, body.reason if isinstance(body, Cancel) else "a stop string matched")
 
     def log_fields(self, key: SequenceKey | None) -> dict[str, Any]:
         """The `extra` of a log line about a sequence. Empty if the sequence is not open here."""

@@ -14,7 +14,7 @@ import msgspec
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
-from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost
+from kvrelay.protocol.link import Delivered, Invalid, LinkEvent, PeerLost
 from kvrelay.protocol.messages import Generate, GroupLoad, Prefill, StatusQuery
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by
@@ -229,7 +229,9 @@ class WorkerShell:
 
     def _on_event(self, event: LinkEvent) -> None:
         started = self.started
-        if not isinstance(event, Delivered):
+        if isinstance(event, Invalid):
+            started.role.on_invalid(event)
+        elif not isinstance(event, Delivered):
             log.warning("%s: %s", event.peer.peer_id, event.reason)
             started.reports.forget(event.peer)
             if started.group is not None:

@@ -9,16 +9,19 @@ from types import SimpleNamespace
 from typing import cast
 from unittest.mock import Mock
 
+import msgspec
 import pytest
+from msgspec import Struct
 
 from kvrelay.awake_clock import MAX_GAP_S
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.link import Delivered
+from kvrelay.protocol.link import Delivered, Invalid
 from kvrelay.protocol.messages import (
     Abort,
     AnyBody,
+    Cancel,
     Deferred,
     Drained,
     Failed,
@@ -26,6 +29,7 @@ from kvrelay.protocol.messages import (
     Granted,
     Handoff,
     Header,
+    PackedCandidates,
     PeerRef,
     Prompt,
     Refused,
@@ -34,7 +38,7 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     pack_tokens,
 )
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.instruments import Instruments
@@ -112,7 +116,14 @@ class DecodeWorker:
         self._wake()
 
     def deliver(self, peer: PeerRef, body: AnyBody, request: str) -> None:
-        header = Header(
+        self.role.on_message(Delivered(peer, self._header(peer, request), body))
+
+    def deliver_invalid(self, peer: PeerRef, kind: type[Struct], request: str) -> None:
+        self.role.on_invalid(Invalid(peer, self._header(peer, request), kind, "a bad value"))
+
+    @staticmethod
+    def _header(peer: PeerRef, request: str) -> Header:
+        return Header(
             sender=peer.peer_id,
             incarnation="1",
             reply_to=peer.address,
@@ -121,11 +132,10 @@ class DecodeWorker:
             request=request,
             attempt=1,
         )
-        self.role.on_message(Delivered(peer, header, body))
 
     def reserve(self, request: str, tokens: list[int], prefill: PeerRef = PREFILL) -> None:
         prompt = Prompt(tokens=pack_tokens(tokens), sampling=Sampling(max_tokens=3))
-        body = Reserve(prompt=prompt, router=ROUTER, transports=["silent"], num_blocks=1)
+        body = Reserve(prompt=prompt, router=ROUTER, transports=["silent"], num_blocks=-(-len(tokens) // BLOCK_SIZE))
         self.deliver(prefill, body, request)
 
     def generate(self, request: str, tokens: list[int]) -> None:
@@ -134,7 +144,7 @@ class DecodeWorker:
         )
 
     def hand_over(self, request: str, reservation: str, num_tokens: int) -> None:
-        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        num_blocks = len(self.granted().slots)
         body = Handoff(reservation=reservation, index=0, token_id=7, num_tokens=num_tokens, num_blocks=num_blocks)
         self.deliver(PREFILL, body, request)
 
@@ -400,3 +410,85 @@ def test_a_handoff_that_waits_or_runs_is_not_asked_whether_it_is_overdue() -> No
     for seconds in range(1, 20):
         worker.role.on_tick(time.monotonic() + seconds)
     assert not fed
+
+
+# -- messages that no correct peer sends ------------------------------------------------------------------------------
+
+
+def test_invalid_requests_are_refused_by_name_and_leave_nothing() -> None:
+    worker = DecodeWorker()
+    worker.deliver_invalid(ROUTER, Generate, "a")
+    worker.deliver_invalid(PREFILL, Reserve, "b")
+    (_, failed), (_, refused) = worker.sent
+    assert isinstance(failed, Failed) and isinstance(refused, Refused)
+    assert (failed.failure, failed.cause, failed.retriable) == (FailureKind.PROTOCOL_ERROR, "a bad value", False)
+    assert refused.reason == "a bad value"
+    assert not worker.role.num_open and worker.bench.pool.num_free == 16
+
+
+def test_an_invalid_cancel_ends_its_request_all_the_same() -> None:
+    worker = DecodeWorker()
+    worker.generate("a", [5] * 12)
+    worker.deliver_invalid(ROUTER, Cancel, "a")
+    assert not worker.role.num_open
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize("kind", [Handoff, Abort])
+def test_an_invalid_message_about_a_handoff_ends_it(kind: type[Struct], one_sided: bool) -> None:
+    worker = DecodeWorker(one_sided=one_sided)
+    worker.reserve("a", [5] * 12)
+    worker.deliver_invalid(OTHER, kind, "a")
+    assert worker.role.num_open and not any(isinstance(body, Released) for _, body in worker.sent)
+    worker.deliver_invalid(PREFILL, kind, "a")
+    assert isinstance(worker.sent[-1][1], Released)
+    assert worker.num_quarantined == 3 * one_sided
+    assert worker.role.num_open == one_sided
+
+
+WRONG: list[dict[str, object]] = [
+    {"index": 1},
+    {"num_tokens": 11},
+    {"num_tokens": 2**31 - 1},
+    {"num_blocks": 2},
+    {"resend": 1},
+    {"token_id": 100},
+    {"token_id": 2**31 - 1},
+    {"token_id": None, "candidates": PackedCandidates(b"\1\0\0\0", b"\0\0\0\0")},
+    {"logprobs": TokenLogprobs(7, -1.0, [7], [])},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_handoff_that_does_not_fit_its_sequence_is_released(wrong: dict[str, object]) -> None:
+    worker = DecodeWorker(one_sided=False)
+    worker.reserve("a", [5] * 12)
+    reservation = worker.granted().reservation
+    good = Handoff(reservation=reservation, index=0, token_id=7, num_tokens=12, num_blocks=3)
+    worker.deliver(PREFILL, msgspec.structs.replace(good, **wrong), "a")
+    assert isinstance(worker.sent[-1][1], Released)
+    assert not worker.role.num_open
+    worker.bench.pool.check_integrity()
+    worker.reserve("a", [5] * 12)
+    worker.receiver.report(Landed(worker.granted().reservation, (0, 1, 2)))
+    worker.hand_over("a", worker.granted().reservation, 12)
+    assert worker.scheduler.schedule().has_work
+
+
+def test_an_offer_of_another_number_of_blocks_is_refused() -> None:
+    worker = DecodeWorker()
+    prompt = Prompt(tokens=pack_tokens([5] * 12), sampling=Sampling(max_tokens=3))
+    body = Reserve(prompt=prompt, router=ROUTER, transports=["silent"], num_blocks=4)
+    worker.deliver(PREFILL, body, "a")
+    assert isinstance(worker.sent[-1][1], Refused) and not worker.role.num_open
+
+
+def test_only_its_own_router_and_prefill_worker_end_a_request() -> None:
+    worker = DecodeWorker(one_sided=False)
+    worker.reserve("a", [5] * 12)
+    reservation = worker.granted().reservation
+    worker.deliver(OTHER, Abort(reservation=reservation, reason="forged"), "a")
+    worker.deliver(OTHER, Cancel(reason="forged"), "a")
+    assert worker.role.num_open == 1
+    worker.deliver(ROUTER, Cancel(reason="the client left"), "a")
+    assert not worker.role.num_open

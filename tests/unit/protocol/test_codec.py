@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, get_args, get_origin
 
 import msgspec
 import pytest
@@ -11,65 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol import codec
-from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.messages import (
     PROTOCOL_VERSION,
     Alive,
     AnyBody,
     Header,
-    PeerRef,
-    Prompt,
-    SequenceUsage,
     TokenBatch,
     TokenEntry,
     pack_tokens,
     unpack_tokens,
 )
-from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import TokenLogprobs
 from tests.thoroughness import examples
+from tests.unit.protocol.message_strategies import KINDS, hostile_frames, structs_of, values
 
-KINDS: tuple[type[msgspec.Struct], ...] = get_args(AnyBody)
 HEADER = Header(sender="p0", incarnation="1", reply_to="tcp://p0:1", to_incarnation="2", link=1)
 
-int64 = st.integers(-(2**63), 2**63 - 1)
-st.register_type_strategy(int, int64)
-st.register_type_strategy(float, st.floats(allow_nan=False))
-NESTED: tuple[type[msgspec.Struct], ...] = (
-    PeerRef,
-    Grammar,
-    Sampling,
-    TokenLogprobs,
-    Prompt,
-    SequenceUsage,
-    TokenEntry,
-)
-STRUCTS: tuple[type[msgspec.Struct], ...] = (*NESTED, Header, *KINDS)
-
-
-def values(hint: object) -> st.SearchStrategy[object]:
-    """Values that a field of this type may hold. Raises NotImplementedError for a limit that it does not know."""
-    match msgspec.inspect.type_info(hint):
-        case msgspec.inspect.StrType(min_length=None, max_length=int(most), pattern=None):
-            return st.text(max_size=most)
-        case msgspec.inspect.FloatType(gt=None, ge=float(least), lt=None, le=float(most), multiple_of=None):
-            return st.floats(least, most)
-    if get_origin(hint) is Annotated:
-        raise NotImplementedError(hint)
-    return st.from_type(hint)  # type: ignore[arg-type]
-
-
-for struct in STRUCTS:
-    hints = {field.name: values(field.type) for field in msgspec.structs.fields(struct)}
-    st.register_type_strategy(struct, st.builds(struct, **hints))
-
-bodies: st.SearchStrategy[AnyBody] = st.one_of([st.from_type(kind) for kind in KINDS])  # type: ignore[arg-type]
-headers = st.from_type(Header)
+bodies: st.SearchStrategy[AnyBody] = st.one_of([values(kind) for kind in KINDS])
+headers: st.SearchStrategy[Header] = values(Header)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
 def test_every_kind_survives_the_way(kind: type[AnyBody]) -> None:
     @settings(max_examples=20, deadline=None)
-    @given(headers, st.from_type(kind))
+    @given(headers, values(kind))
     def survives(header: Header, body: AnyBody) -> None:
         frames = codec.encode(header, body)
         assert codec.decode_header(frames) == header
@@ -114,6 +78,121 @@ def test_damaged_bytes_are_a_message_or_malformed_but_nothing_else(
     for decode in (codec.decode_header, codec.decode_body):
         with contextlib.suppress(codec.MalformedMessage):
             decode(frames)
+
+
+@settings(max_examples=examples(1000), deadline=None)
+@given(hostile_frames(bodies))
+def test_hostile_fields_are_within_their_limits_or_refused(frame: bytes) -> None:
+    with contextlib.suppress(codec.InvalidBody):
+        body = codec.decode_body([b"", frame])
+        assert codec.decode_body([b"", codec.encode_body(body)]) == body
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(hostile_frames(headers))
+def test_hostile_headers_are_headers_or_malformed(frame: bytes) -> None:
+    with contextlib.suppress(codec.MalformedMessage):
+        header = codec.decode_header([frame, b""])
+        assert codec.decode_header([codec.encode_header(header), b""]) == header
+
+
+UNLIMITED = {"TokenEntry": {"request", "attempt", "sequence", "index"}, "Prompt": {"tokens"}}
+"""Fields that are compared with what the receiver knows, or that a rule between fields checks."""
+UNLIMITED["PackedCandidates"] = {"token_ids", "logprobs"}
+
+
+@pytest.mark.parametrize("struct", structs_of(Header, *KINDS), ids=lambda struct: str(struct.__name__))
+def test_every_number_and_text_has_a_limit(struct: type[msgspec.Struct]) -> None:
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)
+    unlimited = {field.name for field in info.fields if not _is_limited(field.type)}
+    assert unlimited == UNLIMITED.get(struct.__name__, set())
+
+
+def _is_limited(info: object) -> bool:
+    match info:
+        case msgspec.inspect.IntType(ge=least, le=most):
+            return least is not None and most is not None
+        case msgspec.inspect.FloatType(le=most):  # which also excludes NaN
+            return most is not None
+        case msgspec.inspect.StrType(max_length=most) | msgspec.inspect.BytesType(max_length=most):
+            return most is not None
+        case msgspec.inspect.ListType(item_type=item) | msgspec.inspect.VarTupleType(item_type=item):
+            return _is_limited(item)
+        case msgspec.inspect.TupleType(item_types=items) | msgspec.inspect.UnionType(types=items):
+            return all(map(_is_limited, items))
+        case msgspec.inspect.DictType(key_type=key, value_type=value):
+            return _is_limited(key) and _is_limited(value)
+    return True
+
+
+PROMPT = {"tokens": b"\0" * 8, "sampling": {}}
+CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
+    ("whole number", {"kind": "generate", "prompt": PROMPT | {"tokens": b"\0" * 7}}),
+    ("are output", {"kind": "generate", "prompt": PROMPT | {"num_output": 3}}),
+    (">= 1", {"kind": "generate", "prompt": PROMPT | {"num_samples": 0}}),
+    (
+        "than there are beams",
+        {"kind": "generate", "prompt": PROMPT | {"sampling": {"beams": {"width": 1, "num_returned": 2}}}},
+    ),
+    (
+        "granted twice",
+        {"kind": "granted", "reservation": "r", "first_block": 0, "slots": [3, 3], "transport": "zmq", "endpoint": {}},
+    ),
+    ("either a token", {"kind": "handoff", "reservation": "r", "index": 0, "num_tokens": 1, "num_blocks": 1}),
+    (
+        "either a token",
+        {
+            "kind": "handoff",
+            "reservation": "r",
+            "index": 0,
+            "num_tokens": 1,
+            "num_blocks": 1,
+            "token_id": 1,
+            "candidates": [b"abcd", b"abcd"],
+        },
+    ),
+    (
+        "were cached",
+        {
+            "kind": "handoff",
+            "reservation": "r",
+            "index": 0,
+            "num_tokens": 1,
+            "num_blocks": 1,
+            "token_id": 1,
+            "cached_tokens": 2,
+        },
+    ),
+    (
+        "log-probability",
+        {
+            "kind": "handoff",
+            "reservation": "r",
+            "index": 0,
+            "num_tokens": 1,
+            "num_blocks": 1,
+            "candidates": [b"abcd", b""],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("reason", "body"), CONTRADICTIONS)
+def test_fields_that_contradict_each_other_are_refused(reason: str, body: dict[str, object]) -> None:
+    with pytest.raises(codec.InvalidBody, match=reason):
+        codec.decode_body([b"", msgspec.msgpack.encode(body)])
+
+
+def test_an_entry_says_what_is_wrong_with_its_log_probabilities() -> None:
+    def violation(*logprobs: TokenLogprobs) -> str:
+        return TokenEntry(
+            request="r", attempt=1, sequence=0, index=0, token_ids=[7], logprobs=list(logprobs)
+        ).violation()
+
+    assert not violation() and not violation(TokenLogprobs(7, -1.0, [7], [-1.0]))
+    assert "2 log-probabilities" in violation(*[TokenLogprobs(7, -1.0, [], [])] * 2)
+    assert "not every token" in violation(TokenLogprobs(7, -1.0, [7], []))
 
 
 @pytest.mark.parametrize("frame", [b"\x81\xa1x" + b"\x91" * 100_000, b"\x81\xa1x" * 100_000], ids=["arrays", "maps"])

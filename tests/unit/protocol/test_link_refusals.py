@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvrelay.protocol import codec
-from kvrelay.protocol.messages import PROTOCOL_VERSION, Alive, Cancel, Header, Reject
+from kvrelay.protocol.link import Delivered, Invalid
+from kvrelay.protocol.messages import PROTOCOL_VERSION, Alive, Cancel, Generate, Header, Reject
 from tests.unit.protocol.link_network import Network, Process, with_header
 
 
@@ -170,3 +172,20 @@ def test_a_message_that_no_peer_would_take_is_refused_at_once(
     network.send(a, b.me, "shorter")
     network.run(1.0)
     assert b.texts_from(a.me) == ["shorter"]
+
+
+def test_a_body_with_invalid_fields_is_reported_in_its_place_and_the_link_goes_on(network: Network) -> None:
+    a, b = network.start("a"), network.start("b")
+    network.send(a, b.me, "before")
+    network.run(1.0)
+    a.links.send(b.me, Cancel(reason="x"), network.now, request="r", attempt=2, sequence=3)
+    ((address, frames),) = a.links.take_outgoing()
+    network.inject(address, [frames[0], msgspec.msgpack.encode({"kind": "generate", "prompt": {"num_samples": 0}})])
+    network.send(a, b.me, "after")
+    network.run(1.0)
+    before, invalid, after = b.events
+    assert isinstance(before, Delivered) and isinstance(after, Delivered) and isinstance(invalid, Invalid)
+    assert invalid.kind is Generate and "Generate" in invalid.reason
+    assert (invalid.peer, invalid.header.request, invalid.header.attempt, invalid.header.sequence) == (a.me, "r", 2, 3)
+    assert b.links.num_invalid == 1 and not b.links.num_malformed
+    assert not a.events and not a.links.num_unacked

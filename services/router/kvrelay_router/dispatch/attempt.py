@@ -147,6 +147,8 @@ class SequenceAttempts:
                 return False
             role = "prefill" if from_prefill else "decode"
             raise IllegalEvent(f"{worker.peer_id} is not the {role} worker of this attempt")
+        if entry.index + len(entry.token_ids) > self.spec.sampling.max_tokens:
+            raise IllegalEvent(f"output {entry.index} and {len(entry.token_ids)} tokens from there are too many")
         if not self.is_streaming and self._lacks_prompt_logprobs(entry, from_prefill):
             raise IllegalEvent("the prompt's log-probabilities were asked for and did not come")
         return True

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
 from kvrelay.state_machine import IllegalEvent
+from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay_router.dispatch.active_requests import (
     ActiveRequest,
@@ -74,6 +75,7 @@ class AttemptDriver:
         self._max_wait_for_worker_s = max_wait_for_worker_s
         self._max_wait_for_lost_s = min(max_wait_for_lost_s, max_wait_for_worker_s)
         self._tracing = tracing
+        self._log = LimitedLog(log)
         self._waits = WorkerWaits(self._may_succeed, self._look)
 
     @property
@@ -86,7 +88,7 @@ class AttemptDriver:
         try:
             instructions = sequence.handle_event(event)
         except IllegalEvent as error:
-            self._report_illegal(sequence, error)
+            self._report_illegal(sequence, str(error))
             return
         for instruction in instructions:
             self._carry_out(sequence, instruction)
@@ -100,9 +102,7 @@ class AttemptDriver:
                 return
             delta = sequence.handle_entry(entry)
         except IllegalEvent as error:
-            self._report_illegal(sequence, error)
-            # The client must not wait for tokens that were dropped: the attempt ends here.
-            self._fail_attempt(sequence, worker, f"{worker.peer_id} broke the protocol: {error}")
+            self.broke_protocol(sequence, worker, str(error))
             return
         has_events = not attempts.is_streaming
         if delta is not None:
@@ -117,11 +117,14 @@ class AttemptDriver:
             for event in token_events(attempts, delta, from_prefill):
                 self.feed(sequence, event)
 
-    def _fail_attempt(self, sequence: ActiveSequence, worker: PeerRef, cause: str) -> None:
+    def broke_protocol(self, sequence: ActiveSequence, worker: PeerRef, error: str) -> None:
+        """A message of this worker about the sequence was dropped. The client must not wait for what it brought: the
+        attempt ends."""
+        self._report_illegal(sequence, error)
         attempts = sequence.attempts
         if attempts.involves(worker):
             num_output = len(sequence.intake.output)
-            kind = FailureKind.PROTOCOL_ERROR
+            kind, cause = FailureKind.PROTOCOL_ERROR, f"{worker.peer_id} broke the protocol: {error}"
             self.feed(sequence, AttemptFailed(worker, attempts.attempt, num_output, kind, cause, retriable=True))
 
     def place(self, sequence: ActiveSequence, decision: Decision, cause: str) -> None:
@@ -311,9 +314,10 @@ class AttemptDriver:
             num_pending_blocks=work.num_decode_blocks if attempts.awaits_handoff else 0,
         )
 
-    def _report_illegal(self, sequence: ActiveSequence, error: IllegalEvent) -> None:
+    def _report_illegal(self, sequence: ActiveSequence, error: str) -> None:
         self.num_illegal += 1
-        log.error("dropped a message that does not fit its request: %s", error, extra=_log_fields(sequence))
+        where = sequence.request_id, sequence.index
+        self._log.warning("illegal", "dropped a message that does not fit request %s, sequence %d: %s", *where, error)
 
 
 def _log_fields(sequence: ActiveSequence) -> dict[str, Any]:

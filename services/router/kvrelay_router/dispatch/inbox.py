@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
+from kvrelay.protocol.link import Delivered, Invalid, LinkEvent, PeerLost, PeerRefused
 from kvrelay.protocol.messages import (
     Cancel,
     Failed,
@@ -19,6 +19,7 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     TokenEntry,
 )
+from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay_router.dispatch.active_requests import ActiveSequence
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
 from kvrelay_router.dispatch.events import AttemptFailed, DecodeNeeded, WorkerLost
@@ -54,6 +55,7 @@ class Inbox:
         self._send = send
         self._on_status = on_status
         self._on_late_usage = on_late_usage
+        self._log = LimitedLog(log)
         self._lost: list[tuple[PeerRef, str, bool]] = []  # worker, reason, whether the worker ended the link
 
     def take(self, event: LinkEvent) -> None:
@@ -61,6 +63,8 @@ class Inbox:
         match event:
             case Delivered():
                 self._on_message(event)
+            case Invalid():
+                self._on_invalid(event)
             case PeerLost(peer=peer, reason=reason, by_peer=by_peer):
                 self._view.lost(peer, reason, time.monotonic())
                 self._report_lost_soon(peer, reason, by_peer)
@@ -82,9 +86,27 @@ class Inbox:
             case Status():
                 self._on_status(peer, body)
             case _:
-                log.warning("%s sent a %s, which a router does not take", peer.peer_id, type(body).__name__)
+                self._log.warning(
+                    "kind", "%s sent a %s, which a router does not take", peer.peer_id, type(body).__name__
+                )
 
-    def _sequence_of(self, message: Delivered) -> ActiveSequence | None:
+    def _on_invalid(self, message: Invalid) -> None:
+        """Ends the attempts that the message was about: tokens, failures and needs that it brought are lost."""
+        peer = message.peer
+        if message.kind is TokenBatch:
+            streaming = [(each, each.attempts.decode) for each in self._sequences.values()]
+            sequences = [each for each, decode in streaming if decode and worker_key(decode) == worker_key(peer)]
+        elif message.kind in (FirstToken, NeedDecode, Failed):
+            sequence = self._sequence_of(message)
+            is_current = sequence is not None and sequence.attempts.attempt == message.header.attempt
+            sequences = [sequence] if sequence is not None and is_current else []
+        else:
+            return
+        self._count_failure(peer, message.reason)
+        for each in sequences:
+            self._driver.broke_protocol(each, peer, message.reason)
+
+    def _sequence_of(self, message: Delivered | Invalid) -> ActiveSequence | None:
         return self._sequences.get((message.header.request, message.header.sequence))
 
     # -- tokens -------------------------------------------------------------------------------------------------------

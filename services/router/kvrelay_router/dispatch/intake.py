@@ -38,6 +38,7 @@ class TokenIntake:
             not token_ids
             or entry.index != len(output)
             or entry.attempt != self._attempt
+            or entry.logprobs
             or entry.usage is not None
             or entry.cached_tokens is not None
             or self._has_details
@@ -50,7 +51,8 @@ class TokenIntake:
 
     def _handle_unusual(self, entry: TokenEntry) -> SequenceDelta | None:
         """As `handle`, for all entries."""
-        if entry.attempt != self._attempt or entry.index < self._num_resumed or self._is_beam_search:
+        has_details = entry.logprobs or entry.prompt_logprobs or self._is_beam_search
+        if has_details or entry.attempt != self._attempt or entry.index < self._num_resumed:
             self._check(entry)
         num_known = len(self.output) - entry.index
         if num_known < 0 or (self.prompt_logprobs_due and not entry.prompt_logprobs):
@@ -102,6 +104,8 @@ class TokenIntake:
 
         The first entry of a new attempt clears the entries held for the previous one.
         """
+        if violation := entry.violation():
+            raise IllegalEvent(violation)
         if self._is_beam_search and not _is_of_beam_search(entry):
             raise IllegalEvent("tokens of a beam search, or its end without texts")
         num_resumed = self._num_resumed if entry.attempt == self._attempt else len(self.output)

@@ -41,7 +41,7 @@ def _bias_map(value: Any) -> dict[int, float]:
         raise invalid(f"at most {MAX_BIASED_TOKENS} tokens can be biased")
     biases = {}
     for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31):
             raise invalid(f"unknown token {key!r}; keys must be token ids")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise wrong_type(f"the bias of token {key} must be a number")
@@ -77,7 +77,9 @@ Flag = Annotated[bool, or_default(False)]
 FlagOn = Annotated[bool, or_default(True)]
 Stop = Annotated[list[str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(max_length=MAX_STOP_TOKENS), or_default([])]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), Field(max_length=MAX_STOP_TOKENS), or_default([])
+]
 Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 
 

@@ -1,0 +1,55 @@
+"""The values that fields of messages may have, as types that the decoder checks.
+
+A limit rejects what no correct peer sends. It is no policy: the router's limits for clients are narrower, and a worker
+also compares with its own model and pool (`kvrelay.worker.sequences`). Rules between the fields of a struct are in its
+`__post_init__`, which the decoder calls. Structs of which a message brings many have `violation` instead, which the
+receiver calls for the entries that bring more than tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from msgspec import Meta
+
+MOST_INT64, LEAST_INT64 = 2**63 - 1, -(2**63)
+MOST_INT32 = 2**31 - 1
+MOST_FLOAT = sys.float_info.max
+MOST_SAMPLES = 1024
+MOST_SECONDS = 1e9
+MOST_TEXT_CHARS = 1 << 20
+
+Int64 = Annotated[int, Meta(ge=LEAST_INT64, le=MOST_INT64)]
+Count = Annotated[int, Meta(ge=0, le=MOST_INT64)]
+"""A number of things, or a number that only grows."""
+Index = Annotated[int, Meta(ge=0, le=MOST_INT32)]
+"""A position among tokens, blocks, samples or attempts."""
+TokenId = Annotated[int, Meta(ge=0, le=MOST_INT32)]
+
+SampleCount = Annotated[int, Meta(ge=1, le=MOST_SAMPLES)]
+SiblingCount = Annotated[int, Meta(ge=0, le=MOST_SAMPLES)]
+
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MOST_SECONDS)]
+Finite = Annotated[float, Meta(ge=-MOST_FLOAT, le=MOST_FLOAT)]
+NotNegative = Annotated[float, Meta(ge=0.0, le=MOST_FLOAT)]
+"""Finite too."""
+LogProb = Annotated[float, Meta(le=1.0)]
+"""Minus infinity is legal (a masked token), NaN is not. Rounding may bring it slightly above 0."""
+Score = Annotated[float, Meta(le=MOST_FLOAT)]
+"""Of a beam. Minus infinity is legal, NaN is not."""
+
+Name = Annotated[str, Meta(max_length=1024)]
+"""An id, an address or the name of a thing."""
+Text = Annotated[str, Meta(max_length=MOST_TEXT_CHARS)]
+"""For people, or for a parser with limits of its own."""
+Transports = Annotated[list[Name], Meta(max_length=16)]
+Endpoint = Annotated[dict[Name, Text], Meta(max_length=64)]
+"""A transport's own address of a pool: read by the transport."""
+
+
+def require(holds: bool, text: str) -> None:
+    """For the `__post_init__` of a struct with rules between its fields. Raises ValueError."""
+    if not holds:
+        raise ValueError(text)

@@ -11,8 +11,7 @@ messages are dropped:
 
 - `PeerLost`: the peer was silent for `peer_timeout_s` (a router for `router_timeout_s` unless its process has ended),
   was replaced by a newer incarnation, left too much unacknowledged, or has lost this link, as its new number shows.
-- `PeerRefused`: one side does not accept the other's protocol version or model, or sent a body that is no message.
-  The event has the reason.
+- `PeerRefused`: one side does not accept the other's protocol version or model. The event has the reason.
 
 A body of a known kind with invalid fields is reported as `Invalid`, and the link goes on.
 

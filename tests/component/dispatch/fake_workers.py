@@ -233,7 +233,7 @@ class FakePrefill(FakeWorker):
                     token_id=first.token_id,
                     num_tokens=num_tokens,
                     num_blocks=len(granted.slots),
-                    cached_tokens=first.cached_tokens,
+                    cached_tokens=min(first.cached_tokens, num_tokens),
                 ),
             )
             reply = await self._reply(key, Committed, decode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, get_args
 
 import msgspec
@@ -104,9 +104,13 @@ def _size(most: int | None, at_most: int = MAX_ITEMS) -> int:
 def _instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
-    mend = MENDED.get(struct, lambda fields: fields)
     fields = st.fixed_dictionaries({field.name: _values(field.type) for field in info.fields})
-    return fields.map(lambda drawn: struct(**mend(drawn)))
+    return fields.map(partial(_made, struct))
+
+
+def _made(struct: type[msgspec.Struct], drawn: Fields) -> msgspec.Struct:
+    mend = MENDED.get(struct)
+    return struct(**(drawn if mend is None else mend(drawn)))
 
 
 # -- hostile ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Process life cycle: exit status, event loop, end with the parent, garbage collection."""
+"""Process life cycle: exit status, event loop, exit when the parent exits, garbage collection."""
 
 from __future__ import annotations
 

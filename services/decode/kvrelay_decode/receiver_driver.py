@@ -57,7 +57,7 @@ from kvrelay_decode.receiver_events import (
 )
 from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 from kvrelay_decode.request import DecodeRequest
-from kvrelay_decode.reservations import Reservations
+from kvrelay_decode.reservation_transports import Reservations
 from kvrelay_decode.stream import TokenStream, entry_of, first_entry_of
 
 log = logging.getLogger(__name__)

@@ -121,7 +121,7 @@ class ReceiverHandoff:
 
     @property
     def first_block(self) -> int:
-        """The blocks before this one were in decode's cache."""
+        """Index of the first block that prefill sends; those before it were in decode's cache."""
         return self._first_block
 
     # -- transitions --------------------------------------------------------------------------------------------------

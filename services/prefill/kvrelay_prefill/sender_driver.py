@@ -40,8 +40,8 @@ from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
 from kvrelay.worker.requests import OpenRequests, is_same_process
 from kvrelay.worker.sequences import sequence_key
-from kvrelay_prefill.in_flight_pushes import InFlightPushes
 from kvrelay_prefill.offers import TransportOffers
+from kvrelay_prefill.push_counts import InFlightPushes
 from kvrelay_prefill.request import PrefillRequest
 from kvrelay_prefill.sender_events import (
     AbortTransfer,

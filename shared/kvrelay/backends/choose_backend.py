@@ -76,8 +76,8 @@ def select_flashinfer(
     costs = CascadeCosts.of(
         group * layout.dtype.itemsize // pool_bytes, token_bytes=2 * num_kv_heads * layout.head_dim * pool_bytes
     )
-    # Keep this backend: another one would allocate a second workspace, and wrappers that the first step would have to
-    # make.
+    # Cascade attention is tried on this backend itself: a second one would allocate another workspace, and the wrappers
+    # that it makes could not be used by the first step.
     backend.share_prefixes(replace(costs, step_tokens=0))
     try:
         try_layers(backend, layout, kinds, device, shared=True)

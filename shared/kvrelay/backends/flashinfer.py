@@ -214,7 +214,7 @@ class FlashInferStep:
             self._paged.last_page_lens,
         )
         self._planned: dict[LayerKind, tuple[Any, Any]] = {}
-        self._dtype = pool.dtype  # dtype of queries; beside 8 bits, the first layer gives it
+        self._dtype = pool.dtype  # of queries; with an 8-bit pool, set to that of the first layer's key
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

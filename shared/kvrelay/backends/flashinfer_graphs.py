@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvrelay.backends.flashinfer import FlashInferBackend
 
 _PLAN_BYTES = 2 * 2**20  # bytes of a split over the device's multiprocessors: some 16 for each of a few thousand pieces
-_PLAN_ROW_BYTES = 64  # more bytes for each row
+_PLAN_ROW_BYTES = 64  # further bytes for each row of the largest graph
 _ALIGNED = 4  # int32 elements in 16 bytes
 
 

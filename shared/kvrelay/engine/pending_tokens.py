@@ -241,7 +241,7 @@ class SampledTokens:
         return forced
 
     def take_grammar_work(self) -> GrammarWork | None:
-        """What was done for grammars since the last call, or None for nothing."""
+        """Returns the grammar counters (masks, compilations, forced tokens) since the last call, None if all are 0."""
         return self._masks.take_work()
 
     def _append(self, rows: SampledRows, which: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:

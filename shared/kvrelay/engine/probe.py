@@ -62,7 +62,8 @@ class ObservedLayers:
 
 
 class _LayerRecorder:
-    """Replaces attention: records shapes, refuses what a block cannot hold, and returns zeros."""
+    """Stands in for attention: records the shapes of K and V and returns zeros. Raises UnsupportedModel for shapes
+    that KV blocks cannot store."""
 
     def __init__(self, max_model_len: int) -> None:
         self.shapes: dict[int, tuple[int, int, torch.dtype]] = {}

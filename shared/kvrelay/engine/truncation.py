@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-_BEST = (256, 4096)  # tokens to look at before the whole vocabulary is sorted, which costs far more
-# More on a GPU: finding them takes a few passes over the vocabulary whatever their number, and a single row that must
-# be sampled again costs a step that was launched behind it.
+# Numbers of best tokens to try before the whole vocabulary is sorted, which costs far more. Larger on a GPU: top-k
+# costs about the same there for any k, and one row that is sampled again discards the step that was launched behind it.
+_BEST = (256, 4096)
 _BEST_ON_GPU = (1024, 4096)
 _SEGMENT = 128  # tokens summed at once before sampling looks closer
 

@@ -126,5 +126,5 @@ def copy_on_write(
 
 
 def finish_copy(pool: BlockPool, copy: CopyInstruction) -> None:
-    """The copy is made: the source is no longer needed."""
+    """Releases the source block. To be called after the copy has run."""
     pool.release([copy.source], copy.state)

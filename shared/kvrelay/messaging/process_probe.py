@@ -9,7 +9,7 @@ PROBE_TIMEOUT_S = 2.0
 
 
 class ProcessProbes:
-    """One probe at a time for each address."""
+    """Asks the systems of peers whether they still run: at most one probe per address is in flight."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -136,7 +136,7 @@ class PlanDraft:
         self.prompting: list[Sequence] | None = None  # running prompts; None: not collected yet
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
-        self.is_short_of_blocks = False  # running sequences were preempted for blocks that others of them need
+        self.is_short_of_blocks = False  # a running sequence was preempted to free blocks for another one
         self.is_shortened = False  # the budget was cut, as a light tenant's prompts are in the step
         self.has_reclaimed = False  # the head of the queue claimed its tenant's share, at most once per step
         self.recomputed: list[Sequence] = []

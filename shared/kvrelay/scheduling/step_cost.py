@@ -80,7 +80,7 @@ class CalibratedCost:
             self._solve()
 
     def fitted(self) -> StepCost:
-        """Solves for all steps so far and returns the cost."""
+        """Fits the coefficients to all steps observed so far and returns them."""
         if self._num_observed:
             self._solve()
         return self.current

@@ -243,7 +243,7 @@ def _interval_s(environ: Mapping[str, str]) -> float:
 
 
 async def _within(timeout_s: float, call: Callable[[], Any], what: str) -> None:
-    """Runs the call on a daemon thread and waits at most this long, also at process exit."""
+    """Runs `call` on a daemon thread and waits at most `timeout_s`, also at process exit. Logs its error as `what`."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:

@@ -84,9 +84,9 @@ TransportDriverFactory = Callable[[Callable[[], None]], TransportDriver]
 
 
 class SenderThread:
-    """A sender whose driver is made and used on a thread named `thread_name`. `num_blocks`: of the sender's pool.
+    """A sender whose driver is made and used on a thread of its own.
 
-    `make_driver` gets a function that may be called from anywhere and ends the thread's wait.
+    `num_blocks`: size of the sender's pool. `make_driver` gets a function that wakes the thread from any other one.
     """
 
     def __init__(self, thread_name: str, num_blocks: int, make_driver: TransportDriverFactory) -> None:

@@ -12,7 +12,7 @@ from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.transfer import select
 from kvrelay.transfer.nixl_transport import NixlSettings
-from kvrelay_decode import overdue, reservations
+from kvrelay_decode import overdue, reservation_transports
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hanging_agent import FakeNetwork, fake_network
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -68,7 +68,7 @@ def test_a_first_write_that_hangs_ends_with_its_connection_and_the_pair_goes_on_
                 await serve_by_zmq(f)
                 await f.until_clean()
 
-    with caplog.at_level("INFO", logger=reservations.__name__):
+    with caplog.at_level("INFO", logger=reservation_transports.__name__):
         run(test)
     assert transports_taken(caplog) == ["nixl", "zmq"]
 

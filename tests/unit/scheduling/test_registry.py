@@ -104,8 +104,8 @@ def test_the_configuration_reaches_the_policy() -> None:
         "0.4",
     )
     settings = config(*flags, "--retraction", "least_progress").scheduler_settings
-    assert settings == SchedulerSettings("lpm", 9, "dynamic", "least_progress", 0.4)
-    assert config().scheduler_settings == SchedulerSettings()
+    assert settings == SchedulerSettings("lpm", 9, "dynamic", "least_progress", 0.4, jump_forward=True)
+    assert config().scheduler_settings == SchedulerSettings(jump_forward=True)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ class TokenIntake:
         self._attempt = 1
         self._num_resumed = 0  # tokens that earlier attempts delivered
         self._held: dict[int, TokenEntry] = {}  # entries behind a gap, by the index of their first token
-        self._usage: SequenceUsage | None = None  # the next delta takes it
-        self._cached_tokens: int | None = None  # the next delta takes it
+        self._usage: SequenceUsage | None = None  # sent with the next delta, then None
+        self._cached_tokens: int | None = None  # sent with the next delta, then None
         self._cached_tokens_reported = False
         self._has_details = is_beam_search or prompt_logprobs_due  # the next delta brings more than tokens
 

@@ -196,7 +196,8 @@ class GenerationResponse(Response):
             self._timings.error = error
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """A status while nothing was sent; an event in a stream. An answer that is cut off ends with its connection."""
+        """Reports the error: as an HTTP status if nothing was sent, as an event in a stream. Another body that was
+        sent in part ends with its connection."""
         self._note_error(error.code or str(error.status))
         if self._whole_started:
             return

@@ -1,4 +1,4 @@
-"""Tokens on their way to the routers: one message a step and router."""
+"""Tokens on their way to the routers: one message per step and router, and one for each scored prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrelay.scheduling.plan import SequenceOutput
 
 class TokenStream:
     """Collects the entries of a step and sends them as one message to each router. `totals` sums up what the entries
-    say about the use of blocks."""
+    say about the use of blocks. Entries that score a prompt are sent alone."""
 
     def __init__(self, send: Callable[[PeerRef, TokenBatch], None]) -> None:
         self.totals: dict[str, float] = dict.fromkeys(
@@ -22,8 +22,12 @@ class TokenStream:
         self._pending: dict[PeerRef, list[TokenEntry]] = {}
 
     def put(self, router: PeerRef, entry: TokenEntry) -> None:
-        """Adds an entry to the router's next message."""
-        self._pending.setdefault(router, []).append(entry)
+        """Adds an entry to the router's next message. One that scores a prompt is sent alone: several together may be
+        too large for a message."""
+        if entry.prompt_logprobs:
+            self._send(router, TokenBatch(entries=[entry]))
+        else:
+            self._pending.setdefault(router, []).append(entry)
         if (usage := entry.usage) is not None:
             self.totals["prompt_blocks"] += usage.prompt_blocks
             self.totals["received_blocks"] += usage.received_blocks

@@ -117,7 +117,7 @@ class RouterConfig(CommonConfig):
     max_answer_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=1024,
-        le=1 << 30,
+        le=1 << 28,  # a prompt's log-probabilities take 14 bytes each in one message of at most 64 MiB
         description="largest answer, as in 64MiB: 4 bytes per token of text, 8 per token id and 64 per log-probability",
     )
     max_pending_bytes: ByteSize = Field(

@@ -16,7 +16,7 @@ from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, 
 from kvrelay.engine.batch import BeamCandidates, BlockCopy, ModelSpec, StepResult, WorkerBatch, WorkerRow
 from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.causal_model import CausalModel
-from kvrelay.engine.device import Moment, describe_device, to_device, use_on_this_thread
+from kvrelay.engine.device import Moment, describe_device, to_device, to_host, use_on_this_thread
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
@@ -25,6 +25,7 @@ from kvrelay.engine.in_flight import Asked, StepInFlight, StepsInFlight, TokensO
 from kvrelay.engine.model_grammars import make_grammar_compiler
 from kvrelay.engine.packing import pack_rows
 from kvrelay.engine.pending_logprobs import token_logprobs
+from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -311,7 +312,10 @@ class TransformersRunner:
             pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     def _score_prompts(self, forward: _Forward) -> dict[int, list[TokenLogprobs]]:
-        """The log-probabilities of the prompt tokens that follow each of the row's positions, by row of the step."""
+        """The log-probabilities of the prompt tokens that follow each of the row's positions, by row of the step.
+
+        Raises BadLogits.
+        """
         with self._lock:
             scored = {at: self._scored[row.key] for at, row in enumerate(forward.rows) if self._is_scored(row)}
         results: dict[int, list[TokenLogprobs]] = {}
@@ -322,6 +326,8 @@ class TransformersRunner:
             for at in range(0, len(targets), _PROMPT_SLICE):
                 part = targets[at : at + _PROMPT_SLICE]
                 logits = self._model.logits(forward.hidden[start + at : start + at + len(part)])
+                if not np.isfinite(to_host(logits.amax(dim=-1))[0]).all():
+                    raise BadLogits([row.key])
                 entries += token_logprobs(logits, part, np.full(len(part), prompt.num_top, np.int64))
             results[place] = entries
         return results

@@ -17,6 +17,7 @@ MOST_INT64, LEAST_INT64 = 2**63 - 1, -(2**63)
 MOST_INT32 = 2**31 - 1
 MOST_FLOAT = sys.float_info.max
 MOST_SAMPLES = 1024
+MOST_LOGPROBS = 1024
 MOST_SECONDS = 1e9
 MOST_TEXT_CHARS = 1 << 20
 
@@ -27,6 +28,8 @@ Index = Annotated[int, Meta(ge=0, le=MOST_INT32)]
 """A position among tokens, blocks, samples or attempts."""
 TokenId = Annotated[int, Meta(ge=0, le=MOST_INT32)]
 
+NumLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+"""Alternatives at a position."""
 SampleCount = Annotated[int, Meta(ge=1, le=MOST_SAMPLES)]
 SiblingCount = Annotated[int, Meta(ge=0, le=MOST_SAMPLES)]
 

@@ -9,7 +9,17 @@ import msgspec
 from msgspec import Meta
 
 from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.limits import Index, Int64, LogProb, SampleCount, Score, Share, TokenId, require
+from kvrelay.protocol.limits import (
+    Index,
+    Int64,
+    LogProb,
+    NumLogprobs,
+    SampleCount,
+    Score,
+    Share,
+    TokenId,
+    require,
+)
 
 EarlyStopping = bool | Literal["never"]
 Temperature = Annotated[float, Meta(ge=0.0, le=1000.0)]
@@ -51,8 +61,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     repetition_penalty: RepetitionPenalty = 1.0  # over prompt and output tokens
     logit_bias: LogitBias = {}  # token id -> added to its logit
     seed: Int64 = 0  # the router draws a missing one
-    logprobs: Index | None = None  # None: off; k: the token's own logprob and those of the k most likely tokens
-    prompt_logprobs: Index | None = None  # the same, for every prompt token but the first
+    logprobs: NumLogprobs | None = None  # None: off; k: the token's own logprob and those of the k most likely tokens
+    prompt_logprobs: NumLogprobs | None = None  # the same, for every prompt token but the first
     max_tokens: Index = 16  # output tokens, counting those of earlier attempts; 0 scores the prompt only
     min_tokens: Index = 0  # no end-of-sequence or stop token before that many output tokens
     stop_token_ids: tuple[TokenId, ...] = ()

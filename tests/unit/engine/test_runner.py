@@ -228,6 +228,22 @@ def test_nan_from_the_model_names_the_sequence(runner_of: RunnerOf) -> None:
     assert runner.execute(WorkerBatch(0, [good.row(1)])).rows[0].token_ids
 
 
+@pytest.mark.parametrize("num_output", [0, 1])
+def test_nan_at_a_scored_position_of_a_prompt_names_the_sequence(runner_of: RunnerOf, num_output: int) -> None:
+    """A prompt that is only scored is sampled nowhere, so nothing else looks at its logits."""
+    runner = runner_of("llama")
+    scored = Sampling(temperature=0, max_tokens=num_output, prompt_logprobs=2)
+    good, bad = start(runner, make_prompts((33, 33)), scored, num_output, seed=10)
+    runner.execute(WorkerBatch(0, [good.row(16), bad.row(16)]))
+    good.computed = bad.computed = 16
+    runner.pool[int(bad.blocks[0])] = float("nan")
+    with pytest.raises(BadLogits) as caught:
+        runner.execute(WorkerBatch(1, [good.row(8), bad.row(8)]))
+    assert caught.value.keys == {bad.key}
+    runner.pool[int(bad.blocks[0])] = 0
+    assert len(runner.execute(WorkerBatch(1, [good.row(8)])).rows[0].prompt_logprobs) == 8
+
+
 def test_a_step_whose_draws_are_all_dropped_meanwhile_has_copied_its_blocks_when_it_lands(
     runner_of: RunnerOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

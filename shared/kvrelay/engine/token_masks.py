@@ -101,7 +101,7 @@ class TokenMasks:
         """Returns the run, and has the mask behind it computed. Empty if the grammar failed, which `apply` raises."""
         run: list[int] = []
         is_late = not work.future.done()
-        if not is_late and work.future.exception() is None:
+        if not is_late and not work.future.cancelled() and work.future.exception() is None:
             run = work.future.result().run
         if self._work.get(slot) is work:  # the sequence was not dropped meanwhile
             self._work[slot] = _MaskWork(self._computing, partial(_fill_later, None if is_late else work.future))

@@ -8,7 +8,8 @@ keep all slots for as long as these last. The head of the queue claims what it l
 
 The tenant that was served most loses its latest admitted sequences first, and never so many that it holds less than its
 share. So no tenant takes back what it has just lost, and a tenant's oldest sequences continue. Sequences are preempted
-only if that is enough for the head. They keep their output, and are recomputed or swapped like any others.
+only if that is enough for the head. They keep their output, and are recomputed or swapped like any others. Prompts that
+are computed for a handoff and beam searches are not preempted.
 
 A share is `max_running` slots, or all blocks, times the tenant's weight over the weights of all tenants here, and at
 least one slot. If a tenant does not need its share, the others use it.
@@ -17,7 +18,7 @@ least one slot. If a tenant does not need its share, the others use it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft
@@ -27,14 +28,25 @@ from kvrelay.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class Room:
-    """Running slots and blocks: what tenants hold, what is lacking."""
+    """Running slots and blocks: what a tenant holds, what is lacking."""
 
     num_slots: int = 0
     num_blocks: int = 0
 
+
+@dataclass(slots=True)
+class _Holding:
+    """What a tenant holds, and its running sequences in the order of their admission."""
+
+    room: Room = field(default_factory=Room)
+    running: list[Sequence] = field(default_factory=list)
+
     def add(self, sequence: Sequence, num_slots: int = 1) -> None:
-        self.num_slots += num_slots
-        self.num_blocks += sequence.table.num_blocks
+        self.room.num_slots += num_slots
+        self.room.num_blocks += sequence.table.num_blocks
+
+    def exceeds(self, share: Room) -> bool:
+        return self.room.num_slots > share.num_slots or self.room.num_blocks > share.num_blocks
 
 
 class Reclaimer:
@@ -54,22 +66,22 @@ class Reclaimer:
         """Preempts sequences of other tenants until the head of the queue fits. Returns whether it did.
 
         `wanted`: what the head takes. `lacking`: the part of it that is not available. Raises NeedsCommit instead of
-        preempting if the draft is for a step behind the one in flight. O(running).
+        preempting if the draft is for a step behind the one in flight. O(running + tenants log tenants).
         """
         served_more = self._shares.served_more(head.tenant)
         if not served_more:
             return False
-        held = self._held_by_tenants()
-        own = held.get(head.tenant) or Room()
-        share = self._share(head.tenant)
+        held, total_weight = self._held_by_tenants(), self._shares.total_weight
+        own = held[head.tenant].room if head.tenant in held else Room()
+        share = self._share(head.tenant, total_weight)
         if lacking.num_slots > 0 and own.num_slots + wanted.num_slots > share.num_slots:
             return False
         if lacking.num_blocks > 0 and own.num_blocks + wanted.num_blocks > share.num_blocks:
             return False
         victims: list[Sequence] = []
         for tenant in served_more:
-            if tenant in held:
-                victims += self._victims(tenant, head, held[tenant], lacking, draft.admitted)
+            if tenant in held and held[tenant].exceeds(share := self._share(tenant, total_weight)):
+                victims += self._victims(held[tenant], share, head, lacking, draft.admitted)
         if lacking.num_slots > 0 or lacking.num_blocks > 0:
             return False
         if draft.ahead:
@@ -79,33 +91,36 @@ class Reclaimer:
         self.num_reclaimed += len(victims)
         return True
 
-    def _held_by_tenants(self) -> dict[str, Room]:
-        held: dict[str, Room] = {}
+    def _held_by_tenants(self) -> dict[str, _Holding]:
+        held: dict[str, _Holding] = {}
         for sequence in self._lifecycle.running.values():
-            held.setdefault(sequence.tenant, Room()).add(sequence)
+            holding = held.setdefault(sequence.tenant, _Holding())
+            holding.add(sequence)
+            holding.running.append(sequence)
         for sequence in self._lifecycle.remote.receiving.values():
-            held.setdefault(sequence.tenant, Room()).add(sequence, sequence.num_slots)
+            held.setdefault(sequence.tenant, _Holding()).add(sequence, sequence.num_slots)
         return held
 
-    def _share(self, tenant: str) -> Room:
-        part = self._shares.part(tenant)
-        num_slots = max(1, int(self._lifecycle.limits.max_running * part))
-        return Room(num_slots, int(self._lifecycle.blocks.num_usable * part))
+    def _share(self, tenant: str, total_weight: float) -> Room:
+        weight = self._shares.of(tenant).weight
+        num_slots = int(self._lifecycle.limits.max_running * weight / total_weight)
+        return Room(max(1, num_slots), int(self._lifecycle.blocks.num_usable * weight / total_weight))
 
     def _victims(
-        self, tenant: str, head: Sequence, held: Room, lacking: Room, admitted: Collection[Sequence]
+        self, holding: _Holding, share: Room, head: Sequence, lacking: Room, admitted: Collection[Sequence]
     ) -> Iterator[Sequence]:
         """Yields one sequence of each group to preempt, the latest admitted first, and reduces `lacking`."""
-        share, seen = self._share(tenant), set[Sequence]()
-        for sequence in reversed(self._lifecycle.running.values()):
+        held, seen = holding.room, set[Sequence]()
+        for sequence in reversed(holding.running):
             if lacking.num_slots <= 0 and lacking.num_blocks <= 0:
                 return
-            if sequence.tenant != tenant or sequence in seen:
+            if sequence in seen:
                 continue
-            group = self._preempted_with(sequence)
+            group = self._lifecycle.sample_groups.running_with(sequence)
             seen.update(group)
-            # A prompt that is computed for a handoff ends with its first token, and its blocks are being sent.
-            is_kept = sequence.prefill_only or any(each in admitted for each in group)
+            # A prompt that is computed for a handoff ends with its first token, and its blocks are being sent. What the
+            # beams of a search share is freed with the last of them only.
+            is_kept = sequence.prefill_only or sequence.beams is not None or any(each in admitted for each in group)
             if is_kept or (self._priority_first and any(each.priority < head.priority for each in group)):
                 continue
             loss = Room(len(group), sum(self._num_own_blocks(each) for each in group))
@@ -116,11 +131,6 @@ class Reclaimer:
                     room.num_slots -= loss.num_slots
                     room.num_blocks -= loss.num_blocks
                 yield sequence
-
-    def _preempted_with(self, sequence: Sequence) -> list[Sequence]:
-        if sequence.beams is not None:
-            return [each for each in self._lifecycle.running.values() if each.beams is sequence.beams]
-        return self._lifecycle.sample_groups.running_with(sequence)
 
     def _num_own_blocks(self, sequence: Sequence) -> int:
         """Returns the number of blocks that only this sequence holds: a shared prefix is not freed. O(log blocks)."""

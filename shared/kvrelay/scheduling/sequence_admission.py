@@ -67,6 +67,9 @@ class SequenceAdmission:
             if reason := self._why_not_now(sequence, num_slots, num_wanted, draft):
                 return reason
         if sequence.remote is not None:
+            if draft.leaving:
+                # Its sender would write at once into blocks that this step copies to the host.
+                return "blocks of preempted sequences are being copied to the host"
             return "" if self._remote.reserve(sequence, self._handoff_headroom(sequence)) else "no blocks"
         if not has_reserved_capacity and len(group := self._groups.lost_with(sequence)) > 1 and sequence in group:
             if self._admit_group(group, draft):
@@ -87,6 +90,8 @@ class SequenceAdmission:
         head = self._waiting.head()
         if head is None or (head.remote is None and draft.budget_left <= 0):
             return False
+        if self.prefill_gate is not None and head.remote is None and head.state is not SequenceState.SWAPPED:
+            return False  # the gate may hold it back, and would leave what is taken for it unused
         if self._groups.has_reserved_capacity(head) or self._remote.has_capacity(head):
             return False
         wanted = self._wanted(head)

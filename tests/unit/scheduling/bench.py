@@ -179,12 +179,15 @@ class Bench:
         """A handoff that is granted all there is now, and writes into it at once, touches nothing of the step's."""
         if plan.swaps is None:
             return
-        granted = set(self.pool.allocate(self.pool.num_available, BlockState.RESERVED))
+        allocated = self.pool.allocate(self.pool.num_available, BlockState.RESERVED)
+        granted = set(allocated)
+        for sequence in plan.reservations:
+            granted |= set(sequence.table.ids[sequence.num_published :].tolist())
         assert granted.isdisjoint(plan.swaps.out.blocks)
         assert granted.isdisjoint(plan.swaps.back.blocks)
         assert not set(plan.swaps.out.slots) & set(plan.swaps.back.slots)
         self.pool.check_integrity()
-        self.pool.release(list(granted), BlockState.RESERVED)
+        self.pool.release(allocated, BlockState.RESERVED)
 
     def check_plan(self, plan: StepPlan, decoding: list[Sequence]) -> None:
         self.check_budget(plan)

@@ -21,6 +21,17 @@ PREEMPTING = ["sarathi", "vllm", "simple_chunking", "orca"]
 LONG = 40
 
 
+class ClosedGate:
+    def ask(self, num_running: int, kv_usage: float) -> str:
+        return "delayed"
+
+    def passed(self, num_running: int, num_admitted: int) -> None:
+        pass
+
+    def remaining_delay_s(self) -> float:
+        return 1.0
+
+
 def bench_for(scheduler: str = "sarathi", *, lag: float = 0.0, order: QueueOrderName = "fcfs", **sizes: int) -> Bench:
     values = {"num_blocks": 200, "token_budget": 64, "max_running": 4} | sizes
     settings = SchedulerSettings(queue_order=order)
@@ -68,6 +79,47 @@ def test_a_handoff_of_a_light_tenant_gets_a_slot_with_the_next_step() -> None:
     bench.arrive(light)
     bench.run()
     assert light.num_output == 3
+
+
+def test_no_handoff_gets_blocks_of_a_victim_before_they_are_copied_to_the_host() -> None:
+    """Its sender writes as soon as they are granted, and the copy is made in the step."""
+    settings = SchedulerSettings(preemption="swap", num_swap_slots=64)
+    bench = Bench(num_blocks=24, token_budget=96, max_running=8, settings=settings, eos=99)
+    bench.scheduler.shares.reclaim_lag = 0.0
+    flood = [add(bench, "flood", num_prompt=20, max_tokens=8) for _ in range(6)]
+    for _ in range(3):
+        bench.step()
+    bench.tenant = "light"
+    light = bench.handoff([9] * 24, 2)
+    assert not bench.scheduler.reserve()
+    plan, _ = bench.step()
+    assert plan.preempted and plan.swaps is not None and plan.swaps.out.blocks
+    assert plan.reservations == []
+    assert list(bench.scheduler.reserve()) == [light], "once the step has landed"
+    bench.arrive(light)
+    bench.run()
+    assert light.num_output == 2 and all(each.num_output == 8 for each in flood)
+
+
+def test_nothing_is_taken_for_a_prompt_that_the_prefill_gate_may_hold_back() -> None:
+    bench = bench_for()
+    flooded(bench)
+    bench.scheduler.prefill_gate = ClosedGate()
+    add(bench, "light", max_tokens=3)
+    plan, _ = bench.step()
+    assert not plan.preempted and len(bench.scheduler.running) == 4
+
+
+def test_many_tenants_that_hold_one_slot_each_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_for(num_blocks=400, max_running=32)
+    for number in range(32):
+        add(bench, f"tenant-{number}")
+    for _ in range(6):
+        bench.step()
+    add(bench, "light", max_tokens=3)
+    monkeypatch.setattr(Reclaimer, "_victims", lambda *_: pytest.fail("nobody holds more than its share"))
+    plan, _ = bench.step()
+    assert not plan.preempted
 
 
 def test_a_tenant_claims_no_more_than_its_share_and_leaves_the_other_its_own() -> None:

@@ -156,9 +156,10 @@ class FairShares:
         more = [(each.counter, each.last_turn, other) for other, each in self._present.items() if each.counter > least]
         return [other for _, _, other in sorted(more, reverse=True)]
 
-    def part(self, tenant: str) -> float:
-        """Returns the tenant's share of the worker among the tenants here, from 0 to 1."""
-        return self._present[tenant].weight / sum(share.weight for share in self._present.values())
+    @property
+    def total_weight(self) -> float:
+        """The sum over the tenants here."""
+        return sum(share.weight for share in self._present.values())
 
     def most_served(self, tenants: Collection[str]) -> str:
         """The tenant with the largest counter; of equal ones the latest admitted."""

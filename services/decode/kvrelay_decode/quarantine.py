@@ -2,7 +2,7 @@
 
 States of an entry:
 
-1. AWAITED  the sender is alive and will send Drained.
+1. AWAITED  the sender is alive and will send Drained. If its Drained is invalid, Released is sent again.
 2. LOST     the sender is silent, or has lost its state. Silence does not prove that it has ended: a stopped process
             resumes in the middle of a copy. Released is sent again, less and less often, so that a sender that resumes
             answers. If the sender runs on this machine, its process is also watched.
@@ -16,6 +16,7 @@ Without a proof the blocks stay in quarantine as long as this process runs. `Sen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -43,7 +44,7 @@ class QuarantinedReservation:
     since: float
     state: QuarantineState = QuarantineState.AWAITED
     ticks_left: int = 0  # once PROVEN
-    ask_at: float = 0.0
+    ask_at: float = math.inf
     ask_again_s: float = FIRST_ASK_S
 
 
@@ -89,6 +90,13 @@ class Quarantine:
         """The sender says that no write is in flight and none will follow."""
         self._prove(self._entries[key])
 
+    def ask_again(self, key: SequenceKey, now: float) -> None:
+        """The sender's Drained was invalid. `tick` returns the sequence in `ask` once, with the intervals of silent
+        senders, so that a sender whose every Drained is invalid gets no stream of messages."""
+        entry = self._entries[key]
+        if entry.state is QuarantineState.AWAITED and entry.ask_at == math.inf:
+            entry.ask_at = now + entry.ask_again_s
+
     def lost(self, peer: PeerRef, now: float, *, replaced: bool) -> None:
         """The link to a sender is lost. `replaced`: a newer incarnation of the sender has connected."""
         for entry in self._entries.values():
@@ -113,9 +121,9 @@ class Quarantine:
                 if entry.ticks_left <= 0:
                     del self._entries[key]
                     safe.append(key)
-            elif entry.state is QuarantineState.LOST and now >= entry.ask_at:
+            elif now >= entry.ask_at:
                 entry.ask_again_s = min(2 * entry.ask_again_s, ASK_AT_MOST_EVERY_S)
-                entry.ask_at = now + entry.ask_again_s
+                entry.ask_at = now + entry.ask_again_s if entry.state is QuarantineState.LOST else math.inf
                 ask.append(key)
         return Due(tuple(safe), tuple(ask))
 

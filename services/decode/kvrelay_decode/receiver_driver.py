@@ -166,7 +166,8 @@ class ReceiverDriver:
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
 
     def tick_quarantine(self, now: float) -> None:
-        """Frees blocks that are proven safe, and sends Released again to silent senders."""
+        """Frees blocks that are proven safe, and sends Released again to senders that are silent or sent an invalid
+        Drained."""
         due = self._quarantine.tick(now)
         for key in due.safe:
             request = self._requests[key]
@@ -174,7 +175,7 @@ class ReceiverDriver:
         for key in due.ask:
             request = self._requests[key]
             reservation = _machine_of(request).reservation
-            self._send_prefill(request, Released(reservation=reservation, reason="its sender was silent"))
+            self._send_prefill(request, Released(reservation=reservation, reason="no valid Drained came"))
         overdue = self._quarantine.overdue(now)
         if overdue != self._withheld:
             self._withheld = overdue
@@ -255,7 +256,8 @@ class ReceiverDriver:
                 pass
 
     def on_invalid(self, event: Invalid) -> None:
-        """A message of a prefill worker has invalid fields. It cannot be repeated, so its handoff ends."""
+        """A message of a prefill worker has invalid fields. It cannot be repeated, so its handoff ends. Only Drained is
+        repeated: as the answer to another Released."""
         key = sequence_key(event.header)
         if event.kind is Reserve:
             self._requests.send(event.peer, key, Refused(reason=event.reason))
@@ -263,6 +265,8 @@ class ReceiverDriver:
         request = self._handoff_of(key, event.peer)
         if event.kind in (Handoff, Abort) and request is not None and _machine_of(request).state in NOT_COMMITTED:
             self.cancel(request, event.reason)
+        elif event.kind is Drained and request is not None and request.is_quarantined:
+            self._quarantine.ask_again(key, time.monotonic())
 
     def _handoff_of(self, key: SequenceKey, prefill: PeerRef) -> DecodeRequest | None:
         """The handoff of this prefill worker."""

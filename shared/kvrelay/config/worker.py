@@ -267,7 +267,11 @@ class WorkerConfig(CommonConfig):
     )
 
     lease_ttl_s: float = Field(
-        default=5.0, ge=0.5, le=600, description="seconds after which a silent worker leaves the registry"
+        default=5.0,
+        ge=0.5,
+        le=600,
+        description="seconds after which a silent worker leaves the registry; a worker that restarts under the same id "
+        "in a new container waits for the rest of the lease",
     )
     lease_interval_s: float = Field(default=1.0, ge=0.05, le=60, description="seconds between renewals of the lease")
     router_timeout_s: float = Field(

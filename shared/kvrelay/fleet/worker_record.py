@@ -55,7 +55,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tokenizer: str = ""
     """See `kvrelay.tokenizer_identity`; empty: unknown."""
     process: str = ""
-    """The worker's process, see `kvrelay.process_identity`; empty from an older version."""
+    """The worker's process, see `kvrelay.process_identity`; empty from an older version. Not checked."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -54,8 +54,8 @@ class FleetFull(RegistryError):
 class WorkerIdTaken(RegistryError):
     """Another incarnation with this worker's id holds a lease.
 
-    `expires_at_ms`: end of the lease by Redis' clock; each renewal changes it. `record`: None before its first renewal,
-    or if a newer version wrote it.
+    `expires_at_ms`: end of the lease by Redis' clock; each renewal makes it later. `record`: None before its first
+    renewal, or if a newer version wrote it.
     """
 
     def __init__(self, worker_id: str, incarnation: str, expires_at_ms: int, record: WorkerRecord | None) -> None:

@@ -13,6 +13,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from kvrelay.process_identity import IDENTITY_PATTERN, MOST_IDENTITY_CHARS
+
 MOST_INT64, LEAST_INT64 = 2**63 - 1, -(2**63)
 MOST_INT32 = 2**31 - 1
 MOST_FLOAT = sys.float_info.max
@@ -47,6 +49,8 @@ Name = Annotated[str, Meta(max_length=1024)]
 """An id, an address or the name of a thing."""
 Text = Annotated[str, Meta(max_length=MOST_TEXT_CHARS)]
 """For people, or for a parser with limits of its own."""
+ProcessIdentity = Annotated[str, Meta(max_length=MOST_IDENTITY_CHARS, pattern=rf"\A(?:{IDENTITY_PATTERN})?\Z")]
+"""See `kvrelay.process_identity`. Empty: unknown."""
 Transports = Annotated[list[Name], Meta(max_length=16)]
 Endpoint = Annotated[dict[Name, Text], Meta(max_length=64)]
 """A transport's own address of a pool: read by the transport."""

@@ -25,6 +25,7 @@ from kvrelay.protocol.limits import (
     Int64,
     Name,
     NotNegative,
+    ProcessIdentity,
     SampleCount,
     Seconds,
     SiblingCount,
@@ -144,7 +145,7 @@ class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
     router: PeerRef
     transports: Transports
     num_blocks: Index
-    process: Name = ""
+    process: ProcessIdentity = ""
     num_siblings: SiblingCount = 0
 
 

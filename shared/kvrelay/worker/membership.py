@@ -157,7 +157,8 @@ class Membership:
             return
         seen, self._holder = self._holder, (taken.incarnation, taken.expires_at_ms)
         is_leaving = taken.record is not None and taken.record.draining
-        was_renewed = seen is not None and seen[0] == taken.incarnation and seen[1] != taken.expires_at_ms
+        # Redis may show an earlier expiry than before: after a failover to a replica that lagged behind.
+        was_renewed = seen is not None and seen[0] == taken.incarnation and taken.expires_at_ms > seen[1]
         if (was_renewed or can_be_seen(process)) and not is_leaving:
             raise WorkerIdInUse(_in_use(self._record, taken))
         if seen is None or seen[0] != taken.incarnation:

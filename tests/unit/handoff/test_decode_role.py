@@ -46,7 +46,7 @@ from kvrelay.telemetry.stages import RecentStages
 from kvrelay.transfer.base import Landed, ReceiverEvent
 from kvrelay.worker.context import WorkerContext
 from kvrelay_decode.overdue import STALLED_AFTER_S
-from kvrelay_decode.quarantine import SETTLE_TICKS
+from kvrelay_decode.quarantine import FIRST_ASK_S, SETTLE_TICKS
 from kvrelay_decode.service import DecodeRole
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench
 
@@ -444,6 +444,35 @@ def test_an_invalid_message_about_a_handoff_ends_it(kind: type[Struct], one_side
     assert isinstance(worker.sent[-1][1], Released)
     assert worker.num_quarantined == 3 * one_sided
     assert worker.role.num_open == one_sided
+
+
+def test_an_invalid_drained_is_asked_for_again() -> None:
+    worker = DecodeWorker()
+    worker.reserve("a", [5] * 12)
+    reservation = worker.granted().reservation
+    worker.abort("a")
+    num_sent = len(worker.sent)
+    for peer in (OTHER, PREFILL, PREFILL):
+        worker.deliver_invalid(peer, Drained, "a")
+    assert len(worker.sent) == num_sent, "the answer has to wait for its turn"
+    worker.role.on_tick(time.monotonic() + FIRST_ASK_S)
+    worker.role.on_tick(time.monotonic() + 1000)
+    ((to, released),) = worker.sent[num_sent:]
+    assert to == PREFILL and isinstance(released, Released) and released.reservation == reservation
+    worker.deliver(PREFILL, Drained(reservation=reservation), "a")
+    for _ in range(SETTLE_TICKS):
+        worker.role.on_tick(time.monotonic())
+    assert not worker.num_quarantined and not worker.role.num_open
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_an_invalid_drained_of_what_is_not_in_quarantine_changes_nothing(one_sided: bool) -> None:
+    worker = DecodeWorker(one_sided=one_sided)
+    worker.reserve("a", [5] * 12)
+    worker.deliver_invalid(PREFILL, Drained, "a")
+    worker.deliver_invalid(PREFILL, Drained, "unknown")
+    worker.role.on_tick(time.monotonic() + FIRST_ASK_S)
+    assert [type(body) for _, body in worker.sent] == [Granted]
 
 
 WRONG: list[dict[str, object]] = [

@@ -75,6 +75,8 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.floats(least, most, allow_nan=False, exclude_min=above is not None)
         case inspect.StrType(min_length=None, max_length=most, pattern=None):
             return st.text(max_size=_size(most))
+        case inspect.StrType(min_length=None, max_length=most, pattern=str() as pattern):
+            return st.from_regex(pattern).filter(lambda text: most is None or len(text) <= most)
         case inspect.BytesType(min_length=None, max_length=most):
             return st.binary(max_size=_size(most, 40))
         case inspect.EnumType(cls=cls):

@@ -15,6 +15,7 @@ from kvrelay.protocol.messages import (
     Alive,
     AnyBody,
     Header,
+    Reserve,
     TokenBatch,
     TokenEntry,
     pack_tokens,
@@ -182,6 +183,35 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
 def test_fields_that_contradict_each_other_are_refused(reason: str, body: dict[str, object]) -> None:
     with pytest.raises(codec.InvalidBody, match=reason):
         codec.decode_body([b"", msgspec.msgpack.encode(body)])
+
+
+@pytest.mark.parametrize(
+    ("process", "is_taken"),
+    [
+        ("", True),
+        ("boot:pid:[4026531836]/12/345", True),
+        (f"{'b' * 128}/{'1' * 10}/{'2' * 20}", True),
+        ("boot:pid:[1]/12", False),
+        ("boot:pid:[1]/12/3/4", False),
+        ("boot:pid:[1]/12/3\n", False),
+        ("boot:pid:[1]/٣/3", False),
+        (f"boot:pid:[1]/{'1' * 11}/3", False),
+        (f"{'b' * 129}/1/1", False),
+    ],
+)
+def test_a_process_is_an_identity_or_empty(process: str, is_taken: bool) -> None:
+    router = {"peer_id": "r", "incarnation": "1", "address": "tcp://r"}
+    body = {
+        "kind": "reserve",
+        "prompt": PROMPT,
+        "router": router,
+        "transports": [],
+        "num_blocks": 1,
+        "process": process,
+    }
+    with contextlib.nullcontext() if is_taken else pytest.raises(codec.InvalidBody, match="process"):
+        decoded = codec.decode_body([b"", msgspec.msgpack.encode(body)])
+        assert isinstance(decoded, Reserve) and decoded.process == process
 
 
 def test_an_entry_says_what_is_wrong_with_its_log_probabilities() -> None:

@@ -68,6 +68,27 @@ INPUTS: dict[str, Case] = {
     "a list of ids": (COMPLETION, lambda: body_of(prompt=IDS * 200, max_tokens=1), 200),
     "too many ids": (COMPLETION, lambda: repeated(b'"prompt":[', b"7", b"]}"), 400),
     "too many ids in one of two lists": (COMPLETION, lambda: repeated(b'"prompt":[[', b"7", b"],[7]]}"), 400),
+    "many long lists of ids": (
+        COMPLETION,
+        lambda: repeated(b'"max_tokens":1,"prompt":[', b"[" + b",".join([b"7"] * (1 << 16)) + b"]", b"]}"),
+        200,
+    ),
+    "a text and many long lists of ids": (
+        COMPLETION,
+        lambda: repeated(b'"max_tokens":1,"prompt":["x",', b"[" + b",".join([b"7"] * (1 << 16)) + b"]", b"]}"),
+        200,
+    ),
+    "126 levels around ids": (COMPLETION, lambda: repeated(b'"prompt":' + b"[" * 126, b"7", b"]" * 126 + b"}"), 400),
+    "126 levels of objects and arrays around ids": (
+        COMPLETION,
+        lambda: repeated(b'"prompt":' + b'{"a":[' * 63, b"7", b"]}" * 63 + b"}"),
+        400,
+    ),
+    "126 levels in each of many lists": (
+        COMPLETION,
+        lambda: repeated(b'"prompt":[', b"[" * 125 + b",".join([b"7"] * (1 << 15)) + b"]" * 125, b"]}"),
+        400,
+    ),
     "ids and one text": (COMPLETION, lambda: repeated(b'"prompt":[', b"7", b',"x"]}'), 400),
     "a thousand lists of ids": (COMPLETION, lambda: body_of(prompt=[IDS[:1500]] * 1024, max_tokens=1), 200),
     "empty lists": (COMPLETION, lambda: repeated(b'"prompt":[', b"[]", b"]}", MAX_PARTS - 8), 400),

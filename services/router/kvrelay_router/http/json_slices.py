@@ -1,16 +1,17 @@
 """Parses large JSON texts in slices of a few milliseconds, because `orjson` holds the event loop for a whole text.
 
 A scan finds the commas outside of strings and their depth. Arrays and objects are cut at their own commas into slices,
-which `orjson` parses one by one. Only an item that is larger than a slice is cut itself.
+which `orjson` parses one by one. Only an item that is larger than a slice is cut itself. A slice is all that is copied.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from bisect import bisect_right
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Generator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import orjson
@@ -28,13 +29,16 @@ MAX_PARTS = 1 << 19
 MAX_DEPTH = 128
 """Levels of a large text. `orjson` allows 1024."""
 
-_KEY = re.compile(rb'\s*("(?:[^"\\]|\\.)*+")\s*:', re.DOTALL)
-
 BLANKS = b" \t\r\n"
+_NO_BLANK = re.compile(rb"[^ \t\r\n]")
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _OPENING, _CLOSING, _COMMA = 1, 2, 3
 _KINDS = np.zeros(256, np.uint8)
 _KINDS[list(b"[{")], _KINDS[list(b"]}")], _KINDS[list(b",")] = _OPENING, _CLOSING, _COMMA
 _STEPS = np.array([0, 1, -1, 0], np.int32)
+
+_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+"""One large text is parsed at a time: several would each take a slice in the same turn of the event loop."""
 
 Slices = Generator[None, None, Any]
 """Yields between slices, and returns the value."""
@@ -45,50 +49,42 @@ class InvalidJson(ValueError):
 
 
 async def load_json(text: bytes) -> Any:
-    """As `orjson.loads`; other callbacks run while a large text is parsed. Raises InvalidJson."""
+    """As `orjson.loads`; other callbacks run while a large text is parsed. Large texts wait for each other.
+
+    Raises InvalidJson.
+    """
     if len(text) <= LARGE_BYTES:
         return _loads(text)
-    slices, share = load_in_slices(text), LoopShare()
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            return end.value
-        await share.pause()
+    async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        slices, share = load_in_slices(text), LoopShare()
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                return end.value
+            await share.pause()
 
 
 def load_in_slices(text: bytes, slice_bytes: int = SLICE_BYTES, window_bytes: int = WINDOW_BYTES) -> Slices:
     """The steps of `load_json`. Raises InvalidJson."""
-    windows = yield from _find_commas(text, window_bytes)
-    return (yield from _Text(text, windows, slice_bytes).value(0, len(text), 0))
+    commas = yield from _find_commas(text, slice_bytes, window_bytes)
+    return (yield from _Text(text, commas, slice_bytes).whole())
 
 
-def _loads(text: bytes | memoryview) -> Any:
+def _loads(text: bytes) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidJson(str(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """The commas outside of strings in a window of the text: their positions in it, and the number of open arrays and
-    objects at each."""
-
-    start: int
-    positions: NDArray[np.int32]
-    depths: NDArray[np.int16]
-
-    def at(self, depth: int, start: int, stop: int) -> NDArray[np.int32]:
-        """The commas of a depth in `text[start:stop]`, as positions in the window."""
-        first, last = np.searchsorted(self.positions, (start - self.start, stop - self.start))
-        commas: NDArray[np.int32] = self.positions[first:last][self.depths[first:last] == depth]
-        return commas
+Commas = list[list[int]]
+"""Positions of commas outside of strings for each depth, that is the number of open arrays and objects."""
 
 
-def _find_commas(text: bytes, window_bytes: int) -> Generator[None, None, list[_Window]]:
-    """Raises InvalidJson beyond `MAX_PARTS` and `MAX_DEPTH`."""
-    windows: list[_Window] = []
+def _find_commas(text: bytes, slice_bytes: int, window_bytes: int) -> Generator[None, None, Commas]:
+    """Of close commas only some, see `_thinned`. Raises InvalidJson beyond `MAX_PARTS` and `MAX_DEPTH`."""
+    thinned: Commas = [[] for _ in range(MAX_DEPTH + 1)]
     num_quotes = num_opened = depth = 0
     is_inside = is_escaped = False  # of the character before the window: in a string, and a backslash that escapes
     for start in range(0, len(text), window_bytes):
@@ -107,10 +103,31 @@ def _find_commas(text: bytes, window_bytes: int) -> Generator[None, None, list[_
             if int(levels.max()) > MAX_DEPTH or int(levels.min()) < 0:
                 raise InvalidJson(f"brackets do not match, or a large text has more than {MAX_DEPTH} levels")
         is_comma = kinds == _COMMA
-        windows.append(_Window(start, found[is_comma].astype(np.int32), levels[is_comma].astype(np.int16)))
+        for level, comma in _thinned(found[is_comma], levels[is_comma], slice_bytes):
+            thinned[level].append(start + comma)
         is_inside = bool(inside[-1])
         yield
-    return windows
+    return thinned
+
+
+def _thinned(commas: NDArray[np.intp], levels: NDArray[np.int32], slice_bytes: int) -> list[tuple[int, int]]:
+    """Returns depth and position of the first and the last comma of each depth in each stretch of `slice_bytes`.
+
+    These suffice to cut an array or object that is larger than a slice. It does not fit into a stretch, so it has the
+    stretch's first comma of its depth, or the last one, or both; and its commas between these are not needed.
+    """
+    if not len(commas):
+        return []
+    num_stretches = int(commas[-1]) // slice_bytes + 1
+    places = levels * num_stretches + commas // slice_bytes
+    first = np.full((MAX_DEPTH + 1) * num_stretches, -1)
+    last = first.copy()
+    last[places], first[places[::-1]] = commas, commas[::-1]  # of several values for a place, the last one stays
+    chosen: list[tuple[int, int]] = []
+    for place in np.flatnonzero(last >= 0).tolist():
+        ends = sorted({int(first[place]), int(last[place])})
+        chosen += ((place // num_stretches, end) for end in ends)
+    return chosen
 
 
 def _quotes(window: NDArray[np.uint8], is_escaped: bool) -> tuple[NDArray[np.bool_], bool]:
@@ -136,85 +153,119 @@ def _quotes(window: NDArray[np.uint8], is_escaped: bool) -> tuple[NDArray[np.boo
 
 
 class _Text:
-    def __init__(self, text: bytes, windows: list[_Window], slice_bytes: int) -> None:
-        self._text, self._windows, self._slice_bytes = text, windows, slice_bytes
+    """Works with positions in one text: generators keep their variables while they wait, so none may hold a part."""
 
-    def value(self, start: int, stop: int, depth: int) -> Slices:
-        """Parses `text[start:stop]`, which lies in `depth` arrays and objects."""
-        text = memoryview(self._text)[start:stop]
-        stripped = self._text[start:stop].strip(BLANKS) if stop - start > self._slice_bytes else b""
-        if len(stripped) <= self._slice_bytes or stripped[:1] not in (b"[", b"{"):
-            value = _loads(text)
-            yield
-            return value
-        is_object = stripped[:1] == b"{"
-        if stripped[-1:] != (b"}" if is_object else b"]"):
-            raise InvalidJson("an array or object does not end")
-        first = self._text.index(stripped[:1], start)
-        last = self._text.rindex(stripped[-1:], start, stop)
-        inner = self._members(first, last, depth + 1) if is_object else self._items(first, last, depth + 1)
-        return (yield from inner)
+    def __init__(self, text: bytes, commas: Commas, slice_bytes: int) -> None:
+        self._text, self._commas, self._slice_bytes = text, commas, slice_bytes
 
-    def _items(self, first: int, last: int, depth: int) -> Slices:
+    def whole(self) -> Slices:
+        """Parses the text."""
+        start, stop = yield from self._trimmed(0, len(self._text))
+        return (yield from self._value(start, stop, 0))
+
+    def _value(self, start: int, stop: int, depth: int) -> Slices:
+        """Parses `text[start:stop]`, which lies in `depth` arrays and objects and has no blanks around it."""
+        yield
+        opening = self._text[start : start + 1]
+        if stop - start <= self._slice_bytes or opening not in (b"[", b"{"):
+            return self._loads(start, stop)
+        if self._text[stop - 1 : stop] != (b"]" if opening == b"[" else b"}"):
+            raise InvalidJson(f"the array or object at byte {start} does not end")
+        inner = self._items if opening == b"[" else self._members
+        return (yield from inner(self._groups(start, stop - 1, depth + 1), depth + 1))
+
+    def _items(self, groups: list[tuple[int, int]], depth: int) -> Slices:
         items: list[Any] = []
-        for start, stop, is_one in self._groups(first, last, depth):
-            if is_one:
-                items.append((yield from self.value(start, stop, depth)))
-            else:
-                items += _loads(b"[%b]" % self._text[start:stop])
-                yield
-        return items
-
-    def _members(self, first: int, last: int, depth: int) -> Slices:
-        members: dict[str, Any] = {}
-        for start, stop, is_one in self._groups(first, last, depth):
-            if not is_one:
-                members |= _loads(b"{%b}" % self._text[start:stop])
+        for start, stop in groups:
+            if stop - start <= self._slice_bytes:
+                found = self._loads(start, stop, b"[%b]")
+                self._check_found(found, start, groups)
+                items += found
                 yield
                 continue
-            key = _KEY.match(self._text, start, stop)
-            if key is None:
-                raise InvalidJson("an object has a member without a key")
-            members[_loads(key[1])] = yield from self.value(key.end(), stop, depth)
+            start, stop = yield from self._trimmed(start, stop)
+            if start < stop:
+                items.append((yield from self._value(start, stop, depth)))
+            else:
+                self._check_found(None, start, groups)
+        return items
+
+    def _members(self, groups: list[tuple[int, int]], depth: int) -> Slices:
+        members: dict[str, Any] = {}
+        for start, stop in groups:
+            if stop - start <= self._slice_bytes:
+                found = self._loads(start, stop, b"{%b}")
+                self._check_found(found, start, groups)
+                members |= found
+                yield
+                continue
+            start, stop = yield from self._trimmed(start, stop)
+            if start < stop:
+                end = yield from self._end_of_key(start, stop)
+                colon, stop = yield from self._trimmed(end, stop)
+                if self._text[colon : colon + 1] != b":":
+                    raise InvalidJson(f"the key at byte {start} has no colon")
+                first, stop = yield from self._trimmed(colon + 1, stop)
+                members[self._loads(start, end)] = yield from self._value(first, stop, depth)
+            else:
+                self._check_found(None, start, groups)
         return members
 
-    def _groups(self, first: int, last: int, depth: int) -> Iterator[tuple[int, int, bool]]:
-        """Start and end of each slice between brackets at `first` and `last`, and whether it is one large item."""
+    def _groups(self, first: int, last: int, depth: int) -> list[tuple[int, int]]:
+        """Start and end of each slice between brackets at `first` and `last`. Beyond `slice_bytes` it is one item."""
+        commas, groups = self._commas[depth], []
         begin, end = first + 1, -1  # of the slice that grows
-        for comma in self._ends_of_slices(first, last, depth):
+        for comma in (*commas[bisect_left(commas, first) : bisect_left(commas, last)], last):
             if end >= begin and comma - begin > self._slice_bytes:
-                yield self._checked(begin, end)
+                groups.append((begin, end))
                 begin = end + 1
             end = comma
             if end - begin > self._slice_bytes:
-                yield begin, end, True
+                groups.append((begin, end))
                 begin = end + 1
         if end >= begin:
-            yield self._checked(begin, end)
+            groups.append((begin, end))
+        return groups
 
-    def _ends_of_slices(self, first: int, last: int, depth: int) -> Iterator[int]:
-        """Commas between the items, and the end of the last one. Of close commas only some: no item is cut."""
-        has_items = False
-        begin = bisect_right(self._windows, first, key=lambda window: window.start) - 1
-        for window in self._windows[begin:]:
-            if window.start >= last:
+    def _check_found(self, found: Any, start: int, groups: list[tuple[int, int]]) -> None:
+        """Raises InvalidJson if nothing was found in one of several slices, as there is a comma beside it."""
+        if not found and len(groups) > 1:
+            raise InvalidJson(f"a value is missing beside a comma, at byte {start}")
+
+    def _loads(self, start: int, stop: int, form: bytes = b"") -> Any:
+        part = memoryview(self._text)[start:stop]
+        try:
+            return orjson.loads(form % part if form else part)
+        except orjson.JSONDecodeError as error:
+            # Its position counts from the slice, in characters.
+            raise InvalidJson(f"{error.msg}, in bytes {start} to {stop}") from error
+
+    def _trimmed(self, start: int, stop: int) -> Generator[None, None, tuple[int, int]]:
+        """The range without the blanks at both ends."""
+        while start < stop:
+            end = min(stop, start + self._slice_bytes)
+            if place := _NO_BLANK.search(self._text, start, end):
+                start = place.start()
                 break
-            commas = window.at(depth, first + 1, last)
-            has_items = has_items or bool(len(commas))
-            yield from (window.start + each for each in _thinned(commas, self._slice_bytes))
-        if has_items or self._text[first + 1 : last].strip(BLANKS):
-            yield last
+            start = end
+            yield
+        while start < stop:
+            begin = max(start, stop - self._slice_bytes)
+            if num_bytes := len(self._text[begin:stop].rstrip(BLANKS)):
+                return start, begin + num_bytes
+            stop = begin
+            yield
+        return start, stop
 
-    def _checked(self, begin: int, end: int) -> tuple[int, int, bool]:
-        if not self._text[begin:end].strip(BLANKS):
-            raise InvalidJson("a value is missing beside a comma")
-        return begin, end, False
-
-
-def _thinned(commas: NDArray[np.int32], slice_bytes: int) -> list[int]:
-    """The first and the last comma of each stretch of `slice_bytes`: with these, slices get at least half as long."""
-    stretches = commas // slice_bytes
-    is_last = np.append(np.diff(stretches) != 0, True)[: len(commas)]
-    is_first = np.append(True, is_last[:-1])[: len(commas)]
-    chosen: list[int] = commas[is_first | is_last].tolist()
-    return chosen
+    def _end_of_key(self, start: int, stop: int) -> Generator[None, None, int]:
+        """The position behind the key that begins at `start`."""
+        step = max(2, self._slice_bytes)  # an escape has two bytes
+        end, reached = start, start + 1
+        while self._text[start : start + 1] == b'"' and end != reached:
+            end = reached
+            if run := _IN_STRING.match(self._text, end, min(stop, end + step)):
+                reached = run.end()
+            yield
+        if self._text[end : min(stop, end + 1)] != b'"' or end == start:
+            raise InvalidJson(f"an object has a member without a key, at byte {start}")
+        return end + 1

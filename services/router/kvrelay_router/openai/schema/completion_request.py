@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options
 from kvrelay_router.openai.schema.parsing import (
@@ -31,12 +32,19 @@ async def check_many_prompts(content: dict[str, Any], max_prompts: int) -> None:
         return
     if len(prompt) > max_prompts and type(prompt[0]) is not int:
         raise too_many_completions(max_prompts)
-    content["prompt"] = await check_integers(prompt, "prompt")
-    for index, item in enumerate(prompt):
-        if isinstance(item, list) and len(item) > MANY_INTEGERS:
+    content["prompt"] = checked = await check_integers(prompt, "prompt")
+    if isinstance(checked, CheckedIntegers):
+        return
+    share = LoopShare()
+    is_long = sum(len(item) for item in prompt if isinstance(item, list)) > MANY_INTEGERS
+    for index, item in enumerate(prompt if is_long else ()):
+        if not isinstance(item, list):
+            continue
+        if len(item) > MANY_INTEGERS:
             prompt[index] = await check_integers(item, f"prompt[{index}]")
-        elif not isinstance(item, list):
-            break  # texts, or one list of ids
+        elif _are_token_ids(item):
+            prompt[index] = CheckedIntegers(item)
+        await share.pause()
 
 
 def too_many_completions(limit: int) -> ApiError:

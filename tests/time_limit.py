@@ -7,7 +7,7 @@ the stacks of all threads to stderr.
 
 pytest-xdist replaces a process that ended and reports the test that it ran as failed. But its schedulers run that test
 again, in one process after the other, up to the limit of restarts, and the rest of its file does not run.
-`EachTestOnce` does not repeat it.
+`EachTestOnce` (`tests/each_test_once.py`) does not repeat it. All else also works without pytest-xdist.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-import xdist
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
 
 END_LIMIT_S = 60.0
 """From the end of the last test to the end of the process."""
-NUM_KNOWN_TESTS = 2
-SHARED_STACKS = ("/demo_stack/",)
-"""Folders whose files use one stack. It lives as long as its process."""
 _STDERR = pytest.StashKey[int]()
 
 
@@ -62,7 +56,8 @@ def pytest_enter_pdb() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     # A process of pytest-xdist that is done waits for the others, for minutes; the controller ends it with them.
-    if not xdist.is_xdist_controller(session) and not xdist.is_xdist_worker(session):
+    is_controller = session.config.getoption("dist", "no") != "no"
+    if not is_controller and not hasattr(session.config, "workerinput"):
         faulthandler.dump_traceback_later(END_LIMIT_S, exit=True, file=session.config.stash[_STDERR])
 
 
@@ -75,34 +70,8 @@ def _limit_s(item: pytest.Item) -> float:
     return float(option if option is not None else item.config.getini("timeout") or 0)
 
 
-class EachTestOnce(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-    """Whole files to each process, and all files that share a stack to one, which starts it once. A test that ended its
-    process is not repeated; the others of its file run later."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return next((folder for folder in SHARED_STACKS if folder in file), file)
-
-    def remove_node(self, node: WorkerController) -> str | None:
-        """Returns the test that ran when the process ended, if it did not end by itself."""
-        files: dict[str, dict[str, bool]] = self.assigned_work.pop(node)
-        unfinished = [(tests, name) for tests in files.values() for name, is_done in tests.items() if not is_done]
-        if not unfinished:
-            return None
-        tests, ended = unfinished[0]
-        tests[ended] = True
-        self.workqueue.update({file: tests for file, tests in files.items() if not all(tests.values())})
-        for other in self.assigned_work:
-            self._reschedule(other)
-        return ended
-
-    def _reschedule(self, node: WorkerController) -> None:
-        super()._reschedule(node)
-        # A process does not begin a test before it knows the next one, or that there is none.
-        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < NUM_KNOWN_TESTS:
-            super()._reschedule(node)
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> EachTestOnce | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    from tests.each_test_once import EachTestOnce  # noqa: PLC0415: pytest-xdist may be absent or switched off
+
     return EachTestOnce(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -16,7 +16,9 @@ class AwakeClock:
         self._last_read = 0.0
 
     def read(self, now: float) -> float:
-        """Returns seconds. `now` is of a monotonic clock."""
-        self._elapsed_s += min(max(0.0, now - self._last_read), MAX_GAP_S)
-        self._last_read = now
+        """Returns seconds, never less than before. `now` is of a monotonic clock; one older than an earlier `now` reads
+        the same as that one."""
+        if now > self._last_read:
+            self._elapsed_s += min(now - self._last_read, MAX_GAP_S)
+            self._last_read = now
         return self._elapsed_s

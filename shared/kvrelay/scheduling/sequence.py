@@ -167,6 +167,11 @@ class Sequence:
         return is_last and (self.beams is None or self.beams.wants_candidates)
 
     @property
+    def is_prompting(self) -> bool:
+        """Whether the next row is a chunk of a prompt. Decodes have several tokens if a grammar forced them."""
+        return (self.beams is not None or self.block_state is not BlockState.RUNNING) and not self.is_decoding
+
+    @property
     def wants_token(self) -> bool:
         """Whether a token is sampled once all KV is computed. A prompt that is only scored needs none."""
         if self.beams is not None:

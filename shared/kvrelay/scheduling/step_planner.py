@@ -101,7 +101,7 @@ class StepPlanner:
         """Adds the next chunks of running prompts, those of the tenant that was served least first, and those of a
         tenant in the order of their admission."""
         if draft.prompting is None:
-            draft.prompting = [s for s in self._running.values() if _is_prompt(s)]
+            draft.prompting = [s for s in self._running.values() if s.is_prompting]
         if self._shares.is_contested:
             draft.prompting.sort(key=self._counter)
         self._plan_chunks(draft.prompting, draft)
@@ -187,11 +187,6 @@ class StepPlanner:
         """Admits samples with reserved capacity whose prompt is computed, even if the budget is spent."""
         while self._waiting.reserved_head() is not None and not self._admission.admit_next(draft, beyond_budget=True):
             pass
-
-
-def _is_prompt(sequence: Sequence) -> bool:
-    """Returns whether the next row is a chunk of a prompt. Decodes have several tokens if a grammar forced them."""
-    return (sequence.beams is not None or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding
 
 
 def _continues(sequence: Sequence) -> bool:

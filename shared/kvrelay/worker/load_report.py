@@ -135,4 +135,4 @@ def _backlog(scheduler: Scheduler) -> Iterable[tuple[Sequence, int]]:
             continue  # its prompt is computed elsewhere
         yield sequence, sequence.num_tokens - size * scheduler.blocks.num_cached_blocks(sequence)
     for sequence in scheduler.running.values():
-        yield sequence, 0 if sequence.is_decoding else sequence.num_remaining
+        yield sequence, sequence.num_remaining if sequence.is_prompting else 0

@@ -85,6 +85,11 @@ def test_without_other_processes_a_hang_ends_the_run_with_its_stack(project: Pat
     assert re.search(r"zmq/sugar/context.py\", line \d+ in term\n.*in test_hangs", done.stdout), done.stdout
 
 
+def test_pytest_runs_without_xdist(project: Path) -> None:
+    done = run_pytest(project, "-p", "no:xdist", "test_b.py")
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+
+
 def test_a_process_that_cannot_end_is_ended(project: Path) -> None:
     (project / "test_a.py").write_text(
         "import threading\ndef test_leaves_a_thread():\n    threading.Thread(target=threading.Event().wait).start()\n"

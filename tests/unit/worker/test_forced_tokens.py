@@ -18,6 +18,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.worker.load_report import SpeedMeter, report_load
 from kvrelay.worker.step_loop import worker_batch
 from kvrelay_decode.stream import entry_of
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -168,3 +169,15 @@ def test_steps_behind_forced_tokens_are_planned_after_their_commit() -> None:
     plan = world.scheduler.schedule()
     assert world.scheduler.schedule_ahead() is None
     world.scheduler.commit(plan, world.runner.execute(worker_batch(plan)))
+
+
+def test_a_decode_with_forced_tokens_is_no_prompt_in_the_load_that_routers_see() -> None:
+    world, longest = Fleetless([CONSTRAINED]), 0
+    world.step()
+    while world.scheduler.has_work:
+        (sequence,) = world.scheduler.running.values()
+        longest = max(longest, sequence.num_remaining)
+        load, _ = report_load(world.scheduler, SpeedMeter())
+        assert (load.queued_tokens, load.queued_pairs, load.context_tokens) == (0, 0.0, sequence.num_tokens)
+        world.step()
+    assert longest > 1, "the grammar forced no run"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
@@ -44,7 +44,9 @@ class PlainDisplay(Display):
         self.note(f"{name:12} {state:9} {detail}".rstrip())
 
     def note(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+        """Drops the text if the output is closed or its disk is full: services are supervised all the same."""
+        with suppress(OSError, ValueError):
+            print(text, file=self._out, flush=True)
 
 
 class LiveDisplay(Display):

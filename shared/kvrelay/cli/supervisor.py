@@ -82,17 +82,13 @@ class Service:
         pauses = RestartPauses()
         while not self._stopping:
             started = time.monotonic()
-            status = await self._run_once()
+            ending = await self._run_once()
             if self._stopping:
                 return
             if not self._was_ready:
-                raise ServiceStartFailed(
-                    f"{self.spec.name} {describe_exit(status)} before it was ready{self._log_tail()}"
-                )
+                raise ServiceStartFailed(f"{self.spec.name} {ending} before it was ready{self._log_tail()}")
             pause_s = pauses.after(time.monotonic() - started, became_ready=self._became_ready)
-            self._display.update(
-                self.spec.name, DIED, f"{describe_exit(status)}; restarts in {pause_s:g} s {self._log_hint()}"
-            )
+            self._display.update(self.spec.name, DIED, f"{ending}; restarts in {pause_s:g} s {self._log_hint()}")
             await asyncio.sleep(pause_s)
             self.spec.ready.restarted()
 
@@ -119,13 +115,16 @@ class Service:
         self._stopping = True
         self._signal(signal.SIGKILL)
 
-    async def _run_once(self) -> int:
-        """Runs the process once; returns the exit status."""
+    async def _run_once(self) -> str:
+        """Runs the process once; returns how it ended."""
         where = f"{self.spec.where} " if self.spec.where else ""
         self._display.update(self.spec.name, STARTING, f"{where}{self._log_hint()}")
         started = time.monotonic()
         self._became_ready = False
-        process = await self._spawn()
+        try:
+            process = await self._spawn()
+        except OSError as error:  # no memory, no descriptor or no process is left: there may be one later
+            return f"could not be started ({error})"
         self._process = process
         if self._stopping:  # stop was requested during the spawn
             self.kill()
@@ -138,7 +137,7 @@ class Service:
             self._display.update(self.spec.name, READY, f"{where}after {time.monotonic() - started:.1f} s")
         status = await ended
         self.ready.clear()
-        return status
+        return describe_exit(status)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         with self._output() as output:
@@ -154,7 +153,15 @@ class Service:
             )
 
     def _output(self) -> AbstractContextManager[BinaryIO | None]:
-        return self.spec.log_path.open("ab") if self.spec.log_path else nullcontext()
+        """The log. A service is restarted without one if its log cannot be opened."""
+        if self.spec.log_path is None:
+            return nullcontext()
+        try:
+            self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)  # removed since the start
+            return self.spec.log_path.open("ab")
+        except OSError as error:
+            self._display.note(f"{self.spec.name} runs without a log: {error}")
+            return open(os.devnull, "ab")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -167,7 +174,7 @@ class Service:
         return f"(log: {self.spec.log_path})" if self.spec.log_path else ""
 
     def _log_tail(self) -> str:
-        if self.spec.log_path is None:
+        if self.spec.log_path is None or not self.spec.log_path.exists():
             return ""
         lines = self.spec.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         return "".join(f"\n  | {line}" for line in lines) + f"\nComplete log: {self.spec.log_path}"

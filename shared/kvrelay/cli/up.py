@@ -321,9 +321,12 @@ class _Run:
         )
 
     def _log_path(self, name: str) -> Path:
-        """Path of a new log."""
+        """Path of a new log. Raises ConfigError."""
         path = _log_directory(self._plan.up, self._plan.up.port) / f"{name}.log"
-        path.write_bytes(b"")
+        try:
+            path.write_bytes(b"")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; name another --state-dir") from error
         return path
 
 

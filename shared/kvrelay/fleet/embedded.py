@@ -164,7 +164,10 @@ class EmbeddedRedis(RedisServer):
     """A server that writes nothing to disk, never evicts, and has a random password."""
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="kvrelay-redis-")
+        try:
+            self._directory = tempfile.TemporaryDirectory(prefix="kvrelay-redis-")
+        except OSError as error:
+            raise EmbeddedRedisError(f"redis-server did not start: {error}") from error
         super().__init__(
             Path(self._directory.name),
             'save ""\nappendonly no\nmaxmemory-policy noeviction',

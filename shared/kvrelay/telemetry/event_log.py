@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.telemetry.line_file import open_to_append
 
 EventT = TypeVar("EventT")
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
@@ -79,7 +81,8 @@ def recorded(
 
 
 class EventLog:
-    """Appends to `path`. At `max_bytes` the file is renamed to `path.1`, which replaces an earlier one.
+    """Appends to `path`. At `max_bytes` the file is renamed to `path.1`, which replaces an earlier one; a pipe is not.
+    Raises OSError if `path` cannot be opened, or is a pipe without a reader.
 
     If the disk is behind by `MAX_WAITING_BYTES`, the log ends, because a log with gaps cannot be replayed.
     """
@@ -166,8 +169,8 @@ class _Writer:
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
-        self._max_bytes = max_bytes
-        self._file = path.open("ab", buffering=0)
+        self._file = open_to_append(path)
+        self._max_bytes = max_bytes if path.is_file() else math.inf  # pipes and devices are not renamed
         self._size = path.stat().st_size
 
     def write(self, lines: list[bytes]) -> None:
@@ -190,7 +193,7 @@ class _Writer:
     def _rotate(self) -> None:
         self._file.close()
         self._path.replace(self._path.with_name(self._path.name + ".1"))
-        self._file = self._path.open("ab", buffering=0)
+        self._file = open_to_append(self._path)
         self._size = 0
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -29,7 +31,7 @@ class LineFile:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_cut_line(path)
-        self._file = os.fdopen(_open_at_once(path), "ab", buffering=0)
+        self._file = open_to_append(path)
         self._rest = b""  # rest of a partly written line
         self._is_failing = False
         self.num_lost_bytes = 0
@@ -118,11 +120,17 @@ class BackgroundLines:
             self._is_idle.set()
 
 
-def _open_at_once(path: Path) -> int:
-    """Opens a file to append. A pipe that nobody reads raises OSError; opening it would block without O_NONBLOCK."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+def open_to_append(path: Path) -> FileIO:
+    """Opens a file to append, unbuffered. Raises OSError, also for a pipe that nobody reads."""
+    # Without O_NONBLOCK the call would wait for a reader of the pipe, and with it the start of the process.
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.ENXIO, "this pipe has no reader: start the reader first", str(path)) from error
     os.set_blocking(descriptor, True)
-    return descriptor
+    return FileIO(descriptor, "ab")
 
 
 def _remove_cut_line(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -94,6 +95,21 @@ def test_a_dead_worker_is_reported_and_started_again(start: Start) -> None:
     up.process.send_signal(signal.SIGINT)
     assert up.wait_exit() == 0
     assert up.survivors() == []
+
+
+def test_services_are_restarted_without_a_place_for_their_logs(start: Start, tmp_path: Path) -> None:
+    up = start()
+    up.wait_ready()
+    (directory,) = (tmp_path / "state").iterdir()
+    shutil.rmtree(directory)
+    up.child("kvrelay_prefill").kill()
+    up.wait_for(r"^prefill-0 +ready", count=2)
+    assert "prefill runs with" in (directory / "prefill-0.log").read_text()  # the directory is made again
+    shutil.rmtree(directory)
+    directory.write_text("in the way")
+    up.child("kvrelay_decode").kill()
+    up.wait_for(r"^decode-0 runs without a log: .*File exists")
+    up.wait_for(r"^decode-0 +ready", count=2)
 
 
 def test_a_dead_redis_is_replaced_and_the_workers_come_back(start: Start) -> None:

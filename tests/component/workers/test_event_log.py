@@ -173,6 +173,31 @@ def test_a_disk_that_stands_still_holds_up_nobody_and_ends_the_log(
     log.close()
 
 
+def test_a_pipe_without_a_reader_is_an_error_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "router")
+    with pytest.raises(OSError, match="this pipe has no reader: start the reader first"):
+        EventLog(tmp_path / "router", 1 << 20)
+
+
+def test_a_pipe_takes_a_whole_log_and_stays_a_pipe(tmp_path: Path) -> None:
+    """Beyond the size at which a file is renamed."""
+    path = tmp_path / "router"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    log = EventLog(path, 4096)
+    world = World(1, spec(max_tokens=30), 1, 1, mischief=0)
+    record(log, world)
+    world.run()
+    log.close()
+    os.set_blocking(reader, True)
+    with open(reader, "rb") as taken:
+        lines = [(f"{number}", line) for number, line in enumerate(taken.read().splitlines(), 1)]
+    assert sum(len(line) for _, line in lines) > 4096
+    found = replay_lines(lines)
+    assert found.differences == [] and found.num_events >= len(world.log)
+    assert path.is_fifo() and sorted(tmp_path.iterdir()) == [path]
+
+
 def test_what_is_no_log_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
 
 from rich.console import Console
 
-from kvrelay.cli.display import READY, STARTING, LiveDisplay, PlainDisplay, make_display
+from kvrelay.cli.display import DIED, READY, STARTING, LiveDisplay, PlainDisplay, make_display
+
+
+def test_an_output_that_takes_nothing_ends_no_supervision() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb", buffering=0) as pipe, open("/dev/full", "wb", buffering=0) as full:
+        for output in (pipe, full):
+            PlainDisplay(io.TextIOWrapper(output, write_through=True)).update("decode-0", DIED, "was killed")
 
 
 def test_lines_where_there_is_no_terminal() -> None:

@@ -4,7 +4,9 @@ Sockets drop silently (reconnects, high-water marks), so every message that chan
 repeated until it is acknowledged, and delivered once and in order. Callers may rely on this until the
 peer is reported lost, and must start over afterwards.
 
-A link joins one incarnation of this process with one incarnation of a peer. While it exists, it sends `Alive` every
+A link joins one incarnation of this process with one incarnation of a peer. The first message of that incarnation
+proves the link; a peer has one proven link at most. A caller may name an incarnation that was never received: its link
+exists beside the proven one, and replaces it only when it is proven itself. While it exists, it sends `Alive` every
 `alive_interval_s`, which carries the acknowledgement. The first message that the peer addresses to this link, or to no
 link, pairs it with the peer's link number. A link ends in one of two ways, each reported once, and its unacknowledged
 messages are dropped:
@@ -119,6 +121,7 @@ class _Link:
     ack_owed_since: float | None = None
     is_router: bool = False  # as its messages show: they have no fingerprint
     has_ended: bool = False  # its process refuses connections
+    is_proven: bool = False  # a message of this incarnation has come
     unacked_bytes: int = 0
     early_bytes: int = 0
 
@@ -141,6 +144,8 @@ class Links:
     MAX_PEER_IDS_KEPT = 4096
     """Up to `MAX_PEER_IDS_KEPT` peers are kept, each with its last `MAX_INCARNATIONS_KEPT` incarnations in order of
     arrival."""
+    MAX_LINKS_PER_PEER = 4
+    """At most one of them is proven."""
 
     def __init__(self, me: PeerRef, fingerprint: str = "", settings: LinkSettings | None = None) -> None:
         self.me = me
@@ -149,7 +154,7 @@ class Links:
         self.num_malformed = 0
         self.num_invalid = 0
         self.num_beyond_limit = 0  # messages of peers beyond `max_peers`
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, dict[str, _Link]] = {}  # by peer id and incarnation
         self._last_number = 0
         self._last_tick: float | None = None
         self._refusals: set[tuple[str, str]] = set()  # (peer id, incarnation)
@@ -170,30 +175,13 @@ class Links:
         sequence: int = 0,
         trace: str = "",
     ) -> None:
-        """Queues a message. If a newer incarnation replaced the peer, or `max_peers` others have links, it is reported
-        lost instead.
-
-        Only messages of both incarnations prove which one is newer; the address of a caller does not.
-
-        Raises MessageTooLarge.
+        """Queues a message. If a newer incarnation replaced the peer, or there are too many links, it is reported lost
+        instead. Raises MessageTooLarge.
         """
         encoded = codec.encode_body(body)
-        link = self._links.get(peer.peer_id)
-        if link is not None and link.peer.incarnation != peer.incarnation:
-            both_known = {peer.incarnation, link.peer.incarnation} <= set(
-                self._known_incarnations.get(peer.peer_id, ())
-            )
-            if self._is_newer(link, peer.incarnation):
-                self._lose(link, REPLACED, replaced=both_known)
-                link = None
-            else:
-                self._events.append(PeerLost(peer, REPLACED, replaced=both_known))
-                return
+        link = self._find(peer.peer_id, peer.incarnation) or self._link_to(peer, now)
         if link is None:
-            if self._is_full:
-                self._events.append(PeerLost(peer, f"this process has its {self.settings.max_peers} peers: max_peers"))
-                return
-            link = self._open(peer, now)
+            return
         header = Header(
             fingerprint=self.fingerprint,
             sender=self.me.peer_id,
@@ -226,10 +214,10 @@ class Links:
             # signs does not count. Some of it must count, or a process that is always late would never notice a death.
             stalled = now - self._last_tick - 2 * settings.alive_interval_s
             if stalled > 0:
-                for link in self._links.values():
+                for link in self._all():
                     link.last_received_at = min(now, link.last_received_at + stalled)
         self._last_tick = now
-        for link in list(self._links.values()):
+        for link in self._all():
             silent_s = now - link.last_received_at
             if silent_s > settings.peer_timeout_s:
                 timeout_s = self._timeout_s(link)
@@ -252,13 +240,13 @@ class Links:
         timeout_s = self.settings.peer_timeout_s
         return [
             link.peer
-            for link in self._links.values()
+            for link in self._all()
             if link.is_router and not link.has_ended and now - link.last_received_at > timeout_s
         ]
 
     def process_ended(self, peer: PeerRef) -> None:
         """The process of this peer is known to have ended."""
-        link = self._links.get(peer.peer_id)
+        link = self._find(peer.peer_id, peer.incarnation)
         if link is not None and link.peer == peer:
             link.has_ended = True
 
@@ -280,18 +268,16 @@ class Links:
     @property
     def num_unacked(self) -> int:
         """Messages sent and not yet acknowledged, over all peers."""
-        return sum(len(link.unacked) for link in self._links.values())
+        return sum(len(link.unacked) for link in self._all())
 
     def silent_s(self, peer: PeerRef, now: float) -> float:
         """Seconds since the last message of this incarnation, or since the link began. Infinite without a link."""
-        link = self._links.get(peer.peer_id)
-        if link is None or link.peer.incarnation != peer.incarnation:
-            return math.inf
-        return now - link.last_received_at
+        link = self._find(peer.peer_id, peer.incarnation)
+        return math.inf if link is None else now - link.last_received_at
 
     def addresses(self) -> set[str]:
         """Returns the addresses of all peers with a link."""
-        return {link.peer.address for link in self._links.values()}
+        return {link.peer.address for link in self._all()}
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -333,25 +319,59 @@ class Links:
 
     def _link_of(self, header: Header, now: float) -> _Link | None:
         """Our link to the sender, opened or replaced where it must be; None if the sender's own is out of date."""
-        link = self._links.get(header.sender)
-        if link is not None:
-            if header.link == link.peer_number and header.incarnation == link.peer.incarnation:
-                return link  # the usual case
-            if header.incarnation != link.peer.incarnation:
-                if not self._is_newer(link, header.incarnation):
-                    return None
-                self._lose(link, REPLACED, replaced=True)
-                link = None
-            elif link.peer_number and header.link < link.peer_number:
+        link = self._find(header.sender, header.incarnation)
+        if link is not None and link.is_proven and header.link == link.peer_number:
+            return link  # the usual case
+        proven = self._proven(header.sender)
+        if proven is not None and proven is not link:
+            if not self._is_newer(proven, header.incarnation):
                 return None
-            elif link.peer_number and header.link > link.peer_number:
-                self._lose(link, "the peer lost its link to us", by_peer=True)
-                link = None
-        if link is None and self._is_full:
+            self._lose(proven, REPLACED, replaced=True)
+        if link is not None and link.peer_number and header.link < link.peer_number:
+            return None
+        if link is not None and link.peer_number and header.link > link.peer_number:
+            self._lose(link, "the peer lost its link to us", by_peer=True)
+            link = None
+        if link is None and header.sender not in self._links and self._is_full:
             self.num_beyond_limit += 1
             return None
         self._remember(header.sender, header.incarnation)
-        return link or self._open(_sender_of(header), now)
+        link = link or self._open(_sender_of(header), now)
+        self._prove(link)
+        return link
+
+    def _link_to(self, peer: PeerRef, now: float) -> _Link | None:
+        """A new link to an incarnation that a caller named; None if it is reported lost instead."""
+        proven = self._proven(peer.peer_id)
+        if proven is not None:
+            # Only messages of both incarnations prove which one is newer; the word of a caller does not.
+            both_known = self._are_known(peer.peer_id, peer.incarnation, proven.peer.incarnation)
+            if not self._is_newer(proven, peer.incarnation):
+                self._events.append(PeerLost(peer, REPLACED, replaced=both_known))
+                return None
+            if both_known:
+                self._lose(proven, REPLACED, replaced=True)
+        num_links = len(self._links.get(peer.peer_id, ()))
+        if not num_links and self._is_full:
+            self._events.append(PeerLost(peer, f"this process has its {self.settings.max_peers} peers: max_peers"))
+            return None
+        if num_links >= self.MAX_LINKS_PER_PEER:
+            self._events.append(PeerLost(peer, f"{num_links} other incarnations of it were named before"))
+            return None
+        return self._open(peer, now)
+
+    def _prove(self, link: _Link) -> None:
+        """A message of this incarnation has come. Older ones that were only named do not exist any more."""
+        link.is_proven = True
+        peer = link.peer
+        for other in list(self._links[peer.peer_id].values()):
+            if other is not link and not self._is_newer(link, other.peer.incarnation):
+                both_known = self._are_known(peer.peer_id, peer.incarnation, other.peer.incarnation)
+                self._lose(other, REPLACED, replaced=both_known)
+
+    def _are_known(self, peer_id: str, *incarnations: str) -> bool:
+        """Whether messages of all these incarnations have come."""
+        return set(incarnations) <= set(self._known_incarnations.get(peer_id, ()))
 
     def _is_newer(self, link: _Link, incarnation: str) -> bool:
         """Whether this incarnation of the link's peer, another one than the link's, began after it."""
@@ -405,15 +425,28 @@ class Links:
     def _is_full(self) -> bool:
         return len(self._links) >= self.settings.max_peers
 
+    def _all(self) -> list[_Link]:
+        return [link for links in self._links.values() for link in links.values()]
+
+    def _find(self, peer_id: str, incarnation: str) -> _Link | None:
+        links = self._links.get(peer_id)
+        return None if links is None else links.get(incarnation)
+
+    def _proven(self, peer_id: str) -> _Link | None:
+        return next((link for link in self._links.get(peer_id, {}).values() if link.is_proven), None)
+
     def _open(self, peer: PeerRef, now: float) -> _Link:
         self._last_number += 1
         link = _Link(number=self._last_number, peer=peer, last_received_at=now)
-        self._links[peer.peer_id] = link
+        self._links.setdefault(peer.peer_id, {})[peer.incarnation] = link
         return link
 
     def _drop(self, link: _Link) -> None:
-        if self._links.get(link.peer.peer_id) is link:
-            del self._links[link.peer.peer_id]
+        peer = link.peer
+        if self._find(peer.peer_id, peer.incarnation) is link:
+            del self._links[peer.peer_id][peer.incarnation]
+            if not self._links[peer.peer_id]:
+                del self._links[peer.peer_id]
 
     def _lose(self, link: _Link, reason: str, *, replaced: bool = False, by_peer: bool = False) -> None:
         self._drop(link)
@@ -421,26 +454,27 @@ class Links:
 
     def _refused(self, header: Header, body: Reject) -> None:
         """The peer refuses us."""
-        link = self._links.get(header.sender)
-        if link is None or header.to_incarnation != self.me.incarnation or header.to_link != link.number:
+        if header.to_incarnation != self.me.incarnation:
             return
-        if header.incarnation == link.peer.incarnation:
+        link, proven = self._find(header.sender, header.incarnation), self._proven(header.sender)
+        if header.to_link not in [each.number for each in (link, proven) if each is not None]:
+            return
+        if proven is not None and proven is not link and self._is_newer(proven, header.incarnation):
+            self._lose(proven, f"{REPLACED}, which refuses us: {body.reason}", replaced=True)
+        if link is not None and header.to_link == link.number:
             self._drop(link)
             self._report_refusal(link.peer, body.reason)
-        elif self._is_newer(link, header.incarnation):
-            self._lose(link, f"{REPLACED}, which refuses us: {body.reason}", replaced=True)
 
     def _refuse(self, header: Header, code: RejectCode, reason: str) -> None:
         """We refuse the peer. Its repeats are answered too, because the answer may get lost, but reported once."""
         self._reject(header, code, reason)
         peer = _sender_of(header)
-        link = self._links.get(header.sender)
+        link, proven = self._find(header.sender, header.incarnation), self._proven(header.sender)
         if link is not None:
-            if header.incarnation == link.peer.incarnation:
-                self._drop(link)
-                self._refusals.discard((peer.peer_id, peer.incarnation))
-            elif self._is_newer(link, header.incarnation):
-                self._lose(link, REPLACED, replaced=True)
+            self._drop(link)
+            self._refusals.discard((peer.peer_id, peer.incarnation))
+        if proven is not None and proven is not link and self._is_newer(proven, header.incarnation):
+            self._lose(proven, REPLACED, replaced=True)
         if (peer.peer_id, peer.incarnation) not in self._refusals:
             self._report_refusal(peer, reason)
 

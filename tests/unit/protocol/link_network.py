@@ -147,7 +147,7 @@ class Network:
 
 
 def size_of_state(links: Links) -> int:
-    return sum(1 + len(link.unacked) + len(link.early) for link in links._links.values()) + len(links._refusals)
+    return sum(1 + len(link.unacked) + len(link.early) for link in links._all()) + len(links._refusals)
 
 
 def with_header(frames: list[bytes], **changes: object) -> list[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrelay.protocol.link import Links
 from kvrelay.protocol.messages import Cancel, PeerRef
-from tests.unit.protocol.link_network import PEER_TIMEOUT_S, Network
+from tests.unit.protocol.link_network import PEER_TIMEOUT_S, Network, size_of_state
 
 
 def test_a_restarted_peer_is_noticed_at_its_first_word(network: Network) -> None:
@@ -25,13 +25,14 @@ def test_a_restarted_peer_is_noticed_at_its_first_word(network: Network) -> None
     assert len(a.lost()) == 1
 
 
-def test_sending_to_a_replaced_peer_reports_it_lost(network: Network) -> None:
+def test_a_peer_that_was_replaced_is_reported_lost_when_its_successor_answers(network: Network) -> None:
     a, old_b = network.start("a"), network.start("b")
     new_b = network.start("b")
     network.send(a, new_b.me, "hello")
     network.send(a, old_b.me, "hello")
-    assert [event.peer for event in a.lost()] == [old_b.me]
+    assert not a.lost()
     network.run(1.0)
+    assert [event.peer for event in a.lost()] == [old_b.me]
     assert new_b.texts_from(a.me) == ["hello"]
 
 
@@ -40,8 +41,57 @@ def test_a_name_that_was_never_heard_is_no_proof_that_another_start_is_gone(netw
     network.send(b, a.me, "hello")
     network.run(1.0)
     network.send(a, PeerRef("b", "4", "b"), "to a lower name")
-    network.send(a, PeerRef("b", "6", "b"), "to a higher name")
-    assert [(event.peer.incarnation, event.replaced) for event in a.lost()] == [("4", False), ("5", False)]
+    network.send(a, PeerRef("b", "6", "elsewhere"), "to a higher name")
+    for number in range(2 * int(PEER_TIMEOUT_S)):
+        network.send(a, b.me, f"{number}")
+        network.send(b, a.me, f"{number}")
+        network.run(1.0)
+    assert [(event.peer.incarnation, event.replaced) for event in a.lost()] == [("4", False), ("6", False)]
+    assert not b.lost()
+    texts = [f"{number}" for number in range(2 * int(PEER_TIMEOUT_S))]
+    assert b.texts_from(a.me) == texts
+    assert a.texts_from(b.me) == ["hello", *texts]
+
+
+def test_a_name_that_was_never_heard_keeps_no_peer_from_getting_its_first_message(network: Network) -> None:
+    a, b = network.start("a"), network.start("b", incarnation="5")
+    network.send(a, PeerRef("b", "6", "elsewhere"), "to a higher name")
+    network.send(a, b.me, "to b")
+    network.run(1.0)
+    network.send(b, a.me, "from b")
+    network.run(1.0)
+    assert b.texts_from(a.me) == ["to b"] and a.texts_from(b.me) == ["from b"]
+    assert not a.lost() and not b.lost()
+
+
+def test_a_named_successor_replaces_a_peer_with_its_first_message(network: Network) -> None:
+    a, old_b = network.start("a"), network.start("b")
+    network.send(old_b, a.me, "hello")
+    network.run(1.0)
+    new_b = network.start("b")
+    network.cut.add(("b", "a"))
+    network.send(a, new_b.me, "one")
+    network.run(1.0)
+    assert not a.lost()
+    network.heal()
+    network.run(1.0)
+    assert [(event.peer, event.replaced) for event in a.lost()] == [(old_b.me, True)]
+    network.send(a, new_b.me, "two")
+    network.run(1.0)
+    assert new_b.texts_from(a.me) == ["one", "two"]
+
+
+def test_names_that_were_never_heard_are_bounded(network: Network) -> None:
+    a, b = network.start("a"), network.start("b")
+    network.send(a, b.me, "hello")
+    network.run(1.0)
+    names = [f"9{number}" for number in range(100)]
+    for name in names:
+        network.send(a, PeerRef("b", name, "elsewhere"), "hello")
+    assert size_of_state(a.links) <= 2 * Links.MAX_LINKS_PER_PEER
+    network.run(PEER_TIMEOUT_S + 1)
+    assert sorted(event.peer.incarnation for event in a.lost()) == sorted(names)
+    assert size_of_state(a.links) == 1
 
 
 def test_after_a_clock_was_set_back_the_later_start_is_the_newer_one(network: Network) -> None:
@@ -189,7 +239,7 @@ def test_a_late_copy_from_a_lost_link_is_dropped(network: Network) -> None:
     a, b = network.start("a"), network.start("b")
     a.links.send(b.me, Cancel(reason="old"), network.now)
     ((_, late),) = a.links.take_outgoing()
-    a.links._lose(next(iter(a.links._links.values())), "for this test")
+    a.links._lose(a.links._all()[0], "for this test")
     network.send(a, b.me, "new")
     network.run(1.0)
     network.inject("b", late)
@@ -205,7 +255,7 @@ def test_messages_kept_from_a_lost_link_never_fill_a_gap_in_the_next(network: Ne
     network.loss = 0.0
     network.send(a, b.me, "second")
     network.run(0.2)
-    a.links._lose(next(iter(a.links._links.values())), "for this test")
+    a.links._lose(a.links._all()[0], "for this test")
     network.run(2.0)
     network.send(a, b.me, "one")
     network.run(1.0)

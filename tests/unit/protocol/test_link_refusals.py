@@ -84,6 +84,19 @@ def test_a_peer_replaced_by_one_of_another_model_is_lost_and_refused(network: Ne
     assert [event.peer for event in new_b.refused()] == [a.me]
 
 
+def test_a_named_successor_of_another_model_refuses_and_its_predecessor_is_lost(network: Network) -> None:
+    a, old_b = network.start("a", fingerprint="llama"), network.start("b", fingerprint="llama")
+    network.send(old_b, a.me, "hello")
+    network.run(1.0)
+    new_b = network.start("b", fingerprint="qwen")
+    network.send(a, new_b.me, "hello")
+    network.run(1.0)
+    assert [(event.peer, event.replaced) for event in a.lost()] == [(old_b.me, True)]
+    assert [event.peer for event in a.refused()] == [new_b.me]
+    assert new_b.texts_from(a.me) == []
+    assert not a.links.addresses()
+
+
 @pytest.mark.parametrize(("version", "is_taken"), [(0, True), (1, True), (2, True), (3, False), (-1, False)])
 def test_only_neighbouring_versions_are_taken(network: Network, version: int, is_taken: bool) -> None:
     a, b = network.start("a"), network.start("b")

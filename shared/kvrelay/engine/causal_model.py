@@ -16,18 +16,20 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, KVLayout, StepAttention
+from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, KVLayout, StepAttention, dtype_name
 from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, register
-from kvrelay.engine.checkpoint import check_quantization, read_config, read_model
+from kvrelay.engine.checkpoint import check_quantization, read_config, read_integer_model, read_model
 from kvrelay.engine.eager import EagerForward, Forward
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
 from kvrelay.engine.probe import ForwardCheck, ObservedLayers, check_paged_forward, observe_layers
 from kvrelay.engine.quantization_cost import QuantizationCost
+from kvrelay.engine.quantized.stored_format import StoredFormat, find_format
+from kvrelay.engine.quantized.stored_weights import StoredWeights, layer_readers
 from kvrelay.engine.support import check_config, check_positions, resolve_max_model_len
 
 LoadFormat = Literal["auto", "dummy"]
@@ -55,6 +57,7 @@ class ModelSource:
     load_format: LoadFormat = "auto"
     stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
     quantization: Quantization = "none"
+    stored_format: StoredFormat | None = None  # of integer weights in the checkpoint that are read here
 
     @property
     def weights_salt(self) -> str:
@@ -108,18 +111,25 @@ def open_source(
     """
     config = read_config(name)
     check_config(config)
+    target = torch.device(device)
+    stored_format = None
     if load_format != "dummy":
         check_quantization(config)
+        # On other devices transformers loads them, with the packages that have kernels for these.
+        stored_format = find_format(config) if target.type == "cpu" else None
     length = resolve_max_model_len(config, max_model_len)
     check_positions(config, length)
-    target = torch.device(device)
     if kv_cache_dtype not in ("auto", *KV_DTYPES):
         raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is none of auto, {', '.join(KV_DTYPES)}")
     computed = resolve_dtype(dtype, config, target)
     if quantization != "none" and target.type != "cpu":
         raise UnsupportedModel(f"quantization = {quantization}: only the CPU's fused layers round weights")
+    if quantization != "none" and stored_format is not None:
+        raise UnsupportedModel(
+            f"quantization = {quantization}: the checkpoint is quantized already, by {stored_format.method}"
+        )
     stored = KV_DTYPES.get(kv_cache_dtype)
-    return ModelSource(name, config, computed, target, length, load_format, stored, quantization)
+    return ModelSource(name, config, computed, target, length, load_format, stored, quantization, stored_format)
 
 
 def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -156,10 +166,8 @@ def load_model(
         UnsupportedModel: with the reason.
     """
     register()
-    if source.load_format == "dummy":
-        model = make_dummy(source, ATTENTION_NAME)
-    else:
-        model = read_model(source.name, source.config, source.dtype, ATTENTION_NAME)
+    weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
+    model = _read_model(source, weights)
     model.to(source.device).eval()  # type: ignore[arg-type]
     text = source.config.get_text_config(decoder=True)
     observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
@@ -168,9 +176,23 @@ def load_model(
     if backend is None:
         backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
     check_paged_forward(model, layout, backend, source.max_model_len)
-    forward = _choose_forward(model, observed, layout, backend, source, fused_layers)
+    packer = WeightPacker(source.quantization, None if weights is None else layer_readers(model, weights))
+    forward = _choose_forward(model, observed, layout, backend, source, packer, fused_layers)
+    if weights is not None:
+        log.info(
+            "weights by %s: %d linear layers keep the checkpoint's integers, and %d are dequantized to %s",
+            *(weights.method, packer.num_kept, len(weights.paths) - packer.num_kept, dtype_name(source.dtype)),
+        )
     eos_token_ids = _eos_token_ids(model, observed.vocab_size)
     return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids)
+
+
+def _read_model(source: ModelSource, weights: StoredWeights | None) -> PreTrainedModel:
+    if source.load_format == "dummy":
+        return make_dummy(source, ATTENTION_NAME)
+    if weights is not None:
+        return read_integer_model(source.name, source.config, source.dtype, ATTENTION_NAME, weights)
+    return read_model(source.name, source.config, source.dtype, ATTENTION_NAME)
 
 
 def _choose_forward(
@@ -179,6 +201,7 @@ def _choose_forward(
     layout: KVLayout,
     backend: AttentionBackend,
     source: ModelSource,
+    packer: WeightPacker,
     fused_layers: bool,
 ) -> Forward:
     """The fused kernels if they are wanted, know the model, and give its logits; else the model's own modules.
@@ -188,7 +211,6 @@ def _choose_forward(
     """
     wanted, reason = source.quantization, "it needs the fused layers of the C kernels on a CPU"
     if fused_layers and isinstance(backend, CpuBackend):
-        packer = WeightPacker(wanted)
         try:
             require_fusable(model, observed.params)
             check = ForwardCheck(model, source.max_model_len)

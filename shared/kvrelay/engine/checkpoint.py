@@ -9,19 +9,22 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.quantized.stored_format import SUPPORTED
+from kvrelay.engine.quantized.stored_weights import StoredWeights
 
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 4  # at most this many tensors are named
@@ -55,21 +58,49 @@ def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_imp
         OSError: there are no weights.
     """
     with _refusing(name, "it cannot be loaded"), _without_progress_bars():
-        answer: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # the check below refuses them by name
-            output_loading_info=True,
-        )
+        answer: Any = AutoModelForCausalLM.from_pretrained(name, **_options(config, dtype, attn_implementation))
     model: PreTrainedModel
     model, loaded = answer
     _check_loaded(name, loaded)
     if getattr(config, "quantization_config", None) is None:
         _check_stored(name, loaded["unexpected_keys"])
     return model
+
+
+def read_integer_model(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, weights: StoredWeights
+) -> PreTrainedModel:
+    """Loads the model with the weights dequantized into plain linear layers.
+
+    Raises:
+        UnsupportedModel: as `read_model`.
+    """
+    plain = deepcopy(config)
+    del plain.quantization_config
+    with _refusing(name, "it cannot be loaded"), _without_progress_bars():
+        with torch.device("meta"):
+            model_class = type(AutoModelForCausalLM.from_config(deepcopy(plain)))
+        # The state dict's values are computed as they are read, like those of a file.
+        answer: Any = model_class.from_pretrained(
+            None, **_options(plain, dtype, attn_implementation), state_dict=weights.state_dict(dtype)
+        )
+    model: PreTrainedModel
+    model, loaded = answer
+    _check_loaded(name, loaded)
+    with suppress(OSError):  # many checkpoints have none
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    return model
+
+
+def _options(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> dict[str, Any]:
+    return {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": False,
+        "ignore_mismatched_sizes": True,  # `_check_loaded` refuses them by name
+        "output_loading_info": True,
+    }
 
 
 def check_quantization(config: PreTrainedConfig) -> None:
@@ -82,7 +113,10 @@ def check_quantization(config: PreTrainedConfig) -> None:
     if content.get("load_in_4bit") or content.get("load_in_8bit"):  # the first configs of bitsandbytes do not name it
         return
     if getattr(method, "value", method) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        raise UnsupportedModel(f"{config.model_type}: its weights are quantized by {method!r}, which is not known here")
+        raise UnsupportedModel(
+            f"{config.model_type}: its weights are quantized by {method!r}, which is not known here. "
+            f"Served on a CPU are {SUPPORTED}"
+        )
 
 
 def _check_loaded(name: str, loaded: dict[str, Any]) -> None:

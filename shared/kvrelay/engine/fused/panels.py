@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.engine.fused.quantization import Quantization, quantize
+from kvrelay.engine.quantized.integer_weight import IntegerWeight
 
 PANEL = 32
 """Columns of a panel."""
@@ -17,6 +18,10 @@ FLOAT32, BFLOAT16, INT8, INT4 = 0, 1, 8, 9
 """Formats of weights, numbered as in cpu_linear.c."""
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+SCALE_TYPES = {**TYPES, torch.float16: 4}
+"""Types of scales, numbered as in cpu_linear.c."""
+
+_SUM_BLOCK = 512  # rows of K that the kernels sum at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +40,19 @@ class PackedLinear:
     num_in: int
     gated: bool = False
     format: int = FLOAT32
-    scales: torch.Tensor | None = None  # bfloat16 [groups, panels * PANEL], of integer weights
-    group: int = 0  # rows of K that share a scale
+    scales: torch.Tensor | None = None  # [groups, panels * PANEL] of one of SCALE_TYPES, of integer weights
+    group: int = 0  # rows of K that share a scale and a zero point
+    zeros: torch.Tensor | None = None  # int8 of the scales' shape, subtracted from the integers; None: all are 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights with their scales."""
-        return self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        """Bytes of the weights with their scales and zero points."""
+        return self.panels.nbytes + sum(each.nbytes for each in (self.scales, self.zeros) if each is not None)
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the weights are integers with scales."""
+        return self.scales is not None
 
 
 def pack(
@@ -53,9 +64,7 @@ def pack(
 ) -> PackedLinear:
     """Packs weights `[num_out, num_in]` of one input side by side; two of the same shape if `gated`."""
     rows = order(weights, gated=gated)
-    bias = None
-    if biases is not None:
-        bias = order([each[:, None] for each in biases], gated=gated)[:, 0].float().contiguous()
+    bias = _bias(biases, gated=gated)
     shape = (sum(len(weight) for weight in weights), rows.shape[1])
     if quantization == "none":
         return PackedLinear(to_panels(rows), bias, *shape, gated=gated, format=TYPES[rows.dtype], group=rows.shape[1])
@@ -65,6 +74,50 @@ def pack(
     if quantization == "int4":
         panels, number = _two_in_a_byte(panels), INT4
     return PackedLinear(panels, bias, *shape, gated=gated, format=number, scales=scales, group=group)
+
+
+def pack_integers(
+    weights: Sequence[IntegerWeight],
+    biases: Sequence[torch.Tensor] | None,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+) -> PackedLinear:
+    """Packs weights that `share_layout` for activations of `dtype`, as they are. Otherwise like `pack`."""
+    first = weights[0]
+    panels = to_panels(order([each.codes for each in weights], gated=gated), in_pairs=dtype == torch.bfloat16)
+    number = INT8
+    if first.bits == 4:
+        panels, number = _two_in_a_byte(panels), INT4
+    scales = order([each.scales.t() for each in weights], gated=gated).t().contiguous()
+    zeros = None
+    if any(each.zeros is not None for each in weights):
+        zeros = order([each.zero_points.t() for each in weights], gated=gated).t().contiguous()
+    return PackedLinear(
+        *(panels, _bias(biases, gated=gated), sum(len(each.codes) for each in weights), first.num_in),
+        gated=gated,
+        format=number,
+        scales=scales,
+        group=first.group,
+        zeros=zeros,
+    )
+
+
+def share_layout(weights: Sequence[IntegerWeight]) -> bool:
+    """Whether the panels hold these weights exactly, side by side."""
+    kinds = {(each.bits, each.group, each.scales.dtype) for each in weights}
+    return len(kinds) == 1 and all(each.group_of_input is None and _fits(each.group, each.num_in) for each in weights)
+
+
+def _fits(group: int, num_in: int) -> bool:
+    """Groups begin where the kernels begin to sum, and a pair of rows has one scale."""
+    return group >= num_in or (group % 2 == 0 and (group <= _SUM_BLOCK or group % _SUM_BLOCK == 0))
+
+
+def _bias(biases: Sequence[torch.Tensor] | None, *, gated: bool) -> torch.Tensor | None:
+    if biases is None:
+        return None
+    return order([each[:, None] for each in biases], gated=gated)[:, 0].float().contiguous()
 
 
 def _two_in_a_byte(panels: torch.Tensor) -> torch.Tensor:

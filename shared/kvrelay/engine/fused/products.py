@@ -8,7 +8,7 @@ from ctypes import c_int64, c_void_p
 import torch
 
 from kvrelay.backends.cpu_build import load_kernel
-from kvrelay.engine.fused.panels import TYPES, PackedLinear
+from kvrelay.engine.fused.panels import FLOAT32, SCALE_TYPES, TYPES, PackedLinear
 
 _TOKENS_MULTIPLE = 32  # what AMX takes at once
 _STORE, _STORE_FLOAT, _GATED = 0, 1, 3  # what becomes of a product, numbered as in cpu_linear.c
@@ -18,8 +18,8 @@ class LinearStruct(ctypes.Structure):
     """The struct `Linear` of cpu_linear.c."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("panels", "scales", "bias")),
-        *((name, c_int64) for name in ("num_out", "num_in", "format", "group")),
+        *((name, c_void_p) for name in ("panels", "scales", "zeros", "bias")),
+        *((name, c_int64) for name in ("num_out", "num_in", "format", "group", "scale_type")),
     ]
 
 
@@ -61,9 +61,11 @@ class PanelProducts:
 
 def linear_struct(linear: PackedLinear) -> LinearStruct:
     """Valid while `linear` is."""
-    scales, bias = (None if each is None else each.data_ptr() for each in (linear.scales, linear.bias))
+    optional = (linear.scales, linear.zeros, linear.bias)
     return LinearStruct(
-        *(linear.panels.data_ptr(), scales, bias, linear.num_out, linear.num_in, linear.format, linear.group)
+        *(linear.panels.data_ptr(), *(None if each is None else each.data_ptr() for each in optional)),
+        *(linear.num_out, linear.num_in, linear.format, linear.group),
+        FLOAT32 if linear.scales is None else SCALE_TYPES[linear.scales.dtype],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,17 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrelay.backends.backend import AttentionParams
-from kvrelay.engine.fused.panels import PackedLinear, pack, rows_of, unpack
+from kvrelay.engine.fused.panels import PackedLinear, pack, pack_integers, rows_of, share_layout, unpack
 from kvrelay.engine.fused.quantization import Quantization
+from kvrelay.engine.quantized.integer_weight import IntegerWeight
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Classes of transformers whose layers are: RMSNorm, rotary attention, RMSNorm, SiLU-gated MLP, with two residuals."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of activations that the kernels multiply, in the order of their numbers in cpu_vectors.c."""
+
+ReadInteger = Callable[[], IntegerWeight]
 
 
 class NotFusable(Exception):
@@ -77,8 +80,12 @@ class WeightPacker:
     """Packs the weights of a model's linear layers, one layer after another, and takes the memory of each from its
     module: the model does not exist twice. `restore` gives the modules their weights back."""
 
-    def __init__(self, quantization: Quantization = "none") -> None:
+    def __init__(
+        self, quantization: Quantization = "none", stored: Mapping[torch.nn.Linear, ReadInteger] | None = None
+    ) -> None:
+        """`stored` reads the weights that are integers in the checkpoint. Their modules have them as floats."""
         self.quantization = quantization
+        self._stored = stored or {}
         self._packed: list[tuple[PackedLinear, tuple[torch.nn.Linear, ...]]] = []
 
     def pack(self, *modules: torch.nn.Linear, gated: bool = False) -> PackedLinear:
@@ -86,13 +93,29 @@ class WeightPacker:
         if len({module.bias is None for module in modules}) != 1:
             raise NotFusable("some of the projections that are merged have a bias, and some have none")
         biases = [module.bias.detach() for module in modules if module.bias is not None]
-        packed = pack(
+        packed = self._pack_stored(modules, biases, gated) or pack(
             [module.weight.detach() for module in modules], biases or None, gated=gated, quantization=self.quantization
         )
         for module in modules:
             module.weight.data = module.weight.new_empty(0)
         self._packed.append((packed, modules))
         return packed
+
+    def _pack_stored(
+        self, modules: tuple[torch.nn.Linear, ...], biases: list[torch.Tensor], gated: bool
+    ) -> PackedLinear | None:
+        """The checkpoint's integers as they are; None if some weight has none, or the panels do not hold them."""
+        if not all(module in self._stored for module in modules):
+            return None
+        weights = [self._stored[module]() for module in modules]
+        if not share_layout(weights):
+            return None
+        return pack_integers(weights, biases or None, modules[0].weight.dtype, gated=gated)
+
+    @property
+    def num_kept(self) -> int:
+        """The number of modules whose weights are packed as the checkpoint's integers."""
+        return sum(len(modules) for packed, modules in self._packed if packed.is_integer) if self._stored else 0
 
     def restore(self) -> None:
         """Gives the modules their weights back, bit by bit. What was packed is of no use afterwards.
@@ -104,7 +127,11 @@ class WeightPacker:
             raise ValueError(f"weights in {self.quantization} do not give the modules theirs back")
         while self._packed:
             packed, modules = self._packed.pop()
-            for module, weight in zip(modules, unpack(packed, [each.out_features for each in modules]), strict=True):
+            if packed.is_integer:
+                weights = [self._stored[module]().dequantize(module.weight.dtype) for module in modules]
+            else:
+                weights = unpack(packed, [each.out_features for each in modules])
+            for module, weight in zip(modules, weights, strict=True):
                 module.weight.data = weight
 
 
@@ -123,14 +150,15 @@ def decoder_weights(
     layers = tuple(_layer(each, params, packer) for each, params in zip(backbone.layers, attention, strict=True))
     config = model.config
     head: Any = model.lm_head
-    embedding = backbone.embed_tokens.weight
-    in_head = head.weight is embedding and packer.quantization == "none"
+    tied = head.weight is backbone.embed_tokens.weight
+    embedding = backbone.embed_tokens.weight.detach()  # packing a tied head empties the parameter
+    packed_head = packer.pack(head)
     return DecoderWeights(
         dtype=dtype,
-        embedding=None if in_head else embedding.detach(),
+        embedding=None if tied and not packed_head.is_integer else embedding,
         layers=layers,
         norm=_floats(backbone.norm.weight),
-        head=packer.pack(head),
+        head=packed_head,
         rotary=backbone.rotary_emb,
         norm_eps=float(backbone.norm.variance_epsilon),
         num_heads=config.num_attention_heads,

@@ -1,0 +1,1 @@
+"""Checkpoints whose weights are integers with scales: their formats, and reading them."""

@@ -12,8 +12,8 @@ for outputs.
 Beside alone, the light client is measured alone on devices of half the speed (steps and transfers take twice as long):
 the equal share of two tenants that do not batch together.
 
-- TTFT and end to end in seconds from arrival, 90th percentile of the light client's requests; in brackets the ratio to
-  alone.
+- TTFT, end to end and gap in seconds, 90th percentile of the light client's requests; in brackets the ratio to alone.
+  The gap is a request's mean time between two tokens, from its first to its last.
 - tokens/s of the flood: prompt and output tokens of its requests that finished while it was sending.
 - preempted: preemptions on all workers, until the last request has ended.
 
@@ -126,6 +126,7 @@ class Figures:
 
     ttft_s: float
     whole_s: float
+    gap_s: float
     flood_tokens_s: float
     num_preemptions: int
 
@@ -164,6 +165,7 @@ def measure(case: Case, seconds: float, *, flooded: bool, shared: bool = False, 
     return Figures(
         p90([_at(request.first_token_s) - request.arrival_s for request in of_light]),
         p90([_at(request.finished_s) - request.arrival_s for request in of_light]),
+        p90([(_at(each.finished_s) - _at(each.first_token_s)) / (each.num_output - 1) for each in of_light]),
         sum(_num_tokens(request) for request in of_flood if _at(request.finished_s) < seconds) / seconds,
         sum(worker.scheduler.num_preemptions for worker in fleet.workers.values()),
     )
@@ -195,11 +197,15 @@ def report(cases: Sequence[Case], seconds: float) -> str:
         shares, one = (measure(case, seconds, flooded=True, shared=shared) for shared in (False, True))
         lines += ["", f"## {case.name}: {case.num_prefill} prefill, {case.num_decode} decode", ""]
         lines += [f"Light: {case.light}. Flood: {case.flood}.", ""]
-        lines += ["| | TTFT p90 | end to end p90 | flood, tokens/s | preempted |", "|---|---:|---:|---:|---:|"]
+        lines.append("| | TTFT p90 | gap p90 | end to end p90 | flood, tokens/s | preempted |")
+        lines.append("|---|---:|---:|---:|---:|---:|")
         for name, found in (("alone", alone), ("alone, half speed", half), ("shares", shares), ("one tenant", one)):
             ttft = f"{found.ttft_s:.3f} ({found.ttft_s / alone.ttft_s:.2f})"
             whole = f"{found.whole_s:.3f} ({found.whole_s / alone.whole_s:.2f})"
-            lines.append(f"| {name} | {ttft} | {whole} | {found.flood_tokens_s:,.0f} | {found.num_preemptions:,} |")
+            gap = f"{found.gap_s:.4f} ({found.gap_s / alone.gap_s:.2f})"
+            lines.append(
+                f"| {name} | {ttft} | {gap} | {whole} | {found.flood_tokens_s:,.0f} | {found.num_preemptions:,} |"
+            )
         print("\n".join(lines[-10:]), flush=True)
     return "\n".join(lines) + "\n"
 

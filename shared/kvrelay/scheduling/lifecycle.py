@@ -10,6 +10,7 @@ from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
 from kvrelay.scheduling.memory.swapping import Swapper
 from kvrelay.scheduling.plan import PlannedRow
 from kvrelay.scheduling.queue.fair_shares import FairShares
+from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
@@ -37,6 +38,7 @@ class SequenceLifecycle:
         beams: BeamGroups,
         sample_groups: SampleGroups,
         shares: FairShares,
+        holdings: HandoffHoldings,
         new_token_ratio: NewTokenRatio,
     ) -> None:
         self.limits = limits
@@ -49,6 +51,7 @@ class SequenceLifecycle:
         self.beams = beams
         self.sample_groups = sample_groups
         self.shares = shares
+        self.holdings = holdings
         self.new_token_ratio = new_token_ratio
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._ended_in_flight: set[Sequence] = set()  # a step may still write into their blocks
@@ -81,6 +84,8 @@ class SequenceLifecycle:
         self.sample_groups.settle(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
+        if sequence.prefill_only:
+            self.holdings.add(sequence)
         if sequence.beams is not None:
             self.beams.admitted(sequence.beams)
         if self.blocks.shares_prefixes:
@@ -126,6 +131,7 @@ class SequenceLifecycle:
     def lose_blocks(self, sequence: Sequence) -> None:
         """A running sequence stops and its blocks are released. The caller queues it again."""
         self._stop_running(sequence)
+        self.holdings.ended(sequence.key)
         self.blocks.free(sequence)
 
     def requeue_swapped(self, sequence: Sequence) -> None:
@@ -167,6 +173,7 @@ class SequenceLifecycle:
         else:
             self.waiting.remove(sequence)
         self.swaps.drop(sequence)
+        self.holdings.left(sequence.key)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
         self.shares.leave(sequence)

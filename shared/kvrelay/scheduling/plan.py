@@ -138,6 +138,7 @@ class PlanDraft:
         self.preempted: list[Sequence] = []
         self.is_short_of_blocks = False  # a running sequence was preempted to free blocks for another one
         self.is_shortened = False  # the budget was cut, as a light tenant's prompts are in the step
+        self.served: Seq[Sequence] = ()  # sequences for which others are preempted: their copies stay on the host
         self.has_reclaimed = False  # the head of the queue claimed its tenant's share, at most once per step
         self.recomputed: list[Sequence] = []
         self.leaving: dict[SwapCopy, SwapCopies] = {}

@@ -20,6 +20,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from kvrelay.kv.table import BlockTable
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft
 from kvrelay.scheduling.preemptor import Preemptor
@@ -36,17 +39,24 @@ class Room:
 
 @dataclass(slots=True)
 class _Holding:
-    """What a tenant holds, and its running sequences in the order of their admission."""
+    """What a tenant holds, and its running sequences in the order of their admission. Until `count_blocks`, a block
+    that several sequences share counts once for each."""
 
     room: Room = field(default_factory=Room)
     running: list[Sequence] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
 
     def add(self, sequence: Sequence, num_slots: int = 1) -> None:
         self.room.num_slots += num_slots
         self.room.num_blocks += sequence.table.num_blocks
+        self.tables.append(sequence.table)
 
-    def exceeds(self, share: Room) -> bool:
-        return self.room.num_slots > share.num_slots or self.room.num_blocks > share.num_blocks
+    def count_blocks(self, num_pool_blocks: int) -> None:
+        """Counts shared blocks once. O(blocks)."""
+        is_held = np.zeros(num_pool_blocks, dtype=np.bool_)
+        for table in self.tables:
+            is_held[table.ids] = True
+        self.room.num_blocks = int(np.count_nonzero(is_held))
 
 
 class Reclaimer:
@@ -65,27 +75,31 @@ class Reclaimer:
     def make_way(self, head: Sequence, wanted: Room, lacking: Room, draft: PlanDraft) -> bool:
         """Preempts sequences of other tenants until the head of the queue fits. Returns whether it did.
 
-        `wanted`: what the head takes. `lacking`: the part of it that is not available. Raises NeedsCommit instead of
-        preempting if the draft is for a step behind the one in flight. O(running + tenants log tenants).
+        `wanted`: what the head takes. `lacking`: the part of it that is not available. If the head is on the host, its
+        copy stays there. Raises NeedsCommit instead of
+        preempting if the draft is for a step behind the one in flight. O(running + tenants log tenants), and
+        O(blocks) of tenants that may hold more than their share of blocks.
         """
         served_more = self._shares.served_more(head.tenant)
         if not served_more:
             return False
         held, total_weight = self._held_by_tenants(), self._shares.total_weight
-        own = held[head.tenant].room if head.tenant in held else Room()
+        own = held.get(head.tenant, _Holding())
         share = self._share(head.tenant, total_weight)
-        if lacking.num_slots > 0 and own.num_slots + wanted.num_slots > share.num_slots:
+        if lacking.num_slots > 0 and own.room.num_slots + wanted.num_slots > share.num_slots:
             return False
-        if lacking.num_blocks > 0 and own.num_blocks + wanted.num_blocks > share.num_blocks:
+        most_blocks = share.num_blocks - wanted.num_blocks
+        if lacking.num_blocks > 0 and not self._holds_at_most(own, most_blocks):
             return False
         victims: list[Sequence] = []
         for tenant in served_more:
-            if tenant in held and held[tenant].exceeds(share := self._share(tenant, total_weight)):
+            if tenant in held and self._exceeds(held[tenant], share := self._share(tenant, total_weight), lacking):
                 victims += self._victims(held[tenant], share, head, lacking, draft.admitted)
         if lacking.num_slots > 0 or lacking.num_blocks > 0:
             return False
         if draft.ahead:
             raise NeedsCommit
+        draft.served = self._lifecycle.sample_groups.lost_with(head)
         for victim in victims:
             self._preemptor.preempt_group(victim, draft)
         self.num_reclaimed += len(victims)
@@ -100,6 +114,17 @@ class Reclaimer:
         for sequence in self._lifecycle.remote.receiving.values():
             held.setdefault(sequence.tenant, _Holding()).add(sequence, sequence.num_slots)
         return held
+
+    def _holds_at_most(self, holding: _Holding, num_blocks: int) -> bool:
+        """O(blocks) if it holds more with shared blocks counted more than once."""
+        if holding.room.num_blocks > num_blocks:
+            holding.count_blocks(self._lifecycle.blocks.pool.num_blocks)
+        return holding.room.num_blocks <= num_blocks
+
+    def _exceeds(self, holding: _Holding, share: Room, lacking: Room) -> bool:
+        """Whether the tenant holds more than its share of what is lacking."""
+        has_too_many_blocks = lacking.num_blocks > 0 and not self._holds_at_most(holding, share.num_blocks)
+        return has_too_many_blocks or (lacking.num_slots > 0 and holding.room.num_slots > share.num_slots)
 
     def _share(self, tenant: str, total_weight: float) -> Room:
         weight = self._shares.of(tenant).weight

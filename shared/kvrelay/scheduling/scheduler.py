@@ -30,6 +30,7 @@ from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, Sequence
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
 from kvrelay.scheduling.queue.fair_shares import FairShares
+from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
@@ -61,8 +62,9 @@ class BatchScheduler:
         senders = SenderLimits(blocks.pool.num_blocks)
         order, starvation_bound = ORDERS[settings.queue_order], settings.queue_starvation_bound
         self.shares = FairShares(self.running)
-        self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, senders, self.shares)
-        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, senders)
+        self.holdings = holdings = HandoffHoldings(blocks, limits.max_running, self.shares)
+        self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, senders, self.shares, holdings)
+        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, senders, holdings)
         self.swaps = Swapper(blocks, settings)
         self.sample_groups = SampleGroups(blocks, limits)
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
@@ -77,6 +79,7 @@ class BatchScheduler:
             beams=BeamGroups(blocks, self.running),
             sample_groups=self.sample_groups,
             shares=self.shares,
+            holdings=holdings,
             new_token_ratio=self.new_token_ratio,
         )
         self.chunks = policy.make_chunks(limits, settings)
@@ -177,6 +180,16 @@ class BatchScheduler:
     def abort(self, key: SequenceKey) -> bool:
         """Ends a sequence without output, after the commit of its step if it is in one. Returns whether it is known."""
         return self.lifecycle.abort(key)
+
+    def hand_over(self, key: SequenceKey) -> None:
+        """A prompt that was computed for a handoff leaves. Its blocks, which the caller holds, count towards its
+        tenant's share until `handoff_ended`."""
+        self.holdings.keep(key)
+        self.lifecycle.abort(key)
+
+    def handoff_ended(self, key: SequenceKey) -> None:
+        """The caller released the blocks of a handoff, or of a sequence that has left."""
+        self.holdings.ended(key)
 
     def get(self, key: SequenceKey) -> Sequence | None:
         """Returns the sequence if it waits, is being received, or runs."""

@@ -55,7 +55,7 @@ class SequenceAdmission:
             return "max_running reached"
         sequence = self._waiting.head()
         if sequence is None:
-            return "its prefix is being computed or sent"
+            return "its prefix is being computed or sent, or handoffs of its tenant must end first"
         if handoffs_only and sequence.remote is None:
             return "a local prompt is next"
         if draft.has_reclaimed and any(each in draft.preempted for each in self._groups.lost_with(sequence)):
@@ -94,6 +94,8 @@ class SequenceAdmission:
             return False  # the gate may hold it back, and would leave what is taken for it unused
         if self._groups.has_reserved_capacity(head) or self._remote.has_capacity(head):
             return False
+        if not self._lifecycle.shares.served_more(head.tenant):
+            return False
         wanted = self._wanted(head)
         num_free_slots = self._limits.max_running - self._lifecycle.num_slots
         headroom = self._lifecycle.num_headroom_blocks if head.remote is None else self._handoff_headroom(head)
@@ -105,12 +107,15 @@ class SequenceAdmission:
         return draft.has_reclaimed
 
     def _wanted(self, head: Sequence) -> Room:
-        """Returns the slots and blocks that the head takes, with its group."""
+        """Returns the slots and available blocks that the head takes, with its group. Cached blocks that nothing holds
+        are available until the head holds them."""
         group = self._groups.lost_with(head)
         if len(group) > 1 and head in group:
-            return Room(len(group), self._groups.plan_return(group).num_blocks)
+            back = self._groups.plan_return(group)
+            return Room(len(group), back.num_blocks + self._groups.num_evictable(back.given))
         blocks, followers, num_to_come = self._blocks, self._groups.followers_of(head), self._remote.num_to_come(head)
         num_blocks = blocks.num_at_admission(head) - blocks.num_cached_blocks(head) + sum(followers.values())
+        num_blocks += self._groups.num_evictable([head])
         if num_to_come:
             num_blocks += num_to_come * blocks.num_own(head, head)
         if head.beams is not None:

@@ -192,6 +192,69 @@ def test_blocks_are_taken_back_too() -> None:
     assert light.num_output == 2 and all(each.num_output == 8 for each in flood)
 
 
+def test_a_prefix_that_a_tenants_sequences_share_counts_once_against_its_share() -> None:
+    """Two of them hold 24 of their 42 blocks, and would hold 44 if the prefix counted for each."""
+    bench = bench_for(num_blocks=64, max_running=12, token_budget=400, lag=0.0)
+    prefix = [95] * (20 * BLOCK_SIZE)
+    bench.tenant, bench.weight = "light", 2.0
+    for number in range(2):
+        bench.add([*prefix, 80 + number] + [1] * 4, 8)
+        bench.step()
+    bench.weight = 1.0
+    flood = [add(bench, "flood", num_prompt=18, max_tokens=8) for _ in range(8)]
+    bench.step()
+    bench.scheduler.shares.of("flood").counter += 10_000
+    bench.tenant, bench.weight = "light", 2.0
+    third = bench.add([*prefix, 90] + [1] * 20, 2)
+    plan, _ = bench.step()
+    assert third in plan.admitted and {each.tenant for each in plan.preempted} == {"flood"}
+    bench.run()
+    assert third.num_output == 2 and all(each.num_output == 8 for each in flood)
+
+
+def test_a_head_whose_cached_prefix_is_evictable_is_helped() -> None:
+    """The blocks of its prefix count as available, but are not once the head holds them."""
+    bench = bench_for(num_blocks=64, max_running=12, token_budget=400)
+    prefix = [95] * (20 * BLOCK_SIZE)
+    bench.tenant = "light"
+    bench.add([*prefix, 80], 1)
+    bench.run()
+    flood = [add(bench, "flood", num_prompt=18, max_tokens=4) for _ in range(8)]
+    bench.step()
+    bench.scheduler.shares.of("flood").counter += 10_000
+    bench.tenant = "light"
+    light = bench.add([*prefix, 90] + [1] * 20, 2)
+    num_missing = bench.blocks.num_at_admission(light) - bench.blocks.num_cached_blocks(light)
+    assert bench.blocks.num_cached_blocks(light) == 20 and num_missing <= bench.pool.num_available < num_missing + 20
+    plan, _ = bench.step()
+    assert light in plan.admitted and plan.preempted
+    bench.run()
+    assert light.num_output == 2 and all(each.num_output == 4 for each in flood)
+
+
+def test_the_copy_of_the_sequence_that_is_served_stays_on_the_host() -> None:
+    """The swap space has no room for the copy of a victim besides."""
+    settings = SchedulerSettings(preemption="swap", num_swap_slots=5)
+    bench = Bench(num_blocks=200, token_budget=96, max_running=4, cache=False, settings=settings, eos=99)
+    shares = bench.scheduler.shares
+    shares.reclaim_lag = shares.idle_credit = 0.0
+    for max_tokens in (4, 4, LONG):
+        light = add(bench, "light", num_prompt=16, max_tokens=max_tokens)
+    bench.step()
+    shares.of("light").counter = 1e6
+    flood = [add(bench, "flood", num_prompt=16) for _ in range(6)]
+    bench.step()
+    assert light.state is SequenceState.SWAPPED
+    while running(bench)["flood"] < 4:
+        bench.step()
+    shares.of("light").counter = 0.0
+    plan, _ = bench.step()
+    assert plan.preempted and light in plan.admitted
+    assert plan.swaps is not None and plan.swaps.back.blocks and not bench.scheduler.swap_use.num_dropped
+    bench.run()
+    assert light.num_output == LONG and all(each.num_output == LONG for each in flood)
+
+
 def test_with_the_order_priority_a_more_urgent_sequence_is_not_preempted() -> None:
     bench = bench_for(order="priority")
     for _ in range(8):

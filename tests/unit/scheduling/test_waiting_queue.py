@@ -182,7 +182,7 @@ def test_a_parked_sequence_lets_others_pass_and_goes_on_when_the_prefix_is_publi
     assert plan.admitted == [first]
     plan, _ = bench.step()
     assert plan.admitted == [other]
-    assert plan.held_back == "its prefix is being computed or sent"
+    assert plan.held_back.startswith("its prefix is being computed or sent")
     plan, _ = bench.step()
     assert plan.admitted == [twin]
     assert twin.num_cached_tokens == 3 * BLOCK_SIZE

@@ -86,7 +86,7 @@ class Swapper:
         self._expected[sequence.key] = (num_shared, num_full)
         preempted = Preempted(sequence.num_computed, num_shared * size, num_new)
         times = estimate(preempted, self.cost.current, self.block_s.value, self.lost_share.value, size)
-        yielding = self._yielding(hashes, num_new)
+        yielding = self._yielding(hashes, num_new, draft.served)
         if yielding is None or not prefers_swap(self._preemption, times, sum(copy.gain_s for copy in yielding)):
             return False
         for copy in yielding:
@@ -101,14 +101,17 @@ class Swapper:
         self._use.num_preemptions += 1
         return True
 
-    def _yielding(self, hashes: Seq[BlockHash | None], num_new: int) -> list[SwapCopy] | None:
-        """Returns the copies to drop for `num_new` free slots, or None if dropping all copies is not enough."""
+    def _yielding(self, hashes: Seq[BlockHash | None], num_new: int, kept: Seq[Sequence]) -> list[SwapCopy] | None:
+        """Returns the copies to drop for `num_new` free slots, or None if dropping all copies is not enough. Those of
+        `kept` stay."""
         missing = num_new - self.space.num_free
         yielding: list[SwapCopy] = []
         for copy in self._copies.values():
             if missing <= 0:
                 break
-            if copy.is_made:  # otherwise a step in flight, or this one, still writes its slots
+            if (
+                copy.is_made and copy.sequence not in kept
+            ):  # if it is not made, a step in flight, or this one, still writes
                 yielding.append(copy)
                 missing -= self.space.num_released_by(copy.slots, keep=hashes)
         return yielding if missing <= 0 else None

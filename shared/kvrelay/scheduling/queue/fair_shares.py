@@ -32,6 +32,9 @@ RECLAIM_LAG = 512.0
 """Tokens, divided by its weight, by which a tenant must be behind another one to take slots or blocks back from it. So
 tenants that are served about equally do not preempt each other in turns."""
 
+RECENT_TURNS = 1024
+"""Admissions after its latest one for which a tenant that left counts as one that may come back at any time."""
+
 MAX_IDLE_TENANTS = 1024
 
 
@@ -44,6 +47,7 @@ class TenantShare:
     num_sequences: int = 0
     num_admitted: int = 0
     last_turn: int = 0
+    is_held_up: bool = False  # it waits, and its handoffs hold all that they may
 
 
 class FairShares:
@@ -71,6 +75,12 @@ class FairShares:
     def is_waiting(self, tenant: str) -> bool:
         """Whether a sequence of the tenant waits."""
         return tenant in self._waiting
+
+    @property
+    def has_recent_tenant(self) -> bool:
+        """Whether a tenant that is not here was here lately."""
+        latest = next(reversed(self._idle.values()), None)
+        return latest is not None and self._turn - latest.last_turn <= RECENT_TURNS
 
     def of(self, tenant: str) -> TenantShare:
         """The share of a tenant with a sequence here."""
@@ -107,11 +117,25 @@ class FairShares:
     def begins_to_wait(self, tenant: str) -> TenantShare:
         """The first sequence of a tenant waits."""
         share = self._present[tenant]
-        others = [each.counter for each in self._waiting.values()]
-        floor = min(others) if others else self._last_counter
-        share.counter = max(share.counter, floor - self.idle_credit / share.weight)
+        self._lift(share)
         self._waiting[tenant] = share
         return share
+
+    def hold_up(self, tenant: str) -> None:
+        """A waiting tenant cannot be served, whatever its counter is."""
+        self._present[tenant].is_held_up = True
+
+    def catch_up(self, tenant: str) -> None:
+        """A waiting tenant can be served. If it was held up, it is as one that begins to wait."""
+        share = self._present[tenant]
+        if share.is_held_up:
+            self._lift(share)
+
+    def _lift(self, share: TenantShare) -> None:
+        others = [each.counter for each in self._waiting.values() if each is not share]
+        floor = min(others) if others else self._last_counter
+        share.counter = max(share.counter, floor - self.idle_credit / share.weight)
+        share.is_held_up = False
 
     def stops_waiting(self, tenant: str) -> None:
         """No sequence of a tenant waits any more."""
@@ -155,6 +179,10 @@ class FairShares:
         least = share.counter + self.reclaim_lag / share.weight
         more = [(each.counter, each.last_turn, other) for other, each in self._present.items() if each.counter > least]
         return [other for _, _, other in sorted(more, reverse=True)]
+
+    def part(self, tenant: str) -> float:
+        """Returns the tenant's share of the worker among the tenants here, from 0 to 1."""
+        return self._present[tenant].weight / self.total_weight
 
     @property
     def total_weight(self) -> float:

@@ -25,6 +25,7 @@ from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.sender_limits import SenderLimits
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
@@ -50,12 +51,14 @@ class RemoteSequences:
         waiting: WaitingQueue,
         in_progress: PrefixesInProgress,
         senders: SenderLimits,
+        holdings: HandoffHoldings,
     ) -> None:
         self._blocks = blocks
         self._limits = limits
         self._waiting = waiting
         self._in_progress = in_progress
         self._senders = senders
+        self._holdings = holdings
         self.receiving: dict[SequenceKey, Sequence] = {}
         self._expected: dict[str, _Expected] = {}
         self._pending: dict[str, dict[SequenceKey, Sequence]] = {}  # handoffs in the queue, by sample group
@@ -177,6 +180,7 @@ class RemoteSequences:
         sequence.state = SequenceState.WAITING_FOR_REMOTE_KV
         self.receiving[sequence.key] = sequence
         self._num_receiving_slots += sequence.num_slots
+        self._holdings.add(sequence, sequence.num_slots)
         self._announced.append(sequence)
         num_cached = sequence.num_published
         if self._blocks.shares_prefixes and remote.sender not in self._stalled:
@@ -248,6 +252,7 @@ class RemoteSequences:
     def _end_transfer(self, sequence: Sequence) -> None:
         del self.receiving[sequence.key]
         self._num_receiving_slots -= sequence.num_slots
+        self._holdings.ended(sequence.key)
         self._waiting.prefixes_changed(self._in_progress.withdraw(sequence.key))
 
     def _release_sender(self, sequence: Sequence) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -40,6 +41,13 @@ class TenantLane:
     @property
     def is_empty(self) -> bool:
         return not self.entries and not self.resumed
+
+    def push(self, entry: QueuedSequence) -> None:
+        """Puts an entry into the heap, at the place of its priority and version."""
+        heapq.heappush(self.heap, (entry.priority, entry.arrival, entry.version, entry))
+        if len(self.heap) > 64 + 2 * len(self.entries):  # mostly outdated places
+            self.heap = [place for place in self.heap if place[2] == place[3].version]
+            heapq.heapify(self.heap)
 
     def sort_by_arrival(self) -> None:
         self.entries = dict(sorted(self.entries.items(), key=lambda item: item[1].arrival))

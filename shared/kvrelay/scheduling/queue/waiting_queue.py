@@ -38,6 +38,7 @@ from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.queue.fair_shares import FairShares
+from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import QueueOrder, depth_first
 from kvrelay.scheduling.queue.sender_limits import SenderLimits
@@ -61,6 +62,7 @@ class WaitingQueue(Collection[Sequence]):
         starvation_bound: int,
         senders: SenderLimits,
         shares: FairShares,
+        holdings: HandoffHoldings,
     ) -> None:
         self._order = order
         self._blocks = blocks
@@ -68,6 +70,7 @@ class WaitingQueue(Collection[Sequence]):
         self._starvation_bound = starvation_bound
         self._senders = senders
         self._shares = shares
+        self._holdings = holdings
         self.num_remote = 0
         """Handoffs among the waiting sequences."""
         self._reserved: dict[SequenceKey, Sequence] = {}
@@ -179,12 +182,13 @@ class WaitingQueue(Collection[Sequence]):
     # -- who is next --------------------------------------------------------------------------------------------------
 
     def head(self) -> Sequence | None:
-        """The sequence to admit next; None when there is none, or all wait for prefixes that others compute."""
+        """The sequence to admit next; None if there is none, or all wait for prefixes that others compute, or for
+        handoffs of their tenant to end (`handoff_holdings`)."""
         if self._reserved and (sequence := self.reserved_head()) is not None:
             return sequence
         lanes = self._lanes.values()
         for lane in lanes if len(lanes) == 1 else sorted(lanes, key=self._turn_of):
-            if (sequence := self._head_of(lane)) is not None:
+            if (sequence := self._head_of(lane)) is not None and self._holdings.admits(sequence):
                 return sequence
         return None
 
@@ -369,11 +373,7 @@ class WaitingQueue(Collection[Sequence]):
             del self._limited[entry]
             self._count_arrival(entry)
         entry.priority, entry.version = priority, next(self._numbers)
-        lane = entry.lane
-        heapq.heappush(lane.heap, (priority, entry.arrival, entry.version, entry))
-        if len(lane.heap) > 64 + 2 * len(lane.entries):  # mostly outdated places
-            lane.heap = [place for place in lane.heap if place[2] == place[3].version]
-            heapq.heapify(lane.heap)
+        entry.lane.push(entry)
 
     def _unlist(self, entry: QueuedSequence) -> None:
         if entry.version == GONE:

@@ -132,7 +132,10 @@ class Links:
 
     MAX_EARLY = 4096
     MAX_EARLY_BYTES = 64 << 20
-    """Maximum number and bytes of messages kept ahead of a gap. Others are dropped, and the peer resends them."""
+    """Maximum number and bytes of messages of a peer kept ahead of a gap. Others are dropped, and the peer resends
+    them."""
+    MAX_ALL_EARLY_BYTES = 256 << 20
+    """The same for all peers together."""
     MAX_UNACKED_BYTES = 256 << 20
     """A peer that leaves more than this unacknowledged is lost."""
     MAX_RESENT_PER_TICK = 64
@@ -154,6 +157,7 @@ class Links:
         self.num_malformed = 0
         self.num_invalid = 0
         self.num_beyond_limit = 0  # messages of peers beyond `max_peers`
+        self.early_bytes = 0  # bytes of messages ahead of gaps, of all peers
         self._links: dict[str, dict[str, _Link]] = {}  # by peer id and incarnation
         self._last_number = 0
         self._last_tick: float | None = None
@@ -311,11 +315,17 @@ class Links:
             link.ack_owed_since = now
         if link.received < header.seq <= link.received + self.MAX_EARLY and header.seq not in link.early:
             num_bytes = len(frames[1])
-            if header.seq > link.received + 1 and link.early_bytes + num_bytes > self.MAX_EARLY_BYTES:
+            if header.seq > link.received + 1 and not self._has_room(link, num_bytes):
                 return
             link.early[header.seq] = (header, frames)
             link.early_bytes += num_bytes
+            self.early_bytes += num_bytes
             self._deliver(link)
+
+    def _has_room(self, link: _Link, num_bytes: int) -> bool:
+        """Whether a message ahead of a gap can be kept."""
+        is_within = link.early_bytes + num_bytes <= self.MAX_EARLY_BYTES
+        return is_within and self.early_bytes + num_bytes <= self.MAX_ALL_EARLY_BYTES
 
     def _link_of(self, header: Header, now: float) -> _Link | None:
         """Our link to the sender, opened or replaced where it must be; None if the sender's own is out of date."""
@@ -394,6 +404,7 @@ class Links:
             header, frames = early
             link.received += 1
             link.early_bytes -= len(frames[1])
+            self.early_bytes -= len(frames[1])
             try:
                 body = codec.decode_body(frames)
             except codec.MalformedMessage as error:
@@ -444,6 +455,7 @@ class Links:
     def _drop(self, link: _Link) -> None:
         peer = link.peer
         if self._find(peer.peer_id, peer.incarnation) is link:
+            self.early_bytes -= link.early_bytes
             del self._links[peer.peer_id][peer.incarnation]
             if not self._links[peer.peer_id]:
                 del self._links[peer.peer_id]

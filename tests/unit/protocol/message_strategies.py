@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, get_args
 
@@ -20,6 +20,7 @@ from kvrelay.protocol.messages import (
     Prompt,
 )
 from kvrelay.protocol.sampling import BeamSpec
+from tests.fakes.traffic import places
 
 KINDS: tuple[type[msgspec.Struct], ...] = get_args(AnyBody)
 MAX_ITEMS = 6
@@ -126,14 +127,6 @@ HOSTILE: st.SearchStrategy[Any] = st.one_of(
     st.lists(st.integers(-2, 5), max_size=4),
 )
 """Values of any type, for fields of any other."""
-
-
-def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """All (container, key) of decoded msgpack."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in list(items):
-        yield tree, key
-        yield from places(value)
 
 
 @st.composite

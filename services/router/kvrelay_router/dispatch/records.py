@@ -190,7 +190,7 @@ class RequestRecords:
     def usage_came_late(self, request_id: str, sequence: int, usage: SequenceUsage) -> None:
         """Adds the block counters of a sequence that the router ended itself because of a stop string."""
         record = self._records.get(request_id)
-        if record is not None and sequence < len(record.sequences):
+        if record is not None and 0 <= sequence < len(record.sequences):
             record.sequences[sequence].usage = usage
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.handoffs import HandoffTimings
+from kvrelay.worker.score_parts import ScoreParts
 from kvrelay_decode.receiver_events import ReceiverHandoffEvent, ReceiverInstruction
 from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 
@@ -27,7 +27,7 @@ class DecodeRequest:
     last_progress: float = 0.0  # the grant, or the last block or handoff message, by the clock of `OverdueTransfers`
     last_request: float = 0.0  # or the last resend request, whichever is later
     first_index: int = 0  # output index of the first token of this attempt
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: ScoreParts | None = None  # if log-probabilities of the prompt are asked for
     timings: HandoffTimings = field(default_factory=HandoffTimings)
 
     @property

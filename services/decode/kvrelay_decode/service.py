@@ -29,6 +29,7 @@ from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.transfer.base import TransferReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
+from kvrelay.worker.score_parts import scores_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay_decode.receiver_driver import ReceiverDriver
@@ -182,7 +183,8 @@ class DecodeRole:
         if sequence is None:
             return
         deadline, first_index = deadline_of(body.prompt), sequence.num_output
-        self._requests.add(DecodeRequest(sequence, deadline, first_index=first_index))
+        scores = scores_of(body.prompt)
+        self._requests.add(DecodeRequest(sequence, deadline, first_index=first_index, scores=scores))
         self._totals["local_prompts"] += 1
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -190,14 +192,18 @@ class DecodeRole:
     def _planned(self, plan: StepPlan) -> None:
         self._receiving.planned(plan)
         for sequence in plan.recomputed:
-            self._requests[sequence.key].prompt_logprobs.clear()
+            request = self._requests.get(sequence.key)
+            if request is not None and request.scores is not None:
+                request.scores.restart()
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             key = output.sequence.key
             request = self._requests.get(key)
             if request is not None:
-                request.prompt_logprobs += output.prompt_logprobs
+                if output.prompt_logprobs and request.scores is not None:
+                    for message in request.scores.add(output.prompt_logprobs):
+                        self._requests.send(output.sequence.router, key, message)
                 if output.token_ids or output.finish is not None:
                     self._stream.put(output.sequence.router, self._entry(request, output))
                 if output.finish is not None:
@@ -207,7 +213,8 @@ class DecodeRole:
 
     def _entry(self, request: DecodeRequest, output: SequenceOutput) -> TokenEntry:
         if request.handoff is None and output.index == request.first_index:
-            return entry_of(output, request.prompt_logprobs, self._local_usage(request))
+            scores = request.scores.kept if request.scores is not None else []
+            return entry_of(output, scores, self._local_usage(request))
         return entry_of(output)
 
     def _local_usage(self, request: DecodeRequest) -> SequenceUsage:

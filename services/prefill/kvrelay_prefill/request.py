@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.messages import Prompt
-from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.handoffs import HandoffTimings
+from kvrelay.worker.score_parts import ScoreParts
 from kvrelay_prefill.sender_events import SenderHandoffEvent, SenderInstruction
 from kvrelay_prefill.sender_handoff import SenderHandoff
 
@@ -27,6 +27,6 @@ class PrefillRequest:
     deadline: float
     held: set[int] = field(default_factory=set)
     reservations: set[str] = field(default_factory=set)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: ScoreParts | None = None  # if log-probabilities of the prompt are asked for
     timings: HandoffTimings = field(default_factory=HandoffTimings)
     candidates: BeamCandidates | None = None  # that follow the prompt of a beam search

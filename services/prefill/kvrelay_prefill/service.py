@@ -17,6 +17,7 @@ from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay.transfer.base import TransferSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
+from kvrelay.worker.score_parts import scores_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay_prefill.request import PrefillRequest
@@ -124,8 +125,10 @@ class PrefillRole:
         handoff = SenderHandoff(body.decode, self._push_when)
         handle = recorded(self._context.events, "sender", sequence.key, handoff, body.decode, self._push_when)
         timings = HandoffTimings(key=sequence.key, trace=sequence.trace)
-        request = PrefillRequest(sequence, body.prompt, handoff, handle, deadline_of(body.prompt), timings=timings)
-        self._requests.add(request)
+        deadline, scores = deadline_of(body.prompt), scores_of(body.prompt)
+        self._requests.add(
+            PrefillRequest(sequence, body.prompt, handoff, handle, deadline, timings=timings, scores=scores)
+        )
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)
 
@@ -135,13 +138,19 @@ class PrefillRole:
         """Decode is asked as soon as the first chunk is scheduled; a cached prefix can leave before any forward."""
         for sequence in plan.admitted:
             self._sending.scheduled(self._requests[sequence.key])
+        for sequence in plan.recomputed:
+            request = self._requests.get(sequence.key)
+            if request is not None and request.scores is not None:
+                request.scores.restart()
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
         done = {output.sequence.key for output in outputs if output.prefilled}
         for output in outputs:
             request = self._requests.get(output.sequence.key)
             if request is not None:
-                request.prompt_logprobs += output.prompt_logprobs
+                if output.prompt_logprobs and request.scores is not None:
+                    for message in request.scores.add(output.prompt_logprobs):
+                        self._requests.send(output.sequence.router, output.sequence.key, message)
                 if output.prefilled:
                     self._prefilled(request, output)
         for key in list(self._context.scheduler.running):
@@ -154,7 +163,7 @@ class PrefillRole:
             index=output.index,
             token_id=output.token_ids[0] if output.token_ids else None,
             logprobs=output.logprobs[0] if output.logprobs else None,
-            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs=request.scores.kept if request.scores is not None else [],
             cached_tokens=sequence.num_cached_tokens,
             finish=output.finish,
             beams=list(output.beams),

@@ -34,6 +34,7 @@ from kvrelay.protocol.limits import (
     Transports,
     require,
 )
+from kvrelay.protocol.packed_logprobs import PackedLogprobs
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -108,6 +109,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: Int64 = 0
     num_samples: SampleCount = 1  # samples of the request with this prompt, including this one
     timeout_s: Seconds = 600.0  # the time until the request's deadline when this is sent
+    scores_in_parts: bool = False  # the router takes `PromptLogprobs`; one of an older version does not
     tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # opaque; waiting tenants get fair shares of a worker
     weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # of the tenant's share
 
@@ -195,7 +197,8 @@ class Reassign(Body, frozen=True, kw_only=True, tag="reassign"):
 class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
     """P>R: the first token (none when the prompt was only scored), with its index in the output.
 
-    Of a beam search only its end, if it ends with the prompt: `finish` and `beams`.
+    Of a beam search only its end, if it ends with the prompt: `finish` and `beams`. `prompt_logprobs` is for routers
+    that do not take `PromptLogprobs`; so is that of `TokenEntry`.
     """
 
     index: Index
@@ -205,6 +208,17 @@ class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
     cached_tokens: Index = 0
     finish: FinishReason | None = None
     beams: list[BeamResult] = []
+
+
+class PromptLogprobs(Body, frozen=True, kw_only=True, tag="prompt_logprobs"):
+    """P,D>R: a part of the prompt's log-probabilities, as soon as they are computed. They come in order, all of them
+    before the first token, and start again from 0 if the prompt has to be computed again.
+
+    `start` is the number of entries before this part; entry 0 is that of the prompt's second token.
+    """
+
+    start: Index
+    part: PackedLogprobs
 
 
 class PackedCandidates(msgspec.Struct, frozen=True, array_like=True):
@@ -445,6 +459,7 @@ AnyBody = (
     | NeedDecode
     | Reassign
     | FirstToken
+    | PromptLogprobs
     | Handoff
     | Committed
     | Resend

@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Coroutine
 from typing import Any, Literal
 
+import msgspec
+
 from kvrelay.fleet import WorkerRecord
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
@@ -44,6 +46,7 @@ from kvrelay.protocol.messages import (
     TokenEntry,
 )
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
+from kvrelay.worker.score_parts import ScoreParts
 
 FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0, resend_after_s=0.2, resend_at_most_s=0.5)
 NUM_BLOCKS = 100
@@ -201,6 +204,10 @@ class FakePrefill(FakeWorker):
         await self.passing("start")
         prompt = body.prompt
         first = self._first_token(key, prompt)
+        if prompt.scores_in_parts:
+            for part in ScoreParts(in_parts=True).add(first.prompt_logprobs):
+                self.send(router, key, part)
+            first = msgspec.structs.replace(first, prompt_logprobs=[])
         await self.passing("first token")
         self.send(router, key, first)
         decode = body.decode

@@ -14,6 +14,7 @@ from kvrelay.fleet import WorkerRecord
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.messages import AnyBody, Generate, PeerRef, Prompt, SequenceUsage, TokenBatch, TokenEntry
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.worker.score_parts import ScoreParts
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
@@ -47,7 +48,14 @@ class BulkDecode(FakeDecode):
         assert isinstance(body, Generate), body
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._send_all, peer)
+        self._send_scores(key, peer, body.prompt)
         self._answers.append(self._answer(key, body.prompt))
+
+    def _send_scores(self, key: Key, router: PeerRef, prompt: Prompt) -> None:
+        num_top = prompt.sampling.prompt_logprobs
+        if num_top is not None:
+            for message in ScoreParts(in_parts=True).add([score(7, num_top)] * (prompt.num_tokens - 1)):
+                self.send(router, key, message)
 
     def _answer(self, key: Key, prompt: Prompt) -> TokenEntry:
         sampling = prompt.sampling
@@ -55,9 +63,6 @@ class BulkDecode(FakeDecode):
         beams: list[BeamResult] = []
         if sampling.beams is not None:
             beams = [BeamResult(token_ids, -1.0, -1.0, FinishReason.LENGTH)] * sampling.beams.num_returned
-        scores: list[TokenLogprobs] = []
-        if sampling.prompt_logprobs is not None:
-            scores = [score(7, sampling.prompt_logprobs)] * (prompt.num_tokens - 1)
         return TokenEntry(
             request=key[0],
             attempt=key[1],
@@ -65,7 +70,6 @@ class BulkDecode(FakeDecode):
             index=0,
             token_ids=[] if beams else token_ids,
             logprobs=[] if sampling.logprobs is None else [score(each, sampling.logprobs) for each in token_ids],
-            prompt_logprobs=scores,
             cached_tokens=0,
             finish=FinishReason.LENGTH,
             usage=SequenceUsage(prompt_blocks=1, computed_blocks=1),

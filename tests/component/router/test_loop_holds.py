@@ -182,6 +182,17 @@ OUTPUTS: dict[str, Case] = {
         200,
     ),
     "beams": (COMPLETION, lambda: body_of(prompt="x", max_tokens=8000, n=128, use_beam_search=True), 200),
+    "scores of a long prompt": (COMPLETION, lambda: body_of(prompt=IDS * 11, max_tokens=1, prompt_logprobs=0), 200),
+    "echoed scores with alternatives": (
+        COMPLETION,
+        lambda: body_of(prompt=IDS * 11, max_tokens=1, echo=True, logprobs=5),
+        200,
+    ),
+    "streamed scores with alternatives": (
+        COMPLETION,
+        lambda: body_of(prompt=IDS * 11, max_tokens=1, echo=True, logprobs=20, stream=True),
+        200,
+    ),
     "requests": ("/requests", lambda: b"", 200),
     "fleet": ("/fleet", lambda: b"", 200),
     "models": ("/v1/models", lambda: b"", 200),

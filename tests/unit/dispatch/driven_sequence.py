@@ -10,7 +10,7 @@ import msgspec
 from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import AttemptFailed, Ended, Event, Instruction, WorkerLost, WorkersAssigned
-from kvrelay_router.dispatch.intake import TokenIntake
+from kvrelay_router.dispatch.intake import ScoresReceived, TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.sequence_spec import SequenceSpec
 from kvrelay_router.dispatch.token_path import entry_of, token_events
@@ -40,13 +40,18 @@ class TokensReceived(msgspec.Struct, frozen=True):
         return self.entry.attempt
 
 
+class ScoresFrom(msgspec.Struct, frozen=True):
+    worker: PeerRef
+    scores: ScoresReceived
+
+
 class Deliver(msgspec.Struct, frozen=True):
     """These tokens go to the client."""
 
     delta: SequenceDelta
 
 
-Received = FirstTokenReceived | TokensReceived
+Received = FirstTokenReceived | TokensReceived | ScoresFrom
 AnyEvent = Event | Received
 Done = Instruction | Deliver
 
@@ -59,10 +64,10 @@ class DrivenSequence:
         self.intake = TokenIntake(
             spec.sequence,
             is_beam_search=spec.sampling.beams is not None,
-            prompt_logprobs_due=spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1,
+            num_scores=0 if spec.sampling.prompt_logprobs is None else spec.num_prompt_tokens - 1,
         )
         self.handle_event: Callable[[Event], list[Instruction]] = self.attempts.handle
-        self.handle_entry: Callable[[TokenEntry], SequenceDelta | None] = self.intake.handle
+        self.handle_entry: Callable[[TokenEntry | ScoresReceived], SequenceDelta | None] = self.intake.handle
 
     def handle(self, event: AnyEvent) -> list[Done]:
         """Raises IllegalEvent."""
@@ -75,11 +80,21 @@ class DrivenSequence:
         return self._carried_out(self.handle_event(event))
 
     def _receive(self, event: Received) -> list[Done]:
+        if isinstance(event, ScoresFrom):
+            return self._receive_scores(event)
         from_prefill = isinstance(event, FirstTokenReceived)
         worker, entry = event.worker, event.entry
-        if not self.attempts.accepts_tokens(worker, entry, from_prefill):
+        if not self.attempts.accepts_tokens(worker, entry, from_prefill, self.intake.lacks_scores):
             return []
-        delta = self.handle_entry(entry)
+        return self._deliver(self.handle_entry(entry), from_prefill)
+
+    def _receive_scores(self, event: ScoresFrom) -> list[Done]:
+        if not self.attempts.accepts_scores(event.worker, event.scores.attempt):
+            return []
+        delta = self.handle_entry(event.scores)
+        return [] if delta is None else self._deliver(delta, True)
+
+    def _deliver(self, delta: SequenceDelta | None, from_prefill: bool) -> list[Done]:
         done: list[Done] = [] if delta is None else [Deliver(delta)]
         for each in token_events(self.attempts, delta, from_prefill):
             done += self._carried_out(self.handle_event(each))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import msgspec
 import pytest
 
 from kvrelay.protocol.messages import (
     FirstToken,
+    PeerRef,
     Prefill,
+    PromptLogprobs,
     SequenceUsage,
     unpack_tokens,
 )
+from kvrelay.protocol.packed_logprobs import packed_in_parts
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
 from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState
@@ -23,6 +28,7 @@ from kvrelay_router.dispatch.events import (
     Send,
     WorkersAssigned,
 )
+from kvrelay_router.dispatch.intake import ScoresReceived
 from tests.unit.dispatch.attempt_events import (
     D2,
     LENGTH,
@@ -35,7 +41,15 @@ from tests.unit.dispatch.attempt_events import (
     placed,
     tokens,
 )
-from tests.unit.dispatch.driven_sequence import AnyEvent, Deliver, DrivenSequence, FirstTokenReceived, Received
+from tests.unit.dispatch.driven_sequence import (
+    AnyEvent,
+    Deliver,
+    Done,
+    DrivenSequence,
+    FirstTokenReceived,
+    Received,
+    ScoresFrom,
+)
 from tests.unit.dispatch.world import PROMPT, spec
 
 # -- what the attempt machine hears of tokens -------------------------------------------------------------------------
@@ -152,6 +166,88 @@ def test_prompt_logprobs_that_died_with_prefill_are_computed_again() -> None:
     machine.handle(WorkersAssigned(P2, D, 60.0))
     scores = [TokenLogprobs(12, -1.0, [], [])]
     assert delivered(machine.handle(first(9, attempt=2, worker=P2, prompt_logprobs=scores))) == [9]
+
+
+def scores(start: int, *token_ids: int, attempt: int = 1, worker: PeerRef = P) -> ScoresFrom:
+    (part,) = packed_in_parts([TokenLogprobs(token_id, -1.0, [], []) for token_id in token_ids])
+    return ScoresFrom(worker, ScoresReceived(attempt, PromptLogprobs(start=start, part=part)))
+
+
+def scored(instructions: list[Done]) -> list[int]:
+    """The tokens of the log-probabilities in the only delta, which has others' tokens behind them."""
+    (deliver,) = [each for each in instructions if isinstance(each, Deliver)]
+    return [each.token_id for each in deliver.delta.prompt_logprobs[:]]
+
+
+def test_parts_of_prompt_logprobs_go_out_with_the_first_token_and_once() -> None:
+    machine = placed(prompt_logprobs=0)
+    assert machine.handle(scores(0, 12)) == []
+    assert machine.handle(scores(1, 13)) == []
+    assert machine.state is AttemptState.PREFILLING
+    instructions = machine.handle(first(5))
+    assert (delivered(instructions), scored(instructions)) == ([5], [12, 13])
+    assert machine.handle(scores(0, 12, 13)) == []
+    assert scored(machine.handle(tokens(0, 5, 6))) == []
+
+
+def test_the_last_part_releases_tokens_of_a_faster_decode_worker() -> None:
+    machine = placed(prompt_logprobs=0)
+    assert machine.handle(tokens(0, 5)) == machine.handle(scores(0, 12)) == machine.handle(tokens(1, 6)) == []
+    instructions = machine.handle(scores(1, 13))
+    assert (delivered(instructions), scored(instructions)) == ([5, 6], [12, 13])
+    assert machine.state is AttemptState.STREAMING and machine.attempts.is_streaming
+    assert machine.handle(first(5)) == []
+
+
+def test_a_prompt_that_is_computed_again_repeats_and_loses_no_logprobs() -> None:
+    machine = placed(prefill=None, prompt_logprobs=0)
+    assert machine.handle(scores(0, 12, worker=D)) == []
+    assert machine.attempts.computes_prompt == D
+    assert machine.handle(scores(0, 12, 13, worker=D)) == machine.handle(scores(0, 12, worker=D)) == []
+    assert scored(machine.handle(tokens(0, 5))) == [12, 13]
+
+
+def test_parts_of_a_lost_worker_give_way_to_those_of_the_next() -> None:
+    machine = placed(prompt_logprobs=0)
+    machine.handle(scores(0, 99))
+    machine.handle(lost(P, "killed"))
+    assert machine.handle(scores(1, 98)) == []  # late
+    machine.handle(WorkersAssigned(P2, D, 60.0))
+    assert machine.handle(scores(0, 12, attempt=2, worker=P2)) == []
+    assert machine.handle(scores(1, 13, attempt=2, worker=P2)) == []
+    assert scored(machine.handle(first(9, attempt=2, worker=P2))) == [12, 13]
+
+
+def test_complete_parts_of_a_lost_worker_are_good_for_the_next_attempt() -> None:
+    machine = placed(prompt_logprobs=0)
+    machine.handle(scores(0, 12, 13))
+    machine.handle(lost(P, "killed"))
+    machine.handle(WorkersAssigned(P2, D, 60.0))
+    assert scored(machine.handle(first(9, attempt=2, worker=P2))) == [12, 13]
+
+
+def test_an_attempt_after_the_first_token_scores_nothing() -> None:
+    machine = placed(prompt_logprobs=0)
+    machine.handle(scores(0, 12, 13))
+    machine.handle(first(5))
+    machine.handle(lost(P, "killed"))
+    (send,) = machine.handle(WorkersAssigned(P2, D, 60.0))
+    assert isinstance(send, Send) and isinstance(send.body, Prefill)
+    assert (send.body.prompt.sampling.prompt_logprobs, send.body.prompt.scores_in_parts) == (None, False)
+    assert delivered(machine.handle(first(6, index=1, attempt=2, worker=P2))) == [6]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [scores(1, 13), scores(0, 12, 13, 14), scores(2, 14), scores(0, 12, worker=D), scores(0, 12, attempt=2), first(5)],
+    ids=["a gap", "too many", "beyond the end", "decode", "an attempt to come", "a token without them"],
+)
+def test_parts_that_cannot_be_are_refused(event: AnyEvent) -> None:
+    machine = placed(prompt_logprobs=0)
+    before = copy.deepcopy(machine.values())
+    with pytest.raises(IllegalEvent):
+        machine.handle(event)
+    assert machine.values() == before
 
 
 def test_cached_tokens_are_told_once_and_usage_with_the_next_delta() -> None:

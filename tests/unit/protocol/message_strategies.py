@@ -19,6 +19,7 @@ from kvrelay.protocol.messages import (
     PackedCandidates,
     Prompt,
 )
+from kvrelay.protocol.packed_logprobs import PackedLogprobs
 from kvrelay.protocol.sampling import BeamSpec
 from tests.fakes.traffic import places
 
@@ -42,6 +43,14 @@ def _mend_candidates(fields: Fields) -> Fields:
     return {name: value[:num_bytes].ljust(num_bytes, b"\0") for name, value in fields.items()}
 
 
+def _mend_logprobs(fields: Fields) -> Fields:
+    num_top = fields["num_top"] % 3
+    num_tokens = max(1, min(len(fields["token_ids"]) // 4, MAX_ITEMS))
+    sizes = {"token_ids": 4, "logprobs": 8, "top_ids": 4 * num_top, "top_logprobs": 8 * num_top}
+    # Zero bytes stand for the drawn ones, many of which are negative ids and NaN.
+    return {"num_top": num_top, **{name: bytes(size * num_tokens) for name, size in sizes.items()}}
+
+
 def _mend_histogram(fields: Fields) -> Fields:
     return fields | {"counts": [0] * (len(fields["bounds"]) + 1)}
 
@@ -51,6 +60,7 @@ MENDED: dict[type[msgspec.Struct], Callable[[Fields], Fields]] = {
     Granted: lambda fields: fields | {"slots": list(dict.fromkeys(fields["slots"]))},
     Handoff: _mend_handoff,
     PackedCandidates: _mend_candidates,
+    PackedLogprobs: _mend_logprobs,
     HistogramReport: _mend_histogram,
     BeamSpec: lambda fields: fields | {"num_returned": min(fields["num_returned"], fields["width"])},
 }

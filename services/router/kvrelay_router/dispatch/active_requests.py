@@ -11,7 +11,7 @@ import msgspec
 from kvrelay.protocol.messages import TokenEntry
 from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, FindPlacement, Instruction
-from kvrelay_router.dispatch.intake import TokenIntake
+from kvrelay_router.dispatch.intake import ScoresReceived, TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import Held, WorkerKey
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
@@ -93,7 +93,7 @@ class ActiveSequence:
     attempts: SequenceAttempts
     intake: TokenIntake
     handle_event: Callable[[Event], list[Instruction]]  # `attempts.handle`, recorded if an event log is kept
-    handle_entry: Callable[[TokenEntry], SequenceDelta | None]  # `intake.handle`, recorded likewise
+    handle_entry: Callable[[TokenEntry | ScoresReceived], SequenceDelta | None]  # `intake.handle`, recorded likewise
     request: ActiveRequest
     record: SequenceHistory
     held: Held = field(default_factory=Held)

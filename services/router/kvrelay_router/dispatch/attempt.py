@@ -131,15 +131,14 @@ class SequenceAttempts:
         """Returns whether this incarnation is a worker of the current attempt."""
         return self._workers.is_prefill(worker) or self._workers.is_decode(worker)
 
-    def accepts_tokens(self, worker: PeerRef, entry: TokenEntry, from_prefill: bool) -> bool:
+    def accepts_tokens(self, worker: PeerRef, entry: TokenEntry, from_prefill: bool, lacks_scores: bool) -> bool:
         """Returns False for tokens of the past: of an earlier attempt, or of a decode worker that was replaced.
 
-        Raises IllegalEvent if this worker cannot have such tokens.
+        `lacks_scores`: log-probabilities of the prompt have not come. Raises IllegalEvent if this worker cannot have
+        such tokens.
         """
         if entry.attempt != self.attempt or self.state not in _WITH_WORKERS:
-            if self.is_over or entry.attempt < self.attempt:
-                return False
-            raise IllegalEvent(f"tokens of attempt {entry.attempt}, but attempt {self.attempt} is {self.state}")
+            return self._is_past(entry.attempt)
         workers = self._workers
         sender = workers.prefill if from_prefill else workers.decode
         if sender is None or worker.peer_id != sender.peer_id or worker.incarnation != sender.incarnation:
@@ -149,15 +148,29 @@ class SequenceAttempts:
             raise IllegalEvent(f"{worker.peer_id} is not the {role} worker of this attempt")
         if entry.index + len(entry.token_ids) > self.spec.sampling.max_tokens:
             raise IllegalEvent(f"output {entry.index} and {len(entry.token_ids)} tokens from there are too many")
-        if not self.is_streaming and self._lacks_prompt_logprobs(entry, from_prefill):
+        if lacks_scores and not entry.prompt_logprobs and self._must_have_scores(entry, from_prefill):
             raise IllegalEvent("the prompt's log-probabilities were asked for and did not come")
         return True
 
-    def _lacks_prompt_logprobs(self, entry: TokenEntry, from_prefill: bool) -> bool:
-        """The worker that computed the prompt must send the prompt's log-probabilities with its first token."""
+    def accepts_scores(self, worker: PeerRef, attempt: int) -> bool:
+        """As `accepts_tokens`, for log-probabilities of the prompt: they come from the worker that computes it."""
+        if attempt != self.attempt or self.state not in _WITH_WORKERS:
+            return self._is_past(attempt)
+        sender = self._workers.prefill or self._workers.decode
+        if sender is None or worker_key(worker) != worker_key(sender):
+            raise IllegalEvent(f"{worker.peer_id} does not compute the prompt of this attempt")
+        return True
+
+    def _is_past(self, attempt: int) -> bool:
+        """Returns False. Raises IllegalEvent if this attempt has not begun."""
+        if self.is_over or attempt < self.attempt:
+            return False
+        raise IllegalEvent(f"tokens of attempt {attempt}, but attempt {self.attempt} is {self.state}")
+
+    def _must_have_scores(self, entry: TokenEntry, from_prefill: bool) -> bool:
+        """The worker that computed the prompt must send its log-probabilities no later than its first token."""
         computed_prompt = from_prefill or self._workers.prefill is None
-        is_first = computed_prompt and entry.index == self.num_resumed
-        return is_first and self._needs_prefill_output and not entry.prompt_logprobs
+        return computed_prompt and entry.index == self.num_resumed and self._needs_prefill_output
 
     # -- placement ----------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from kvrelay_router.dispatch.events import (
     Send,
     WorkersAssigned,
 )
+from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
 from kvrelay_router.dispatch.load import OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
@@ -98,12 +99,28 @@ class AttemptDriver:
         """Delivers the tokens of an entry, once the tokens before them have come."""
         attempts = sequence.attempts
         try:
-            if not attempts.accepts_tokens(worker, entry, from_prefill):
+            if not attempts.accepts_tokens(worker, entry, from_prefill, sequence.intake.lacks_scores):
                 return
             delta = sequence.handle_entry(entry)
         except IllegalEvent as error:
             self.broke_protocol(sequence, worker, str(error))
             return
+        self._deliver(sequence, delta, from_prefill)
+
+    def receive_scores(self, sequence: ActiveSequence, worker: PeerRef, scores: ScoresReceived) -> None:
+        """Keeps log-probabilities of the prompt until all of them have come."""
+        try:
+            if not sequence.attempts.accepts_scores(worker, scores.attempt):
+                return
+            delta = sequence.handle_entry(scores)
+        except IllegalEvent as error:
+            self.broke_protocol(sequence, worker, str(error))
+            return
+        if delta is not None:  # tokens of decode waited for them
+            self._deliver(sequence, delta, from_prefill=True)
+
+    def _deliver(self, sequence: ActiveSequence, delta: SequenceDelta | None, from_prefill: bool) -> None:
+        attempts = sequence.attempts
         has_events = not attempts.is_streaming
         if delta is not None:
             has_events = has_events or delta.finish is not None

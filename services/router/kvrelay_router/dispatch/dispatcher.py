@@ -345,12 +345,12 @@ class RouterDispatcher:
 
     def _make_sequence(self, spec: SequenceSpec, running: ActiveRequest) -> ActiveSequence:
         is_beam_search = spec.sampling.beams is not None
-        prompt_logprobs_due = spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1
+        num_scores = spec.num_prompt_tokens - 1 if spec.sampling.prompt_logprobs is not None else 0
         attempts = SequenceAttempts(spec)
-        intake = TokenIntake(spec.sequence, is_beam_search=is_beam_search, prompt_logprobs_due=prompt_logprobs_due)
+        intake = TokenIntake(spec.sequence, is_beam_search=is_beam_search, num_scores=num_scores)
         key = running.record.request_id, 0, spec.sequence
         handle_event = recorded(self._events, "attempts", key, attempts, spec)
-        handle_entry = recorded(self._events, "intake", key, intake, spec.sequence, is_beam_search, prompt_logprobs_due)
+        handle_entry = recorded(self._events, "intake", key, intake, spec.sequence, is_beam_search, num_scores)
         history = running.record.sequences[spec.sequence]
         return ActiveSequence(spec.sequence, attempts, intake, handle_event, handle_entry, running, history)
 

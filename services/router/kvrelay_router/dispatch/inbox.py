@@ -14,6 +14,7 @@ from kvrelay.protocol.messages import (
     FirstToken,
     NeedDecode,
     PeerRef,
+    PromptLogprobs,
     SequenceUsage,
     Status,
     TokenBatch,
@@ -23,6 +24,7 @@ from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay_router.dispatch.active_requests import ActiveSequence
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
 from kvrelay_router.dispatch.events import AttemptFailed, DecodeNeeded, WorkerLost
+from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
@@ -79,6 +81,9 @@ class Inbox:
                 self._on_tokens(peer, entries)
             case FirstToken():
                 self._on_first_token(message, body)
+            case PromptLogprobs():
+                if (sequence := self._sequence_of(message)) is not None:
+                    self._driver.receive_scores(sequence, peer, ScoresReceived(message.header.attempt, body))
             case NeedDecode():
                 self._on_need_decode(message, body)
             case Failed():
@@ -96,7 +101,7 @@ class Inbox:
         if message.kind is TokenBatch:
             streaming = [(each, each.attempts.decode) for each in self._sequences.values()]
             sequences = [each for each, decode in streaming if decode and worker_key(decode) == worker_key(peer)]
-        elif message.kind in (FirstToken, NeedDecode, Failed):
+        elif message.kind in (FirstToken, PromptLogprobs, NeedDecode, Failed):
             sequence = self._sequence_of(message)
             is_current = sequence is not None and sequence.attempts.attempt == message.header.attempt
             sequences = [sequence] if sequence is not None and is_current else []

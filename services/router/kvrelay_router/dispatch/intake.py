@@ -6,18 +6,31 @@ until it is filled. Decode's first entry repeats prefill's first token: the one 
 
 from __future__ import annotations
 
-from kvrelay.protocol.messages import SequenceUsage, TokenEntry
+import msgspec
+
+from kvrelay.protocol.messages import PromptLogprobs, SequenceUsage, TokenEntry
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
 from kvrelay.state_machine import IllegalEvent
+from kvrelay_router.dispatch.collected_logprobs import CollectedLogprobs
 from kvrelay_router.dispatch.interface import SequenceDelta, join_deltas
 
 
-class TokenIntake:
-    """`prompt_logprobs_due`: the prompt's log-probabilities were asked for. They go out with the first tokens."""
+class ScoresReceived(msgspec.Struct, frozen=True):
+    """A part of the prompt's log-probabilities came."""
 
-    def __init__(self, sequence: int, *, is_beam_search: bool = False, prompt_logprobs_due: bool = False) -> None:
+    attempt: int
+    body: PromptLogprobs
+
+
+class TokenIntake:
+    """`num_scores`: so many log-probabilities of the prompt were asked for. They go out with the first tokens."""
+
+    def __init__(self, sequence: int, *, is_beam_search: bool = False, num_scores: int = 0) -> None:
         self.output: list[int] = []  # tokens delivered, over all attempts
-        self.prompt_logprobs_due = prompt_logprobs_due
+        self.lacks_scores = num_scores > 0  # some of the prompt's log-probabilities are still to come
+        self._scores_due = self.lacks_scores  # until they are delivered
+        self._num_scores = num_scores
+        self._scores = CollectedLogprobs()
         self._sequence = sequence
         self._is_beam_search = is_beam_search
         self._attempt = 1
@@ -26,13 +39,15 @@ class TokenIntake:
         self._usage: SequenceUsage | None = None  # sent with the next delta, then None
         self._cached_tokens: int | None = None  # sent with the next delta, then None
         self._cached_tokens_reported = False
-        self._has_details = is_beam_search or prompt_logprobs_due  # the next delta brings more than tokens
+        self._has_details = is_beam_search or self._scores_due  # the next delta brings more than tokens
 
-    def handle(self, entry: TokenEntry) -> SequenceDelta | None:
+    def handle(self, entry: TokenEntry | ScoresReceived) -> SequenceDelta | None:
         """Returns the tokens that can be delivered now, in one delta. Nothing follows a delta with a finish reason.
 
         `entry` must be of the current attempt or of a new one. Raises IllegalEvent, and then nothing has changed.
         """
+        if isinstance(entry, ScoresReceived):
+            return self._handle_scores(entry)
         output, token_ids = self.output, entry.token_ids
         if (
             not token_ids
@@ -55,7 +70,7 @@ class TokenIntake:
         if has_details or entry.attempt != self._attempt or entry.index < self._num_resumed:
             self._check(entry)
         num_known = len(self.output) - entry.index
-        if num_known < 0 or (self.prompt_logprobs_due and not entry.prompt_logprobs):
+        if num_known < 0 or (self.lacks_scores and not entry.prompt_logprobs):
             self._hold(entry)
             return None
         token_ids, logprobs, finish = entry.token_ids, entry.logprobs, entry.finish
@@ -89,13 +104,16 @@ class TokenIntake:
             self._sequence,
             token_ids,
             logprobs,
-            entry.prompt_logprobs if self.prompt_logprobs_due else [],
+            (entry.prompt_logprobs or self._scores) if self._scores_due else [],
             self._cached_tokens,
             finish,
             self._usage,
             entry.beams if self._is_beam_search else [],
         )
-        self.prompt_logprobs_due, self._has_details = False, self._is_beam_search
+        if self._scores_due:
+            self._scores_due = self.lacks_scores = False
+            self._scores = CollectedLogprobs()
+        self._has_details = self._is_beam_search
         self._cached_tokens = self._usage = None
         return delta
 
@@ -112,8 +130,32 @@ class TokenIntake:
         if entry.index < num_resumed:
             raise IllegalEvent(f"output index {entry.index} is older than attempt {entry.attempt}")
         if entry.attempt != self._attempt:
-            self._attempt, self._num_resumed = entry.attempt, num_resumed
-            self._held.clear()
+            self._begin_attempt(entry.attempt)
+
+    def _begin_attempt(self, attempt: int) -> None:
+        """Its worker computes the prompt again, and with it the log-probabilities, unless all of them came before."""
+        self._attempt, self._num_resumed = attempt, len(self.output)
+        self._held.clear()
+        if self.lacks_scores:
+            self._scores = CollectedLogprobs()
+
+    def _handle_scores(self, event: ScoresReceived) -> SequenceDelta | None:
+        """Keeps a part. The last one releases tokens that came before it from another worker."""
+        if not self.lacks_scores:
+            return None
+        start, part = event.body.start, event.body.part
+        num_known = len(self._scores) if event.attempt == self._attempt else 0
+        if start > num_known or start + len(part) > self._num_scores:
+            raise IllegalEvent(
+                f"log-probabilities {start} to {start + len(part)} of the prompt, after {num_known} of "
+                f"{self._num_scores}"
+            )
+        if event.attempt != self._attempt:
+            self._begin_attempt(event.attempt)
+        if start + len(part) > num_known:  # a prompt that is computed again may have other parts
+            self._scores.add(part.without_first(num_known - start) if num_known > start else part)
+            self.lacks_scores = len(self._scores) < self._num_scores
+        return self._release_held(None) if self._held and not self.lacks_scores else None
 
     def _hold(self, entry: TokenEntry) -> None:
         """Of two entries with the same first token, keeps the longer or later one."""

@@ -11,6 +11,7 @@ import msgspec
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
+from kvrelay_router.dispatch.collected_logprobs import LogprobRows
 
 
 class NoWorkerReady(Exception):
@@ -71,7 +72,7 @@ class SequenceDelta(msgspec.Struct, frozen=True):
     sequence: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: LogprobRows = []
     cached_tokens: int | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
@@ -85,18 +86,16 @@ def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
     first, last = deltas[0], deltas[-1]
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
     cached_tokens = usage = None
     for delta in deltas:
         token_ids += delta.token_ids
         logprobs += delta.logprobs
-        prompt_logprobs += delta.prompt_logprobs
         if cached_tokens is None:
             cached_tokens = delta.cached_tokens
         if delta.usage is not None:
             usage = delta.usage
     return SequenceDelta(
-        first.sequence, token_ids, logprobs, prompt_logprobs, cached_tokens, last.finish, usage, last.beams
+        first.sequence, token_ids, logprobs, first.prompt_logprobs, cached_tokens, last.finish, usage, last.beams
     )
 
 

@@ -24,10 +24,14 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def prompt_after(self, output: list[int], timeout_s: float) -> Prompt:
         """Returns the prompt of an attempt that goes on after these output tokens of earlier attempts."""
+        sampling, scores_in_parts = self.sampling, self.sampling.prompt_logprobs is not None
+        if output and scores_in_parts:  # the scores were delivered with the first token
+            sampling, scores_in_parts = msgspec.structs.replace(sampling, prompt_logprobs=None), False
         return Prompt(
             tokens=self.prompt + pack_tokens(output) if output else self.prompt,
             num_output=len(output),
-            sampling=self.sampling,
+            sampling=sampling,
+            scores_in_parts=scores_in_parts,
             cache_salt=self.cache_salt,
             priority=self.priority,
             tenant=self.tenant,

@@ -1,7 +1,8 @@
 """The token path connects the two pure classes of a sequence, `SequenceAttempts` and `TokenIntake`.
 
 For each entry of a worker, three calls follow each other: `SequenceAttempts.accepts_tokens` checks the sender,
-`TokenIntake.handle` returns the delta to deliver, and `token_events` returns the events for the attempt machine.
+`TokenIntake.handle` returns the delta to deliver, and `token_events` returns the events for the attempt machine. For
+log-probabilities of the prompt `SequenceAttempts.accepts_scores` is the first call.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ KEPT_TOKENS = 4096
 """Most outputs are shorter."""
 SCORE_MEMORY_BYTES = 160
 """Memory of a log-probability with its token until it is written."""
+PACKED_SCORE_BYTES = 16
+"""Memory of one as it comes from a worker: those of a prompt come so, once for each of its sequences."""
 
 
 class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,10 +84,11 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
         """
         prompts = sum(self.prompt_tokens)
         scores = prompts * max(_entries(self.echo_logprobs), _entries(self.prompt_logprobs))
+        num_bytes = scores * max(SCORE_MEMORY_BYTES, self.num_sequences * PACKED_SCORE_BYTES)
         if not self.is_stream:
             kept = sum(min(each, KEPT_TOKENS) for each in self.max_tokens)
-            scores += kept * self.num_sequences * _entries(self.logprobs)
-        return prompts * PROMPT_TOKEN_BYTES + scores * SCORE_MEMORY_BYTES
+            num_bytes += kept * self.num_sequences * _entries(self.logprobs) * SCORE_MEMORY_BYTES
+        return prompts * PROMPT_TOKEN_BYTES + num_bytes
 
     def tokens_that_fit(self, limit_bytes: int) -> int:
         """How long the outputs may be at most within the limit; 0 or less if the rest of the answer exceeds it."""

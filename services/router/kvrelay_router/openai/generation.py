@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay_router.dispatch.collected_logprobs import LogprobRows
 from kvrelay_router.dispatch.interface import (
     Dispatcher,
     GenerateRequest,
@@ -33,7 +33,7 @@ class PromptRun:
 
     request: GenerateRequest
     choices: list[Choice]
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: LogprobRows = field(default_factory=list)
     least_cached: int | None = None
 
     @property

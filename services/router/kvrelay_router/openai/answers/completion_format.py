@@ -17,7 +17,7 @@ from kvrelay_router.openai.answers.answer_format import (
     beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
-from kvrelay_router.openai.answers.logprob_format import ScoredTokens, completion_logprobs
+from kvrelay_router.openai.answers.logprob_format import EchoedRows, ScoredTokens, completion_logprobs
 from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
@@ -194,9 +194,8 @@ class _ChoiceFields:
         offsets, logprobs = records.offsets, records.logprobs
         if echo is None:
             return completion_logprobs(self._tokenizer, ScoredTokens(token_ids, offsets, logprobs), num_top)
-        # The prompt's first token has no log-probability, because it follows nothing.
         prompt_ids = run.request.prompt_ids[: 1 + len(run.prompt_logprobs)]
-        entries = [None, *run.prompt_logprobs[: len(prompt_ids) - 1], *logprobs]
+        entries = EchoedRows(run.prompt_logprobs, logprobs)
         scored = ScoredTokens(prompt_ids + token_ids, echo.offsets[: len(prompt_ids)] + offsets, entries)
         return completion_logprobs(self._tokenizer, scored, num_top)
 

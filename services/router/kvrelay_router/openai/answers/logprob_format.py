@@ -4,14 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay_router.dispatch.collected_logprobs import LogprobRows
 from kvrelay_router.http.json_parts import Rows
 from kvrelay_router.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Written for minus infinity, which JSON cannot represent."""
+
+
+class OptionalRows(Protocol):
+    """A list of `TokenLogprobs` or None, or something that makes slices of one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> Sequence[TokenLogprobs | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EchoedRows:
+    """The entries of a prompt and its output. The prompt's first token has none, because it follows nothing."""
+
+    prompt: LogprobRows
+    output: list[TokenLogprobs]
+
+    def __len__(self) -> int:
+        return 1 + len(self.prompt) + len(self.output)
+
+    def __getitem__(self, index: slice, /) -> list[TokenLogprobs | None]:
+        start, stop, _ = index.indices(len(self))
+        behind = 1 + len(self.prompt)
+        rows: list[TokenLogprobs | None] = [None] if start == 0 < stop else []
+        rows += self.prompt[max(0, start - 1) : max(0, stop - 1)]
+        rows += self.output[max(0, start - behind) : max(0, stop - behind)]
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +48,7 @@ class ScoredTokens:
 
     token_ids: Sequence[int]
     offsets: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None]
+    logprobs: OptionalRows
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: ScoredTokens, num_top: int) -> dict[str, Any]:
@@ -38,7 +66,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: ScoredTokens, num_top: int
 
     return {
         "text_offset": Rows(len(offsets), lambda start, stop: list(offsets[start:stop])),
-        "token_logprobs": Rows(len(logprobs), own),
+        "token_logprobs": Rows(len(logprobs), own, num_top + 1),
         "tokens": Rows(len(ids), texts),
         "top_logprobs": Rows(len(logprobs), top, num_top + 1),
     }

@@ -15,6 +15,19 @@ from tests.faults.storm.storm import StormOptions, run_storm
 
 
 @pytest.mark.timeout(900)
+def test_constrained_outputs_are_valid_and_the_same_through_random_faults(tmp_path: Path) -> None:
+    seed = int(time.time())
+    print(f"seed {seed}")
+    settings = StackSettings(num_routers=2, request_timeout_s=150)
+    options = StormOptions(100, seed, num_kinds=40, constrained_share=1.0, pause_s=0.3, min_faults=5)
+    report = asyncio.run(run_storm(tmp_path, settings, options))
+    print_report(report)
+    assert not report.errors
+    assert report.constrained["complete"] > report.constrained["cut"]
+    assert report.requests["equal"] + report.requests["left"] == report.num_requests >= 100
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["zmq", "nixl"])
 def test_random_faults_change_no_output_and_leave_nothing(transport: str, tmp_path: Path) -> None:
     if transport == "nixl":

@@ -214,8 +214,8 @@ class SampledTokens:
                 raise RuntimeError("tokens of a sequence must land in the order in which they were launched")
 
     def miss_tokens(self, parameters: Parameters) -> bool:
-        """Whether tokens are pending for one of these sequences that has penalties or a grammar."""
-        counted = parameters["life"][(parameters["counts"] >= 0) | parameters["constrained"]] if self._pending else ()
+        """Whether tokens are pending for one of these sequences that has penalties, a grammar or bad words."""
+        counted = parameters["life"][(parameters["counts"] >= 0) | parameters["follows"]] if self._pending else ()
         return any(bool(np.isin(counted, pending.rows.parameters["life"]).any()) for pending in self._pending)
 
     def remember(self, rows: SampledRows, token_ids: NDArray[np.int64], *, changed: bool) -> dict[int, list[int]]:
@@ -228,7 +228,7 @@ class SampledTokens:
         self.share_resampled += _NEWEST_WEIGHT * (changed - self.share_resampled)
         stays = self._state.holds(rows.slots, rows.parameters["life"])
         self._append(rows, np.flatnonzero(stays), token_ids[stays])
-        constrained = np.flatnonzero(stays & rows.parameters["constrained"])
+        constrained = np.flatnonzero(stays & rows.parameters["follows"])
         if not len(constrained):
             return {}
         runs = self._masks.accept(rows.slots[constrained], token_ids[constrained], rows.jumps[constrained])
@@ -247,6 +247,7 @@ class SampledTokens:
     def _append(self, rows: SampledRows, which: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Appends `token_ids[i]` to the sequence of row `which[i]`."""
         self._state.set_last(rows.slots[which], token_ids)
+        self._masks.limits.accept(rows.slots[which], token_ids)
         counts = rows.parameters["counts"][which]
         if (counted := counts >= 0).any():
             self._state.counts.append(counts[counted], token_ids[counted])

@@ -1,7 +1,7 @@
 """Samples one token per row, vectorised over the rows of a step.
 
-The order is penalties, logit_bias, min_tokens, the grammar, temperature, min_p, top_k, top_p (of what is left), then
-sampling. Steps that are greedy and unadjusted take one argmax.
+The order is penalties, logit_bias, min_tokens, grammars and limits of tokens, temperature, min_p, top_k, top_p (of what
+is left), then sampling. Steps that are greedy and unadjusted take one argmax.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class Sampler:
         """Adds a sequence. The `token_ids` from `num_prompt` on are output already. A known key keeps its state."""
         if key not in self._state:
             self._state.add(key, sampling, token_ids, num_prompt)
-            if sampling.grammar is not None:
-                self._masks.add(self._state.slot_of(key), sampling.grammar, token_ids[num_prompt:])
+            self._masks.add(self._state.slot_of(key), sampling, token_ids[num_prompt:])
 
     def drop(self, key: SequenceKey) -> None:
         """Drops a sequence. Unknown keys are ignored."""
@@ -120,7 +119,7 @@ class Sampler:
 
         Raises:
             BadLogits: rows whose logits are not finite.
-            GrammarFailed: rows whose grammars cannot go on.
+            GrammarFailed: rows whose grammars cannot go on, or that no token is left to.
             KeyError: an unknown key.
             RuntimeError: a token of one of the keys is pending.
         """
@@ -137,13 +136,13 @@ class Sampler:
         grammar forces may follow the sampled one.
 
         Raises:
-            GrammarFailed: rows whose grammars cannot go on.
+            GrammarFailed: rows whose grammars cannot go on, or that no token is left to.
             KeyError: an unknown key.
-            RuntimeError: penalties or grammars would miss tokens that have not landed.
+            RuntimeError: penalties, grammars or bad words would miss tokens that have not landed.
         """
         slots, parameters = self._state.gather(keys)
         if self._sampled.miss_tokens(parameters):
-            raise RuntimeError("penalties or grammars would miss tokens that have not landed")
+            raise RuntimeError("penalties, grammars or bad words would miss tokens that have not landed")
         if parameters["adjusted"].any() or parameters["temperature"].any():
             sampled = self._sample(keys, slots, parameters, positions, logits)
         else:
@@ -170,11 +169,11 @@ class Sampler:
             self._forbid_ends(scores, slots, parameters, positions)
 
     def needs_landed(self, keys: Sequence[SequenceKey]) -> NDArray[np.bool_]:
-        """Whether each row can only be sampled when all earlier tokens have landed, `[rows]`: with penalties or a
-        grammar. Raises KeyError for an unknown key."""
+        """Whether each row can only be sampled when all earlier tokens have landed, `[rows]`: with penalties, a grammar
+        or bad words of several tokens. Raises KeyError for an unknown key."""
         _, parameters = self._state.gather(keys)
-        constrained: NDArray[np.bool_] = parameters["constrained"]
-        return constrained | self._penalised(parameters)
+        follows: NDArray[np.bool_] = parameters["follows"]
+        return follows | self._penalised(parameters)
 
     def penalises(self, keys: Sequence[SequenceKey]) -> NDArray[np.bool_]:
         """Whether each row has a penalty, `[rows]`. Raises KeyError for an unknown key."""
@@ -200,7 +199,7 @@ class Sampler:
         self._penalise(work, parameters)
         self._add_biases(work, slots)
         self._forbid_ends(work, slots, parameters, positions)
-        self._masks.apply(work, keys, slots)
+        self._masks.apply(work, keys, slots, self._ends_of_masked(slots, parameters, positions))
         random = parameters["temperature"] > 0
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         if not random.all():
@@ -269,10 +268,18 @@ class Sampler:
     def _forbid_ends(
         self, logits: torch.Tensor, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64]
     ) -> None:
-        """Forbids end-of-sequence and stop tokens before min_tokens."""
-        for row in np.flatnonzero(parameters["adjusted"] & (positions < parameters["min_length"])):
+        """Forbids end-of-sequence and stop tokens before min_tokens in rows without masks."""
+        early = parameters["adjusted"] & ~parameters["masked"] & (positions < parameters["min_length"])
+        for row in np.flatnonzero(early):
             # An assignment would copy the number to the GPU and wait for the copy.
             logits[int(row)].index_fill_(0, to_device(self._state.end_ids(int(slots[row])), self._device), -torch.inf)
+
+    def _ends_of_masked(
+        self, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64]
+    ) -> dict[int, NDArray[np.int64]]:
+        """The end-of-sequence and stop tokens of the rows with masks that are before min_tokens."""
+        early = np.flatnonzero(parameters["masked"] & (positions < parameters["min_length"]))
+        return {row: self._state.end_ids(int(slots[row])) for row in early.tolist()}
 
     def _column(self, parameters: Parameters, name: str) -> torch.Tensor:
         return to_device(parameters[name].copy(), self._device)

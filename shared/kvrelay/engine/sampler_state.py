@@ -31,8 +31,9 @@ _PARAMETERS = np.dtype(
         ("min_length", np.int64),  # prompt and min_tokens: no end below this position
         ("logprobs", np.int64),  # -1: off
         ("counts", np.int64),  # row of the penalty tables, or -1
-        ("constrained", np.bool_),  # a grammar decides which tokens may come next
-        ("adjusted", np.bool_),  # logits change before sampling: penalties, bias, min_tokens or a grammar
+        ("masked", np.bool_),  # a grammar, allowed tokens or bad words decide which tokens may come next
+        ("follows", np.bool_),  # ... and which ones depends on the output
+        ("adjusted", np.bool_),  # logits change before sampling: penalties, bias, min_tokens or a mask
         ("last", np.int64),  # the newest landed token
         ("life", np.int64),  # unique for each sequence that ever had the slot; 0: the slot is free
     ]
@@ -76,6 +77,9 @@ class SamplerState:
             return
         penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
         self._check_ids((*sampling.logit_bias, *(token_ids if penalised else ())))
+        self._check_ids(sampling.allowed_token_ids)
+        self._check_ids([token_id for word in sampling.bad_words for token_id in word])
+        masked = sampling.grammar is not None or sampling.limits_tokens
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -100,8 +104,9 @@ class SamplerState:
             num_prompt + sampling.min_tokens,
             -1 if sampling.logprobs is None else sampling.logprobs,
             counts,
-            sampling.grammar is not None,
-            penalised or bool(sampling.logit_bias) or bool(sampling.min_tokens) or sampling.grammar is not None,
+            masked,
+            sampling.follows_output,
+            penalised or masked or bool(sampling.logit_bias) or bool(sampling.min_tokens),
             0,
             next(self._lives),
         )

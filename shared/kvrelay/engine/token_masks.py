@@ -1,4 +1,4 @@
-"""The tokens that grammars allow, for the sampler.
+"""The tokens that grammars, allowed tokens and bad words allow, for the sampler.
 
 A sequence's mask is computed in a thread of its own as soon as its newest token has landed, so it is ready before the
 next step's logits are: the thread releases the GIL and runs beside the bookkeeping between steps and the forward. A
@@ -24,8 +24,11 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.batch import GrammarWork, RowsFailed
 from kvrelay.engine.device import to_device
+from kvrelay.engine.token_limits import TokenLimits, remove
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar
+from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 
 LONGEST_WAIT_S = 5.0
@@ -43,6 +46,12 @@ class GrammarFailed(RowsFailed):
     """The grammars of the sequences in `keys` cannot go on. No token was sampled or recorded."""
 
 
+class NoTokenAllowed(RowsFailed):
+    """Grammar, allowed tokens and bad words leave the sequences in `keys` no token. None was sampled or recorded."""
+
+    kind = FailureKind.NO_TOKEN_ALLOWED
+
+
 class TokenMasks:
     """The grammar states of the sampler's slots. Not thread-safe; the owner locks."""
 
@@ -54,6 +63,7 @@ class TokenMasks:
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`make_compiler` is called at the first use, in a thread. `waiting` releases the owner's lock."""
+        self.limits = TokenLimits(vocab_size)
         self._done = _WorkDone()
         self._make_compiler = make_compiler
         self._vocab_size = vocab_size
@@ -63,11 +73,14 @@ class TokenMasks:
         self._compiling = _Thread("grammar-compile")
         self._computing = _Thread("grammar-masks")
 
-    def add(self, slot: int, grammar: Grammar, output_ids: Sequence[int]) -> None:
+    def add(self, slot: int, sampling: Sampling, output_ids: Sequence[int]) -> None:
         """Starts a sequence, with the output that it has already."""
-        self._work[slot] = _MaskWork(self._compiling, partial(self._begin, grammar, list(output_ids)))
+        self.limits.add(slot, sampling, output_ids)
+        if sampling.grammar is not None:
+            self._work[slot] = _MaskWork(self._compiling, partial(self._begin, sampling.grammar, list(output_ids)))
 
     def drop(self, slot: int) -> None:
+        self.limits.drop(slot)
         work = self._work.pop(slot, None)
         if work is not None:
             work.future.cancel()
@@ -107,17 +120,25 @@ class TokenMasks:
             self._work[slot] = _MaskWork(self._computing, partial(_fill_later, None if is_late else work.future))
         return run
 
-    def apply(self, logits: torch.Tensor, keys: Sequence[SequenceKey], slots: NDArray[np.int64]) -> None:
+    def apply(
+        self,
+        logits: torch.Tensor,
+        keys: Sequence[SequenceKey],
+        slots: NDArray[np.int64],
+        ends: dict[int, NDArray[np.int64]],
+    ) -> None:
         """Sets the logits `[rows, vocab]` of the tokens that are not allowed to minus infinity, in place.
 
-        Raises GrammarFailed.
+        `ends`, by row: tokens that are allowed only if there are no others. Raises GrammarFailed, NoTokenAllowed.
         """
-        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._work] if self._work else []
+        if not self._work and not self.limits:
+            return
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._work or slot in self.limits]
         if not rows:
             return
-        work = [self._work[int(slots[row])] for row in rows]
-        with self._waiting():
-            masks = _collect([keys[row] for row in rows], work)
+        masks = self._grammar_masks(rows, keys, slots)
+        if self.limits or ends:
+            self._restrict(masks, rows, keys, slots, ends)
         bits = np.unpackbits(masks.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         forbidden = to_device(bits == 0, self._device)
         if len(rows) == len(slots):
@@ -125,6 +146,48 @@ class TokenMasks:
         else:
             where = to_device(np.array(rows, np.int64), self._device)
             logits.index_copy_(0, where, logits.index_select(0, where).masked_fill_(forbidden, -torch.inf))
+
+    def _grammar_masks(self, rows: Sequence[int], keys: Sequence[SequenceKey], slots: NDArray[np.int64]) -> TokenMask:
+        """The masks of the rows `[rows, words]`. Rows without a grammar may sample every token."""
+        with_grammar = [at for at, row in enumerate(rows) if int(slots[row]) in self._work]
+        found = None
+        if with_grammar:
+            work = [self._work[int(slots[rows[at]])] for at in with_grammar]
+            with self._waiting():
+                found = _collect([keys[rows[at]] for at in with_grammar], work)
+            if len(with_grammar) == len(rows):
+                return found
+        masks = np.tile(self.limits.all_tokens, (len(rows), 1))
+        if found is not None:  # a tokenizer may have more tokens than the model
+            masks[with_grammar] = found[:, : masks.shape[1]]
+        return masks
+
+    def _restrict(
+        self,
+        masks: TokenMask,
+        rows: Sequence[int],
+        keys: Sequence[SequenceKey],
+        slots: NDArray[np.int64],
+        ends: dict[int, NDArray[np.int64]],
+    ) -> None:
+        """Applies limits and `ends` to the masks, in place. Raises NoTokenAllowed."""
+        num_words = len(self.limits.all_tokens)
+        failed: list[SequenceKey] = []
+        for row, mask in zip(rows, masks[:, :num_words], strict=True):
+            mask &= self.limits.all_tokens
+            self.limits.restrict(int(slots[row]), mask)
+            if row in ends:
+                others = mask.copy()
+                remove(others, ends[row])
+                if others.any():
+                    mask[:] = others
+            if not mask.any():
+                failed.append(keys[row])
+        if failed:
+            raise NoTokenAllowed(
+                "no token can continue the output: its grammar, allowed_token_ids and bad_words contradict each other",
+                failed,
+            )
 
     def take_work(self) -> GrammarWork | None:
         """What was done since the last call, or None for nothing."""

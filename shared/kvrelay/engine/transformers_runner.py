@@ -166,8 +166,8 @@ class TransformersRunner:
         return self.launch(batch).land()
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """See `LaunchingRunner.can_launch_behind`. False for penalties and grammars, which need all earlier tokens on
-        the host, and for log-probabilities of prompts, which come to the host in slices."""
+        """See `LaunchingRunner.can_launch_behind`. False for penalties, grammars and bad words, which need all earlier
+        tokens on the host, and for log-probabilities of prompts, which come to the host in slices."""
         if not self.launches_ahead or not batch.is_plain:
             return False
         with self._lock:

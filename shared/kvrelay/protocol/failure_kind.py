@@ -12,6 +12,7 @@ class FailureKind(StrEnum):
     DEADLINE = "deadline"  # its time limit passed, on a worker or on the router
     CANCELLED = "cancelled"  # the client left
     TOO_LARGE = "too_large"  # the worker can never run it: its context or pool is too small
+    NO_TOKEN_ALLOWED = "no_token_allowed"  # its grammar, allowed tokens and bad words leave no token to continue with
 
     # A step of the engine.
     BAD_LOGITS = "bad_logits"  # NaN or infinite logits

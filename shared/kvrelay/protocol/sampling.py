@@ -28,6 +28,9 @@ Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
 RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=100.0)]
 LengthPenalty = Annotated[float, Meta(ge=-10.0, le=10.0)]
 LogitBias = dict[TokenId, Annotated[float, Meta(ge=-1000.0, le=1000.0)]]
+AllowedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 20)]
+BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1 << 14)]
+BadWords = Annotated[tuple[BadWord, ...], Meta(max_length=1 << 14)]
 
 
 class BeamSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,15 +63,28 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: Penalty = 0.0  # over output tokens
     repetition_penalty: RepetitionPenalty = 1.0  # over prompt and output tokens
     logit_bias: LogitBias = {}  # token id -> added to its logit
+    allowed_token_ids: AllowedTokens = ()  # if there are any, no others are sampled; not for beams
+    bad_words: BadWords = ()  # by their tokens: the last is not sampled behind the others; not for beams
     seed: Int64 = 0  # the router draws a missing one
     logprobs: NumLogprobs | None = None  # None: off; k: the token's own logprob and those of the k most likely tokens
     prompt_logprobs: NumLogprobs | None = None  # the same, for every prompt token but the first
     max_tokens: Index = 16  # output tokens, counting those of earlier attempts; 0 scores the prompt only
-    min_tokens: Index = 0  # no end-of-sequence or stop token before that many output tokens
+    # No end-of-sequence or stop token before that many output tokens, unless a grammar or limits leave no other token.
+    min_tokens: Index = 0
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     beams: BeamSpec | None = None  # temperature, truncation and seed do not matter then
     grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether some tokens are never sampled, or not behind certain others."""
+        return bool(self.allowed_token_ids or self.bad_words)
+
+    @property
+    def follows_output(self) -> bool:
+        """Whether the tokens that may come next depend on those before."""
+        return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
 
 
 class FinishReason(StrEnum):

@@ -118,9 +118,10 @@ class BatchScheduler:
         if not self.settings.group_samples:
             sequence.sample_group = ""
         sampling = sequence.sampling
-        # The model's log-probability of a forced token is not known until the next step, so none is forced then.
-        may_jump = sampling.grammar is not None and sampling.logprobs is None and not sequence.prefill_only
-        sequence.jumps = self.settings.jump_forward and may_jump
+        # The model's log-probability of a forced token is not known until the next step, so none is forced then. A
+        # grammar may force what limits of tokens forbid, which sampling under both masks finds out.
+        may_jump = sampling.grammar is not None and sampling.logprobs is None and not sampling.limits_tokens
+        sequence.jumps = self.settings.jump_forward and may_jump and not sequence.prefill_only
         self.lifecycle.add(sequence)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:

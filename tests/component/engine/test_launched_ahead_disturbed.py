@@ -38,9 +38,11 @@ SAMPLINGS: Sequence[dict[str, object]] = (
     {"temperature": 1.3, "top_k": 40, "min_p": 0.01},
     {"temperature": 0.9, "frequency_penalty": 0.6, "repetition_penalty": 1.2},
     {"temperature": 0.7, "min_tokens": 8, "logit_bias": {7: 2.0, 9: -3.0}},
+    {"temperature": 1.0, "allowed_token_ids": tuple(range(50)), "bad_words": ((7,),), "min_tokens": 4},
+    {"temperature": 1.0, "allowed_token_ids": (4, 5, 6), "bad_words": ((4, 5), (6, 6), (4, 4, 4))},
 )
-WEIGHTS = (10, 10, 10, 1, 10)
-"""No step is launched behind one that draws with penalties."""
+WEIGHTS = (10, 10, 10, 1, 10, 10, 1)
+"""No step is launched behind one that draws with penalties or bad words of several tokens."""
 
 
 class ExactModel:

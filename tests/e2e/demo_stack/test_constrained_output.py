@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.fakes.random_constraints import random_schema
 from tests.fakes.stack import Stack
 
 pytestmark = pytest.mark.e2e
@@ -155,30 +156,6 @@ def test_what_is_cut_says_so(demo_stack: Stack) -> None:
     assert choice["finish_reason"] == "length"
 
 
-def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A schema whose values are bounded."""
-    low = rng.randint(-50, 50)
-    leaves: list[dict[str, Any]] = [
-        {"enum": rng.sample(["otter", "heron", "a heron", 7, None, True, "ot"], rng.randint(1, 4))},
-        {"const": rng.choice(["always the same words", 12345, False])},
-        {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)},
-        {"type": "string", "maxLength": rng.randint(0, 9)},
-        {"type": "string", "pattern": "^[a-c]{2}-[0-9]{3}$"},
-        {"type": ["boolean", "null"]},
-    ]
-    kind = rng.choice(["leaf", "object", "array", "any"]) if depth else "leaf"
-    if kind == "object":
-        names = rng.sample(["customer_name", "is_available", "id", "naïve name", "名"], rng.randint(1, 4))
-        properties = {name: random_schema(rng, depth - 1) for name in names}
-        required = [name for name in names if rng.random() < 0.7]
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    if kind == "array":
-        return {"type": "array", "items": random_schema(rng, depth - 1), "maxItems": rng.randint(0, 3)}
-    if kind == "any":
-        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]}
-    return rng.choice(leaves)
-
-
 def ask_at_random(stack: Stack, seed: int) -> None:
     """Every answer to a random request is valid, or cut."""
     rng = random.Random(seed)
@@ -207,3 +184,43 @@ def test_answers_to_random_requests_are_valid_or_cut(demo_stack: Stack, num_requ
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda seed: ask_at_random(demo_stack, seed), range(num_requests)))
     demo_stack.wait_until_clean()
+
+
+def test_min_tokens_and_ignore_eos_put_off_the_end_of_a_grammar(demo_stack: Stack) -> None:
+    """And a grammar that has ended ends the output."""
+    for fields in ({"min_tokens": 30}, {"ignore_eos": True}):
+        outputs: dict[str, Any] = {"guided_regex": "(yes|no){0,5}", "max_tokens": 40, **fields}
+        for choice in complete(demo_stack, "Well,", n=2, temperature=1.0, **outputs):
+            assert re.fullmatch("(yes|no){5}", choice["text"]) and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_limits_of_tokens_hold_with_and_without_a_grammar(demo_stack: Stack, stream: bool) -> None:
+    digits = [tokens_of(demo_stack, digit)[0] for digit in "0123456789"]
+    fields: dict[str, Any] = {
+        "allowed_token_ids": digits,
+        "temperature": 1.0,
+        "max_tokens": 30,
+        "bad_words": ["7", "12"],
+    }
+    for constraint in ({}, {"guided_regex": "[0-9a-z]{1,60}", "min_tokens": 30}):
+        if stream:
+            texts = [streamed(demo_stack, "Say", **fields, **constraint)[0]]
+        else:
+            texts = [choice["text"] for choice in complete(demo_stack, "Say", n=3, **fields, **constraint)]
+        for text in texts:
+            assert re.fullmatch(r"\d{30}", text) and "7" not in text and "12" not in text
+
+
+def test_a_contradiction_that_shows_on_the_way_gets_400(demo_stack: Stack) -> None:
+    (a,) = tokens_of(demo_stack, "a")
+    body = {"model": demo_stack.model, "prompt": "Say", "guided_regex": "a{3}b", "allowed_token_ids": [a]}
+    answer = demo_stack.http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_token_allowed")
+    demo_stack.wait_until_clean()
+
+
+def tokens_of(stack: Stack, text: str) -> list[int]:
+    answer = stack.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
+    tokens: list[int] = answer.raise_for_status().json()["tokens"]
+    return tokens

@@ -40,6 +40,7 @@ def main() -> int:
         pause_s=flags.pause_s,
         kinds=tuple(flags.only or WEIGHTS),
         samples_share=flags.samples_share,
+        constrained_share=flags.constrained_share,
         logprob_tolerance=flags.logprob_tolerance,
     )
     state_dir = flags.state_dir or Path(tempfile.mkdtemp(prefix="kvrelay-storm-"))
@@ -63,7 +64,12 @@ def vars_of(report: Report) -> dict[str, Any]:
 
 def print_report(report: Report) -> None:
     print(f"{report.took_s:.0f} s, the slowest request {report.slowest_s:.1f} s")
-    for title, counts in (("requests", report.requests), ("faults", report.faults), ("totals", report.totals)):
+    for title, counts in (
+        ("requests", report.requests),
+        ("constrained outputs", report.constrained),
+        ("faults", report.faults),
+        ("totals", report.totals),
+    ):
         print(f"{title}: " + ", ".join(f"{name} {count:g}" for name, count in sorted(counts.items())))
     for name, (before, after) in sorted(report.holdings.items()):
         print(f"{name} before: {before}, after: {after}")
@@ -84,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pause-s", type=float, default=1.0, help="mean pause before the next fault")
     parser.add_argument("--only", nargs="+", choices=list(WEIGHTS), help="kinds of faults (default: all)")
     parser.add_argument("--samples-share", type=float, default=SAMPLES_SHARE, help="of the kinds: with n > 1")
+    parser.add_argument("--constrained-share", type=float, default=0.0, help="of the kinds: with a grammar")
     parser.add_argument(
         "--logprob-tolerance", type=float, default=LOGPROB_TOLERANCE, help="KV in 8 bits needs more, say 0.02"
     )

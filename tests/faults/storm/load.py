@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 
+from tests.fakes.random_constraints import check_constraint, constrain, is_constrained
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODEL = "kvrelay-demo"
 LOGPROB_TOLERANCE = 2e-3
@@ -161,15 +163,23 @@ def _beam_search(seed: int, options: random.Random) -> dict[str, Any]:
     }
 
 
-def make_jobs(number: int, seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE) -> list[Job]:
-    return list(itertools.islice(draw_jobs(seed, num_kinds, samples_share), number))
+def make_jobs(
+    number: int, seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE, constrained_share: float = 0.0
+) -> list[Job]:
+    return list(itertools.islice(draw_jobs(seed, num_kinds, samples_share, constrained_share), number))
 
 
-def draw_jobs(seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE) -> Iterator[Job]:
+def draw_jobs(
+    seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE, constrained_share: float = 0.0
+) -> Iterator[Job]:
     """Endless, and the same for the same seed; every kind comes once before they come at random. Some share the prefix
     cache with all others, most have one of their own, so that blocks have to travel."""
     rng, endings = random.Random(f"jobs {seed}"), random.Random(f"endings {seed}")
+    constraints = random.Random(f"constraints {seed}")
     kinds = [make_kind(kind, seed, samples_share) for kind in range(num_kinds)]
+    for _, body in kinds:
+        if constraints.random() < constrained_share and not body.get("use_beam_search"):
+            constrain(body, constraints)
     for each in itertools.count():
         kind = each if each < num_kinds else rng.randrange(num_kinds)
         path, body = kinds[kind]
@@ -198,6 +208,7 @@ class Load:
     stood_still_s: Callable[[str, float], float] = lambda url, since: 0.0
     tolerance: float = LOGPROB_TOLERANCE
     counts: Counter[str] = field(default_factory=Counter)
+    constrained: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
 
@@ -211,6 +222,7 @@ class Load:
             async def one(job: Job) -> None:
                 async with room:
                     found[job.kind] = await self._undisturbed(client, job, {})
+                    self._check_constraint(job, found[job.kind])
                     if "n" in job.body and not job.body.get("use_beam_search"):
                         _check_samples(job, found[job.kind], await self._undisturbed(client, job, {"n": 1}))
 
@@ -218,6 +230,16 @@ class Load:
                 for job in firsts.values():
                     group.create_task(one(job))
         return found
+
+    def _check_constraint(self, job: Job, outcome: Outcome) -> None:
+        """A constrained output that was not cut is valid."""
+        for index, text in outcome.texts.items() if is_constrained(job.body) else ():
+            if outcome.finish_reasons[index] == "stop":
+                check_constraint(job.body, text)
+                self.constrained["complete"] += 1
+            else:
+                assert outcome.finish_reasons[index] == "length", job
+                self.constrained["cut"] += 1
 
     async def run(self, job: Job, expected: Outcome) -> None:
         """Raises Mismatch, and AssertionError for an answer that is late or no answer at all."""

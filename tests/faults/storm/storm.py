@@ -38,6 +38,7 @@ class StormOptions:
     pause_s: float = 1.0
     kinds: Sequence[FaultKind] = tuple(WEIGHTS)
     samples_share: float = SAMPLES_SHARE
+    constrained_share: float = 0.0
     min_faults: int = 0
     logprob_tolerance: float = LOGPROB_TOLERANCE
 
@@ -55,6 +56,8 @@ class Report:
     took_s: float
     holdings: dict[str, tuple[Holding, Holding]] = field(default_factory=dict)
     """Of the processes that lived through it: what they held before and after."""
+    constrained: Counter[str] = field(default_factory=Counter)
+    """The undisturbed outputs with a constraint: complete ones, all valid, and ones cut by `max_tokens`."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,8 +111,11 @@ class _Storm:
     async def find_references(self) -> None:
         """What every kind of job gives while nothing is disturbed."""
         began = time.monotonic()
-        jobs = make_jobs(self._num_kinds, self._options.seed, self._num_kinds, self._options.samples_share)
-        self._references = await self._load.references(jobs, self._options.concurrency)
+        options = self._options
+        jobs = make_jobs(
+            self._num_kinds, options.seed, self._num_kinds, options.samples_share, options.constrained_share
+        )
+        self._references = await self._load.references(jobs, options.concurrency)
         self._load.counts.clear()
         self._tell(f"{len(self._references)} undisturbed runs took {time.monotonic() - began:.0f} s")
 
@@ -129,13 +135,17 @@ class _Storm:
     async def report(self, took_s: float) -> Report:
         await self._totals.sample()
         load, faults = self._load, self._trouble.counts
-        return Report(self._num_begun, load.counts, faults, self._totals.sum(), load.errors, load.slowest_s, took_s)
+        totals = self._totals.sum()
+        report = Report(self._num_begun, load.counts, faults, totals, load.errors, load.slowest_s, took_s)
+        report.constrained = load.constrained
+        return report
 
     def _draw_jobs(self) -> Iterator[Job]:
         """To be shared by all clients."""
-        for job in draw_jobs(self._options.seed, self._num_kinds, self._options.samples_share):
-            has_all = self._num_begun >= self._options.num_requests
-            if has_all and self._trouble.counts.total() >= self._options.min_faults:
+        options = self._options
+        for job in draw_jobs(options.seed, self._num_kinds, options.samples_share, options.constrained_share):
+            has_all = self._num_begun >= options.num_requests
+            if has_all and self._trouble.counts.total() >= options.min_faults:
                 return
             self._num_begun += 1
             yield job

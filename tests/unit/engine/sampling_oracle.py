@@ -14,7 +14,7 @@ from kvrelay.protocol.sampling import Sampling
 def adjusted_logits(
     sampling: Sampling, prompt: Sequence[int], output: Sequence[int], logits: NDArray[np.float32], eos: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Logits after penalties, bias and min_tokens."""
+    """Logits after penalties, bias, min_tokens and limits of tokens."""
     x = logits.astype(np.float64)
     for token in set(prompt) | set(output):
         x[token] = x[token] / sampling.repetition_penalty if x[token] > 0 else x[token] * sampling.repetition_penalty
@@ -22,10 +22,18 @@ def adjusted_logits(
         x[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
     for token, bias in sampling.logit_bias.items():
         x[token] += bias
+    if sampling.allowed_token_ids:
+        x[[token for token in range(len(x)) if token not in sampling.allowed_token_ids]] = -np.inf
+    for *before, last in sampling.bad_words:
+        if list(output[len(output) - len(before) :]) == before:
+            x[last] = -np.inf
     if len(output) < sampling.min_tokens:
-        x[list(sampling.stop_token_ids)] = -np.inf
+        without = x.copy()
+        without[list(sampling.stop_token_ids)] = -np.inf
         if not sampling.ignore_eos:
-            x[list(eos)] = -np.inf
+            without[list(eos)] = -np.inf
+        if not sampling.limits_tokens or np.isfinite(without).any():
+            return without
     return x
 
 

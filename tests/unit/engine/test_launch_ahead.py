@@ -27,7 +27,7 @@ from tests.unit.engine.test_graphs import graphs_of
 
 pytestmark = pytest.mark.unit
 NUM_BLOCKS = 96
-LENGTHS = (1, 15, 16, 17, 100, 37)
+LENGTHS = (1, 15, 16, 17, 100, 9, 37)
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = {
     "greedy": GREEDY,
@@ -36,6 +36,9 @@ SAMPLINGS = {
     "few": Sampling(temperature=1.0, top_k=40, min_p=0.01, seed=5),
     "biased": Sampling(temperature=0.7, seed=6, min_tokens=8, logit_bias={7: 2.0, 9: -3.0}, logprobs=1),
     "penalised": Sampling(temperature=0.9, seed=7, frequency_penalty=0.6, repetition_penalty=1.2),
+    "few allowed": Sampling(
+        temperature=1.0, seed=9, allowed_token_ids=(*range(40), 2), bad_words=((5,),), min_tokens=3
+    ),
     "scored": Sampling(temperature=0.9, seed=8, prompt_logprobs=2),
 }
 

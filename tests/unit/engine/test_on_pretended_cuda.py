@@ -54,6 +54,13 @@ SAMPLINGS = (
 )
 
 
+LIMITED = (
+    Sampling(temperature=1.0, seed=6, allowed_token_ids=tuple(range(3, 90)), min_tokens=3),
+    Sampling(temperature=0.0, allowed_token_ids=(4, 5, 6), bad_words=((4, 5), (6, 6), (4, 4, 4))),
+    Sampling(temperature=1.0, seed=7),
+)
+
+
 @pytest.fixture
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", pretended_flashinfer)
@@ -68,6 +75,12 @@ def drive(runner: TransformersRunner, samplings: tuple[Sampling, ...] = SAMPLING
     for sequence in sequences:
         runner.drop_sequence(sequence.key)
     return sequences
+
+
+def test_limits_of_tokens_are_those_of_the_cpu(model_dir: Callable[[str], Path], late: Machine) -> None:
+    directory = model_dir("qwen3")
+    expected, got = (drive(plain(directory, device), LIMITED) for device in ("cpu", GPU))
+    assert [each.output for each in got] == [each.output for each in expected]
 
 
 def test_penalties_count_all_tokens_that_a_step_brought_a_sequence(machine: Machine) -> None:

@@ -36,6 +36,8 @@ KINDS = (
     Sampling(temperature=1.0, top_k=3, seed=6, logit_bias={4: 2.0}, min_tokens=3),
     Sampling(temperature=0, frequency_penalty=1.5, logprobs=0),
     Sampling(temperature=1.0, min_p=0.05, repetition_penalty=1.4, seed=7),
+    Sampling(temperature=1.0, allowed_token_ids=(3, 5, 8, 58), bad_words=((5,),), min_tokens=2, seed=8),
+    Sampling(temperature=1.0, top_p=0.9, bad_words=((3, 4), (9, 9, 9), (5,)), seed=9),
 )
 
 

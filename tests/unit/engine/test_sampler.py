@@ -48,7 +48,7 @@ def sample_one(
 
 @st.composite
 def samplings(draw: st.DrawFn) -> Sampling:
-    token = st.integers(0, VOCAB_SIZE - 1)
+    token, word_token = st.integers(0, VOCAB_SIZE - 1), st.integers(0, 20)
     return Sampling(
         temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
         top_p=draw(st.sampled_from([0.05, 0.6, 0.95, 1.0])),
@@ -62,6 +62,10 @@ def samplings(draw: st.DrawFn) -> Sampling:
         min_tokens=draw(st.integers(0, 6)),
         stop_token_ids=tuple(draw(st.lists(token, max_size=2))),
         ignore_eos=draw(st.booleans()),
+        allowed_token_ids=tuple(draw(st.lists(st.integers(0, 60), max_size=40) | st.just([*EOS, 7]))),
+        bad_words=tuple(
+            tuple(word) for word in draw(st.lists(st.lists(word_token, min_size=2, max_size=3), max_size=4))
+        ),
     )
 
 
@@ -72,7 +76,7 @@ def test_a_batch_draws_what_each_row_alone_would(batch: list[Sampling], seed: in
     sampler = Sampler(VOCAB_SIZE, EOS, CPU)
     histories = []
     for index, sampling in enumerate(batch):
-        tokens = rng.integers(0, VOCAB_SIZE, 12).tolist()
+        tokens = rng.integers(0, 20 if sampling.bad_words else VOCAB_SIZE, 12).tolist()
         num_prompt = int(rng.integers(1, 13))
         sampler.add(key(index), sampling, tokens, num_prompt)
         histories.append((tokens, num_prompt))

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from kvrelay.engine import token_masks
 from kvrelay.engine.sampler import Sampler
-from kvrelay.engine.token_masks import GrammarFailed
+from kvrelay.engine.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, TokenMask
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -351,3 +352,49 @@ def test_work_for_grammars_is_counted_once() -> None:
     assert sum(each.num_compiled + each.num_found for each in work) == 1
     assert sum(each.num_forced_tokens for each in work) == sum(len(each.forced.get(0, [])) for each in (first, second))
     assert 1 <= sum(each.num_masks for each in work) <= 3
+
+
+def limited(sampler: Sampler, sampling: Sampling, output: list[int]) -> int:
+    """The next token behind an output, by a new sequence."""
+    name = (f"limited-{output}", 0, 0)
+    sampler.add(name, sampling, [*range(4, 4 + NUM_PROMPT), *output], NUM_PROMPT)
+    token_ids, _ = sampler.sample([name], np.array([NUM_PROMPT + len(output)]), logits_at(0, len(output))[None])
+    sampler.drop(name)
+    return int(token_ids[0])
+
+
+@settings(max_examples=examples(30))
+@given(seed=st.integers(0, 2**32), bad=st.lists(st.lists(st.sampled_from("0123456789"), min_size=1, max_size=2)))
+def test_bad_words_and_allowed_tokens_narrow_what_a_grammar_allows(seed: int, bad: list[list[str]]) -> None:
+    grammar = GRAMMARS[2]
+    assert grammar is not None
+    ids = {digit: TOKENIZER.encode(digit, add_special_tokens=False).ids[0] for digit in "0123456789"}
+    words = tuple(tuple(ids[digit] for digit in word) for word in bad)
+    may = {*ids.values(), END, *TOKENIZER.encode(", ", add_special_tokens=False).ids}
+    sampling = Sampling(temperature=1.0, seed=seed, grammar=grammar, allowed_token_ids=tuple(may), bad_words=words)
+    sampler, output = sampler_of(), list[int]()
+    while len(output) < 12 and END not in output:
+        left = {token for token in allowed(grammar, output) if token in may}
+        left -= {last for *before, last in words if output[len(output) - len(before) :] == before}
+        if not left:
+            with pytest.raises(NoTokenAllowed) as failed:
+                limited(sampler, sampling, output)
+            assert failed.value.kind is FailureKind.NO_TOKEN_ALLOWED
+            return
+        output.append(limited(sampler, sampling, output))
+        assert output[-1] in left
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3, 100])
+def test_min_tokens_hold_a_grammar_back_from_its_end_for_as_long_as_it_can_go_on(min_tokens: int) -> None:
+    grammar = Grammar(kind=GrammarKind.REGEX, text="a{0,5}")
+    output: list[int] = []
+    a = TOKENIZER.encode("a", add_special_tokens=False).ids[0]
+    # The end is by far the most likely token.
+    sampling = Sampling(
+        temperature=0.0, grammar=grammar, allowed_token_ids=(a, END), logit_bias={END: 100.0}, min_tokens=min_tokens
+    )
+    sampler = sampler_of()
+    while END not in output:
+        output.append(limited(sampler, sampling, output))
+    assert output == [a] * min(min_tokens, 5) + [END]

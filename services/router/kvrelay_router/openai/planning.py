@@ -17,6 +17,7 @@ from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.request_validation import (
     RequestedOutput,
     allowed_output,
+    check_bad_words,
     check_beams,
     check_model,
     check_samples,
@@ -77,8 +78,11 @@ async def plan_generation(
     share = LoopShare()
     shape = _shape(service, request, fields, prompts, limits)
     samplings: list[Sampling] = []
+    bad_words = await service.text.encode_bad_words(request.bad_words)
+    check_bad_words(request, bad_words, limits)
     for prompt, max_tokens in zip(prompts, shape.max_tokens, strict=True):
-        samplings.append(_sampling(service, request, fields, len(prompt.token_ids), max_tokens, limits))
+        sampling = _sampling(service, request, fields, len(prompt.token_ids), max_tokens, limits)
+        samplings.append(msgspec.structs.replace(sampling, bad_words=bad_words) if bad_words else sampling)
         await share.pause()
     token_ids = [prompt.token_ids for prompt in prompts]
     generates = make_requests(names, service.settings, request, token_ids, samplings)

@@ -22,6 +22,7 @@ from kvrelay_router.openai.schema.parsing import MANY_INTEGERS
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 
+BadWords = tuple[tuple[int, ...], ...]
 Number = TypeVar("Number", int, float)
 
 
@@ -87,6 +88,20 @@ def check_vocabulary(fields: GenerationFields, limits: ModelLimits) -> None:
     """Raises 400 for token ids in the fields that the model does not have."""
     check_token_ids(list(fields.logit_bias), limits, "logit_bias")
     check_token_ids(fields.stop_token_ids, limits, "stop_token_ids")
+    check_token_ids(fields.allowed_token_ids, limits, "allowed_token_ids")
+
+
+def check_bad_words(fields: GenerationFields, bad_words: BadWords, limits: ModelLimits) -> None:
+    """Raises 400 for bad words with tokens that the model does not have, or that forbid all allowed tokens."""
+    check_token_ids([token_id for word in bad_words for token_id in word], limits, "bad_words")
+    if fields.allowed_token_ids and {word[0] for word in bad_words if len(word) == 1}.issuperset(
+        fields.allowed_token_ids
+    ):
+        raise ApiError(
+            "Invalid value for 'bad_words': they forbid all of 'allowed_token_ids'",
+            param="bad_words",
+            code="invalid_value",
+        )
 
 
 def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: ModelLimits, param: str) -> int:
@@ -179,6 +194,7 @@ def make_sampling(
         )
     if fields.use_beam_search:
         defaults = replace(defaults, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    ends_with_grammar = fields.ignore_eos and fields.grammar is not None
     return Sampling(
         temperature=_or(fields.temperature, defaults.temperature),
         top_p=_or(fields.top_p, defaults.top_p),
@@ -188,13 +204,15 @@ def make_sampling(
         frequency_penalty=fields.frequency_penalty,
         repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
         logit_bias=fields.logit_bias,
+        allowed_token_ids=tuple(dict.fromkeys(fields.allowed_token_ids)),
         seed=seed,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         max_tokens=max_tokens,
-        min_tokens=fields.min_tokens,
+        # A grammar that has ended leaves nothing but the end.
+        min_tokens=max_tokens if ends_with_grammar else fields.min_tokens,
         stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
-        ignore_eos=fields.ignore_eos,
+        ignore_eos=fields.ignore_eos and not ends_with_grammar,
         beams=fields.beams,
         grammar=fields.grammar,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +27,8 @@ SHORT_TEXT_CHARS = 4096
 """Shorter texts are processed on the event loop: they take at most 0.5 ms, about as long as a switch to a thread."""
 
 SHORT_CHAT_MESSAGES = 8
+
+_UNITS_PER_WORD = 64  # encoding a bad word twice costs about as much as so many characters
 
 LONG_TEXT_CHARS = 16_384
 """Longer texts have their own threads, so that shorter ones never wait behind them."""
@@ -142,6 +144,13 @@ class TextService:
             is_plain, short = not texts, not self._contents.are_spelled(texts)
         return await self._run(num_chars if short else max(num_chars, SHORT_TEXT_CHARS + 1), render_and_encode)
 
+    async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word, at the beginning of a text and behind a space, as in vLLM."""
+        if not words:
+            return ()
+        num_units = sum(map(len, words)) + _UNITS_PER_WORD * len(words)
+        return await self._run(num_units, lambda: _spellings(self.tokenizer, words))
+
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return await self._run(
             len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -201,6 +210,17 @@ def _contained(work: Callable[[], T]) -> T:
         if type(error).__module__ == "pyo3_runtime":
             raise RuntimeError(f"the tokenizer failed: {error}") from error
         raise
+
+
+def _spellings(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare, spaced = (tuple(tokenizer.encode(start + word.lstrip(), add_special_tokens=False)) for start in ("", " "))
+        found[bare] = None
+        # A space that is a token of its own leaves the tokens of the word, which are forbidden already.
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found[spaced] = None
+    return tuple(word for word in found if word)
 
 
 def _content_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> ContentTokens:

@@ -67,3 +67,36 @@ async def test_an_error_names_what_the_library_says(router: Router) -> None:
     answer = await router.http.post("/v1/completions", json=body)
     assert answer.status_code == 400 and "not" in answer.json()["error"]["message"]
     assert not router.dispatcher.requests
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_limits_of_tokens_reach_dispatch_with_a_grammar(router: Router, path: str) -> None:
+    """A bad word is spelled as at the beginning of a text and, if its space is no token of its own, behind a space."""
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    fields = {"guided_regex": "a+", "logit_bias": {"5": 1}, "allowed_token_ids": [7, 5, 7]}
+    words = ["the", " the", "otters"]
+    answer = await router.post(path, **prompt, **fields, bad_words=words)
+    assert answer.status_code == 200, answer.text
+    (request,) = router.dispatcher.requests
+    sampling = request.sampling
+    assert sampling.grammar == Grammar(kind=GrammarKind.REGEX, text="a+")
+    assert (sampling.allowed_token_ids, sampling.logit_bias) == ((7, 5), {5: 1.0})
+    expected = []
+    for word in ("the", "otters"):
+        bare, spaced = router.tokens(word), router.tokens(" " + word)
+        expected += [bare, spaced] if len(bare) == len(spaced) and bare[0] != spaced[0] else [bare]
+    assert [list(word) for word in sampling.bad_words] == expected
+
+
+async def test_bad_words_that_forbid_all_allowed_tokens_are_refused(router: Router) -> None:
+    (token_id,) = router.tokens("a")
+    answer = await router.post("/v1/completions", prompt="hi", allowed_token_ids=[token_id], bad_words=["a"])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "bad_words")
+    assert not router.dispatcher.requests
+
+
+async def test_ignore_eos_lets_a_grammar_end_where_nothing_else_is_left(router: Router) -> None:
+    answer = await router.post("/v1/completions", prompt="hi", guided_regex="a{3}", ignore_eos=True, max_tokens=9)
+    assert answer.status_code == 200
+    (request,) = router.dispatcher.requests
+    assert (request.sampling.ignore_eos, request.sampling.min_tokens) == (False, 9)

@@ -130,8 +130,6 @@ async def test_truncations_that_make_no_sense(router: Router, path: str, field: 
         ("return_hidden_states", True, False),
         ("return_tokens_as_token_ids", True, False),
         ("logprob_token_ids", [5], []),
-        ("allowed_token_ids", [5], None),
-        ("bad_words", ["x"], []),
         ("top_n_sigma", 1.0, -1),
         ("top_a", 0.1, 0),
         ("tfs", 0.9, 1),

@@ -67,6 +67,9 @@ class BeamFields(GrammarFields):
         for name, unused in UNUSED_VALUES.items():
             if getattr(self, name) not in (None, unused):
                 raise _wrong(name, f"a beam search draws nothing: leave it out, or set it to {unused:g}")
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name):
+                raise _wrong(name, "the tokens of a beam search cannot be limited; 'logit_bias' can make them unlikely")
         if self.stop:
             raise _wrong("stop", "stop strings do not end beams; 'stop_token_ids' do")
         if self.prompt_logprobs is not None:

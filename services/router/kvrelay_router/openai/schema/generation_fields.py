@@ -15,6 +15,9 @@ MAX_STOP_TOKENS = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 16_384
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 256
 
 
 def _stop_list(value: Any) -> list[str]:
@@ -51,6 +54,21 @@ def _bias_map(value: Any) -> dict[int, float]:
     return biases
 
 
+def _bad_words(value: Any) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong_type("it must be a list of strings")
+    if len(value) > MAX_BAD_WORDS:
+        raise invalid(f"at most {MAX_BAD_WORDS} bad words are allowed")
+    if not all(isinstance(each, str) for each in value):
+        raise wrong_type("it must be a list of strings")
+    for each in value:
+        if not (each.strip() and len(each) <= MAX_BAD_WORD_CHARS):
+            raise invalid(f"a bad word must have 1 to {MAX_BAD_WORD_CHARS} characters that are not all whitespace")
+    return value
+
+
 def _off_if_minus_one(value: Any) -> Any:
     return 0 if value == -1 and not isinstance(value, bool) else value
 
@@ -80,6 +98,10 @@ LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), Field(max_length=MAX_STOP_TOKENS), or_default([])
 ]
+AllowedTokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), Field(max_length=MAX_ALLOWED_TOKENS), or_default([])
+]
+BadWords = Annotated[list[str], BeforeValidator(_bad_words)]
 Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 
 
@@ -106,6 +128,8 @@ class GenerationFields(RequestModel):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: LogitBias = Field(default_factory=dict)
+    allowed_token_ids: AllowedTokenIds = Field(default_factory=list)
+    bad_words: BadWords = Field(default_factory=list)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)

@@ -66,10 +66,6 @@ class GrammarFields(GenerationFields):
             return
         if is_beam_search:
             raise _wrong("use_beam_search", "the output of a beam search cannot be constrained")
-        if self.ignore_eos:
-            raise _wrong("ignore_eos", "constrained output ends where its grammar ends")
-        if self.min_tokens:
-            raise _wrong("min_tokens", "constrained output ends where its grammar ends")
 
 
 GRAMMAR_FIELDS = frozenset(GrammarFields.model_fields.keys() - GenerationFields.model_fields.keys())

@@ -51,8 +51,6 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": NOTHING,
     "logits_processors": NOTHING,
     "logit_processors": NOTHING,
-    "bad_words": NOTHING,
-    "allowed_token_ids": NOTHING,
     "prompt_embeds": NOTHING,
     "input_ids": NOTHING,
     "input_embeds": NOTHING,

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask
 from kvrelay.grammar.regex_size import check_regex_sizes
+from kvrelay.grammar.schema_rewrite import rewritten
 from kvrelay.grammar.structural_tag import structural_tag_to_lark
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 
@@ -72,7 +75,10 @@ class LLGuidanceCompiler:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         check_regex_sizes(grammar)
-        matcher = LLMatcher(self._tokenizer, _NOTATIONS[grammar.kind](grammar), log_level=0, limits=LIMITS)
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            others = (self._matcher(other) for other in _equivalents(grammar))
+            matcher = next((other for other in others if not other.is_error()), matcher)
         _check(matcher)
         with self._lock:
             self._compiled[grammar] = matcher
@@ -80,12 +86,29 @@ class LLGuidanceCompiler:
                 self._compiled.popitem(last=False)
         return matcher
 
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        return LLMatcher(self._tokenizer, _NOTATIONS[grammar.kind](grammar), log_level=0, limits=LIMITS)
+
+
+def _equivalents(grammar: Grammar) -> Iterator[Grammar]:
+    """The grammar in other words, with fewer keywords that the library refuses."""
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        texts = (rewritten(grammar.text, splits_one_of=splits_one_of) for splits_one_of in (False, True))
+        for text in dict.fromkeys(texts):
+            if text is not None:
+                yield msgspec.structs.replace(grammar, text=text)
+
 
 class LLGuidanceMatcher:
+    """Keeps the rest of a forced run: the library would tokenize all its bytes again for each token, which takes 50 ms
+    for 100 KB."""
+
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
         self._has_ended = False
+        self._run: Sequence[int] = ()
+        self._run_at = 0  # the next token of the run
 
     def accept(self, token_ids: Sequence[int]) -> None:
         self._has_ended = bool(token_ids) and token_ids[-1] in self._eos_token_ids
@@ -95,21 +118,40 @@ class LLGuidanceMatcher:
         if self._has_ended and not self._matcher.is_stopped():
             self._matcher.consume_token(token_ids[-1])
         _check(self._matcher)
+        end = self._run_at + len(token_ids)
+        if list(self._run[self._run_at : end]) == list(token_ids):
+            self._run_at = end
+        else:
+            self._run, self._run_at = (), 0
 
     def forced(self) -> Sequence[int]:
         if self._has_ended:
             return ()
+        if self._run_at < len(self._run):
+            return self._run[self._run_at :]
         token_ids = self._matcher.compute_ff_tokens()
         _check(self._matcher)
         if not token_ids and len(self._eos_token_ids) == 1 and self._matcher.is_stopped():
             return self._eos_token_ids
+        self._run, self._run_at = token_ids, 0
         return token_ids
 
     def fill(self, mask: TokenMask) -> None:
+        if self._run_at < len(self._run):
+            _allow_only(mask, self._run[self._run_at])
+            return
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         _check(self._matcher)
-        if not mask.any():
+        allowed = mask[np.flatnonzero(mask)]
+        if not len(allowed):
             raise GrammarError("no token can continue the output")
+        if len(allowed) == 1 and int(allowed[0]) & (int(allowed[0]) - 1) == 0 and not self._matcher.is_stopped():
+            self.forced()  # the masks behind this one take the run
+
+
+def _allow_only(mask: TokenMask, token_id: int) -> None:
+    mask[:] = 0
+    mask.view(np.uint8)[token_id >> 3] = 1 << (token_id & 7)
 
 
 def _check(matcher: LLMatcher) -> None:
@@ -126,7 +168,8 @@ def _of_json_schema(grammar: Grammar) -> str:
     if grammar.whitespace is not None:
         options = {"whitespace_pattern": grammar.whitespace}
     try:
-        return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides=options))
+        text = "{}" if grammar.text.strip() == "true" else grammar.text  # the library takes no schemas but objects
+        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
     except ValueError as error:
         raise GrammarError(f"the schema is no JSON: {error}") from None
 

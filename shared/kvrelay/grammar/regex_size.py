@@ -1,28 +1,34 @@
-"""Bounds the work that a regular expression asks for, before it is compiled.
+"""Bounds the work that a grammar asks for, before it is compiled.
 
 `(a{99}){99}` stands for 9,801 characters. The library expands such counted repetitions when it computes the first mask,
-which takes microseconds for each character, and no limit of its own ends that.
+which takes microseconds for each character, and no limit of its own ends that. `multipleOf` and
+the number of structures of a tag are limited for the same reason.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 
 MAX_EXPANDED = 20_000
+MAX_MULTIPLE = 10_000
+"""Of the digits of `multipleOf` without the decimal point: an automaton of remainders has as many states."""
+MAX_STRUCTURES = 256
 
 _COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _LARK_REGEX = re.compile(r"/((?:\\.|[^/\\\n])+)/")
 
 
 def check_regex_sizes(grammar: Grammar) -> None:
-    """Raises GrammarError if a regex of the grammar expands to too many characters. Malformed ones are let through: the
-    compiler says what is wrong with them."""
+    """Raises GrammarError if a regex of the grammar expands to too many characters, or another part to too many states.
+    Malformed ones are let through: the compiler says what is wrong with them."""
     for pattern in _patterns_of(grammar):
         size = expanded_size(pattern)
         if size > MAX_EXPANDED:
@@ -76,6 +82,7 @@ def _patterns_of(grammar: Grammar) -> Iterator[str]:
                 value = json.loads(grammar.text)
             except (ValueError, RecursionError):
                 return  # the compiler refuses it
+            _check_structures(value)
             yield from _patterns_in(value)
     if grammar.whitespace is not None:
         yield grammar.whitespace
@@ -88,6 +95,7 @@ def _patterns_in(value: Any) -> Iterator[str]:
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict):
+            _check_multiple(item.get("multipleOf"))
             if isinstance(item.get("pattern"), str):
                 yield item["pattern"]
             if isinstance(item.get("patternProperties"), dict):
@@ -95,3 +103,20 @@ def _patterns_in(value: Any) -> Iterator[str]:
             waiting.extend(item.values())
         elif isinstance(item, list):
             waiting.extend(item)
+
+
+def _check_multiple(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return
+    _, digits, exponent = Decimal(str(value)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    if len(digits) + max(exponent, 0) > 5 or int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_MULTIPLE:
+        raise GrammarError(
+            f"multipleOf {value!r} has too many digits; without the point at most {MAX_MULTIPLE} is allowed"
+        )
+
+
+def _check_structures(value: Any) -> None:
+    structures = value.get("structures") if isinstance(value, dict) else None
+    if isinstance(structures, list) and len(structures) > MAX_STRUCTURES:
+        raise GrammarError(f"at most {MAX_STRUCTURES} structures are allowed")

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import tokenizers
@@ -137,12 +138,15 @@ def test_a_matcher_that_is_given_an_earlier_output_allows_what_the_first_one_doe
     [
         (GrammarKind.JSON_SCHEMA, '{"type": "otter"}', "otter"),
         (GrammarKind.JSON_SCHEMA, "{", "no JSON"),
-        (GrammarKind.JSON_SCHEMA, '{"not": {"type": "string"}}', "not"),
+        (GrammarKind.JSON_SCHEMA, '{"not": {"pattern": "a"}}', "not"),
         (GrammarKind.REGEX, "(a", "unclosed group"),
         (GrammarKind.REGEX, "(?=a)b", "look-around"),
         (GrammarKind.REGEX, "x((a{99}[b{]{9}){99}){99}", "repetitions"),
         (GrammarKind.JSON_SCHEMA, '{"items": {"pattern": "^(a{0,999}){0,999}$"}}', "repetitions"),
         (GrammarKind.GRAMMAR, 'start: "a" /(b{999}){999}/', "repetitions"),
+        (GrammarKind.JSON_SCHEMA, '{"items": {"multipleOf": 1000.5}}', "multipleOf 1000.5"),
+        (GrammarKind.JSON_SCHEMA, '{"multipleOf": 1e300}', "multipleOf 1e+300"),
+        (GrammarKind.JSON_SCHEMA, "false", "schema"),
         (GrammarKind.GRAMMAR, "start: other", "other"),
         (GrammarKind.GRAMMAR, "", "'root'"),
         (GrammarKind.STRUCTURAL_TAG, "7", "structural tag"),
@@ -164,13 +168,35 @@ def nested(depth: int) -> str:
     return '{"type":"object","properties":{"x":' * depth + "{}" + "}}" * depth
 
 
+WORDS = "words and more " * 6000
+PRODUCT = [{"anyOf": [{"properties": {f"{row}-{at}": {"type": "null"}}} for at in range(4)]} for row in range(10)]
 HOSTILE = {
     "depth": (GrammarKind.JSON_SCHEMA, nested(2000)),
     "repeats": (GrammarKind.REGEX, "((((a{99}){99}){99}){99}){99}"),
     "backtracking": (GrammarKind.REGEX, "(a+)+(a|aa)*(.*.*)*b{1000}"),
+    "many states": (GrammarKind.REGEX, "(.*a.{15}){3}"),
     "references": (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
+    "circle": (GrammarKind.JSON_SCHEMA, '{"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}'),
     "brackets": (GrammarKind.GRAMMAR, "start: " + "(" * 3000),
+    "doubling": (
+        GrammarKind.GRAMMAR,
+        "start: r0\n" + "".join(f"r{each}: r{each + 1} r{each + 1}\n" for each in range(2000)) + 'r2000: "a"',
+    ),
     "choices": (GrammarKind.CHOICE, json.dumps([f"{number}" * 20 for number in range(10_000)])),
+    "enum": (GrammarKind.JSON_SCHEMA, json.dumps({"enum": [*range(15_000)]})),
+    "const": (GrammarKind.JSON_SCHEMA, json.dumps({"const": WORDS})),
+    "combinations": (GrammarKind.JSON_SCHEMA, json.dumps({"allOf": PRODUCT})),
+    "exclusive": (
+        GrammarKind.JSON_SCHEMA,
+        json.dumps({"oneOf": [{"required": [f"a{each}", f"b{each}"]} for each in range(16)]}),
+    ),
+    "multiple": (GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999.5}'),
+    "structures": (
+        GrammarKind.STRUCTURAL_TAG,
+        json.dumps(
+            {"triggers": ["<"], "structures": [{"begin": f"<{n}", "schema": {}, "end": ""} for n in range(999)]}
+        ),
+    ),
 }
 
 
@@ -212,3 +238,78 @@ def test_a_model_without_an_end_or_a_tokenizer_cannot_be_constrained() -> None:
 )
 def test_the_size_of_a_regex_counts_repetitions(pattern: str, size: int) -> None:
     assert expanded_size(pattern) == size
+
+
+def test_a_long_forced_run_is_tokenized_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks within the run and the parts of it that are jumped over come from the first tokenization."""
+    matcher, mask = compiler.compile(Grammar(kind=GrammarKind.CHOICE, text=json.dumps([WORDS]))), no_mask(compiler)
+    run = list(matcher.forced())
+    library = matcher._matcher  # type: ignore[attr-defined]
+    monkeypatch.setattr(matcher, "_matcher", OnlyConsumes(library))
+    at = 0
+    while at < len(run) - 70:
+        matcher.fill(mask)
+        assert allowed(mask) == [run[at]]
+        assert list(matcher.forced()) == run[at:]
+        matcher.accept(run[at : at + 64])
+        at += 64
+        matcher.accept([run[at]])
+        at += 1
+    monkeypatch.setattr(matcher, "_matcher", library)
+    matcher.accept(run[at:])
+    matcher.fill(mask)
+    assert allowed(mask) == [END]
+    assert TOKENIZER.decode(run) == WORDS
+
+
+class OnlyConsumes:
+    def __init__(self, matcher: Any) -> None:
+        self.consume_tokens, self.is_error = matcher.consume_tokens, matcher.is_error
+
+
+def no_mask(compiler: GrammarCompiler) -> TokenMask:
+    return np.zeros(compiler.mask_words, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        (True, None),
+        ({"type": "string", "maxLength": 2.0}, None),
+        ({"type": ["string", "null"], "not": {"type": "string"}}, [None]),
+        ({"enum": ["a", "b", 7], "not": {"const": "a"}}, ["b", 7]),
+        ({"enum": [1, 2, 3], "if": {"minimum": 2}, "then": {"const": 3}}, [1, 3]),
+        ({"enum": ["a", "b"], "oneOf": [{"const": "a"}, {"minLength": 1}]}, ["b"]),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"const": 1}, "b": {"const": 2}},
+                "dependentRequired": {"a": ["b"]},
+                "unevaluatedProperties": False,
+            },
+            [{}, {"b": 2}, {"a": 1, "b": 2}],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"land": {"enum": ["X", "Y"]}, "zip": {"enum": [1, 2]}},
+                "required": ["land", "zip"],
+                "additionalProperties": False,
+                "if": {"properties": {"land": {"const": "X"}}, "required": ["land"]},
+                "then": {"properties": {"zip": {"const": 1}}},
+                "else": {"properties": {"zip": {"const": 2}}},
+            },
+            [{"land": "X", "zip": 1}, {"land": "Y", "zip": 2}],
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_schemas_that_are_rewritten_give_all_of_their_values(
+    compiler: GrammarCompiler, schema: Any, values: list[Any] | None
+) -> None:
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema), whitespace="")
+    texts = [walk(compiler, grammar, seed) for seed in range(40)]
+    found = [json.loads(text) for text in texts if text is not None]
+    assert found and all(jsonschema.Draft202012Validator(schema).is_valid(each) for each in found)
+    if values is not None:
+        assert {json.dumps(each, sort_keys=True) for each in found} == {json.dumps(each) for each in values}

@@ -261,6 +261,9 @@ class FaultyReceiver:
     def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
         self._inner.admit(reservation, first_block, slots)
 
+    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
+        self._inner.recheck(reservation, blocks)
+
     def release(self, reservation: str) -> None:
         self._landed.discard(reservation)
         self._inner.release(reservation)

@@ -49,6 +49,10 @@ class MemoryReceiver(ReceiverThread):
         for event in self._take(header, None if self.needs_quarantine else data.reshape(-1).data):
             self._on_event(event)
 
+    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
+        for event in self._recheck(reservation, blocks):
+            self._on_event(event)
+
     def close(self) -> None:
         _receivers.pop(self._address, None)
 

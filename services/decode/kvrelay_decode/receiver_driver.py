@@ -49,6 +49,7 @@ from kvrelay_decode.receiver_events import (
     ReceiveCancelled,
     ReceiverHandoffEvent,
     ReceiverInstruction,
+    RecheckBlocks,
     ReservationOpened,
     SendReleased,
     SendResend,
@@ -396,6 +397,8 @@ class ReceiverDriver:
                 request.timings.num_resends += 1
                 resend = Resend(reservation=reservation, blocks=list(blocks), number=number, corrupted=corrupted)
                 self._send_prefill(request, resend)
+            case RecheckBlocks(reservation, blocks):
+                self._reservations.recheck(reservation, request.transport, blocks)
             case SendReleased(reservation, reason, transport_failed):
                 if transport_failed:
                     self.totals["failed_transfers"] += 1

@@ -110,6 +110,13 @@ class SendResend(msgspec.Struct, frozen=True):
     corrupted: bool
 
 
+class RecheckBlocks(msgspec.Struct, frozen=True):
+    """Compare these blocks, which have landed, with the bytes that were sent. `Landed` or `Corrupted` follows."""
+
+    reservation: str
+    blocks: tuple[int, ...]
+
+
 class SendReleased(msgspec.Struct, frozen=True):
     """Tell prefill that the reservation has ended. `transport_failed`: blocks were lost or corrupted too often."""
 
@@ -118,4 +125,4 @@ class SendReleased(msgspec.Struct, frozen=True):
     transport_failed: bool = False
 
 
-ReceiverInstruction = Commit | StopReceiving | QuarantineBlocks | FreeBlocks | SendResend | SendReleased
+ReceiverInstruction = Commit | StopReceiving | QuarantineBlocks | FreeBlocks | SendResend | RecheckBlocks | SendReleased

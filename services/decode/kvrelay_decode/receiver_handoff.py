@@ -11,7 +11,9 @@
 Decode never runs before every block of the prompt has landed and the handoff message has arrived, in either order.
 Blocks that are missing or corrupted are requested again, a bounded number of times. If the transport writes
 one-sidedly, the commit also waits for the answer to the last of these requests. Until then a repeated write may be in
-flight, and it would overwrite the last block of the prompt, into which this worker writes its own tokens.
+flight, and it would overwrite the last block of the prompt, into which this worker writes its own tokens. A repeated
+write may also have damaged a block that had landed before, so the repeated blocks are then compared with their
+checksums once more.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from kvrelay_decode.receiver_events import (
     ReceiveCancelled,
     ReceiverHandoffEvent,
     ReceiverInstruction,
+    RecheckBlocks,
     ReservationOpened,
     SendReleased,
     SendResend,
@@ -70,6 +73,8 @@ class ReceiverHandoff:
         self._first_block = 0
         self._num_blocks = 0
         self._missing: set[int] = set()
+        # Requested again where writes are one-sided, and not compared with their checksums since.
+        self._repeated: set[int] = set()
         self._handoff: Handoff | None = None
         self._num_resend_requests = 0
         self._num_silent_rounds = 0
@@ -204,12 +209,18 @@ class ReceiverHandoff:
             return []
         if self._needs_quarantine and self._handoff.resend < self._num_resend_requests:
             return []
+        if self._repeated:
+            self._missing, self._repeated = self._repeated, set()
+            return [RecheckBlocks(self.reservation, tuple(sorted(self._missing)))]
         self.state = ReceiverState.RUNNING
         return [StopReceiving(self.reservation), Commit(self._handoff)]
 
     def _request_again(self, blocks: Iterable[int], *, corrupted: bool) -> SendResend:
+        blocks = sorted(blocks)
         self._num_resend_requests += 1
-        return SendResend(self.reservation, tuple(sorted(blocks)), self._num_resend_requests, corrupted)
+        if self._needs_quarantine:
+            self._repeated.update(blocks)
+        return SendResend(self.reservation, tuple(blocks), self._num_resend_requests, corrupted)
 
     def _end(self, reason: str | None, *, transport_failed: bool = False) -> list[ReceiverInstruction]:
         """Ends a reservation without a commit. Without a reason prefill knows already, and gets no Released."""
@@ -223,7 +234,7 @@ class ReceiverHandoff:
         return [*instructions, FreeBlocks(self._num_whole())]
 
     def _num_whole(self) -> int:
-        return min(self._missing, default=self._num_blocks)
+        return min(self._missing | self._repeated, default=self._num_blocks)
 
 
 _M = ReceiverHandoff

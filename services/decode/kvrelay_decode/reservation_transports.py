@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvrelay.protocol.messages import Granted, PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -86,6 +86,10 @@ class Reservations:
     def stop(self, reservation: str, transport: str) -> None:
         """Refuses further writes, if the transport can."""
         self._receivers[transport].release(reservation)
+
+    def recheck(self, reservation: str, transport: str, blocks: Sequence[int]) -> None:
+        """Compares blocks that have landed with the bytes that were sent; `on_transfer` gets the result."""
+        self._receivers[transport].recheck(reservation, blocks)
 
     def forget(self, reservation: str) -> None:
         """Ignores what its transport still reports."""

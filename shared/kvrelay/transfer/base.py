@@ -113,6 +113,11 @@ class TransferReceiver(Protocol):
         """From now on block `first_block + i` of this reservation may land in `slots[i]`."""
         ...
 
+    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
+        """Compares blocks that have landed, and that no write in flight may reach, with their checksums. `Landed` or
+        `Corrupted` follows for each block that has landed; for an ended reservation nothing follows."""
+        ...
+
     def release(self, reservation: str) -> None:
         """Ends a reservation. Where `needs_quarantine` is false nothing of it lands after this returns."""
         ...

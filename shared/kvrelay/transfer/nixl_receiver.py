@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from threading import Event
 
 from kvrelay.transfer.base import ReceiverEvent
@@ -47,6 +48,7 @@ class NixlReceiver(ReceiverThread):
         self._agent = NixlAgent(region, ucx_transports=ucx_transports, ucx_devices=ucx_devices)
         self._endpoint = NixlEndpoint(self._agent.name, self._agent.metadata(), region).encode()
         self._wake = Event()
+        self._rechecks: SimpleQueue[tuple[str, Sequence[int]]] = SimpleQueue()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -55,6 +57,11 @@ class NixlReceiver(ReceiverThread):
     def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
         """As the base's; notifications are asked for more often from now on."""
         super().admit(reservation, first_block, slots)
+        self._wake.set()
+
+    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
+        """As the protocol's; on the thread, which may wait for the checksums of a whole prompt."""
+        self._rechecks.put((reservation, blocks))
         self._wake.set()
 
     def close(self) -> None:
@@ -75,6 +82,9 @@ class NixlReceiver(ReceiverThread):
             notes = self._agent.notifications()
             for note in notes:
                 for event in self._take(note, None):
+                    emit(event)
+            while not self._rechecks.empty():
+                for event in self._recheck(*self._rechecks.get()):
                     emit(event)
             now = time.monotonic()
             busy_until = now + BUSY_FOR_S if notes else busy_until

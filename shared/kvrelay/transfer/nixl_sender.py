@@ -181,7 +181,9 @@ class _NixlDriver:
 
     def _peer_at(self, endpoint: NixlEndpoint) -> NixlPeer:
         if (broken := self._broken.get(endpoint.agent)) is not None:
-            raise NixlError(broken.error)
+            if endpoint.agent in self._peers or time.monotonic() < broken.until:
+                raise NixlError(broken.error)
+            del self._broken[endpoint.agent]  # the thread may have slept since: `expire` comes after a push
         peer = self._peers.get(endpoint.agent)
         if peer is None:
             name = self._agent.add_peer(endpoint.metadata)

@@ -46,7 +46,7 @@ class ReceiverThread:
 
     def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
         """Must be called once, on the event loop's thread, which then gets the events."""
-        port = LoopPort(on_event)
+        self._port = port = LoopPort(on_event)
         thread = Thread(target=self._run, args=(port,), name=self._thread_name, daemon=True)
         thread.start()
         self._thread = thread
@@ -59,6 +59,10 @@ class ReceiverThread:
         """
         with self._changed:
             self._permits.admit(reservation, first_block, slots)
+
+    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
+        """As the protocol's. What this side has copied itself, nobody else writes."""
+        self._port.emit(Landed(reservation, tuple(blocks)))
 
     def release(self, reservation: str) -> None:
         """Ends a reservation, known or not. No block of it is written after this returns.
@@ -135,10 +139,29 @@ class ReceiverThread:
         with self._changed:
             if header.reservation not in self._permits:
                 raise Dropped("unknown_reservation")  # released meanwhile, which waits for this
-            self._permits.land(header.reservation, writes.blocks)
+            sums = None if header.checksums is None else header.checksums[writes.rows]
+            self._permits.land(header.reservation, writes.blocks, sums)
         self.counters.num_blocks += len(writes.blocks)
         self.counters.num_bytes += len(writes.blocks) * header.block_bytes
         return [Landed(header.reservation, writes.blocks)]
+
+    def _recheck(self, reservation: str, blocks: Sequence[int]) -> list[ReceiverEvent]:
+        """On the thread that takes messages. Blocks that were sent without checksums count as whole."""
+        with self._changed:
+            there = self._permits.landed(reservation, blocks)
+        is_whole = np.ones(len(there.blocks), np.bool_)
+        if there.checksums is not None and there.blocks:
+            is_whole = checksums_of(self._pool.rows(there.slots)) == there.checksums
+        whole = tuple(block for block, holds in zip(there.blocks, is_whole, strict=True) if holds)
+        damaged = tuple(block for block, holds in zip(there.blocks, is_whole, strict=True) if not holds)
+        events: list[ReceiverEvent] = [Landed(reservation, whole)] if whole else []
+        if damaged:
+            with self._changed:
+                self._permits.reopen(reservation, damaged)
+            self.counters.dropped["checksum"] += 1
+            log.warning("%s: a repeated write damaged %d blocks that had landed", reservation, len(damaged))
+            events.append(Corrupted(reservation, damaged))
+        return events
 
     def _verify(self, writes: Writes, checksums: Checksums, rows: Bytes | None) -> NDArray[np.bool_]:
         """Which of the blocks to be written, or that lie in their slots already, are as they were sent."""

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.transfer.wire import BlocksHeader, Indices
+from kvrelay.transfer.wire import BlocksHeader, Checksums, Indices
 
 DropCause = Literal[
     "malformed",
@@ -41,6 +41,7 @@ class _Admitted:
     first_block: int
     slots: Indices
     landed: NDArray[np.bool_]
+    checksums: Checksums | None = None  # of the blocks that have landed, if they were sent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +58,15 @@ class Writes:
             return self
         chosen = np.flatnonzero(which)
         return Writes(self.rows[chosen], self.slots[chosen], tuple(self.blocks[i] for i in chosen.tolist()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LandedBlocks:
+    """Blocks by prompt index, their slots, and their checksums if they were sent; of shape [num_blocks]."""
+
+    blocks: tuple[int, ...]
+    slots: Indices
+    checksums: Checksums | None
 
 
 class WritePermits:
@@ -114,9 +124,32 @@ class WritePermits:
             raise Dropped("duplicate")
         return Writes(rows, slots[rows], tuple(header.indices[rows].tolist()))
 
-    def land(self, reservation: str, blocks: Sequence[int]) -> None:
-        """Blocks that `check` returned have been written into their slots."""
+    def land(self, reservation: str, blocks: Sequence[int], checksums: Checksums | None = None) -> None:
+        """Blocks that `check` returned have been written into their slots. `checksums`: of these blocks, if sent."""
         admitted = self._admitted[reservation]
         offsets = np.array(blocks, np.int64) - admitted.first_block
+        if checksums is not None:
+            if admitted.checksums is None:
+                admitted.checksums = np.zeros(admitted.slots.size, np.uint32)
+            admitted.checksums[offsets] = checksums
         admitted.landed[offsets] = True
         self._permitted[admitted.slots[offsets]] = False
+
+    def landed(self, reservation: str, blocks: Sequence[int]) -> LandedBlocks:
+        """Those of the blocks that have landed. Empty for an unknown reservation."""
+        admitted = self._admitted.get(reservation)
+        if admitted is None:
+            return LandedBlocks((), np.empty(0, np.int64), None)
+        offsets = np.array(blocks, np.int64) - admitted.first_block
+        offsets = offsets[admitted.landed[offsets]]
+        found = tuple((offsets + admitted.first_block).tolist())
+        sums = None if admitted.checksums is None else admitted.checksums[offsets]
+        return LandedBlocks(found, admitted.slots[offsets], sums)
+
+    def reopen(self, reservation: str, blocks: Sequence[int]) -> None:
+        """These blocks, which had landed, may be written again. An unknown reservation is no error."""
+        admitted = self._admitted.get(reservation)
+        if admitted is not None:
+            offsets = np.array(blocks, np.int64) - admitted.first_block
+            admitted.landed[offsets] = False
+            self._permitted[admitted.slots[offsets]] = True

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -44,33 +45,60 @@ class Couple:
     source: SendingEnd
     target: ReceivingEnd
     plan: Plan
+    num_pushes: Counter[int] = field(default_factory=Counter)  # by block
+    missing: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.target.log.tell = self._check
+        self.missing = set(self.plan.blocks)
+        self.target.log.tell = self._take
 
-    def _check(self, event: SenderEvent | ReceiverEvent) -> None:
+    def _take(self, event: SenderEvent | ReceiverEvent) -> None:
+        if isinstance(event, Corrupted):
+            self.missing.update(event.blocks)
         if isinstance(event, Landed):
+            self.missing.difference_update(event.blocks)
             for block in event.blocks:
+                if self.target.receiver.needs_quarantine and self.num_pushes[block] > 1:
+                    continue  # a repeated write may have damaged it: it is compared again at the end
                 place = block - self.plan.first_block
                 slot, origin = self.plan.slots[place], self.plan.sources[place]
                 assert np.array_equal(self.target.pool[slot], self.source.pool[origin]), "wrong bytes were reported"
 
-    @property
-    def missing(self) -> list[int]:
-        return sorted(set(self.plan.blocks) - set(self.target.landed("r")))
-
-    def push(self, blocks: list[int]) -> None:
-        copies = self.plan.copies
+    def push(self, blocks: Iterable[int]) -> None:
+        """Pushes those of the blocks that are not in flight, as prefill does."""
+        copies, has_left = self.plan.copies, Counter(self.source.pushed("r"))
+        blocks = sorted(block for block in blocks if self.num_pushes[block] <= has_left[block])
+        self.num_pushes.update(blocks)
         self.source.push("r", self.target.endpoint, [copies[block - self.plan.first_block] for block in blocks])
 
-    async def transfer(self) -> str:
-        """As decode does: what does not come, or comes wrong, is asked for again; "" when all landed, or a cause."""
+    async def transfer(self, ask_again_after_s: float = ASK_AGAIN_AFTER_S) -> str:
+        """As decode does: what does not come, or comes wrong, is asked for again; "" when all landed, or a cause.
+
+        Blocks that were pushed more than once are compared with their checksums when all writes have left.
+        """
+        while True:
+            cause = await self._until_all_landed(ask_again_after_s)
+            if cause or not self.target.receiver.needs_quarantine:
+                return cause
+            await self.source.log.until(lambda: self._have_left() or bool(self.source.failures("r")))
+            repeated = [block for block, number in self.num_pushes.items() if number > 1]
+            num_events = len(self.target.log.events)
+            self.missing.update(repeated)
+            self.target.receiver.recheck("r", repeated)
+            await self.target.log.until(lambda before=num_events: not self.missing or self._is_corrupted(before))  # type: ignore[misc]
+            if not self.missing:
+                return ""
+
+    def _have_left(self) -> bool:
+        return Counter(self.source.pushed("r")) >= self.num_pushes
+
+    async def _until_all_landed(self, ask_again_after_s: float) -> str:
         self.push(self.missing)
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             num_events = len(self.target.log.events)
             try:
-                async with asyncio.timeout(ASK_AGAIN_AFTER_S):
+                async with asyncio.timeout(ask_again_after_s):
                     await self.target.log.until(lambda before=num_events: self._has_news(before))  # type: ignore[misc]
             except TimeoutError:
                 pass
@@ -203,6 +231,33 @@ async def test_whatever_a_seed_brings_ends_with_the_right_bytes(couple: Builder,
     assert await one.transfer() == ""
     one.plan.assert_arrived(one.source.pool, one.target.pool)
     await one.assert_drained_is_the_end()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_blocks_that_are_only_late_and_are_damaged_by_their_repetition_are_found(
+    couple: Builder, seed: int
+) -> None:
+    one = couple(Faults(Seeded(seed, EVERYTHING)), Faults(Seeded(seed, EVERYTHING)))
+    assert await one.transfer(ask_again_after_s=0.0) == ""
+    one.plan.assert_arrived(one.source.pool, one.target.pool)
+    await one.assert_drained_is_the_end()
+
+
+async def test_a_repeated_write_that_damages_a_landed_block_is_found_by_a_recheck(couple: Builder) -> None:
+    one = couple(Faults(Script({(Point.PUSH, 2): Fault.CORRUPT})))
+    first = list(one.plan.blocks)[:8]
+    for _ in range(2):
+        one.push(first)
+        await one.source.log.until(one._have_left)
+        await one.target.log.until(lambda: not set(first) & one.missing)
+    is_damaged = one.target.receiver.needs_quarantine
+    one.target.receiver.recheck("r", first)
+    seen = [Landed("r", tuple(first[:7])), Corrupted("r", (first[7],))] if is_damaged else [Landed("r", tuple(first))]
+    await one.target.log.until(lambda: one.target.log.events[-len(seen) :] == seen)
+    one.push(one.missing)
+    await one.target.log.until(lambda: not set(first) & one.missing)
+    for block, copy in zip(first, one.plan.copies, strict=False):
+        assert np.array_equal(one.target.pool[copy.slot], one.source.pool[copy.source]), block
 
 
 async def test_without_checksums_a_corrupted_block_goes_unnoticed(couple: Builder) -> None:

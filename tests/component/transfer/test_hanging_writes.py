@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,13 +102,17 @@ async def test_a_write_that_hangs_after_a_good_one_has_not_drained_until_it_ends
         assert written == ([2, 3, 4, 5] if lands else [])
 
 
-async def test_a_connection_is_tried_again_after_a_while() -> None:
-    settings = NixlSettings(stall_timeout_s=STALL_S, retry_after_s=0.0, piece_blocks=2)
+@pytest.mark.parametrize("retry_after_s", [0.0, 0.3])
+async def test_a_connection_is_tried_again_after_a_while(retry_after_s: float) -> None:
+    settings = NixlSettings(stall_timeout_s=STALL_S, retry_after_s=retry_after_s, piece_blocks=2)
     with fake_network() as network, ends(settings) as (source, target):
         await hang_after_one_good_write(network, source, target)
         await source.log.until(lambda: bool(source.failures("hung")))
+        broken_at = time.monotonic()
         network.end("the peer has died")
         await source.abort("hung")
         network.num_good = None
+        while time.monotonic() <= broken_at + retry_after_s:  # the sender's thread sleeps meanwhile
+            await asyncio.sleep(retry_after_s / 5)
         push(source, target, "again", range(8, 12))
         await target.until_landed("again", range(4))

@@ -139,7 +139,30 @@ def test_where_writes_are_one_sided_the_answer_to_the_last_question_is_awaited()
     receiver.handle(Corrupted("r", (1,)))
     assert receiver.handle(Landed("r", (1, 2))) == []
     message = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3, resend=1)
-    assert decode.Commit(message) in receiver.handle(decode.HandoffReceived(message))
+    assert receiver.handle(decode.HandoffReceived(message)) == [decode.RecheckBlocks("r", (1,))]
+    assert decode.Commit(message) in receiver.handle(Landed("r", (1,)))
+
+
+def test_a_landed_block_that_a_repeated_write_has_damaged_is_found_and_asked_for_again() -> None:
+    receiver = filling(one_sided=True)
+    assert receiver.handle(decode.HandoffOverdue()) == [decode.SendResend("r", (1, 2), 1, corrupted=False)]
+    assert receiver.handle(Landed("r", (1, 2))) == []  # the first writes were only late
+    answer = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3, resend=1)
+    assert receiver.handle(decode.HandoffReceived(answer)) == [decode.RecheckBlocks("r", (1, 2))]
+    assert receiver.handle(Landed("r", (1,))) == []
+    assert receiver.handle(Corrupted("r", (2,))) == [decode.SendResend("r", (2,), 2, corrupted=True)]
+    assert receiver.handle(Landed("r", (2,))) == []
+    second = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3, resend=2)
+    assert receiver.handle(decode.HandoffReceived(second)) == [decode.RecheckBlocks("r", (2,))]
+    assert decode.Commit(second) in receiver.handle(Landed("r", (2,)))
+
+
+def test_repeated_blocks_of_a_handoff_that_ended_are_not_taken_for_whole() -> None:
+    receiver = filling(one_sided=True)
+    receiver.handle(decode.HandoffOverdue())
+    receiver.handle(Landed("r", (1, 2)))
+    receiver.handle(decode.ReceiveCancelled("client gone"))
+    assert receiver.handle(decode.WritesDrained()) == [decode.FreeBlocks(1)]
 
 
 def granted(reservation: str) -> Granted:

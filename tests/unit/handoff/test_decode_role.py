@@ -72,6 +72,9 @@ class SilentReceiver:
     def admit(self, reservation: str, first_block: int, slots: Seq[int]) -> None:
         pass
 
+    def recheck(self, reservation: str, blocks: Seq[int]) -> None:
+        self.report(Landed(reservation, tuple(blocks)))
+
     def release(self, reservation: str) -> None:
         pass
 

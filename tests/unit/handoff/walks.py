@@ -54,6 +54,8 @@ class World:
         self.writes: Counter[Write] = Counter()  # that may still land
         self.notices: list[tuple[str, Write]] = []  # that the receiver has not heard of
         self.completions: list[Write] = []  # that the sender has not heard of
+        self.damaged: set[Write] = set()  # whose slot holds other bytes than were sent
+        self.rechecks: list[tuple[Receiver, str, tuple[int, ...]]] = []
         self.num_faults = 0
         self.aborting: set[str] = set()
         self.where: dict[str, str] = {}
@@ -110,15 +112,20 @@ class World:
                 case decode.Commit(message):
                     assert receiver.landed[message.reservation] == set(range(1, NUM_BLOCKS))
                     assert not receiver.one_sided or not any(w[1] == message.reservation for w in self.writes)
+                    assert not receiver.one_sided or not any(w[1] == message.reservation for w in self.damaged)
                     receiver.committed += 1
                     self.to_prefill.append((receiver.name, "committed", message.reservation))
-                case decode.FreeBlocks():
+                case decode.FreeBlocks(num_whole):
                     if receiver.one_sided:
                         reservation = receiver.machine.reservation if receiver.machine else ""
+                        assert not any(w[1] == reservation and w[2] < num_whole for w in self.damaged)
                         assert not any(w[:2] == (receiver.name, reservation) for w in self.writes)
                     receiver.slots_held = False
                 case decode.SendReleased(reservation, _, _):
                     self.to_prefill.append((receiver.name, "released", reservation))
+                case decode.RecheckBlocks(reservation, blocks):
+                    assert not any(w[1] == reservation for w in self.writes), "a write in flight may still damage one"
+                    self.rechecks.append((receiver, reservation, blocks))
                 case decode.SendResend():
                     self.to_prefill.append((receiver.name, "resend", instruction))
                 case _:
@@ -203,6 +210,7 @@ class World:
         self.completions.append(write)
         self.num_faults += faulty
         fate = self.rng.choice(["lost", "corrupted"]) if faulty else "landed"
+        (self.damaged.add if fate == "corrupted" else self.damaged.discard)(write)
         if fate != "lost":
             self.notices.append((fate, write))
 
@@ -220,6 +228,14 @@ class World:
         else:
             receiver.landed[reservation].add(index)
             self.run_receiver(receiver, machine.handle(Landed(reservation, (index,))))
+
+    def recheck(self, receiver: Receiver, reservation: str, blocks: tuple[int, ...]) -> None:
+        self.rechecks.remove((receiver, reservation, blocks))
+        damaged = tuple(block for block in blocks if (receiver.name, reservation, block) in self.damaged)
+        for event_class, some in ((Landed, tuple(sorted({*blocks} - {*damaged}))), (Corrupted, damaged)):
+            if some and receiver.alive and receiver.machine is not None:
+                receiver.landed[reservation].difference_update(damaged)
+                self.run_receiver(receiver, receiver.machine.handle(event_class(reservation, some)))
 
     def complete(self, write: Write) -> None:
         self.completions.remove(write)
@@ -280,6 +296,7 @@ class World:
     def choices(self, calm: bool) -> list[tuple[str, object]]:
         events: list[tuple[str, object]] = [("land", write) for write in sorted(self.writes)]
         events += [("notice", notice) for notice in self.notices]
+        events += [("recheck", each) for each in self.rechecks]
         events += [("complete", write) for write in self.completions]
         if self.writes and self.num_faults < self.most_faults:
             events += [("fault", write) for write in sorted(self.writes)]
@@ -318,6 +335,8 @@ class World:
                     self.notify(notice)
                 case "complete", tuple() as write:
                     self.complete(write)
+                case "recheck", tuple() as each:
+                    self.recheck(*each)
                 case "overdue", Receiver() as receiver:
                     assert receiver.machine is not None
                     self.run_receiver(receiver, receiver.machine.handle(decode.HandoffOverdue()))

@@ -7,6 +7,7 @@ from typing import Any
 from kvrelay.protocol.messages import Handoff
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.transfer.base import Landed
 from kvrelay_decode import receiver_events as decode
 from kvrelay_decode.quarantine import SETTLE_TICKS, Quarantine
 from kvrelay_decode.receiver_handoff import ReceiverHandoff
@@ -125,6 +126,8 @@ def run(state: State, who: str, key: SequenceKey, instructions: list[decode.Rece
                 receiving.slots = ()
             case decode.SendResend(reservation, blocks, number):
                 state.post(who, receiving.prefill, "resend", key, reservation, blocks, number)
+            case decode.RecheckBlocks(reservation, blocks):
+                run(state, who, key, machine.handle(Landed(reservation, blocks)))
             case decode.SendReleased(reservation):
                 state.post(who, receiving.prefill, "released", key, reservation)
     if machine.state is D.FREED:

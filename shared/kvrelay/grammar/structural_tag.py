@@ -2,7 +2,7 @@
 
 vLLM's and SGLang's form: `{"type": "structural_tag", "structures": [{"begin": ..., "schema": {...}, "end": ...}],
 "triggers": [...]}`. Where the text contains a trigger, it must go on with the `begin` of a structure that starts with
-that trigger, then a value of its schema, then its `end`.
+that trigger, then a value of its schema, then its `end`. For the newer form see `tag_format.py`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ from typing import Any
 from llguidance import StructTag
 
 from kvrelay.grammar.grammar_compiler import GrammarError
+from kvrelay.grammar.tag_format import tag_format_to_lark
 
 
 def structural_tag_to_lark(text: str) -> str:
-    """The tag, given as JSON, as a Lark grammar. Raises GrammarError."""
+    """The tag, given as JSON in either form, as a Lark grammar. Raises GrammarError."""
     try:
         tag = json.loads(text)
+        if isinstance(tag, dict) and "format" in tag:
+            return tag_format_to_lark(tag["format"])
         triggers = [_string(trigger, "triggers") for trigger in tag["triggers"]]
         tags = [_structure(structure, triggers) for structure in tag["structures"]]
     except KeyError as error:
         raise GrammarError(f"a structural tag needs {error.args[0]!r}") from None
+    except GrammarError:
+        raise
     except (TypeError, AttributeError, ValueError, RecursionError) as error:
         raise GrammarError(f"malformed structural tag: {error}") from None
     if not tags:

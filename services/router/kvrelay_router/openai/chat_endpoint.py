@@ -28,7 +28,7 @@ class ChatEndpoint:
         await check_messages(content)
         request = parse_chat(content)
         limits = check_request(service, names, request)
-        await service.check_grammar(request.grammar)
+        await service.check_grammar(request.grammar, request.grammar_param)
         fields = _endpoint_fields(request)
         token_ids = await service.encode_chat(request.messages, request.options)
         check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)

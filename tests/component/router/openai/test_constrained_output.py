@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pydantic
 import pytest
 
 from kvrelay.protocol.grammar import Grammar, GrammarKind
@@ -15,6 +16,7 @@ TAG = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": SCHEMA, "en
 AS_JSON = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(SCHEMA, separators=(",", ":")))
 ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"object"}')
 CHOICE = Grammar(kind=GrammarKind.CHOICE, text='["yes","no"]')
+CLOSED = Grammar(kind=AS_JSON.kind, text=AS_JSON.text[:-1] + ',"additionalProperties":false}')
 LARK = Grammar(kind=GrammarKind.GRAMMAR, text='start: "a"')
 COMPACT = Grammar(kind=GrammarKind.JSON_SCHEMA, text=AS_JSON.text, whitespace="")
 
@@ -40,6 +42,14 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": ""}}, COMPACT),
     ({"structured_outputs": {"choice": ["yes", "no"], "regex": None}}, CHOICE),
     ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True, "disable_fallback": True}}, COMPACT),
+    ({"structured_outputs": {"json": AS_JSON.text, "disable_additional_properties": True}}, CLOSED),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_JSON),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, AS_JSON),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+        Grammar(kind=GrammarKind.STRUCTURAL_TAG, text='{"type":"structural_tag","format":{"type":"any_text"}}'),
+    ),
     (
         {"response_format": {"type": "structural_tag", **TAG}},
         Grammar(
@@ -67,6 +77,26 @@ async def test_an_error_names_what_the_library_says(router: Router) -> None:
     answer = await router.http.post("/v1/completions", json=body)
     assert answer.status_code == 400 and "not" in answer.json()["error"]["message"]
     assert not router.dispatcher.requests
+
+
+class Animal(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_openai_client_parses_an_answer_for_a_pydantic_model(router: Router, streamed: bool) -> None:
+    router.answers('{"name": "an otter", "age": 7}')
+    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "?"}], "response_format": Animal}
+    if streamed:
+        async with router.openai.chat.completions.stream(**asked) as stream:
+            answer = await stream.get_final_completion()
+    else:
+        answer = await router.openai.chat.completions.parse(**asked)
+    assert answer.choices[0].message.parsed == Animal(name="an otter", age=7)
+    (request,) = router.dispatcher.requests
+    schema = Animal.model_json_schema() | {"additionalProperties": False}  # which the client adds
+    assert request.sampling.grammar is not None and json.loads(request.sampling.grammar.text) == schema
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -39,9 +39,7 @@ class GrammarFields(GenerationFields):
     def grammar(self) -> Grammar | None:
         """What the output is constrained to, if anything. Raises ApiError for fields that are wrong in themselves;
         whether the grammar can be compiled is checked later."""
-        if self.model_fields_set.isdisjoint(GRAMMAR_FIELDS):
-            return None
-        given = {name: value for name in (*_OBJECT_READERS, *_READERS) if _is_set(value := self._value_of(name))}
+        given = self._constraints
         if not given:
             return None
         if len(given) > 1:
@@ -51,6 +49,17 @@ class GrammarFields(GenerationFields):
         if param in _OBJECT_READERS:
             return _OBJECT_READERS[param](value)
         return _READERS[param](value, param, _whitespace(self.guided_whitespace_pattern, "guided_whitespace_pattern"))
+
+    @property
+    def grammar_param(self) -> str:
+        """The field that constrains the output, for error messages."""
+        return next(iter(self._constraints), "")
+
+    @cached_property
+    def _constraints(self) -> dict[str, Any]:
+        if self.model_fields_set.isdisjoint(GRAMMAR_FIELDS):
+            return {}
+        return {name: value for name in (*_OBJECT_READERS, *_READERS) if _is_set(value := self._value_of(name))}
 
     def _value_of(self, param: str) -> Any:
         """The value of a request's field. None if it constrains nothing."""
@@ -76,12 +85,17 @@ def _of_response_format(value: Any) -> Grammar:
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise _wrong(param, "it must be an object with a type")
     match value["type"]:
+        case "json_object" | "json_schema" if isinstance(value.get("schema"), dict):  # of llama.cpp's server
+            return _of_schema(value["schema"], f"{param}.schema", None)
         case "json_object":
             return _of_schema(ANY_OBJECT, param, None)
         case "json_schema":
             described = value.get("json_schema")
             if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
                 raise _wrong(f"{param}.json_schema", "it must be an object with a 'schema'")
+            # Every schema is enforced, so `strict` changes nothing.
+            if not isinstance(described.get("strict"), bool | None):
+                raise _wrong(f"{param}.json_schema.strict", "it must be true or false")
             return _of_schema(described["schema"], f"{param}.json_schema.schema", None)
         case "structural_tag":
             return _of_tag(value, param, None)
@@ -93,7 +107,10 @@ def _of_response_format(value: Any) -> Grammar:
 
 
 def _of_structured_outputs(value: Any) -> Grammar:
-    """VLLM's field: an object with one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`."""
+    """VLLM's field: an object with one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`.
+
+    `disable_fallback` is about backends, of which there is one here, and is ignored.
+    """
     param = "structured_outputs"
     if not isinstance(value, dict):
         raise _wrong(param, "it must be an object")
@@ -102,24 +119,42 @@ def _of_structured_outputs(value: Any) -> Grammar:
     if len(given) != 1:
         raise _wrong(param, f"it must have one of {', '.join(map(repr, _OF_STRUCTURED_OUTPUTS))}")
     (name,) = given
+    if _flag(value, "disable_any_whitespace", param) and whitespace is None:
+        whitespace = ""
+    if _flag(value, "disable_additional_properties", param) and name == "json":
+        value = value | {"json": _closed(_schema_of(value["json"], f"{param}.json"))}
     return _READERS[_OF_STRUCTURED_OUTPUTS[name]](value[name], f"{param}.{name}", whitespace)
 
 
 def _of_schema(value: Any, param: str, whitespace: str | None) -> Grammar:
     """A schema as an object, or as JSON text."""
+    schema = _schema_of(value, param)
+    text = value if isinstance(value, str) else orjson.dumps(schema).decode()
+    return _grammar(GrammarKind.JSON_SCHEMA, text, param, whitespace)
+
+
+def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
     if isinstance(value, str):
-        text = value
-        _check_size(text, param)
+        _check_size(value, param)
         try:
-            schema = orjson.loads(text)
+            value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
             raise _wrong(param, f"it is not valid JSON: {error}") from None
-    else:
-        schema = value
-        text = orjson.dumps(value).decode() if isinstance(value, dict | bool) else ""
-    if not isinstance(schema, dict | bool):
+    if not isinstance(value, dict | bool):
         raise _wrong(param, "it must be a JSON schema")
-    return _grammar(GrammarKind.JSON_SCHEMA, text, param, whitespace)
+    return value
+
+
+def _closed(value: Any) -> Any:
+    """The schema with no properties but those that it names, as in vLLM. `value` has been parsed, so it is not deep."""
+    if isinstance(value, list):
+        return [_closed(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    closed = {name: _closed(each) for name, each in value.items()}
+    if "additionalProperties" not in value and value.keys() & {"properties", "patternProperties"}:
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _of_any_object(value: Any, param: str, whitespace: str | None) -> Grammar:
@@ -192,6 +227,13 @@ def _text(value: Any, param: str) -> str:
     if not isinstance(value, str):
         raise _wrong(param, "it must be a string")
     return value
+
+
+def _flag(fields: dict[str, Any], name: str, param: str) -> bool:
+    value = fields.get(name)
+    if not isinstance(value, bool | None):
+        raise _wrong(f"{param}.{name}", "it must be true or false")
+    return bool(value)
 
 
 def _whitespace(value: Any, param: str) -> str | None:

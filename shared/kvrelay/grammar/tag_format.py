@@ -1,0 +1,142 @@
+"""The newer form of structural tags, `{"type": "structural_tag", "format": {...}}`, as Lark.
+
+Its formats, as in XGrammar: `const_string`, `json_schema`, `regex`, `grammar`, `any_text`, `sequence`, `or`, `tag`,
+`triggered_tags` and `tags_with_separator`. Free text ends at the first place where the string behind it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from kvrelay.grammar.grammar_compiler import GrammarError
+
+MAX_DEPTH = 16
+MAX_FORMATS = 256
+ASCII_CLASSES = "dw"
+
+
+def tag_format_to_lark(tag_format: Any) -> str:
+    """The library's grammar. Raises GrammarError for what is malformed or not supported."""
+    written = _Written()
+    start = written.expression(tag_format, "", 0)
+    lark = "\n".join(["%llguidance {}", f"start: {start}", "TAG_TEXT: /(.|\\n)*/", *written.rules])
+    grammars = [{"name": "structural_tag", "lark_grammar": lark}, *written.side_grammars]
+    return json.dumps({"grammars": grammars})
+
+
+class _Written:
+    def __init__(self) -> None:
+        self.rules: list[str] = []
+        self.side_grammars: list[dict[str, str]] = []
+        self._num_formats = 0
+
+    def expression(self, tag_format: Any, end: str, depth: int) -> str:
+        """What a format stands for, followed by the string `end`."""
+        self._num_formats += 1
+        if self._num_formats > MAX_FORMATS or depth > MAX_DEPTH:
+            raise GrammarError(f"a structural tag has at most {MAX_FORMATS} formats, {MAX_DEPTH} deep")
+        if not isinstance(tag_format, dict):
+            raise GrammarError("malformed structural tag: a format must be an object")
+        match tag_format:
+            case {"type": "const_string", "value": str() as value}:
+                return _joined(_quoted(value), _quoted(end))
+            case {"type": "json_schema", "json_schema": dict() | bool() as schema}:
+                return _joined(f"%json {json.dumps(schema if schema is not True else {})}", _quoted(end))
+            case {"type": "regex", "pattern": str() as pattern}:
+                return _joined(f"/{_in_slashes(regex_to_lark(pattern, ASCII_CLASSES))}/", _quoted(end))
+            case {"type": "grammar", "grammar": str() as grammar}:
+                return _joined(self._side_grammar(grammar), _quoted(end))
+            case {"type": "any_text"}:
+                return self._text_until(end) if end else "TAG_TEXT"
+            case {"type": "sequence", "elements": [*elements, last]}:
+                if any(_is_open(each) for each in elements):
+                    raise GrammarError("free text in a sequence of a structural tag must be its last element")
+                firsts = [self.expression(each, "", depth + 1) for each in elements]
+                return _joined(*firsts, self.expression(last, end, depth + 1))
+            case {"type": "or", "elements": [_, *_] as elements}:
+                return _either([self.expression(each, end, depth + 1) for each in elements])
+            case {"type": "tag"}:
+                return _joined(self._tag(tag_format, "", depth), _quoted(end))
+            case {"type": "triggered_tags", "triggers": list() as triggers, "tags": [_, *_] as tags}:
+                return self._triggered(tag_format, triggers, tags, end, depth)
+            case {"type": "tags_with_separator", "separator": str() as separator, "tags": [_, *_] as tags}:
+                return _joined(self._separated(tag_format, separator, tags, depth), _quoted(end))
+        kind = tag_format.get("type")
+        raise GrammarError(f"the format {kind!r} of a structural tag is malformed, or not supported")
+
+    def _tag(self, tag: Any, trigger: str, depth: int) -> str:
+        """A tag without the `trigger` that it begins with."""
+        match tag:
+            case {"begin": str() as begin, "content": content, "end": str() as end}:
+                return _joined(_quoted(begin[len(trigger) :]), self.expression(content, end, depth + 1))
+        raise GrammarError("a tag of a structural tag needs the texts 'begin' and 'end', and 'content'")
+
+    def _triggered(self, tag_format: dict[str, Any], triggers: list[Any], tags: list[Any], end: str, depth: int) -> str:
+        if tag_format.get("excludes"):
+            raise GrammarError("'excludes' of a structural tag is not supported")
+        choices = []
+        for tag in tags:
+            begin = tag.get("begin") if isinstance(tag, dict) else None
+            found = [each for each in triggers if isinstance(each, str) and each and str(begin).startswith(each)]
+            if not isinstance(begin, str) or not found:
+                raise GrammarError(f"no trigger is the beginning of {begin!r}")
+            choices.append(_joined(self._text_until(found[0]), self._tag(tag, found[0], depth)))
+        one = _either(choices)
+        rest = self._text_until(end) if end else "TAG_TEXT"
+        if tag_format.get("stop_after_first"):
+            first = _joined(one, _quoted(end))
+            return first if tag_format.get("at_least_one") else _either([first, rest])
+        return _joined(f"{one}{'+' if tag_format.get('at_least_one') else '*'}", rest)
+
+    def _separated(self, tag_format: dict[str, Any], separator: str, tags: list[Any], depth: int) -> str:
+        one = _either([self._tag(tag, "", depth) for tag in tags])
+        more = "" if tag_format.get("stop_after_first") else f"({_joined(_quoted(separator), one)})*"
+        expression = _joined(one, more)
+        return expression if tag_format.get("at_least_one") else f"({expression})?"
+
+    def _text_until(self, end: str) -> str:
+        """Free text to the first `end`, which is a token of its own for the lexer."""
+        name = f"until_{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: TAG_TEXT {_quoted(end)}")
+        return name
+
+    def _side_grammar(self, text: str) -> str:
+        name = f"grammar_{len(self.side_grammars)}"
+        try:
+            lark = any_to_lark(text)
+        except Exception as error:  # the library raises plain exceptions here
+            raise GrammarError(f"a grammar is neither in Lark's notation nor in GBNF: {str(error)[:500]}") from None
+        self.side_grammars.append({"name": name, "lark_grammar": lark})
+        return "@" + name
+
+
+def _is_open(tag_format: Any) -> bool:
+    """Whether a format may end with free text."""
+    match tag_format:
+        case {"type": "any_text" | "triggered_tags"}:
+            return True
+        case {"type": "sequence" | "or", "elements": list() as elements}:
+            return any(_is_open(each) for each in elements)
+    return False
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _joined(*parts: str) -> str:
+    return f"({' '.join(filter(None, parts))})" if any(parts) else '""'
+
+
+def _either(choices: list[str]) -> str:
+    return f"({' | '.join(choices)})"
+
+
+def _in_slashes(pattern: str) -> str:
+    escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+    return escaped.replace("\n", "\\n")

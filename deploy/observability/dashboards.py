@@ -118,6 +118,14 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                     ("grammars {{result}}", rate("kvrelay_grammar_lookups_total", "result")[1]),
                 ],
             ),
+            Panel(
+                "Drafts",
+                "ops",
+                [
+                    ("verified", rate("kvrelay_speculation_drafted_total")[1]),
+                    ("accepted", rate("kvrelay_speculation_accepted_total")[1]),
+                ],
+            ),
             Panel("Tokens by role", "short", [rate("kvrelay_step_tokens_total", "job, phase")]),
             Panel(
                 "Running on decode",

@@ -62,8 +62,8 @@ def expected_tokens(prompt: Sequence[int], sampling: Sampling, max_model_len: in
 
 
 class HashRunner:
-    """Implements `ModelRunner`. A step takes `step_s`, and waits where `hold_after` says so. A row with `num_lookahead`
-    brings as many tokens as a hash of its position says, and one with `jumps` further ones without their K/V, as if a
+    """Implements `ModelRunner`. A step takes `step_s`, and waits where `hold_after` says so. A row with drafts
+    brings those that are right and one more token, and one with `jumps` further ones without their K/V, as if a
     grammar forced what the model would sample."""
 
     def __init__(
@@ -159,11 +159,13 @@ class HashRunner:
         end = row.position + len(row.token_ids)
         positions = np.arange(row.position, end)
         token_ids = [*row.token_ids[:-1], self._sampled[row.key]] if row.has_placeholder else row.token_ids
+        assert not (row.has_placeholder and row.num_drafts), "what follows a token that nobody knows cannot be guessed"
         self._entries[row.block_ids[positions // size], positions % size, 0] = token_ids
         self._entries[row.block_ids[positions // size], positions % size, 1] = positions
         read = self._entries[row.block_ids[: (end + size - 1) // size]].reshape(-1, 2)[:end]
         if not np.array_equal(read[:, 1], np.arange(end)):
             raise CorruptCache(f"{row.key}: positions in the pool are {read[:, 1].tolist()}")
+        read = read[: end - row.num_drafts]
         if not row.sample:
             return RowResult()
         sampling = self._sequences[row.key]
@@ -177,16 +179,12 @@ class HashRunner:
         return RowResult(new_ids, logprobs, num_forced=num_forced)
 
     def _continue(self, row: WorkerRow, tokens: list[int], sampling: Sampling) -> tuple[tuple[int, ...], int]:
-        """The next tokens, and how many of them are forced. Writes K/V of all others but the last of these, and
-        nonsense behind, as rejected drafts leave it."""
-        size, start = self.spec.block_size, len(tokens)
-        ahead = np.arange(start, start + row.num_lookahead)
-        self._entries[row.block_ids[ahead // size], ahead % size] = -1
-        num_new = 1 + zlib.crc32(f"{row.key} {start}".encode()) % (row.num_lookahead + 1)
-        for position in range(start, start + num_new):
+        """The next tokens, and how many of them are forced. The row's K/V has what the drafts left."""
+        start, drafts = len(tokens), row.token_ids[len(row.token_ids) - row.num_drafts :].tolist()
+        for draft in [*drafts, None]:
             tokens.append(next_token(np.array(tokens, np.int32), sampling, row.key[2]))
-            if position < start + num_new - 1:
-                self._entries[row.block_ids[position // size], position % size] = tokens[-1], position
+            if tokens[-1] != draft:
+                break
         num_forced = zlib.crc32(f"{row.key} {start} forced".encode()) % 12 if row.jumps else 0
         for _ in range(num_forced):
             tokens.append(next_token(np.array(tokens, np.int32), sampling, row.key[2]))

@@ -10,8 +10,10 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from kvrelay.config.common import CommonConfig
 from kvrelay.engine.graph_sizes import default_sizes
+from kvrelay.protocol.sampling import SpeculationMethod
 from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
+from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.simulated.profiles import BUILT_IN, find_profile
 
 Role = Literal["prefill", "decode"]
@@ -219,6 +221,26 @@ class WorkerConfig(CommonConfig):
         "compute them in one step; off: sample each token under the grammar's mask",
     )
 
+    speculation: SpeculationMethod = Field(
+        default="off",
+        description="drafts of decoding sequences for requests that choose none: ngram guesses that the output repeats "
+        "earlier text of its own sequence, and the next step verifies that; outputs are the same. No effect on prefill "
+        "workers",
+    )
+    num_speculative_tokens: int = Field(
+        default=16,
+        ge=1,
+        le=64,
+        description="maximum drafts of a sequence in a step; fewer, or none, if they are often rejected or the step is "
+        "large",
+    )
+    prompt_lookup_min: int = Field(
+        default=3, ge=1, le=64, description="tokens that must repeat before the text behind them becomes a draft"
+    )
+    prompt_lookup_max: int = Field(
+        default=16, ge=1, le=64, description="tokens up to which a longer repetition is preferred to a shorter one"
+    )
+
     prefill_delayer: bool = Field(
         default=False,
         description="on decode workers, hold prompts back until running sequences leave room for a batch of prompts",
@@ -331,6 +353,9 @@ class WorkerConfig(CommonConfig):
             preemption=self.preemption,
             group_samples=self.group_samples,
             jump_forward=self.jump_forward,
+            speculation=SpeculationSettings(
+                self.speculation, self.num_speculative_tokens, self.prompt_lookup_min, self.prompt_lookup_max
+            ),
         )
 
     @property
@@ -361,6 +386,11 @@ class WorkerConfig(CommonConfig):
             raise ValueError(
                 f"chunking = dynamic needs a scheduler that cuts prompts (sarathi, simple_chunking), "
                 f"and scheduler = {self.scheduler} does not"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
             )
         if self.preemption == "swap" and self.swap_space == 0:
             raise ValueError("preemption = swap needs a swap_space above 0")

@@ -41,9 +41,9 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     earlier `position` tokens. With `sample`, a token is sampled from the logits after the last token. With `beam`, the
     best candidates are found instead, and `key` is the same for all beams of a request. With `has_placeholder`, the
     last of `token_ids` is a placeholder for the token that was sampled last for this key, by a step that was in flight
-    when the batch was made. With `num_lookahead`, the row may bring up to 1 + num_lookahead tokens (see `RowResult`),
-    and `block_ids` is long enough for position + len(token_ids) + num_lookahead tokens. With `jumps`, the row may bring
-    tokens that its grammar forces behind the others. A row behind one with `num_lookahead` or `jumps` has no
+    when the batch was made. The last `num_drafts` of `token_ids` are drafts: guesses of the tokens that come next. The
+    step verifies them, so the row may bring up to 1 + num_drafts tokens (see `RowResult`). With `jumps`, the row may
+    bring tokens that its grammar forces behind the others. A row behind one with `num_drafts` or `jumps` has no
     placeholder.
     """
 
@@ -54,7 +54,7 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     sample: bool
     is_prefill: bool
     has_placeholder: bool = False
-    num_lookahead: int = 0
+    num_drafts: int = 0
     jumps: bool = False
     beam: BeamRow | None = None
 
@@ -120,11 +120,11 @@ class BeamCandidates:
 class RowResult(msgspec.Struct, frozen=True, gc=False):
     """What a step computed for one row.
 
-    `token_ids`: the sequence's next tokens, in order. Empty if the row does not sample; one token from plain sampling;
-    up to 1 + `WorkerRow.num_lookahead` if a method brings several in one step (verified drafts). The step has computed
-    the K/V of all of them but the last, as it has for the row's own tokens: a row of n tokens at position p that brings
-    K tokens leaves valid K/V at positions [0, p + n + K - 1). The sequence's next row starts at position p + n + K - 1,
-    with the last of these tokens.
+    `token_ids`: the sequence's next tokens, in order. Empty if the row does not sample; one sampled token; with drafts
+    those that are the tokens which would be sampled there, up to the first that is not, and one sampled token behind
+    them. The step has computed the K/V of all of them but the last: a row of n tokens at position p, without its
+    drafts, that brings K tokens leaves valid K/V at positions [0, p + n + K - 1). The sequence's next row starts at
+    position p + n + K - 1, with the last of these tokens, and overwrites the K/V of rejected drafts.
     `num_forced`: so many tokens at the end of `token_ids` were not sampled but are forced by the grammar (with
     `WorkerRow.jumps`). Their K/V is not computed, so K above counts only the tokens before them, of which there is at
     least one, and the sequence's next rows hold the last of those and all forced tokens.
@@ -138,6 +138,11 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     candidates: BeamCandidates | None = None  # set for a `BeamRow`
     num_forced: int = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of drafts among the tokens of a row with drafts."""
+        return max(0, len(self.token_ids) - self.num_forced - 1)
 
 
 @dataclass(slots=True)

@@ -192,13 +192,17 @@ class StepInFlight:
             changed = np.flatnonzero(tokens.resampled).tolist()
             self.resampled |= {self.batch.rows[rows[index]].key for index in changed}
             ended = self._steps.end(self)
-        by_row: dict[int, _RowTokens] = {
-            row: ((token_id,), () if entry is None else (entry,), 0)
-            for row, token_id, entry in zip(rows, token_ids.tolist(), logprobs, strict=True)
-        }
+        if tokens.accepted is not None:  # rows of several tokens, without those behind rejected drafts
+            places = np.flatnonzero(tokens.accepted).tolist()
+            rows, logprobs, token_ids = [rows[at] for at in places], [logprobs[at] for at in places], token_ids[places]
+        by_row: dict[int, _RowTokens] = {}
+        for row, token_id, entry in zip(rows, token_ids.tolist(), logprobs, strict=True):
+            before, entries, _ = by_row.get(row, _NO_TOKENS)
+            by_row[row] = ((*before, token_id), entries if entry is None else (*entries, entry), 0)
         for index, run in tokens.forced.items():
-            token_ids_of_row, entries, _ = by_row[rows[index]]
-            by_row[rows[index]] = ((*token_ids_of_row, *run), entries, len(run))
+            row = self._asked.sampled_rows[index]
+            token_ids_of_row, entries, _ = by_row[row]
+            by_row[row] = ((*token_ids_of_row, *run), entries, len(run))
         return by_row, self._took_s(*ended)
 
     def _took_s(self, seconds: float, began_behind: bool) -> float:

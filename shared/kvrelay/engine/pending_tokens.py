@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.batch import GrammarWork, RowsFailed
 from kvrelay.engine.device import HostCopy, to_device, to_host
+from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.sampler_state import Parameters, SamplerState
 from kvrelay.engine.token_masks import TokenMasks
@@ -58,6 +59,7 @@ class SampledRows:
     slots: NDArray[np.int64]
     parameters: Parameters
     jumps: NDArray[np.bool_]  # tokens that a grammar forces behind the sampled one may join the output with it
+    drafts: DraftRows | None = None  # None: no row has drafts, so each sequence has one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,9 @@ class PendingTokens:
         """`[rows]` int64 on the device, for work that is launched from now on. Read only."""
         self.resampled: NDArray[np.bool_] = np.zeros(len(rows.keys), np.bool_)
         """After `land`: the rows whose token differs from `token_ids`. A step that used one of those must run again."""
+        self.accepted: NDArray[np.bool_] | None = None
+        """After `land`, `[rows]`: whether the row's token joined the output. None: all did. Others lie behind rejected
+        drafts."""
         self.forced: dict[int, list[int]] = {}
         """After `land`, by row: the tokens that grammars force behind the sampled ones, also in the histories."""
         self.grammar_work: GrammarWork | None = None
@@ -118,7 +123,7 @@ class PendingTokens:
 
     def land(self) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
         """Waits for these tokens alone, and appends them `[rows]` to the histories of the sequences that are still
-        known.
+        known, without those behind rejected drafts.
 
         Returns the tokens, and log-probabilities for the rows that ask for them. If it fails, nothing is recorded.
 
@@ -133,15 +138,20 @@ class PendingTokens:
         try:
             with self._owner.waiting():
                 token_ids, peaks, *settled = copy.read()
-            check_finite(self.rows.keys, peaks)
-            result = token_ids.astype(np.int64)
+            result, drafts = token_ids.astype(np.int64), self.rows.drafts
+            # Behind a draft, logits that are not finite only end the run: the draft may be wrong.
+            check_finite(self.rows.keys, peaks if drafts is None else np.where(drafts.depths > 0, 0, peaks))
             if settled:
-                self._resample(result, np.flatnonzero(settled[0] == 0))
+                self._resample(result, np.flatnonzero((settled[0] == 0) & np.isfinite(peaks)))
+            if drafts is not None:
+                self.accepted = drafts.accepted(result, np.isfinite(peaks))
             logprobs = self._read_logprobs(result)
         finally:
             self._owner.ended(self)
             self._exact = self._logprobs = None
-        self.forced = self._owner.remember(self.rows, result, changed=bool(self.resampled.any()))
+        self.forced = self._owner.remember(
+            self.rows, result, changed=bool(self.resampled.any()), accepted=self.accepted
+        )
         self.grammar_work = self._owner.take_grammar_work()
         return result, logprobs
 
@@ -218,15 +228,25 @@ class SampledTokens:
         counted = parameters["life"][(parameters["counts"] >= 0) | parameters["follows"]] if self._pending else ()
         return any(bool(np.isin(counted, pending.rows.parameters["life"]).any()) for pending in self._pending)
 
-    def remember(self, rows: SampledRows, token_ids: NDArray[np.int64], *, changed: bool) -> dict[int, list[int]]:
-        """Records the tokens `[rows]`, and those that grammars force behind them, which it returns by row. `changed`:
-        some of `token_ids` differ from those on the device.
+    def remember(
+        self,
+        rows: SampledRows,
+        token_ids: NDArray[np.int64],
+        *,
+        changed: bool,
+        accepted: NDArray[np.bool_] | None = None,
+    ) -> dict[int, list[int]]:
+        """Records the tokens `[rows]`, and those that grammars force behind them, which it returns by the last row of
+        their sequence. `changed`: some of `token_ids` differ from those on the device. `accepted`: the rows whose
+        tokens join the output; None: all.
 
         A sequence with several new tokens has a row for each, in their order. Sequences that were dropped meanwhile are
         left out.
         """
         self.share_resampled += _NEWEST_WEIGHT * (changed - self.share_resampled)
         stays = self._state.holds(rows.slots, rows.parameters["life"])
+        if accepted is not None:
+            stays &= accepted
         self._append(rows, np.flatnonzero(stays), token_ids[stays])
         constrained = np.flatnonzero(stays & rows.parameters["follows"])
         if not len(constrained):

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.device import to_device
+from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.pending_tokens import ExactSampling, PendingTokens, SampledOnDevice, SampledRows, SampledTokens
 from kvrelay.engine.randoms import uniforms
@@ -98,6 +99,11 @@ class Sampler:
         """
         return self._sampled.last(self._state.gather(keys)[1])
 
+    def begin_masks(self, key: SequenceKey, drafts: Sequence[int]) -> None:
+        """Has the masks at the places of drafts computed, if the sequence has a grammar. Unknown keys are ignored."""
+        if key in self._state:
+            self._masks.draft(self._state.slot_of(key), drafts)
+
     @property
     def resamples_often(self) -> bool:
         """Whether steps that use tokens in device memory had to run again too often lately to be worth launching ahead.
@@ -131,9 +137,11 @@ class Sampler:
         positions: NDArray[np.int64],
         logits: torch.Tensor,
         jumps: NDArray[np.bool_] | None = None,
+        drafts: DraftRows | None = None,
     ) -> PendingTokens:
         """Launches what `sample` computes, and does not wait. `jumps`, `[rows]`: the rows for which tokens that a
-        grammar forces may follow the sampled one.
+        grammar forces may follow the sampled one. `drafts`: the places of the rows. Each row of a sequence is sampled
+        as if the drafts before it were in its history; only accepted ones join it.
 
         Raises:
             GrammarFailed: rows whose grammars cannot go on, or that no token is left to.
@@ -144,14 +152,15 @@ class Sampler:
         if self._sampled.miss_tokens(parameters):
             raise RuntimeError("penalties, grammars or bad words would miss tokens that have not landed")
         if parameters["adjusted"].any() or parameters["temperature"].any():
-            sampled = self._sample(keys, slots, parameters, positions, logits)
+            sampled = self._sample(keys, slots, parameters, positions, logits, drafts)
         else:
             sampled = _most_likely(logits)
         logprobs = None
         if (parameters["logprobs"] >= 0).any():
             with self.waiting():  # a CPU computes them here
                 logprobs = _ask_logprobs(parameters["logprobs"], logits, sampled)
-        rows = SampledRows(tuple(keys), slots, parameters, np.zeros(len(keys), np.bool_) if jumps is None else jumps)
+        no_jumps = np.zeros(len(keys), np.bool_)
+        rows = SampledRows(tuple(keys), slots, parameters, no_jumps if jumps is None else jumps, drafts)
         return PendingTokens(self._sampled, rows, sampled, logprobs)
 
     def adjust(
@@ -192,14 +201,15 @@ class Sampler:
         parameters: Parameters,
         positions: NDArray[np.int64],
         logits: torch.Tensor,
+        drafts: DraftRows | None = None,
     ) -> SampledOnDevice:
         # Tokens sampled from logits that are not finite are never used: landing them raises.
         work = logits.to(torch.float32, copy=True)
         peaks = work.amax(dim=-1)
-        self._penalise(work, parameters)
+        self._penalise(work, parameters, drafts)
         self._add_biases(work, slots)
         self._forbid_ends(work, slots, parameters, positions)
-        self._masks.apply(work, keys, slots, self._ends_of_masked(slots, parameters, positions))
+        self._masks.apply(work, keys, slots, self._ends_of_masked(slots, parameters, positions), drafts)
         random = parameters["temperature"] > 0
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         if not random.all():
@@ -240,10 +250,12 @@ class Sampler:
     def _limits(self, parameters: Parameters) -> Limits:
         return Limits(*(self._column(parameters, name) for name in ("min_p", "top_k", "top_p")))
 
-    def _penalise(self, logits: torch.Tensor, parameters: Parameters) -> None:
+    def _penalise(self, logits: torch.Tensor, parameters: Parameters, drafts: DraftRows | None) -> None:
         some = np.flatnonzero(parameters["counts"] >= 0)
         if len(some):
             which, token_ids, in_output = self._state.counts.seen(parameters["counts"][some])
+            if drafts is not None:
+                which, token_ids, in_output = _with_drafts(which, token_ids, in_output, *drafts.earlier(some))
             self._penalise_seen(logits, parameters, (some[which], token_ids, in_output))
 
     def _penalise_seen(self, logits: torch.Tensor, parameters: Parameters, seen: Seen) -> None:
@@ -283,6 +295,21 @@ class Sampler:
 
     def _column(self, parameters: Parameters, name: str) -> torch.Tensor:
         return to_device(parameters[name].copy(), self._device)
+
+
+def _with_drafts(
+    which: NDArray[np.int64],
+    token_ids: NDArray[np.int64],
+    in_output: NDArray[np.int32],
+    draft_rows: NDArray[np.int64],
+    draft_ids: NDArray[np.int64],
+) -> Seen:
+    """Adds drafts to the tokens seen before each row, as if they were output."""
+    rows, ids = np.concatenate([which, draft_rows]), np.concatenate([token_ids, draft_ids])
+    counts = np.concatenate([in_output, np.ones(len(draft_ids), np.int32)])
+    width = int(ids.max(initial=0)) + 1
+    distinct, places = np.unique(rows * width + ids, return_inverse=True)
+    return distinct // width, distinct % width, np.bincount(places, counts, len(distinct)).astype(np.int32)
 
 
 def _no_compiler() -> GrammarCompiler:

@@ -73,14 +73,16 @@ class TokenLimits:
                 if len(limit.tail) > 2 * limit.most + 64:
                     del limit.tail[: -limit.most]
 
-    def restrict(self, slot: int, mask: TokenMask) -> None:
-        """Removes from a mask what the slot may not sample next, in place. Slots without limits stay as they are."""
+    def restrict(self, slot: int, mask: TokenMask, drafts: Sequence[int] = ()) -> None:
+        """Removes from a mask what the slot may not sample next, or behind drafts, in place. Slots without limits stay
+        as they are."""
         limit = self._limits.get(slot)
         if limit is None:
             return
         mask &= limit.mask
-        for before, last in limit.words.get(limit.tail[-1], ()) if limit.tail else ():
-            if limit.tail[-len(before) :] == before:
+        tail = [*limit.tail[-limit.most :], *drafts] if drafts and limit.most else limit.tail
+        for before, last in limit.words.get(tail[-1], ()) if tail else ():
+            if tail[-len(before) :] == before:
                 remove(mask, [last])
 
     def _packed(self, allowed: NDArray[np.bool_]) -> TokenMask:

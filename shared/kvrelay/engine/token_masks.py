@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property, partial
 from threading import Lock
 from time import perf_counter
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.batch import GrammarWork, RowsFailed
 from kvrelay.engine.device import to_device
+from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.token_limits import TokenLimits, remove
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask
 from kvrelay.protocol.failure_kind import FailureKind
@@ -88,21 +89,26 @@ class TokenMasks:
     def accept(
         self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], jumps: NDArray[np.bool_]
     ) -> dict[int, list[int]]:
-        """Appends landed tokens `[rows]` to the sequences that have grammars, and has their next masks computed.
+        """Appends landed tokens `[rows]` to the sequences that have grammars, and has their next masks computed. A
+        sequence with several new tokens has a row for each, in their order.
 
-        Returns the tokens that grammars force behind them, by row, for the rows that `jumps`. They are appended too.
+        Returns the tokens that grammars force behind them, by the last row of their sequence, for the rows that
+        `jumps`. They are appended too.
         """
+        new: dict[int, list[int]] = {}  # by slot
+        last: dict[int, int] = {}  # rows, by slot
+        for row, (slot, token_id) in enumerate(zip(slots.tolist(), token_ids.tolist(), strict=True)):
+            new.setdefault(slot, []).append(token_id)
+            last[slot] = row
         runs: dict[int, _MaskWork] = {}
-        for row, (slot, token_id, jump) in enumerate(
-            zip(slots.tolist(), token_ids.tolist(), jumps.tolist(), strict=True)
-        ):
+        for slot, row in last.items():
             before = self._work.get(slot)
             if before is None:
                 continue
-            if jump:
-                runs[row] = self._work[slot] = _MaskWork(self._computing, partial(_jump, before.future, token_id))
+            if jumps[row]:
+                runs[row] = self._work[slot] = _MaskWork(self._computing, partial(_jump, before.future, new[slot]))
             else:
-                self._work[slot] = _MaskWork(self._computing, partial(_go_on, before.future, token_id))
+                self._work[slot] = _MaskWork(self._computing, partial(_go_on, before.future, new[slot]))
         if not runs:
             return {}
         # All runs are computed before the first of the next masks, which nobody waits for here.
@@ -120,14 +126,24 @@ class TokenMasks:
             self._work[slot] = _MaskWork(self._computing, partial(_fill_later, None if is_late else work.future))
         return run
 
+    def draft(self, slot: int, drafts: Sequence[int]) -> None:
+        """Has the masks at the places of drafts computed, for the next `apply`."""
+        before = self._work.get(slot)
+        if before is not None:
+            self._work[slot] = _MaskWork(self._computing, partial(_look_ahead, before.future, drafts))
+
     def apply(
         self,
         logits: torch.Tensor,
         keys: Sequence[SequenceKey],
         slots: NDArray[np.int64],
         ends: dict[int, NDArray[np.int64]],
+        drafts: DraftRows | None = None,
     ) -> None:
         """Sets the logits `[rows, vocab]` of the tokens that are not allowed to minus infinity, in place.
+
+        `drafts`: the places of the rows. A draft that the grammar does not allow, and one that no token may follow, are
+        taken out of them.
 
         `ends`, by row: tokens that are allowed only if there are no others. Raises GrammarFailed, NoTokenAllowed.
         """
@@ -136,9 +152,9 @@ class TokenMasks:
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._work or slot in self.limits]
         if not rows:
             return
-        masks = self._grammar_masks(rows, keys, slots)
+        masks = self._grammar_masks(rows, keys, slots, drafts)
         if self.limits or ends:
-            self._restrict(masks, rows, keys, slots, ends)
+            self._restrict(masks, rows, keys, slots, ends, drafts)
         bits = np.unpackbits(masks.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         forbidden = to_device(bits == 0, self._device)
         if len(rows) == len(slots):
@@ -147,14 +163,21 @@ class TokenMasks:
             where = to_device(np.array(rows, np.int64), self._device)
             logits.index_copy_(0, where, logits.index_select(0, where).masked_fill_(forbidden, -torch.inf))
 
-    def _grammar_masks(self, rows: Sequence[int], keys: Sequence[SequenceKey], slots: NDArray[np.int64]) -> TokenMask:
+    def _grammar_masks(
+        self, rows: Sequence[int], keys: Sequence[SequenceKey], slots: NDArray[np.int64], drafts: DraftRows | None
+    ) -> TokenMask:
         """The masks of the rows `[rows, words]`. Rows without a grammar may sample every token."""
         with_grammar = [at for at, row in enumerate(rows) if int(slots[row]) in self._work]
         found = None
         if with_grammar:
             work = [self._work[int(slots[rows[at]])] for at in with_grammar]
+            depths = [0 if drafts is None else int(drafts.depths[rows[at]]) for at in with_grammar]
             with self._waiting():
-                found = _collect([keys[rows[at]] for at in with_grammar], work)
+                found = _collect([keys[rows[at]] for at in with_grammar], work, depths)
+            if drafts is not None:
+                for at, item, depth in zip(with_grammar, work, depths, strict=True):
+                    if depth > len(item.future.result().ahead):
+                        drafts.drafts[rows[at] - 1] = -1
             if len(with_grammar) == len(rows):
                 return found
         masks = np.tile(self.limits.all_tokens, (len(rows), 1))
@@ -169,20 +192,26 @@ class TokenMasks:
         keys: Sequence[SequenceKey],
         slots: NDArray[np.int64],
         ends: dict[int, NDArray[np.int64]],
+        drafts: DraftRows | None,
     ) -> None:
         """Applies limits and `ends` to the masks, in place. Raises NoTokenAllowed."""
         num_words = len(self.limits.all_tokens)
         failed: list[SequenceKey] = []
         for row, mask in zip(rows, masks[:, :num_words], strict=True):
             mask &= self.limits.all_tokens
-            self.limits.restrict(int(slots[row]), mask)
+            self.limits.restrict(int(slots[row]), mask, () if drafts is None else drafts.before(row))
             if row in ends:
                 others = mask.copy()
                 remove(others, ends[row])
                 if others.any():
                     mask[:] = others
-            if not mask.any():
+            if mask.any():
+                continue
+            if drafts is None or not drafts.depths[row]:
                 failed.append(keys[row])
+            else:  # the draft before it may be wrong, so only the run ends
+                drafts.drafts[row - 1] = -1
+                mask[:] = self.limits.all_tokens
         if failed:
             raise NoTokenAllowed(
                 "no token can continue the output: its grammar, allowed_token_ids and bad_words contradict each other",
@@ -283,9 +312,26 @@ class _GrammarState:
         self.mask: TokenMask = np.zeros(mask_words, np.int32)
         self.run: list[int] = []
         """The forced tokens that were appended behind the last token."""
+        self.ahead: list[TokenMask] = []
+        """The masks behind the first drafts, as far as the grammar allows these."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
+        self.ahead = []
         self._matcher.accept(token_ids)
+
+    def look_ahead(self, drafts: Sequence[int]) -> None:
+        """Computes the masks behind drafts. The drafts are not appended."""
+        self.ahead = []
+        matcher, mask = self._matcher.copy(), self.mask
+        with suppress(GrammarError):  # if too complex behind a draft, that is no failure: the draft may be wrong
+            for draft in drafts:
+                if not mask[draft >> 5] >> (draft & 31) & 1:
+                    return
+                matcher.accept([draft])
+                mask, started = np.zeros_like(mask), perf_counter()
+                matcher.fill(mask)
+                self._done.filled(perf_counter() - started)
+                self.ahead.append(mask)
 
     def jump(self) -> None:
         """Appends the tokens that are forced now."""
@@ -302,17 +348,25 @@ class _GrammarState:
         self._done.filled(perf_counter() - started)
 
 
-def _go_on(before: Future[_GrammarState], token_id: int) -> _GrammarState:
+def _go_on(before: Future[_GrammarState], token_ids: Sequence[int]) -> _GrammarState:
     state = before.result()
-    state.accept([token_id])
+    for token_id in token_ids:  # one by one: end-of-sequence tokens may be among them
+        state.accept([token_id])
     state.fill()
     return state
 
 
-def _jump(before: Future[_GrammarState], token_id: int) -> _GrammarState:
+def _jump(before: Future[_GrammarState], token_ids: Sequence[int]) -> _GrammarState:
     state = before.result()
-    state.accept([token_id])
+    for token_id in token_ids:
+        state.accept([token_id])
     state.jump()
+    return state
+
+
+def _look_ahead(before: Future[_GrammarState], drafts: Sequence[int]) -> _GrammarState:
+    state = before.result()
+    state.look_ahead(drafts)
     return state
 
 
@@ -326,15 +380,17 @@ def _fill_later(before: Future[_GrammarState] | None) -> _GrammarState:
     return state
 
 
-def _collect(keys: Sequence[SequenceKey], work: Sequence[_MaskWork]) -> TokenMask:
-    """Waits for the masks `[rows, words]`. Raises GrammarFailed."""
+def _collect(keys: Sequence[SequenceKey], work: Sequence[_MaskWork], depths: Sequence[int]) -> TokenMask:
+    """Waits for the masks `[rows, words]`, each behind so many drafts. Raises GrammarFailed."""
     _wait(work)
     masks, failed = [], {}
-    for key, item in zip(keys, work, strict=True):
+    for key, item, depth in zip(keys, work, depths, strict=True):
         if not item.future.done():
             failed[key] = _TOO_LONG
         elif (error := item.future.exception()) is None:
-            masks.append(item.future.result().mask)
+            state = item.future.result()
+            # A row behind a draft that is not allowed gives no token, so its mask does not matter.
+            masks.append(state.ahead[depth - 1] if 0 < depth <= len(state.ahead) else state.mask)
         elif isinstance(error, GrammarError):
             failed[key] = str(error)
         else:

@@ -18,6 +18,7 @@ from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.device import Moment, describe_device, to_device, to_host, use_on_this_thread
 from kvrelay.engine.device_pool import DevicePool
+from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
@@ -167,11 +168,11 @@ class TransformersRunner:
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
         """See `LaunchingRunner.can_launch_behind`. False for penalties, grammars and bad words, which need all earlier
-        tokens on the host, and for log-probabilities of prompts, which come to the host in slices."""
+        tokens on the host, for drafts, and for log-probabilities of prompts, which come to the host in slices."""
         if not self.launches_ahead or not batch.is_plain:
             return False
         with self._lock:
-            if self._steps.has_stale or any(self._is_scored(row) for row in batch.rows):
+            if self._steps.has_stale or any(row.num_drafts or self._is_scored(row) for row in batch.rows):
                 return False
             following = [row.key for row in batch.rows if row.has_placeholder and row.key in self._sampler]
             if following and self._sampler.resamples_often:
@@ -206,6 +207,7 @@ class TransformersRunner:
             unknown = [key for key in named if key not in self._sampler]
         if unknown:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
+        self._begin_masks_of_drafts(rows)
         forward = self._compute(step, asked)
         asked.prompt_logprobs = self._score_prompts(forward)
         self._begin_sampling(forward, asked)
@@ -221,23 +223,37 @@ class TransformersRunner:
         return _Forward(rows, packed, self._hidden_states(token_ids, on_device, packed, graphs))
 
     def _begin_sampling(self, forward: _Forward, asked: Asked) -> None:
-        """Launches sampling for each row that samples and is still known."""
+        """Launches sampling for each row that samples and is still known, with drafts at the places of these too."""
         rows = forward.rows
         wanted = [at for at, row in enumerate(rows) if row.sample and row.beam is None]
         if not wanted:
             return
-        logits = self._last_logits(forward, wanted)
+        drafts = DraftRows.of(rows, wanted)
+        if drafts is not None:
+            wanted = drafts.rows.tolist()
+        logits = self._last_logits(forward, wanted, drafts)
         with self._lock:
             known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
             if not known:
                 return
             if len(known) < len(wanted):
                 logits = logits[to_device(np.array(known, np.int64), self._device)]
+                drafts = drafts.take(known) if drafts is not None else None
             asked.sampled_rows = [wanted[at] for at in known]
             sampled = [rows[index] for index in asked.sampled_rows]
             positions = np.array([row.position + len(row.token_ids) for row in sampled], np.int64)
+            if drafts is not None:
+                positions += drafts.offsets
             jumps = np.array([row.jumps for row in sampled], np.bool_)
-            asked.tokens = self._sampler.begin([row.key for row in sampled], positions, logits, jumps)
+            asked.tokens = self._sampler.begin([row.key for row in sampled], positions, logits, jumps, drafts)
+
+    def _begin_masks_of_drafts(self, rows: Sequence[WorkerRow]) -> None:
+        """Has the masks at drafts computed beside the forward."""
+        drafted = [row for row in rows if row.num_drafts]
+        if drafted:
+            with self._lock:
+                for row in drafted:
+                    self._sampler.begin_masks(row.key, row.token_ids[-row.num_drafts :].tolist())
 
     def _hidden_states(
         self,
@@ -298,10 +314,12 @@ class TransformersRunner:
             found = best_candidates(self._sampler, keys, beams, positions, logits)
         return dict(zip(places, found, strict=True))
 
-    def _last_logits(self, forward: _Forward, places: list[int]) -> torch.Tensor:
-        """The logits after the last token of these rows of a forward, `[rows, vocab]`."""
-        last = to_device(forward.packed.query_starts[1:][places].astype(np.int64) - 1, self._device)
-        return self._model.logits(forward.hidden[last])
+    def _last_logits(self, forward: _Forward, places: list[int], drafts: DraftRows | None = None) -> torch.Tensor:
+        """The logits after the last token of these rows of a forward, or at the places of drafts, `[rows, vocab]`."""
+        last = forward.packed.query_starts[1:][places].astype(np.int64) - 1
+        if drafts is not None:
+            last += drafts.offsets
+        return self._model.logits(forward.hidden[to_device(last, self._device)])
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copies all blocks at once. Every source is read before any target is written."""

@@ -21,6 +21,9 @@ class GrammarError(ValueError):
 class GrammarMatcher(Protocol):
     """How far one sequence's output has come in a grammar. Not thread-safe."""
 
+    def copy(self) -> GrammarMatcher:
+        """A matcher at the same place that goes on by itself."""
+
     def accept(self, token_ids: Sequence[int]) -> None:
         """Appends output tokens. Raises GrammarError for a token that the grammar does not allow there."""
 

@@ -110,6 +110,11 @@ class LLGuidanceMatcher:
         self._run: Sequence[int] = ()
         self._run_at = 0  # the next token of the run
 
+    def copy(self) -> LLGuidanceMatcher:
+        copied = LLGuidanceMatcher(self._matcher.deep_copy(), self._eos_token_ids)
+        copied._has_ended = self._has_ended
+        return copied
+
     def accept(self, token_ids: Sequence[int]) -> None:
         self._has_ended = bool(token_ids) and token_ids[-1] in self._eos_token_ids
         if not self._matcher.consume_tokens(list(token_ids[:-1] if self._has_ended else token_ids)):

@@ -21,6 +21,7 @@ from kvrelay.protocol.limits import (
     require,
 )
 
+SpeculationMethod = Literal["off", "ngram"]
 EarlyStopping = bool | Literal["never"]
 Temperature = Annotated[float, Meta(ge=0.0, le=1000.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -74,6 +75,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     beams: BeamSpec | None = None  # temperature, truncation and seed do not matter then
+    speculation: SpeculationMethod | None = (
+        None  # how drafts are found, without effect on the output; None: the worker's
+    )
     grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
 
     @property

@@ -17,6 +17,7 @@ from kvrelay.scheduling.queue.sample_groups import SampleGroups
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.speculation.drafter import Drafter
 
 
 class SequenceLifecycle:
@@ -40,6 +41,7 @@ class SequenceLifecycle:
         shares: FairShares,
         holdings: HandoffHoldings,
         new_token_ratio: NewTokenRatio,
+        drafter: Drafter,
     ) -> None:
         self.limits = limits
         self.blocks = blocks
@@ -53,6 +55,7 @@ class SequenceLifecycle:
         self.shares = shares
         self.holdings = holdings
         self.new_token_ratio = new_token_ratio
+        self.drafter = drafter
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._ended_in_flight: set[Sequence] = set()  # a step may still write into their blocks
 
@@ -67,6 +70,7 @@ class SequenceLifecycle:
         sequence.stop_tokens = stop_tokens.union(sampling.stop_token_ids)
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
+        self.drafter.begin(sequence)
         self._sequences[sequence.key] = sequence
         self.shares.enter(sequence)
         if sequence.remote is None:

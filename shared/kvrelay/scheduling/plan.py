@@ -11,6 +11,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrelay.engine.batch import BeamCandidates, BlockCopy, SwapCopies
 from kvrelay.kv.pool import BlockState
@@ -20,9 +22,9 @@ from kvrelay.scheduling.step_cost import pairs
 
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):
-    """`num_tokens` tokens of a sequence, from `position` on. `sample`: the logits of its last token give a token, or
-    up to 1 + `num_lookahead` tokens if the runner can bring more; the block table has room for the K/V of that many.
-    A decode has one token, or several behind tokens that a grammar forced.
+    """`num_tokens` tokens of a sequence, from `position` on. `sample`: the logits of its last token give a token.
+    A decode has one token, or several behind tokens that a grammar forced. `drafts`: guesses of the tokens behind.
+    The step computes them too, so it may bring up to 1 + len(drafts) tokens; the block table has room for them.
 
     A decode that was planned ahead is for a token that the step in flight draws: it is not in the sequence yet.
     """
@@ -32,15 +34,21 @@ class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     is_prefill: bool
     sample: bool
-    num_lookahead: int = 0
+    drafts: NDArray[np.int32] | None = None
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens that the step computes, with drafts."""
+        return self.num_tokens if self.drafts is None else self.num_tokens + len(self.drafts)
 
 
 def work_of(rows: Iterable[PlannedRow]) -> tuple[int, float]:
     """What rows compute, as a step's cost counts it: tokens, and pairs of a token and what it attends to."""
     num_tokens, num_pairs = 0, 0.0
     for row in rows:
-        num_tokens += row.num_tokens
-        num_pairs += pairs(row.position, row.num_tokens)
+        num_computed = row.num_tokens if row.drafts is None else row.num_computed
+        num_tokens += num_computed
+        num_pairs += pairs(row.position, num_computed)
     return num_tokens, num_pairs
 
 
@@ -114,8 +122,15 @@ class StepPlan:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Number of tokens of decoding sequences: one each, and more behind forced tokens."""
-        return sum(row.num_tokens for row in self.rows if not row.is_prefill)
+        """Number of tokens of decoding sequences: one each, drafts, and more behind forced tokens."""
+        return sum(
+            row.num_tokens if row.drafts is None else row.num_computed for row in self.rows if not row.is_prefill
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """Number of drafts to verify."""
+        return sum(len(row.drafts) for row in self.rows if row.drafts is not None)
 
 
 class NeedsCommit(Exception):
@@ -169,8 +184,8 @@ class PlanDraft:
             rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
         if has_runs:
             # Runs come first: backends compute all rows up to the last one of several tokens as chunks of prompts.
-            rows = sorted(rows, key=lambda row: row.num_tokens == 1)
-            self.budget_left -= sum(row.num_tokens - 1 for row in rows)
+            rows = sorted(rows, key=lambda row: row.num_computed == 1)
+            self.budget_left -= sum(row.num_computed - 1 for row in rows)
         self.decodes |= {row.sequence: row for row in rows}
         self.budget_left -= len(rows)
 
@@ -183,7 +198,7 @@ class PlanDraft:
         """Drops a sequence's row, if it has one."""
         row = self.prompts.pop(sequence, None) or self.decodes.pop(sequence, None)
         if row is not None:
-            self.budget_left += row.num_tokens
+            self.budget_left += row.num_computed
 
     def finish(
         self,

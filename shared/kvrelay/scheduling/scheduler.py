@@ -26,7 +26,7 @@ from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
 from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
-from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan, work_of
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
 from kvrelay.scheduling.queue.fair_shares import FairShares
@@ -42,6 +42,7 @@ from kvrelay.scheduling.scheduler_protocol import PrefillGate
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
+from kvrelay.scheduling.speculation.drafter import Drafter
 from kvrelay.scheduling.step_commit import StepCommit
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -81,6 +82,7 @@ class BatchScheduler:
             shares=self.shares,
             holdings=holdings,
             new_token_ratio=self.new_token_ratio,
+            drafter=Drafter(settings.speculation),
         )
         self.chunks = policy.make_chunks(limits, settings)
         self.preemptor = Preemptor(self.lifecycle, settings.retraction)
@@ -91,9 +93,7 @@ class BatchScheduler:
             self.reclaimer,
             decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
-        self._planner = StepPlanner(
-            self.lifecycle, self._admission, self.preemptor, self.chunks, settings.num_lookahead
-        )
+        self._planner = StepPlanner(self.lifecycle, self._admission, self.preemptor, self.chunks)
         self._commit = StepCommit(self.lifecycle)
         self._step = 0
         self._uncommitted: list[StepPlan] = []  # the step in flight, and the one planned behind it
@@ -211,7 +211,7 @@ class BatchScheduler:
         """Plans the step behind the one in flight. Returns None if that one must be committed first. Never preempts."""
         if len(self._uncommitted) != 1:
             raise RuntimeError(f"{len(self._uncommitted)} steps are in flight or planned, 1 can be planned behind")
-        if any(_needs_commit_first(row) for row in self._uncommitted[0].rows):
+        if any(_needs_commit_first(row) for row in self._uncommitted[0].rows) or self._expects_drafts():
             return None
         self._refresh()
         draft = PlanDraft(self.limits.token_budget, ahead=True)
@@ -251,6 +251,15 @@ class BatchScheduler:
             if sequence.abort_requested and not sequence.num_planned:
                 self.lifecycle.leave(sequence)
 
+    def _expects_drafts(self) -> bool:
+        """Whether to wait for the tokens of the step in flight, because drafts are likely to follow them."""
+        plan, drafter = self._uncommitted[0], self.lifecycle.drafter
+        drafted = [row.sequence for row in plan.rows if row.sequence.drafts is not None]
+        if not drafted:
+            return False
+        drafter.begin_step(len(plan.rows), plan.num_decode_tokens + plan.num_prefill_tokens)
+        return any(drafter.expects(sequence) for sequence in drafted)
+
     def _refresh(self) -> None:
         self.shares.refresh()
         self.waiting.refresh()
@@ -282,6 +291,8 @@ class BatchScheduler:
         self._landed(plan)
         self.blocks.copies.done(plan.copies)
         self.chunks.measured(plan, result.forward_s)
+        if any(row.sequence.drafts is not None for row in plan.rows):
+            self.lifecycle.drafter.measured(*work_of(plan.rows), result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
         return self._commit.commit_rows(plan.rows, result.rows)
@@ -374,7 +385,7 @@ class BatchScheduler:
 def _needs_commit_first(row: PlannedRow) -> bool:
     """Returns whether the number of tokens that the row brings is not known before its commit, or what they are is
     needed to plan."""
-    return bool(row.num_lookahead) or row.sequence.needs_commit_first or (row.sample and row.sequence.jumps)
+    return row.drafts is not None or row.sequence.needs_commit_first or (row.sample and row.sequence.jumps)
 
 
 def _leader(row: PlannedRow) -> Sequence:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from kvrelay.scheduling.speculation.speculation_settings import NO_SPECULATION, SpeculationSettings
+
 QueueOrderName = Literal["fcfs", "lpm", "dfs_weight", "priority", "sjf", "random"]
 Chunking = Literal["fixed", "dynamic"]
 Retraction = Literal["latest", "least_progress"]
@@ -39,10 +41,9 @@ class SchedulerSettings:
     first; 0 leaves none. `retraction`: who goes when blocks run out. `preemption`: what becomes of its K/V: computed
     again later, copied to the host and back, or what is estimated to take less time. `num_swap_slots`: blocks that fit
     the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
-    `group_samples`: whether the samples of a request are admitted, go and come back together. `num_lookahead`: tokens
-    beyond one that a step may bring each decoding sequence, if the runner can; steps are not planned ahead then, as the
-    next one begins behind all of them. `jump_forward`: steps may bring tokens that grammars force; no step is planned
-    behind one that samples a token under a grammar.
+    `group_samples`: whether the samples of a request are admitted, go and come back together. `jump_forward`: steps
+    may bring tokens that grammars force; no step is planned behind one that samples a token under a grammar.
+    `speculation`: which sequences have drafts, and how many.
     """
 
     queue_order: QueueOrderName = "fcfs"
@@ -54,8 +55,8 @@ class SchedulerSettings:
     num_swap_slots: int = 0
     swap_block_s: float = 0.0
     group_samples: bool = True
-    num_lookahead: int = 0
     jump_forward: bool = False
+    speculation: SpeculationSettings = NO_SPECULATION
 
     def __post_init__(self) -> None:
         choices = {
@@ -71,5 +72,5 @@ class SchedulerSettings:
             raise ValueError(f"queue_starvation_bound = {self.queue_starvation_bound}: must be at least 1")
         if not 0 <= self.new_token_ratio <= 1:
             raise ValueError(f"new_token_ratio = {self.new_token_ratio}: must be 0 to 1")
-        if self.num_swap_slots < 0 or self.swap_block_s < 0 or self.num_lookahead < 0:
-            raise ValueError("num_swap_slots, swap_block_s and num_lookahead must be at least 0")
+        if self.num_swap_slots < 0 or self.swap_block_s < 0:
+            raise ValueError("num_swap_slots and swap_block_s must be at least 0")

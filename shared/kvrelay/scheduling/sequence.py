@@ -35,6 +35,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 
 if TYPE_CHECKING:
     from kvrelay.scheduling.beams.beam_groups import BeamGroup
+    from kvrelay.scheduling.speculation.drafter import SequenceDrafts
 
 
 class SequenceState(StrEnum):
@@ -123,6 +124,7 @@ class Sequence:
     abort_requested: bool = False  # ends at the commit of the step in flight
     needs_commit_first: bool = False  # the host must see its results before its next step can be planned
     jumps: bool = False  # its steps may bring tokens that its grammar forces, beside the sampled one
+    drafts: SequenceDrafts | None = None  # what the drafter knows of it; None: it has no drafts
     num_preemptions: int = 0
     sample_group: str = ""  # admitted, preempted and resumed together; empty: none
     beams: BeamGroup | None = None  # the beam search that it belongs to

@@ -56,6 +56,8 @@ class StepCommit:
                     finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
                     token_ids, logprobs = token_ids[: end - start], logprobs[: end - start]
                     break
+            if row.drafts is not None:
+                lifecycle.drafter.verified(sequence, len(row.drafts), given.num_accepted)
             if (num_new := end - start) > 1:
                 # The KV of forced tokens, and of the token before them, is computed by the next rows.
                 num_new = min(num_new, len(given.token_ids) - given.num_forced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Seq
 
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -26,7 +27,6 @@ class StepPlanner:
         admission: SequenceAdmission,
         preemptor: Preemptor,
         chunks: Chunks,
-        num_lookahead: int,
     ) -> None:
         self._lifecycle = lifecycle
         self._running = lifecycle.running
@@ -36,7 +36,6 @@ class StepPlanner:
         self._admission = admission
         self._preemptor = preemptor
         self._chunks = chunks
-        self._max_lookahead = num_lookahead
 
     @property
     def running(self) -> Mapping[SequenceKey, Sequence]:
@@ -57,12 +56,12 @@ class StepPlanner:
         """Adds a row for every running decode. A sequence that finds no free block preempts others, or is preempted.
 
         A row holds one token, and behind tokens that a grammar forced as many more as the token budget has beside one
-        for each running sequence.
+        for each running sequence. Drafts come behind these.
         """
         rows: list[PlannedRow] = []
         short: list[Sequence] = []  # sequences that need a block
         runs: dict[Sequence, int] = {}  # tokens of the rows that hold several
-        looks_ahead, num_lookahead = self._max_lookahead > 0, 0
+        speculating: list[int] = []  # rows that may have drafts
         draft.prompting = prompting = []
         for sequence in self._running.values():
             is_beam = sequence.beams is not None
@@ -72,30 +71,47 @@ class StepPlanner:
             if sequence.num_planned and not _continues(sequence):
                 continue
             position = sequence.num_computed + sequence.num_planned
-            if looks_ahead:
-                num_lookahead = self._num_lookahead(sequence)
-            rows.append(PlannedRow(sequence, position, 1, False, True, num_lookahead))
-            if is_beam or position + num_lookahead >= sequence.table.capacity_tokens:
+            rows.append(PlannedRow(sequence, position, 1, False, True))
+            if sequence.drafts is not None:
+                speculating.append(len(rows) - 1)
+            if is_beam or position >= sequence.table.capacity_tokens:
                 short.append(sequence)
             if sequence.jumps and (num_remaining := sequence.num_remaining) > 1:
                 num_spare = draft.budget_left - len(self._running) - sum(runs.values()) + len(runs)
                 runs[sequence] = num_tokens = min(num_remaining, 1 + max(0, num_spare))
-                rows[-1] = PlannedRow(sequence, position, num_tokens, False, num_tokens == num_remaining, num_lookahead)
-        if short and not looks_ahead:
+                rows[-1] = PlannedRow(sequence, position, num_tokens, False, num_tokens == num_remaining)
+        if short:
             short = self._blocks.grow_each(short)
         for sequence in dict.fromkeys((*short, *runs)):
             if sequence.state is SequenceState.RUNNING:
-                num_tokens = sequence.next_position + runs.get(sequence, 1) + self._num_lookahead(sequence)
-                self._preemptor.make_room(sequence, num_tokens, draft)
-        draft.add_decodes(rows, has_runs=bool(runs))
+                self._preemptor.make_room(sequence, sequence.next_position + runs.get(sequence, 1), draft)
+        # What follows tokens of a step in flight cannot be guessed yet: `schedule_ahead` waits for these if it matters.
+        has_drafts = bool(speculating) and not draft.ahead and self._add_drafts(speculating, rows, draft)
+        draft.add_decodes(rows, has_runs=has_drafts or bool(runs))
 
-    def _num_lookahead(self, sequence: Sequence) -> int:
-        """Returns the tokens beyond one that its next row may bring. Never beyond its max_length, so that a sequence
-        needs no more blocks than with one token per step."""
-        if sequence.beams is not None:
-            return 0
-        num_tokens = sequence.num_tokens + sequence.num_expected
-        return max(0, min(self._max_lookahead, sequence.max_length - num_tokens - 1))
+    def _add_drafts(self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft) -> bool:
+        """Adds drafts to some of the rows. Returns whether there are any.
+
+        Drafts take what is left of the token budget beside one token for each running sequence, and of the blocks
+        beside one for each row. So they preempt no sequence. None is beyond its sequence's max_length, so a sequence
+        needs no more blocks than with one token per step.
+        """
+        drafter, blocks, num_drafts = self._lifecycle.drafter, self._blocks, 0
+        num_tokens = sum(row.num_tokens for row in rows)
+        num_spare = draft.budget_left - len(self._running) - num_tokens + len(rows)
+        drafter.begin_step(len(rows), num_tokens)
+        for place in places:
+            row, sequence = rows[place], rows[place].sequence
+            if not row.sample or sequence.state is not SequenceState.RUNNING:
+                continue
+            table, end = sequence.table, row.position + row.num_tokens
+            num_slots = table.capacity_tokens + max(0, blocks.num_available - len(rows)) * table.block_size - end
+            most = min(num_spare - num_drafts, num_slots, sequence.max_length - end - 1)
+            drafts = drafter.draft(sequence, most)
+            if drafts is not None and blocks.grow(sequence, end + len(drafts)):
+                rows[place] = PlannedRow(sequence, row.position, row.num_tokens, False, True, drafts)
+                num_drafts += len(drafts)
+        return num_drafts > 0
 
     def plan_prompts(self, draft: PlanDraft) -> None:
         """Adds the next chunks of running prompts, those of the tenant that was served least first, and those of a

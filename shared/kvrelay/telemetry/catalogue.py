@@ -91,6 +91,8 @@ _METRICS = (
     Metric("kvrelay.step.time", "counter", "s", WORKERS, "Time in steps, by part", ("part",)),
     Metric("kvrelay.step.duration", "histogram", "s", WORKERS, "Time of a step's forward pass"),
     Metric("kvrelay.step.size", "histogram", "{token}", WORKERS, "Tokens of a step"),
+    Metric("kvrelay.speculation.drafted", "counter", "{token}", DECODE, "Drafts that were verified"),
+    Metric("kvrelay.speculation.accepted", "counter", "{token}", DECODE, "Drafts that joined an output"),
     Metric("kvrelay.grammar.forced_tokens", "counter", "{token}", WORKERS, "Tokens that grammars forced"),
     Metric("kvrelay.grammar.masks", "counter", "{mask}", WORKERS, "Masks computed for constrained output"),
     Metric("kvrelay.grammar.time", "counter", "s", WORKERS, "Time of masks and compiling, on own threads", ("part",)),

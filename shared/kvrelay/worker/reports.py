@@ -124,6 +124,8 @@ class Reports:
             "schedule_s": totals.schedule_s,
             "forward_s": totals.forward_s,
             "commit_s": totals.commit_s,
+            "drafted_tokens": totals.num_drafted_tokens,
+            "accepted_tokens": totals.num_accepted_tokens,
             "forced_tokens": grammar_work.num_forced_tokens,
             "grammar_masks": grammar_work.num_masks,
             "grammar_mask_s": grammar_work.mask_s,

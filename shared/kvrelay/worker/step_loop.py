@@ -60,6 +60,8 @@ class StepTotals:
     num_captured_steps: int = 0  # replayed from a CUDA graph
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that joined the output
     num_failed_steps: int = 0
     num_mixed_steps: int = 0  # prompt chunks and decodes
     num_prefill_steps: int = 0  # prompt chunks only
@@ -89,6 +91,10 @@ class StepTotals:
         self.num_prefill_steps += bool(num_prefill_tokens and not num_decode_tokens)
         self.num_decode_steps += bool(num_decode_tokens and not num_prefill_tokens)
         self.forward_s += result.forward_s
+        for row, given in zip(plan.rows, result.rows, strict=True):
+            if row.drafts is not None:
+                self.num_drafted_tokens += len(row.drafts)
+                self.num_accepted_tokens += given.num_accepted
         if result.grammar_work is not None:
             self.grammar_work.add(result.grammar_work)
         self.durations.record(result.forward_s)
@@ -138,15 +144,18 @@ def _beam_row(sequence: Sequence) -> BeamRow | None:
 def _worker_row(row: PlannedRow) -> WorkerRow:
     sequence, position = row.sequence, row.position
     has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight samples its token
+    token_ids = _PLACEHOLDER if has_placeholder else sequence.tokens.view(position, position + row.num_tokens)
+    if row.drafts is not None:
+        token_ids = np.concatenate((token_ids, row.drafts))
     return WorkerRow(
         key=sequence.key if sequence.beams is None else sequence.beams.leader.key,
-        token_ids=_PLACEHOLDER if has_placeholder else sequence.tokens.view(position, position + row.num_tokens),
+        token_ids=token_ids,
         position=position,
         block_ids=sequence.table.ids,
         sample=row.sample,
         is_prefill=row.is_prefill,
         has_placeholder=has_placeholder,
-        num_lookahead=row.num_lookahead,
+        num_drafts=0 if row.drafts is None else len(row.drafts),
         jumps=sequence.jumps,
         beam=_beam_row(sequence),
     )

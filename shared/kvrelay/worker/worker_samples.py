@@ -22,6 +22,8 @@ TOTALS: dict[str, tuple[str, str, str]] = {
     "schedule_s": ("kvrelay.step.time", "part", "schedule"),
     "forward_s": ("kvrelay.step.time", "part", "forward"),
     "commit_s": ("kvrelay.step.time", "part", "commit"),
+    "drafted_tokens": ("kvrelay.speculation.drafted", "", ""),
+    "accepted_tokens": ("kvrelay.speculation.accepted", "", ""),
     "forced_tokens": ("kvrelay.grammar.forced_tokens", "", ""),
     "grammar_masks": ("kvrelay.grammar.masks", "", ""),
     "grammar_mask_s": ("kvrelay.grammar.time", "part", "masks"),

@@ -30,6 +30,8 @@ from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.speculation.draft_length import DraftLength
+from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.scheduling.step_planner import StepPlanner
 from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
@@ -157,6 +159,9 @@ def check(
     got, loop = run(scheduler, runner, stops, overlap=overlap)
     assert got == [until(output, stop) for output, stop in zip(outputs, stops, strict=True)]
     assert pool.num_available == NUM_BLOCKS
+    if settings.speculation.method != "off":
+        assert 0 < loop.totals.num_accepted_tokens < loop.totals.num_drafted_tokens
+        return scheduler
     assert bool(loop.totals.num_steps_ahead) is overlap
     assert bool(loop.totals.num_steps_launched_ahead) is (overlap and runner.launches_ahead)
     assert loop.totals.num_captured_steps == (recorder.num_replayed - num_checks if recorder is not None else 0)
@@ -204,6 +209,19 @@ def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int
     settings = SchedulerSettings(retraction="least_progress")
     scheduler = check(model, expected, "sarathi", settings, with_cache=True, **STEPS[steps])
     assert scheduler.num_preemptions > 0
+
+
+@pytest.mark.everyday(6)
+@pytest.mark.parametrize("steps", list(STEPS))
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_drafts(
+    model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], name: str, steps: str
+) -> None:
+    """The model's greedy output falls into loops, which are guessed, and leaves them, so that drafts are rejected."""
+    settings = SchedulerSettings(speculation=SpeculationSettings("ngram", 7, 2))
+    with patch.object(DraftLength, "choose", lambda self, own, most: most):
+        scheduler = check(model, expected, name, settings, with_cache=True, **STEPS[steps])
+    scheduler.blocks.pool.check_integrity()
 
 
 @pytest.mark.everyday(6)

@@ -170,6 +170,9 @@ class HangingMatcher:
         self._owner = owner
         self._num_masks = self._num_forced = 0
 
+    def copy(self) -> GrammarMatcher:
+        return HangingMatcher(self._matcher.copy(), self._owner)
+
     def accept(self, token_ids: Sequence[int]) -> None:
         self._matcher.accept(token_ids)
 

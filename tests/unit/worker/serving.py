@@ -25,6 +25,7 @@ from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSett
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+from tests.fakes.guessing_drafter import GuessingDrafter
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.queued_runner import QueuedRunner
 from tests.fakes.sequences import new_sequence
@@ -144,7 +145,7 @@ class Service:
         make_runner: MakeRunner,
         *,
         overlap: bool,
-        num_lookahead: int = 0,
+        most_drafts: int = 0,
         jump_forward: bool = False,
         num_blocks: int = NUM_BLOCKS,
     ) -> None:
@@ -156,12 +157,11 @@ class Service:
         self.runner = make_runner(fail_at, num_slots)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         limits = SchedulerLimits(24, 6, LONGEST, frozenset({EOS_TOKEN_ID}))
-        policy = SchedulerSettings(
-            preemption="swap", num_swap_slots=num_slots, num_lookahead=num_lookahead, jump_forward=jump_forward
-        )
+        policy = SchedulerSettings(preemption="swap", num_swap_slots=num_slots, jump_forward=jump_forward)
         self.cache = PrefixCache(self.pool)
         built = find_scheduler(scheduler)(limits, self.pool, self.cache, policy)
         assert isinstance(built, BatchScheduler)
+        built.lifecycle.drafter = GuessingDrafter(most_drafts)
         self.scheduler = built
         launcher = choose_launcher(self.runner, overlap=overlap)
         self.loop = StepLoop(self.runner, built, overlap=overlap, make_launcher=launcher)

@@ -39,12 +39,12 @@ CONSTRAINED = Sampling(temperature=0, max_tokens=20, ignore_eos=True, grammar=GR
 @settings(max_examples=examples(60))
 @given(jobs, st.sampled_from([0, 3, 40]), st.booleans(), st.sampled_from([0, 0, 3]))
 def test_tokens_are_right_and_nothing_is_left_behind(
-    overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool, num_lookahead: int
+    overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool, most_drafts: int
 ) -> None:
     """On a small pool: with preemption by recomputing and by swapping, aborts, stops and failures between."""
     make = failing(blame=blame)
     service = serve(
-        Service(wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead, jump_forward=True)
+        Service(wanted, scheduler, num_slots, make, overlap=overlap, most_drafts=most_drafts, jump_forward=True)
     )
     check_tokens(wanted, service.served, blame=blame)
 

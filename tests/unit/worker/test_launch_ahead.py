@@ -46,7 +46,7 @@ def serve_queued(
     blame: bool = True,
     fails_at_launch: bool = False,
     mistakes: int = 0,
-    num_lookahead: int = 0,
+    most_drafts: int = 0,
     jump_forward: bool = False,
 ) -> Service:
     made: list[QueuedRunner] = []
@@ -64,9 +64,7 @@ def serve_queued(
         return runner
 
     service = serve(
-        Service(
-            wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead, jump_forward=jump_forward
-        )
+        Service(wanted, scheduler, num_slots, make, overlap=overlap, most_drafts=most_drafts, jump_forward=jump_forward)
     )
     made[0].close()
     return service

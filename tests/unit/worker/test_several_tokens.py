@@ -17,10 +17,12 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.telemetry.metrics_store import MetricsStore, SequenceRecord, read_metrics
 from kvrelay.worker.step_loop import worker_batch
 from kvrelay_decode.stream import entry_of
+from tests.fakes.guessing_drafter import GuessingDrafter
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
@@ -28,45 +30,45 @@ from tests.unit.worker.serving import Job, Service, check_tokens, failing, jobs,
 from tests.unit.worker.test_launch_ahead import serve_queued
 
 pytestmark = pytest.mark.unit
-LOOKAHEADS = st.sampled_from([1, 3, 9])  # fewer and more tokens than a block holds
+MOST_DRAFTS = st.sampled_from([1, 3, 9])  # fewer and more tokens than a block holds
 AMPLE_BLOCKS = 400
 
 
 @pytest.mark.parametrize("scheduler", list(BUILT_IN))
 @pytest.mark.parametrize("overlap", [True, False])
 @settings(max_examples=examples(60))
-@given(jobs, st.sampled_from([0, 3, 40]), st.booleans(), LOOKAHEADS)
+@given(jobs, st.sampled_from([0, 3, 40]), st.booleans(), MOST_DRAFTS)
 def test_tokens_are_right_and_nothing_is_left_behind(
-    overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool, num_lookahead: int
+    overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool, most_drafts: int
 ) -> None:
     """On a small pool: with preemption by recomputing and by swapping, aborts, stops and failures between."""
     service = serve(
-        Service(wanted, scheduler, num_slots, failing(blame=blame), overlap=overlap, num_lookahead=num_lookahead)
+        Service(wanted, scheduler, num_slots, failing(blame=blame), overlap=overlap, most_drafts=most_drafts)
     )
     check_tokens(wanted, service.served, blame=blame)
-    assert service.served.most_tokens <= 1 + num_lookahead
+    assert service.served.most_tokens <= 1 + most_drafts
 
 
 @settings(max_examples=examples(60))
-@given(jobs, st.sampled_from([0, 3]), LOOKAHEADS)
-def test_tokens_are_right_on_a_device_with_a_queue(wanted: list[Job], mistakes: int, num_lookahead: int) -> None:
-    service = serve_queued(wanted, "sarathi", 0, mistakes=mistakes, num_lookahead=num_lookahead)
+@given(jobs, st.sampled_from([0, 3]), MOST_DRAFTS)
+def test_tokens_are_right_on_a_device_with_a_queue(wanted: list[Job], mistakes: int, most_drafts: int) -> None:
+    service = serve_queued(wanted, "sarathi", 0, mistakes=mistakes, most_drafts=most_drafts)
     check_tokens(wanted, service.served, blame=True)
 
 
 @settings(max_examples=examples(60))
-@given(jobs, LOOKAHEADS)
-def test_outcomes_and_cached_blocks_are_those_of_one_token_a_step(wanted: list[Job], num_lookahead: int) -> None:
+@given(jobs, MOST_DRAFTS)
+def test_outcomes_and_cached_blocks_are_those_of_one_token_a_step(wanted: list[Job], most_drafts: int) -> None:
     """Without aborts and failures, whose moment is another one, on a pool from which nothing is evicted."""
     wanted = [replace(job, abort_at=None, fail_at=None) for job in wanted]
 
-    def run(num_lookahead: int) -> Service:
+    def run(most_drafts: int) -> Service:
         make = failing(blame=True, num_blocks=AMPLE_BLOCKS)
         return serve(
-            Service(wanted, "sarathi", 0, make, overlap=False, num_lookahead=num_lookahead, num_blocks=AMPLE_BLOCKS)
+            Service(wanted, "sarathi", 0, make, overlap=False, most_drafts=most_drafts, num_blocks=AMPLE_BLOCKS)
         )
 
-    several, one = run(num_lookahead), run(0)
+    several, one = run(most_drafts), run(0)
     assert several.served.output == one.served.output
     assert several.served.finish == one.served.finish
     assert cached_hashes(several) == cached_hashes(one)
@@ -79,12 +81,14 @@ def cached_hashes(service: Service) -> set[bytes]:
 class Alone:
     """One sequence on a scheduler and the hash model, step by step."""
 
-    def __init__(self, sampling: Sampling, num_lookahead: int, metrics: MetricsStore | None = None) -> None:
+    def __init__(self, sampling: Sampling, most_drafts: int, metrics: MetricsStore | None = None) -> None:
         self.runner = HashRunner(16, 4, 64)
         limits = SchedulerLimits(16, 2, 64, frozenset())
         pool = BlockPool(16, 4)
-        chosen = SchedulerSettings(num_lookahead=num_lookahead)
-        self.scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), chosen)
+        scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), SchedulerSettings())
+        assert isinstance(scheduler, BatchScheduler)
+        scheduler.lifecycle.drafter = GuessingDrafter(most_drafts)
+        self.scheduler = scheduler
         self.sequence = new_sequence(("one", 1, 0), [1, 2, 3], sampling, 4)
         self.runner.add_sequence(self.sequence.key, sampling, [1, 2, 3], 3)
         self.scheduler.add(self.sequence)

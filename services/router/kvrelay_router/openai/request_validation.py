@@ -214,6 +214,7 @@ def make_sampling(
         stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
         ignore_eos=fields.ignore_eos and not ends_with_grammar,
         beams=fields.beams,
+        speculation=fields.speculation,
         grammar=fields.grammar,
     )
 

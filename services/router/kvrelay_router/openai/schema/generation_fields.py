@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WrapValidator
 
+from kvrelay.protocol.sampling import SpeculationMethod
 from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
 
 MAX_STOP_STRINGS = 16
@@ -142,6 +143,7 @@ class GenerationFields(RequestModel):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None
     truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
+    speculation: SpeculationMethod | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
 
     @property

@@ -1,0 +1,31 @@
+"""Settings of drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.protocol.sampling import SpeculationMethod
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """`method` is for requests that choose none. `num_speculative_tokens`: drafts of a sequence in one step, at most.
+    `prompt_lookup_min`: the shortest n-gram that is looked up, `prompt_lookup_max`: the longest match that is told from
+    shorter ones."""
+
+    method: SpeculationMethod = "off"
+    num_speculative_tokens: int = 16
+    prompt_lookup_min: int = 3
+    prompt_lookup_max: int = 16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must be from 1 to prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+        if self.num_speculative_tokens < 1:
+            raise ValueError("num_speculative_tokens must be at least 1")
+
+
+NO_SPECULATION = SpeculationSettings()

@@ -1,0 +1,148 @@
+"""Drafts by prompt lookup: against a search by hand, their length, and what they leave alone."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.protocol.sampling import BeamSpec, Sampling
+from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.speculation.draft_length import AcceptanceRate, DraftLength
+from kvrelay.scheduling.speculation.drafter import INDEXED_PER_STEP, Drafter
+from kvrelay.scheduling.speculation.ngram_index import NgramIndex
+from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
+from kvrelay.scheduling.step_cost import StepCost
+from tests.fakes.sequences import new_sequence
+from tests.thoroughness import examples
+
+pytestmark = pytest.mark.unit
+
+
+def longest_match(tokens: list[int], shortest: int, longest: int) -> int:
+    """The length of the longest end of `tokens`, up to `longest`, that occurs earlier."""
+    best = 0
+    for place in range(shortest, len(tokens)):
+        length = 0
+        while length < min(longest, place) and tokens[place - 1 - length] == tokens[len(tokens) - 1 - length]:
+            length += 1
+        best = max(best, length)
+    return best if best >= shortest else 0
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 3), st.data()
+)
+def test_a_match_is_found_as_by_hand(parts: list[list[int]], shortest: int, data: st.DataObject) -> None:
+    longest = data.draw(st.integers(shortest, 6))
+    buffer, tokens = TokenBuffer(np.zeros(0, np.int32)), []
+    index = NgramIndex(buffer, shortest, longest)
+    for part in parts:
+        for token in part:
+            buffer.append(token)
+        tokens += part
+        while index.extend(data.draw(st.integers(1, 9))):
+            pass
+        if len(tokens) < shortest:
+            continue
+        assert index.is_current
+        length, place = index.find()
+        best = longest_match(tokens, shortest, longest)
+        if not length:
+            assert not best
+            continue
+        assert shortest <= length <= best and tokens[place - length : place] == tokens[-length:]
+        if tokens.count(tokens[-1]) <= 8:  # as many places as are compared
+            assert length == best
+        following = [*tokens[place:], *tokens[place:] * 9][:9]
+        assert index.following(place, 9).tolist() == following
+
+
+def sequence_of(tokens: list[int], sampling: Sampling | None = None, *, prefill_only: bool = False) -> Sequence:
+    sampling = sampling or Sampling(temperature=0.0, max_tokens=50)
+    return new_sequence(("r", 1, 0), tokens, sampling, 8, prefill_only=prefill_only)
+
+
+def drafter_of(method: str = "ngram", **changes: int) -> Drafter:
+    return Drafter(msgspec.convert({"method": method, **changes}, SpeculationSettings))
+
+
+def drafts_of(drafter: Drafter, sequence: Sequence, most: int = 16, num_sequences: int = 1) -> list[int]:
+    drafter.begin_step(num_sequences, num_sequences)
+    drafts = drafter.draft(sequence, most)
+    return [] if drafts is None else drafts.tolist()
+
+
+def test_what_followed_the_same_tokens_is_drafted_up_to_a_stop_token() -> None:
+    drafter, sequence = drafter_of(), sequence_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+    drafter.begin(sequence)
+    assert drafts_of(drafter, sequence, 4) == [4, 5, 6, 7]
+    assert drafts_of(drafter, sequence, 0) == []
+    sequence.stop_tokens = frozenset({6})
+    assert drafts_of(drafter, sequence, 4) == [4, 5]
+    sequence.stop_tokens = frozenset({4})
+    assert drafts_of(drafter, sequence, 4) == []
+
+
+def test_requests_choose_and_some_have_no_drafts() -> None:
+    plain = Sampling(temperature=0.0, max_tokens=50)
+    beams = msgspec.structs.replace(plain, beams=BeamSpec(width=2, num_returned=1))
+    off, ngram = (msgspec.structs.replace(plain, speculation=method) for method in ("off", "ngram"))
+    for method, sampling, expected in (
+        ("off", plain, False),
+        ("ngram", plain, True),
+        ("ngram", off, False),
+        ("off", ngram, True),
+        ("ngram", beams, False),
+        ("ngram", msgspec.structs.replace(plain, max_tokens=1), False),
+    ):
+        sequence = sequence_of([1, 2, 3], sampling)
+        drafter_of(method).begin(sequence)
+        assert (sequence.drafts is not None) is expected
+    prefilling = sequence_of([1, 2, 3], plain, prefill_only=True)
+    drafter_of().begin(prefilling)
+    assert prefilling.drafts is None
+
+
+def test_long_prompts_are_indexed_over_several_steps() -> None:
+    tokens = [*range(1, INDEXED_PER_STEP + 500), 1, 2, 3]
+    drafter, sequence = drafter_of(), sequence_of(tokens)
+    drafter.begin(sequence)
+    assert drafts_of(drafter, sequence, 2) == []
+    assert drafts_of(drafter, sequence, 2) == [4, 5]
+
+
+def test_rejected_drafts_shorten_the_next_ones_and_then_pause_them() -> None:
+    drafter, sequence = drafter_of(), sequence_of([1, 2, 3, *range(10, 40), 1, 2, 3])
+    drafter.begin(sequence)
+    first = len(drafts_of(drafter, sequence, 16))
+    assert first > 1
+    lengths = []
+    for _ in range(300):
+        drafts = drafts_of(drafter, sequence, 16)
+        lengths.append(len(drafts))
+        if drafts:
+            drafter.verified(sequence, len(drafts), 0)
+    assert lengths[0] <= first
+    assert sum(lengths[20:]) <= 12, "one now and then, ever more rarely"
+    assert any(lengths[20:]), "but it goes on trying"
+    while not (drafts := drafts_of(drafter, sequence, 16)):
+        pass
+    for _ in range(20):
+        drafter.verified(sequence, 16, 16)
+    assert len(drafts_of(drafter, sequence, 16)) == 16
+
+
+def test_drafts_shrink_as_tokens_cost_more_of_a_step() -> None:
+    own = AcceptanceRate()
+    for _ in range(20):
+        own.verified(10, 9)
+    lengths = []
+    for num_sequences in (1, 4, 16, 64, 256):
+        length = DraftLength()
+        length.begin_step(StepCost(1e-3, 1e-4, 0.0), num_sequences, num_sequences)
+        lengths.append(length.choose(own, 16))
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] == 16 and lengths[-1] == 0

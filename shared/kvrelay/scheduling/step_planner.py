@@ -16,6 +16,7 @@ from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
 
 SHARED_STEP_PART = 4
+"""The part of the token budget that a short step has, if it is more than `*_SHORT_STEP` of `fair_shares`."""
 
 
 class StepPlanner:
@@ -128,7 +129,7 @@ class StepPlanner:
             if not sequence.num_remaining or (sequence.num_planned and not _continues(sequence)):
                 continue
             if sequence.state is SequenceState.RUNNING:
-                self._leave_room_for_light_tenants(sequence.tenant, draft)
+                self._leave_room_for_light_tenants(sequence, draft)
                 num_tokens = self._chunks.size(sequence.num_remaining, sequence.next_position, draft)
                 num_tokens = self._room_for_chunk(sequence, num_tokens, draft)
                 if not num_tokens:
@@ -154,27 +155,31 @@ class StepPlanner:
             draft.held_back = self._admit_next(draft, beyond_budget=beyond_budget)
 
     def _admit_next(self, draft: PlanDraft, *, beyond_budget: bool = False) -> str:
-        if not self._shares.is_contested:
+        if not self._shares.is_contested and not self._shares.has_recent_tenant:
             return self._admission.admit_next(draft, beyond_budget=beyond_budget)
-        if draft.prompts and (head := self._waiting.head()) is not None:
-            self._leave_room_for_light_tenants(head.tenant, draft)
+        if (head := self._waiting.head()) is not None and head.remote is None:
+            self._leave_room_for_light_tenants(head, draft)
         reason = self._admission.admit_next(draft, beyond_budget=beyond_budget)
         if reason and self._admission.reclaim(draft):
             return self._admission.admit_next(draft, beyond_budget=beyond_budget)
         return reason
 
-    def _leave_room_for_light_tenants(self, tenant: str, draft: PlanDraft) -> None:
-        """Prompt tokens of `tenant` are next. If it was served more than a tenant whose prompts are in this step and
-        that has no others waiting, the rest of the step's prompts is a `SHARED_STEP_PART`th of the budget: a short step
-        ends those prompts early, and what is left out is in the next step."""
-        if draft.is_shortened or not draft.prompts or not self._shares.is_contested:
+    def _leave_room_for_light_tenants(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Prompt tokens of `sequence` are next. They make the step longer for light tenants: those that were served
+        less, and have nothing waiting. If there is one, the prompts of others get what its own leave of a short step.
+        On a prefill worker also if a tenant was here lately: its next request waits for the rest of the step."""
+        shares, tenant = self._shares, sequence.tenant
+        may_come_back = sequence.prefill_only and shares.has_recent_tenant
+        if draft.is_shortened or not (may_come_back or shares.is_contested):
             return
-        counter = self._shares.counter(tenant)
-        light = {sequence.tenant for sequence in draft.prompts} - {tenant}
-        if any(not self._shares.is_waiting(each) and self._shares.counter(each) < counter for each in light):
-            draft.is_shortened = True
-            rest = max(MIN_CHUNK, self._lifecycle.limits.token_budget // SHARED_STEP_PART)
-            draft.budget_left = min(draft.budget_left, rest)
+        num_uncharged = 0 if sequence.state is SequenceState.RUNNING else sequence.num_tokens
+        if shares.is_behind(tenant, num_uncharged) or not (may_come_back or shares.has_light_tenant_beside(tenant)):
+            return
+        draft.is_shortened = True
+        least = shares.prefill_short_step if sequence.prefill_only else shares.decode_short_step
+        num_tokens = max(MIN_CHUNK, least, self._lifecycle.limits.token_budget // SHARED_STEP_PART)
+        rest = max(0, num_tokens - sum(row.num_tokens for row in draft.prompts.values()))
+        draft.budget_left = min(draft.budget_left, rest)
 
     def admit_neglected(self, draft: PlanDraft) -> None:
         """Admits waiting sequences before the next chunks of running prompts whose tenants were served more, so that

@@ -185,7 +185,7 @@ def test_grants_of_a_flood_leave_slots_and_blocks_for_another_tenants_handoff() 
             bench.arrive(each)
     assert not bench.scheduler.has_work
     bench.scheduler.holdings.check_integrity()
-    assert not bench.scheduler.holdings._held
+    assert bench.scheduler.holdings.is_empty
 
 
 event = st.one_of(
@@ -223,7 +223,7 @@ def test_no_tenant_is_given_more_than_its_share_while_another_waits_and_all_prom
                 break
             worker.commit(next(iter(worker.held)))
     assert not worker.scheduler.has_work, "prompts wait although nothing is held"
-    assert worker.pool.num_available == worker.pool.num_blocks and not worker.scheduler.holdings._held
+    assert worker.pool.num_available == worker.pool.num_blocks and worker.scheduler.holdings.is_empty
 
 
 def step_and_check(worker: PrefillWorker, weights: tuple[float, ...]) -> None:

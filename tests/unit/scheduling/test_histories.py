@@ -93,7 +93,9 @@ class History:
 
 
 def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]], num_tenants: int = 1) -> None:
-    bench.scheduler.shares.idle_credit, bench.scheduler.shares.reclaim_lag = 16.0, 2.0
+    shares = bench.scheduler.shares
+    shares.idle_credit, shares.reclaim_lag = 16.0, 2.0
+    shares.prefill_short_step = shares.decode_short_step = 0
     history = History(bench, num_tenants)
     for prompt, max_tokens, gap, priority, kind in wanted:
         history.arrive(prompt, max_tokens, priority, kind)

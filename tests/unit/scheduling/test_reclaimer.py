@@ -36,7 +36,8 @@ def bench_for(scheduler: str = "sarathi", *, lag: float = 0.0, order: QueueOrder
     values = {"num_blocks": 200, "token_budget": 64, "max_running": 4} | sizes
     settings = SchedulerSettings(queue_order=order)
     bench = Bench(**values, scheduler=scheduler, settings=settings, eos=99)  # type: ignore[arg-type]
-    bench.scheduler.shares.reclaim_lag = lag
+    shares = bench.scheduler.shares
+    shares.reclaim_lag, shares.prefill_short_step, shares.decode_short_step = lag, 0, 0
     return bench
 
 
@@ -194,7 +195,7 @@ def test_blocks_are_taken_back_too() -> None:
 
 def test_a_prefix_that_a_tenants_sequences_share_counts_once_against_its_share() -> None:
     """Two of them hold 24 of their 42 blocks, and would hold 44 if the prefix counted for each."""
-    bench = bench_for(num_blocks=64, max_running=12, token_budget=400, lag=0.0)
+    bench = bench_for(num_blocks=64, max_running=12, token_budget=800)
     prefix = [95] * (20 * BLOCK_SIZE)
     bench.tenant, bench.weight = "light", 2.0
     for number in range(2):
@@ -283,7 +284,7 @@ def test_the_chunk_of_a_flood_is_short_in_the_step_that_ends_a_light_prompt() ->
     bench.step()
     light = add(bench, "light", num_prompt=20, max_tokens=1)
     plan, _ = bench.step()
-    assert {row.sequence: row.num_tokens for row in plan.rows} == {light: 20, flood[0]: 32}
+    assert {row.sequence: row.num_tokens for row in plan.rows} == {light: 20, flood[0]: 12}, "a quarter of the budget"
     plan, _ = bench.step()
     assert plan.num_prefill_tokens == 128
 

@@ -32,6 +32,10 @@ RECLAIM_LAG = 512.0
 """Tokens, divided by its weight, by which a tenant must be behind another one to take slots or blocks back from it. So
 tenants that are served about equally do not preempt each other in turns."""
 
+PREFILL_SHORT_STEP, DECODE_SHORT_STEP = 512, 128
+"""Prompt tokens of a step that is short enough beside a light tenant: one that computes prompts alone, and one that
+decodes besides."""
+
 RECENT_TURNS = 1024
 """Admissions after its latest one for which a tenant that left counts as one that may come back at any time."""
 
@@ -56,6 +60,7 @@ class FairShares:
     def __init__(self, running: Mapping[SequenceKey, Sequence], idle_credit: float = IDLE_CREDIT) -> None:
         self.idle_credit = idle_credit
         self.reclaim_lag = RECLAIM_LAG
+        self.prefill_short_step, self.decode_short_step = PREFILL_SHORT_STEP, DECODE_SHORT_STEP
         self._running = running
         self._present: dict[str, TenantShare] = {}  # tenants with sequences in the scheduler
         self._idle: dict[str, TenantShare] = {}  # the others, the latest to leave at the end
@@ -179,6 +184,17 @@ class FairShares:
         least = share.counter + self.reclaim_lag / share.weight
         more = [(each.counter, each.last_turn, other) for other, each in self._present.items() if each.counter > least]
         return [other for _, _, other in sorted(more, reverse=True)]
+
+    def is_behind(self, tenant: str, num_tokens: int) -> bool:
+        """Whether a tenant here was served more than `tenant` will be after `num_tokens` more."""
+        share = self._present[tenant]
+        counter = share.counter + num_tokens / share.weight
+        return any(each.counter > counter for each in self._present.values())
+
+    def has_light_tenant_beside(self, tenant: str) -> bool:
+        """Whether a tenant here was served less than `tenant`, and has no sequence waiting."""
+        counter, waiting = self._present[tenant].counter, self._waiting
+        return any(each.counter < counter and other not in waiting for other, each in self._present.items())
 
     def part(self, tenant: str) -> float:
         """Returns the tenant's share of the worker among the tenants here, from 0 to 1."""

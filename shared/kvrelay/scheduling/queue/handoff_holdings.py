@@ -45,6 +45,10 @@ class HandoffHoldings:
         self._entries: dict[SequenceKey, tuple[str, int, list[int]]] = {}  # tenant, slots, blocks
         self._handed_over: set[SequenceKey] = set()
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._entries
+
     def num_blocks(self, tenant: str) -> int:
         """Returns the number of blocks that the tenant's handoffs hold."""
         held = self._held.get(tenant)

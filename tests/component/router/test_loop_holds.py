@@ -105,6 +105,47 @@ INPUTS: dict[str, Case] = {
         lambda: body_of(prompt=["x"] * 1024, max_tokens=1, logit_bias={str(n): 1 for n in range(1024)}),
         200,
     ),
+    "allowed tokens": (COMPLETION, lambda: repeated(b'"prompt":"x","allowed_token_ids":[', b"1", b"]}"), 400),
+    "allowed tokens of many prompts": (
+        COMPLETION,
+        lambda: body_of(prompt=["x"] * 256, max_tokens=1, allowed_token_ids=[n % 2000 for n in range(16_384)]),
+        200,
+    ),
+    "bad words": (COMPLETION, lambda: repeated(b'"prompt":"x","bad_words":[', b'"x"', b"]}", NUM_OBJECTS), 400),
+    "bad words of many prompts": (
+        COMPLETION,
+        lambda: body_of(prompt=["x"] * 1024, max_tokens=1, bad_words=[f"otter {n}" * 20 for n in range(1024)]),
+        200,
+    ),
+    "values to choose from": (
+        COMPLETION,
+        lambda: body_of(prompt="x", max_tokens=1, guided_json={"enum": [*range(15_000)]}),
+        200,
+    ),
+    "a long constant": (
+        COMPLETION,
+        lambda: body_of(prompt="x", max_tokens=1, guided_json={"const": "words and more " * 8000}),
+        200,
+    ),
+    "a schema that is deep": (
+        COMPLETION,
+        lambda: body_of(prompt="x", guided_json='{"items":' * 10_000 + "{}" + "}" * 10_000),
+        400,
+    ),
+    "combinations": (
+        COMPLETION,
+        lambda: body_of(
+            prompt="x",
+            guided_json={"allOf": [{"anyOf": [{"required": [f"{n} {k}"]} for k in range(9)]} for n in range(9)]},
+        ),
+        400,
+    ),
+    "an expression with many states": (
+        COMPLETION,
+        lambda: body_of(prompt="x", max_tokens=1, guided_regex="(a+)+(a|aa)*(.*.*)*b{1000}(.*a.{15}){3}"),
+        200,
+    ),
+    "repetitions": (COMPLETION, lambda: body_of(prompt="x", guided_regex="((((a{99}){99}){99}){99}){99}"), 400),
     "brackets": (COMPLETION, lambda: b'{"model":' + b"[" * (BODY_BYTES - 20), 400),
     "brackets that close": (COMPLETION, lambda: b"[" * (BODY_BYTES // 2) + b"]" * (BODY_BYTES // 2), 400),
     "no JSON": (COMPLETION, lambda: b"[" + b'"a",' * (BODY_BYTES // 4 - 2), 400),

@@ -97,6 +97,11 @@ COMMON: list[tuple[dict[str, Any], str, str | None]] = [
     ({"structural_tag": {"format": {"type": "otter"}}}, "structural_tag", None),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_value"),
     (
+        {"structured_outputs": {"json": '{"items":' * 900 + "{}" + "}" * 900, "disable_additional_properties": True}},
+        "structured_outputs.json",
+        "invalid_value",
+    ),
+    (
         {"structured_outputs": {"json": {}, "disable_any_whitespace": 1}},
         "structured_outputs.disable_any_whitespace",
         "invalid_value",

@@ -122,7 +122,10 @@ def _of_structured_outputs(value: Any) -> Grammar:
     if _flag(value, "disable_any_whitespace", param) and whitespace is None:
         whitespace = ""
     if _flag(value, "disable_additional_properties", param) and name == "json":
-        value = value | {"json": _closed(_schema_of(value["json"], f"{param}.json"))}
+        try:
+            value = value | {"json": _closed(_schema_of(value["json"], f"{param}.json"))}
+        except RecursionError:
+            raise _wrong(f"{param}.json", "it is nested too deeply") from None
     return _READERS[_OF_STRUCTURED_OUTPUTS[name]](value[name], f"{param}.{name}", whitespace)
 
 
@@ -146,7 +149,7 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
 
 
 def _closed(value: Any) -> Any:
-    """The schema with no properties but those that it names, as in vLLM. `value` has been parsed, so it is not deep."""
+    """The schema with no properties but those that it names, as in vLLM. Raises RecursionError for a deep one."""
     if isinstance(value, list):
         return [_closed(each) for each in value]
     if not isinstance(value, dict):

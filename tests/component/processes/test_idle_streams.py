@@ -21,7 +21,7 @@ from tests.fakes.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_STREAMS = 8000
+NUM_STREAMS = 10_000
 NUM_STARTING = 64
 MAX_BYTES_PER_STREAM = 64 << 10
 FLAGS = ("--max-connections", str(NUM_STREAMS + 100), "--max-queued-requests", str(NUM_STREAMS + 100))

@@ -96,8 +96,8 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(literals)
         case inspect.ListType(item_type=item, min_length=None, max_length=most):
             return st.lists(_values(item), max_size=_size(most))
-        case inspect.VarTupleType(item_type=item, min_length=None, max_length=most):
-            return st.lists(_values(item), max_size=_size(most)).map(tuple)
+        case inspect.VarTupleType(item_type=item, min_length=least, max_length=most):
+            return st.lists(_values(item), min_size=least or 0, max_size=_size(most)).map(tuple)
         case inspect.TupleType(item_types=items):
             return st.tuples(*map(_values, items))
         case inspect.DictType(key_type=key, value_type=value, min_length=None, max_length=most):

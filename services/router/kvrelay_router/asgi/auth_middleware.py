@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay_router.access.api_keys import KeyRing
 from kvrelay_router.access.request_names import name_request
+from kvrelay_router.http.event_writer import EVENT_WRITER
 from kvrelay_router.openai.error_mapping import as_api_error
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS, RequestMetrics
 
@@ -56,5 +57,7 @@ class AuthMiddleware:
                 raise
             await as_api_error(error).response()(scope, receive, send_named)
         finally:
+            # The writer refers to the request, which refers to this state: without the cycle both are freed now.
+            state.pop(EVENT_WRITER, None)
             if timings is not None:
                 self._metrics.ended(timings, names.unique)

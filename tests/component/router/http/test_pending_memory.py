@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -111,3 +112,19 @@ async def test_pipelined_requests_leave_no_bytes_behind(make_router: Callable[..
         writer.close()
         await until(lambda: not connections(router))
         assert memory.bodies_bytes == 0
+
+
+async def test_an_aborted_upload_is_freed_without_the_garbage_collector(make_router: Callable[..., Any]) -> None:
+    memory = PendingMemory()
+    async with make_router(memory=memory) as router:
+        gc.collect()
+        gc.disable()
+        try:
+            _, writer = await connect(router)
+            writer.write(upload(10_000, chunked=False))
+            await until(lambda: memory.bodies_bytes == 10_000)
+            writer.transport.abort()
+            await until(lambda: not memory.bodies_bytes and not connections(router))
+            await until(lambda: not any(type(each).__name__ == "RequestResponseCycle" for each in gc.get_objects()))
+        finally:
+            gc.enable()

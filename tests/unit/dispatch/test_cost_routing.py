@@ -117,15 +117,32 @@ def test_a_short_uncached_prompt_stays_on_decode_where_that_is_sooner() -> None:
     assert names(choose(auto, {}, queue, worker("d", "decode", num_sequences=64))) == (None, "d")
 
 
-def test_only_the_uncached_part_must_be_short_and_never_more_than_a_step() -> None:
-    queue, decode = worker("p", "prefill", queued_tokens=100_000), worker("d", "decode", num_sequences=8)
-    auto = demand(4096, local_prefill_tokens=None)
-    assert names(choose(auto, {"d": 250}, queue, decode)) == (None, "d")
-    assert names(choose(auto, {}, queue, decode)) == ("p", "d")
+@pytest.mark.parametrize("num_streams", [0, 8, 200])
+def test_decode_computes_a_long_prompt_if_prefill_is_busy_for_longer_than_its_streams_would_lose(
+    num_streams: int,
+) -> None:
+    auto, decode = demand(4096, local_prefill_tokens=None), worker("d", "decode", num_sequences=num_streams)
+    # By this fleet's speeds the prompt takes 0.2 s, and a queue of 100,000 tokens about 5 s.
+    busy, idle = worker("p", "prefill", queued_tokens=100_000), worker("p", "prefill", transfer_bytes_s=1e12)
+    assert names(choose(auto, {}, busy, decode)) == ((None, "d") if num_streams < 100 else ("p", "d"))
+    assert num_streams == 0 or names(choose(auto, {}, idle, decode)) == ("p", "d")
+
+
+def test_decode_without_room_computes_no_prompt() -> None:
+    full = worker("d", "decode", num_free_blocks=100)
+    busy = worker("p", "prefill", queued_tokens=100_000)
+    assert names(choose(demand(4096, local_prefill_tokens=None), {}, busy, full)) == ("p", "d")
+
+
+def test_a_decode_worker_without_measurements_is_taken_to_be_as_fast_as_prefill() -> None:
+    """It has none until it gets a prompt, so waiting for them would keep prompts away forever."""
+    unmeasured = worker("d", "decode", step_cost=None)
+    auto = demand(64, local_prefill_tokens=None)
+    assert names(choose(auto, {}, worker("p", "prefill", queued_tokens=9000), unmeasured)) == (None, "d")
 
 
 def test_speeds_that_nobody_measured_decide_nothing() -> None:
-    unknown = (worker("p", "prefill", queued_tokens=9000), worker("d", "decode", step_cost=None))
+    unknown = (worker("p", "prefill", queued_tokens=9000, step_cost=None), worker("d", "decode", step_cost=None))
     assert names(choose(demand(64, local_prefill_tokens=None), {}, *unknown)) == ("p", "d")
 
 

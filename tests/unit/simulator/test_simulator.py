@@ -74,6 +74,18 @@ def test_the_next_turn_finds_its_prefix() -> None:
         assert first.computed_by == second.computed_by
 
 
+def test_decode_helps_out_when_prompts_arrive_faster_than_prefill_computes_them() -> None:
+    # A prompt takes prefill 0.43 s; one arrives every 0.3 s.
+    trace = [TracedRequest(0.3 * n, 4096, 50, tuple(range(8 * n, 8 * n + 8))) for n in range(40)]
+    helped, divided = (ran(fleet_of(1, 1, local_prefill_tokens=limit), trace) for limit in (None, 0))
+
+    def worst_s(requests: list[Request]) -> float:
+        return max(request.first_token_s - request.arrival_s for request in requests if request.first_token_s)
+
+    assert worst_s(helped) < worst_s(divided) / 2
+    assert 0 < sum(request.computed_by == "decode-0" for request in helped) < len(trace) / 2
+
+
 def test_a_fleet_that_has_no_prefill_workers_is_meant_so_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     trace = [TracedRequest(float(at), 2048, 4, (0, 1, 2, 3)) for at in range(3)]

@@ -76,7 +76,7 @@ def _patterns_of(grammar: Grammar) -> Iterator[str]:
         case GrammarKind.REGEX:
             yield grammar.text
         case GrammarKind.GRAMMAR:
-            yield from (found[1] for found in _LARK_REGEX.finditer(grammar.text))
+            yield from _patterns_of_text(grammar.text)
         case GrammarKind.JSON_SCHEMA | GrammarKind.STRUCTURAL_TAG:
             try:
                 value = json.loads(grammar.text)
@@ -88,9 +88,13 @@ def _patterns_of(grammar: Grammar) -> Iterator[str]:
         yield grammar.whitespace
 
 
+def _patterns_of_text(lark: str) -> Iterator[str]:
+    yield from (found[1] for found in _LARK_REGEX.finditer(lark))
+
+
 def _patterns_in(value: Any) -> Iterator[str]:
-    """The patterns of a schema. Properties with these names are taken for patterns too, which only makes it stricter
-    for names that look like large regexes."""
+    """The patterns of a schema or of a structural tag. Properties with these names are taken for patterns too, which
+    only makes it stricter for names that look like large regexes."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -98,6 +102,8 @@ def _patterns_in(value: Any) -> Iterator[str]:
             _check_multiple(item.get("multipleOf"))
             if isinstance(item.get("pattern"), str):
                 yield item["pattern"]
+            if isinstance(item.get("grammar"), str):
+                yield from _patterns_of_text(item["grammar"])
             if isinstance(item.get("patternProperties"), dict):
                 yield from item["patternProperties"]
             waiting.extend(item.values())
@@ -106,13 +112,15 @@ def _patterns_in(value: Any) -> Iterator[str]:
 
 
 def _check_multiple(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if isinstance(value, float) and not math.isfinite(value):
         return
     _, digits, exponent = Decimal(str(value)).normalize().as_tuple()
     assert isinstance(exponent, int)
     if len(digits) + max(exponent, 0) > 5 or int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_MULTIPLE:
         raise GrammarError(
-            f"multipleOf {value!r} has too many digits; without the point at most {MAX_MULTIPLE} is allowed"
+            f"multipleOf {str(value)[:40]} has too many digits; without the point at most {MAX_MULTIPLE} is allowed"
         )
 
 

@@ -7,6 +7,7 @@ stays, and the library refuses it.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from kvrelay.grammar.schema_negation import TYPES, negation
@@ -27,6 +28,9 @@ _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "defini
 _UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _APPLICATORS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 """Keywords whose schemas evaluate properties and items of the same value."""
+
+_WITHOUT_MIN_CONTAINS = re.compile(r"json-schema\.org/draft-0[1-7]/")
+"""Drafts in which `contains` asks for one item or more, whatever `minContains` says."""
 
 Schema = dict[str, Any]
 
@@ -54,6 +58,8 @@ class _Rewriter:
         self._num_nodes = 0
         self._splits_one_of = splits_one_of
         self._dynamic_names = _dynamic_names(root)
+        draft = root.get("$schema") if isinstance(root, dict) else None
+        self._has_min_contains = not (isinstance(draft, str) and _WITHOUT_MIN_CONTAINS.search(draft))
 
     def rewrite(self, schema: Any, depth: int) -> Any:
         self._num_nodes += 1
@@ -62,6 +68,9 @@ class _Rewriter:
         if not isinstance(schema, dict):
             return schema
         result = dict(schema)
+        if not self._has_min_contains:
+            result.pop("minContains", None)
+            result.pop("maxContains", None)
         for rule in (_round_counts, _unevaluated, _drop_unused, self._dynamic):
             rule(result)
         if not result.keys().isdisjoint(_UNEVALUATED):
@@ -79,7 +88,10 @@ class _Rewriter:
             if isinstance(result.get(name), dict):
                 result[name] = {key: self.rewrite(each, depth + 1) for key, each in result[name].items()}
         if extra:
-            result["allOf"] = [*result.get("allOf", ()), *(self.rewrite(each, depth + 1) for each in extra)]
+            present = result.get("allOf", [])
+            if not isinstance(present, list):
+                raise _GivenUp  # malformed
+            result["allOf"] = [*present, *(self.rewrite(each, depth + 1) for each in extra)]
         return result
 
     def _dynamic(self, schema: Schema) -> None:
@@ -114,9 +126,9 @@ def _dynamic_names(root: Any) -> dict[str, int]:
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict):
-            for name in {item.get("$dynamicAnchor"), item.get("$anchor")}:
-                if isinstance(name, str):
-                    found[name] = found.get(name, 0) + 1
+            anchors = (item.get("$dynamicAnchor"), item.get("$anchor"))  # a property may have such a name too
+            for name in {each for each in anchors if isinstance(each, str)}:
+                found[name] = found.get(name, 0) + 1
             waiting.extend(item.values())
         elif isinstance(item, list):
             waiting.extend(item)

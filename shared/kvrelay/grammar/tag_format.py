@@ -122,6 +122,10 @@ def _is_open(tag_format: Any) -> bool:
             return True
         case {"type": "sequence" | "or", "elements": list() as elements}:
             return any(_is_open(each) for each in elements)
+        case {"type": "tags_with_separator", "tags": list() as tags}:
+            return any(_is_open(each) for each in tags)
+        case {"content": content, "end": ""}:
+            return _is_open(content)
     return False
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
+from jsonschema import Draft7Validator, Draft202012Validator
 
 from kvrelay.grammar.schema_negation import negation
 from kvrelay.grammar.schema_rewrite import rewritten
@@ -116,6 +116,23 @@ def test_a_dynamic_reference_with_one_anchor_is_an_ordinary_one() -> None:
     }
 
 
+def test_properties_may_have_the_names_of_keywords() -> None:
+    schema = {"properties": {"$anchor": {"type": "null"}, "$dynamicAnchor": {"not": {"type": "null"}}}}
+    text = rewritten(json.dumps(schema))
+    assert text is not None
+    after = Draft202012Validator(json.loads(text))
+    assert after.is_valid({"$anchor": None, "$dynamicAnchor": 1})
+    assert not after.is_valid({"$dynamicAnchor": None})
+
+
+def test_old_drafts_have_no_number_of_contained_items() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "contains": True, "minContains": 0}
+    text = rewritten(json.dumps(schema))
+    assert text is not None
+    for value in ([], [1], "a"):
+        assert Draft7Validator(schema).is_valid(value) == Draft7Validator(json.loads(text)).is_valid(value)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -125,8 +142,9 @@ def test_a_dynamic_reference_with_one_anchor_is_an_ordinary_one() -> None:
         json.dumps({"properties": {str(number): {"if": {"const": "x" * 60}} for number in range(5000)}}),
         "[",
         "7",
+        '{"allOf": 5, "not": {"required": ["a"]}}',
     ],
-    ids=["deep", "deep enough to be parsed", "long", "wide", "no JSON", "no schema"],
+    ids=["deep", "deep enough to be parsed", "long", "wide", "no JSON", "no schema", "malformed"],
 )
 def test_large_and_deep_schemas_are_left_alone(text: str) -> None:
     assert rewritten(text, splits_one_of=True) is None

@@ -219,7 +219,7 @@ def test_drafts(
 ) -> None:
     """The model's greedy output falls into loops, which are guessed, and leaves them, so that drafts are rejected."""
     settings = SchedulerSettings(speculation=SpeculationSettings("ngram", 7, 2))
-    with patch.object(DraftLength, "choose", lambda self, own, most: most):
+    with patch.object(DraftLength, "choose", lambda self, own, length, most: most):
         scheduler = check(model, expected, name, settings, with_cache=True, **STEPS[steps])
     scheduler.blocks.pool.check_integrity()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
-from kvrelay.scheduling.speculation.draft_length import AcceptanceRate, DraftLength
+from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength
 from kvrelay.scheduling.speculation.drafter import INDEXED_PER_STEP, Drafter
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
 from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
@@ -115,7 +115,7 @@ def test_long_prompts_are_indexed_over_several_steps() -> None:
     assert drafts_of(drafter, sequence, 2) == [4, 5]
 
 
-def test_rejected_drafts_shorten_the_next_ones_and_then_pause_them() -> None:
+def test_rejected_drafts_shorten_the_next_ones_and_then_end_them() -> None:
     drafter, sequence = drafter_of(), sequence_of([1, 2, 3, *range(10, 40), 1, 2, 3])
     drafter.begin(sequence)
     first = len(drafts_of(drafter, sequence, 16))
@@ -127,22 +127,71 @@ def test_rejected_drafts_shorten_the_next_ones_and_then_pause_them() -> None:
         if drafts:
             drafter.verified(sequence, len(drafts), 0)
     assert lengths[0] <= first
-    assert sum(lengths[20:]) <= 12, "one now and then, ever more rarely"
-    assert any(lengths[20:]), "but it goes on trying"
-    while not (drafts := drafts_of(drafter, sequence, 16)):
-        pass
+    assert not any(lengths[50:]), "guesses that cost nothing take their place"
     for _ in range(20):
         drafter.verified(sequence, 16, 16)
     assert len(drafts_of(drafter, sequence, 16)) == 16
 
 
+def append_all(sequence: Sequence, tokens: list[int]) -> None:
+    for token in tokens:
+        sequence.tokens.append(token)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_right_guesses_bring_drafts_back(ahead: bool) -> None:
+    """With `ahead`, steps are planned behind those in flight as long as no drafts are expected."""
+    text = list(range(100, 300))
+    drafter, sequence = drafter_of(), sequence_of([*text, *text[:3]])
+    drafter.begin(sequence)
+    for length in (3, 4, 8, 16):
+        for _ in range(100):
+            assert sequence.drafts is not None
+            drafter._lengths.verified(sequence.drafts.rates, length, 1, 0)
+    num_steps = 0
+    while True:
+        drafter.begin_step(1, 1)
+        if (not ahead or drafter.expects(sequence)) and drafter.draft(sequence, 16) is not None:
+            break
+        num_steps += 1
+        append_all(sequence, text[sequence.num_tokens % len(text) :][:1])
+    assert num_steps < 100
+
+
+def test_a_long_match_is_drafted_though_short_ones_predict_nothing() -> None:
+    drafter, text = drafter_of(), list(range(100, 300))
+    for _ in range(60):
+        wrong = sequence_of([1, 2, 3, 4, *range(10, 40), 1, 2, 3])
+        drafter.begin(wrong)
+        while drafts := drafts_of(drafter, wrong, 16):
+            drafter.verified(wrong, len(drafts), 0)
+    fresh = sequence_of([1, 2, 3, 4, *range(10, 40), 1, 2, 3])
+    drafter.begin(fresh)
+    assert not drafts_of(drafter, fresh)
+    repeating = sequence_of([*text, *text[:16]])
+    drafter.begin(repeating)
+    assert drafts_of(drafter, repeating)
+
+
+def test_no_step_waits_for_drafts_of_matches_that_never_go_on() -> None:
+    """Matches of which none goes on bring no drafts to reject, yet the steps behind were not planned ahead."""
+    drafter, sequence = drafter_of(), sequence_of([1, 2, 3])
+    drafter.begin(sequence)
+    waits = []
+    for number in range(400):
+        append_all(sequence, [1000 + number, 1, 2, 3])
+        drafter.begin_step(1, 1)
+        waits.append(drafter.expects(sequence))
+    assert waits[1] and not any(waits[100:])
+
+
 def test_drafts_shrink_as_tokens_cost_more_of_a_step() -> None:
-    own = AcceptanceRate()
+    own = AcceptanceRates()
     for _ in range(20):
-        own.verified(10, 9)
+        own.of(16).verified(10, 9)
     lengths = []
     for num_sequences in (1, 4, 16, 64, 256):
         length = DraftLength()
         length.begin_step(StepCost(1e-3, 1e-4, 0.0), num_sequences, num_sequences)
-        lengths.append(length.choose(own, 16))
+        lengths.append(length.choose(own, 16, 16))
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == 16 and lengths[-1] == 0

@@ -1,4 +1,8 @@
-"""How many drafts pay: none if they are often rejected, or if the step has so many tokens that each costs its time."""
+"""How many drafts pay: none if they are often rejected, or if the step has so many tokens that each costs its time.
+
+Long matches predict more than short ones, so acceptance rates are by the length of the match, in classes of a power of
+two.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ _FORGETTING_OF_ALL = 0.99
 _PRIOR_WEIGHT = 2.0
 _FIRST_RATE = 0.7
 _LONGEST_PAUSE = 8  # as a power of two, in steps
+_SHORTER = 2  # powers of two by which a right guess shortens the pause
 _MOST_RATE = 0.995
 
 
@@ -32,16 +37,33 @@ class AcceptanceRate:
         return (self.accepted + prior * _PRIOR_WEIGHT) / (self.tried + _PRIOR_WEIGHT)
 
 
+class AcceptanceRates:
+    """Acceptance rates by the length of the match."""
+
+    __slots__ = ("_by_class", "_forgetting")
+
+    def __init__(self, forgetting: float = _FORGETTING) -> None:
+        self._forgetting = forgetting
+        self._by_class: dict[int, AcceptanceRate] = {}
+
+    def of(self, length: int) -> AcceptanceRate:
+        """The rate behind matches of so many tokens."""
+        found = self._by_class.get(length.bit_length())
+        if found is None:
+            found = self._by_class[length.bit_length()] = AcceptanceRate(self._forgetting)
+        return found
+
+
 class DraftLength:
     """The number of drafts for one sequence after another of a step.
 
     A step of N tokens that brings each of B sequences a token takes f + cN. One more token, accepted with probability
     q, raises the tokens per second if q / c > B / (f + cN). The i-th draft is accepted with the i-th power of the
-    acceptance rate. A sequence whose drafts do not pay pauses, for twice as many steps each time, and then tries one.
+    acceptance rate.
     """
 
     def __init__(self) -> None:
-        self._all = AcceptanceRate(_FORGETTING_OF_ALL)
+        self._all = AcceptanceRates(_FORGETTING_OF_ALL)
         self._least_probability = 0.0
 
     def begin_step(self, cost: StepCost, num_sequences: int, num_tokens: int) -> None:
@@ -49,43 +71,43 @@ class DraftLength:
         step_s = cost.fixed_s + cost.token_s * num_tokens
         self._least_probability = MARGIN * cost.token_s * num_sequences / step_s if step_s > 0 else 1.0
 
-    def choose(self, own: AcceptanceRate, most: int) -> int:
-        """Returns how many drafts of a sequence with this rate pay, up to `most`."""
-        rate = min(_MOST_RATE, own.estimate(self._all.estimate(_FIRST_RATE)))
+    def choose(self, own: AcceptanceRates, length: int, most: int) -> int:
+        """Returns how many drafts behind a match of this length pay, up to `most`, for a sequence with these rates."""
+        rate = min(_MOST_RATE, own.of(length).estimate(self._all.of(length).estimate(_FIRST_RATE)))
         if self._least_probability >= rate:
             return 0
         if self._least_probability <= 0:
             return most
         return min(most, int(log(self._least_probability) / log(rate)))
 
-    def verified(self, own: AcceptanceRate, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts of a sequence were verified."""
-        own.verified(num_drafts, num_accepted)
-        self._all.verified(num_drafts, num_accepted)
+    def verified(self, own: AcceptanceRates, length: int, num_drafts: int, num_accepted: int) -> None:
+        """So many drafts, or a guess, of a sequence behind a match of this length were verified."""
+        own.of(length).verified(num_drafts, num_accepted)
+        self._all.of(length).verified(num_drafts, num_accepted)
 
 
 class Pause:
-    """Steps in which a sequence looks for no drafts."""
+    """Steps in which a sequence looks for no drafts, since they do not pay."""
 
-    __slots__ = ("_exponent", "_left")
+    __slots__ = ("_exponent", "_until")
 
     def __init__(self) -> None:
-        self._exponent = self._left = 0
+        self._exponent = self._until = 0
 
-    def is_over(self) -> bool:
-        """Called in each step. Returns whether the sequence may look for drafts in it."""
-        if self._left:
-            self._left -= 1
-            return False
-        return True
+    def is_over(self, step: int) -> bool:
+        """Whether the sequence looks for drafts in this step."""
+        return step >= self._until
 
-    def begin(self) -> bool:
-        """Drafts do not pay. Returns whether the sequence may try one nevertheless: it has just paused."""
-        tries = self._exponent > 0
+    def begin(self, step: int) -> None:
+        """Drafts do not pay. Each pause is twice as long as the one before."""
         self._exponent = min(_LONGEST_PAUSE, self._exponent + 1)
-        self._left = 1 << self._exponent
-        return tries
+        self._until = step + (1 << self._exponent)
+
+    def shorten(self, step: int) -> None:
+        """A guess was right."""
+        self._exponent = max(0, self._exponent - _SHORTER)
+        self._until = min(self._until, step + (1 << self._exponent) - 1)
 
     def end(self) -> None:
-        """Drafts pay."""
-        self._exponent = self._left = 0
+        """Drafts were accepted."""
+        self._exponent = self._until = 0

@@ -1,12 +1,18 @@
-"""Guesses the next tokens of sequences from text that repeats. The step that computes the guesses verifies them."""
+"""Guesses the next tokens of sequences from text that repeats. The step that computes the guesses verifies them.
+
+Where drafts do not pay, the token that would be the first one is remembered, and compared with the token that comes.
+So the acceptance rates stay true without drafts that cost time.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.speculation.draft_length import AcceptanceRate, DraftLength, Pause
+from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, Pause
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
 from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.scheduling.step_cost import CalibratedCost
@@ -16,15 +22,26 @@ INDEXED_PER_STEP = 8192
 next ones."""
 
 
-class SequenceDrafts:
-    """What the drafter knows of one sequence."""
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """`token_id` may come at `position`, behind a match of `length` tokens."""
 
-    __slots__ = ("index", "pause", "rate")
+    position: int
+    token_id: int
+    length: int
+
+
+class SequenceDrafts:
+    """What the drafter knows of one sequence. `length`: of the match whose drafts were made last."""
+
+    __slots__ = ("guess", "index", "length", "pause", "rates")
 
     def __init__(self, index: NgramIndex) -> None:
         self.index = index
-        self.rate = AcceptanceRate()
+        self.rates = AcceptanceRates()
         self.pause = Pause()
+        self.guess: _Guess | None = None
+        self.length = 0
 
 
 class Drafter:
@@ -35,6 +52,7 @@ class Drafter:
         self._lengths = DraftLength()
         self._cost = CalibratedCost()
         self._num_to_index = 0
+        self._step = 0
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence joins. Prefill workers, beams and prompts that are only scored have no drafts."""
@@ -48,41 +66,63 @@ class Drafter:
     def begin_step(self, num_sequences: int, num_tokens: int) -> None:
         """Drafts are wanted for a step that has so many sequences and tokens already."""
         self._num_to_index = INDEXED_PER_STEP
+        self._step += 1
         self._lengths.begin_step(self._cost.current, num_sequences, num_tokens)
 
     def draft(self, sequence: Sequence, most: int) -> NDArray[np.int32] | None:
         """Returns guesses of the tokens behind the newest one, at most `most`, or None. They have no stop token."""
         known = sequence.drafts
-        if known is None or not known.pause.is_over():
+        if known is None:
             return None
-        place = self._find(known)
+        length, place = self._find(sequence, known)
         most = min(most, self._settings.num_speculative_tokens)
         if not place or most < 1:
             return None
-        count = self._lengths.choose(known.rate, most)
+        count = self._lengths.choose(known.rates, length, most)
         if not count:
-            if not known.pause.begin():
-                return None
-            count = 1
+            self._guess(sequence, known, length, place)
+            known.pause.begin(self._step)
+            return None
+        known.length = length
         return _before_stop(known.index.following(place, count), sequence.stop_tokens)
 
     def expects(self, sequence: Sequence) -> bool:
         """Whether there are likely to be drafts behind the token that the step in flight samples."""
         known = sequence.drafts
-        if known is None or not known.pause.is_over():
+        if known is None:
             return False
-        return bool(self._find(known)) and self._lengths.choose(known.rate, 1) > 0
+        length, place = self._find(sequence, known)
+        if not place:
+            return False
+        self._guess(sequence, known, length, place)
+        if self._lengths.choose(known.rates, length, 1):
+            return True
+        known.pause.begin(self._step)
+        return False
 
-    def _find(self, known: SequenceDrafts) -> int:
-        index = known.index
+    def _guess(self, sequence: Sequence, known: SequenceDrafts, length: int, place: int) -> None:
+        """Remembers the token that is likely to come behind the match."""
+        known.guess = _Guess(sequence.num_tokens, int(known.index.following(place, 1)[0]), length)
+
+    def _find(self, sequence: Sequence, known: SequenceDrafts) -> tuple[int, int]:
+        """The length of a match and the position behind it; (0, 0) if there is none, or the sequence pauses."""
+        guess, index = known.guess, known.index
+        if guess is not None and sequence.num_tokens > guess.position:
+            known.guess = None
+            is_right = int(sequence.tokens.view(guess.position, guess.position + 1)[0]) == guess.token_id
+            self._lengths.verified(known.rates, guess.length, 1, int(is_right))
+            if is_right:
+                known.pause.shorten(self._step)
+        if not known.pause.is_over(self._step):
+            return 0, 0
         self._num_to_index -= index.extend(self._num_to_index)
-        return index.find()[1] if index.is_current else 0
+        return index.find() if index.is_current else (0, 0)
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """A step verified drafts of a sequence."""
         known = sequence.drafts
         if known is not None:
-            self._lengths.verified(known.rate, num_drafts, num_accepted)
+            self._lengths.verified(known.rates, known.length, num_drafts, num_accepted)
             if num_accepted:
                 known.pause.end()
 

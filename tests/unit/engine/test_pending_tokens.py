@@ -51,6 +51,12 @@ def key(index: int) -> SequenceKey:
     return (f"request-{index}", 0, index % 3)
 
 
+def looks_back(sampling: Sampling) -> bool:
+    """Whether a draw depends on the tokens before it."""
+    penalised = sampling.frequency_penalty > 0 or sampling.repetition_penalty != 1
+    return penalised or any(len(word) > 1 for word in sampling.bad_words)
+
+
 def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 2
 
@@ -122,8 +128,7 @@ class World:
         if bad:
             logits[-1, 7] = float("nan")
         positions = [len(each.tokens) + len(self.pending_for(each)) for each in sequences]
-        penalised = [each.sampling.frequency_penalty > 0 or each.sampling.repetition_penalty != 1 for each in sequences]
-        early = any(p and self.pending_for(each) for p, each in zip(penalised, sequences, strict=True))
+        early = any(looks_back(each.sampling) and self.pending_for(each) for each in sequences)
         if early:
             with pytest.raises(RuntimeError, match="have not landed"):
                 self.sampler.begin(keys, np.array(positions), logits)

@@ -361,13 +361,14 @@ class Links:
                 return None
             if both_known:
                 self._lose(proven, REPLACED, replaced=True)
-        num_links = len(self._links.get(peer.peer_id, ()))
-        if not num_links and self._is_full:
+        links = self._links.get(peer.peer_id, {})
+        if not links and self._is_full:
             self._events.append(PeerLost(peer, f"this process has its {self.settings.max_peers} peers: max_peers"))
             return None
-        if num_links >= self.MAX_LINKS_PER_PEER:
-            self._events.append(PeerLost(peer, f"{num_links} other incarnations of it were named before"))
-            return None
+        if len(links) >= self.MAX_LINKS_PER_PEER:
+            # The latest name is the likeliest to live: a peer may restart again and again within the timeout.
+            first_named = next(link for link in links.values() if not link.is_proven)
+            self._lose(first_named, f"{len(links) - 1} other incarnations of it were named since")
         return self._open(peer, now)
 
     def _prove(self, link: _Link) -> None:

@@ -94,6 +94,21 @@ def test_names_that_were_never_heard_are_bounded(network: Network) -> None:
     assert size_of_state(a.links) == 1
 
 
+def test_a_peer_that_restarts_again_and_again_is_reached_at_once(network: Network) -> None:
+    a, b = network.start("a"), network.start("b")
+    network.send(b, a.me, "hello")
+    network.run(1.0)
+    for _ in range(2 * Links.MAX_LINKS_PER_PEER):
+        network.kill("b")
+        b = network.start("b")
+        network.kill("b")
+        network.send(a, b.me, "to one that has ended")
+    b = network.start("b")
+    network.send(a, b.me, "to the last one")
+    network.run(1.0)
+    assert b.texts_from(a.me) == ["to the last one"]
+
+
 def test_after_a_clock_was_set_back_the_later_start_is_the_newer_one(network: Network) -> None:
     a, old_b = network.start("a"), network.start("b", incarnation="9")
     network.send(old_b, a.me, "from the old one")

@@ -218,7 +218,7 @@ def _spellings(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, .
         bare, spaced = (tuple(tokenizer.encode(start + word.lstrip(), add_special_tokens=False)) for start in ("", " "))
         found[bare] = None
         # A space that is a token of its own leaves the tokens of the word, which are forbidden already.
-        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+        if len(spaced) == len(bare) and spaced[:1] != bare[:1]:  # some tokenizers drop invisible characters
             found[spaced] = None
     return tuple(word for word in found if word)
 

@@ -17,6 +17,10 @@ AS_JSON = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(SCHEMA, separato
 ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"object"}')
 CHOICE = Grammar(kind=GrammarKind.CHOICE, text='["yes","no"]')
 CLOSED = Grammar(kind=AS_JSON.kind, text=AS_JSON.text[:-1] + ',"additionalProperties":false}')
+NAMED_SO: dict[str, Any] = {"properties": {"properties": {"enum": [{"properties": 1}]}}}
+NAMED_SO_CLOSED = Grammar(
+    kind=AS_JSON.kind, text=json.dumps(NAMED_SO | {"additionalProperties": False}, separators=(",", ":"))
+)
 LARK = Grammar(kind=GrammarKind.GRAMMAR, text='start: "a"')
 COMPACT = Grammar(kind=GrammarKind.JSON_SCHEMA, text=AS_JSON.text, whitespace="")
 
@@ -30,6 +34,15 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_json": SCHEMA}, AS_JSON),
     ({"guided_json": AS_JSON.text}, AS_JSON),
     ({"guided_json": SCHEMA, "guided_whitespace_pattern": ""}, COMPACT),
+    (
+        {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+            "guided_whitespace_pattern": "",
+        },
+        COMPACT,
+    ),
+    ({"structured_outputs": {"json": SCHEMA}, "guided_whitespace_pattern": ""}, COMPACT),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": ""}, "guided_whitespace_pattern": " "}, COMPACT),
     ({"json_schema": AS_JSON.text}, AS_JSON),
     ({"guided_json_object": True}, ANY_OBJECT),
     ({"guided_json_object": False, "guided_json": None, "guided_choice": [], "guided_regex": ""}, None),
@@ -44,6 +57,7 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
     ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True, "disable_fallback": True}}, COMPACT),
     ({"structured_outputs": {"json": AS_JSON.text, "disable_additional_properties": True}}, CLOSED),
+    ({"structured_outputs": {"json": NAMED_SO, "disable_additional_properties": True}}, NAMED_SO_CLOSED),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_JSON),
     ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, AS_JSON),
     (

@@ -19,6 +19,8 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICE_STRINGS = 10_000
 
 ANY_OBJECT = '{"type":"object"}'
+_VALUES = ("const", "enum", "default", "examples")
+_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 
 
 class GrammarFields(GenerationFields):
@@ -46,9 +48,10 @@ class GrammarFields(GenerationFields):
             first, second = list(given)[:2]
             raise _wrong(second, f"the output is constrained by '{first}' already")
         ((param, value),) = given.items()
+        whitespace = _whitespace(self.guided_whitespace_pattern, "guided_whitespace_pattern")
         if param in _OBJECT_READERS:
-            return _OBJECT_READERS[param](value)
-        return _READERS[param](value, param, _whitespace(self.guided_whitespace_pattern, "guided_whitespace_pattern"))
+            return _OBJECT_READERS[param](value, whitespace)
+        return _READERS[param](value, param, whitespace)
 
     @property
     def grammar_param(self) -> str:
@@ -80,15 +83,15 @@ class GrammarFields(GenerationFields):
 GRAMMAR_FIELDS = frozenset(GrammarFields.model_fields.keys() - GenerationFields.model_fields.keys())
 
 
-def _of_response_format(value: Any) -> Grammar:
+def _of_response_format(value: Any, whitespace: str | None) -> Grammar:
     param = "response_format"
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise _wrong(param, "it must be an object with a type")
     match value["type"]:
         case "json_object" | "json_schema" if isinstance(value.get("schema"), dict):  # of llama.cpp's server
-            return _of_schema(value["schema"], f"{param}.schema", None)
+            return _of_schema(value["schema"], f"{param}.schema", whitespace)
         case "json_object":
-            return _of_schema(ANY_OBJECT, param, None)
+            return _of_schema(ANY_OBJECT, param, whitespace)
         case "json_schema":
             described = value.get("json_schema")
             if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
@@ -96,7 +99,7 @@ def _of_response_format(value: Any) -> Grammar:
             # Every schema is enforced, so `strict` changes nothing.
             if not isinstance(described.get("strict"), bool | None):
                 raise _wrong(f"{param}.json_schema.strict", "it must be true or false")
-            return _of_schema(described["schema"], f"{param}.json_schema.schema", None)
+            return _of_schema(described["schema"], f"{param}.json_schema.schema", whitespace)
         case "structural_tag":
             return _of_tag(value, param, None)
         case "grammar" | "regex" as kind if isinstance(value.get(kind), str):
@@ -106,7 +109,7 @@ def _of_response_format(value: Any) -> Grammar:
             raise _wrong(f"{param}.type", f"{kind!r} is unknown; known are {known}")
 
 
-def _of_structured_outputs(value: Any) -> Grammar:
+def _of_structured_outputs(value: Any, whitespace: str | None) -> Grammar:
     """VLLM's field: an object with one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`.
 
     `disable_fallback` is about backends, of which there is one here, and is ignored.
@@ -114,7 +117,8 @@ def _of_structured_outputs(value: Any) -> Grammar:
     param = "structured_outputs"
     if not isinstance(value, dict):
         raise _wrong(param, "it must be an object")
-    whitespace = _whitespace(value.get("whitespace_pattern"), f"{param}.whitespace_pattern")
+    own_whitespace = _whitespace(value.get("whitespace_pattern"), f"{param}.whitespace_pattern")
+    whitespace = whitespace if own_whitespace is None else own_whitespace
     given = [name for name in _OF_STRUCTURED_OUTPUTS if _is_set(value.get(name))]
     if len(given) != 1:
         raise _wrong(param, f"it must have one of {', '.join(map(repr, _OF_STRUCTURED_OUTPUTS))}")
@@ -154,10 +158,18 @@ def _closed(value: Any) -> Any:
         return [_closed(each) for each in value]
     if not isinstance(value, dict):
         return value
-    closed = {name: _closed(each) for name, each in value.items()}
+    closed = {name: _closed_part(name, each) for name, each in value.items()}
     if "additionalProperties" not in value and value.keys() & {"properties", "patternProperties"}:
         closed["additionalProperties"] = False
     return closed
+
+
+def _closed_part(keyword: str, value: Any) -> Any:
+    if keyword in _VALUES:
+        return value
+    if keyword in _MAPS_OF_SCHEMAS and isinstance(value, dict):
+        return {name: _closed(each) for name, each in value.items()}
+    return _closed(value)
 
 
 def _of_any_object(value: Any, param: str, whitespace: str | None) -> Grammar:

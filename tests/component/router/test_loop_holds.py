@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -37,15 +38,25 @@ def repeated(before: bytes, item: bytes, after: bytes, most: int = BODY_BYTES) -
     return model + before + b",".join([item] * min(num_items, most)) + after
 
 
-def send(port: int, path: str, body: bytes) -> int:
+def send(port: int, path: str, body: bytes = b"", request_id: str = "") -> int:
     """The status, once the whole answer was read. Blocks."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
-        connection.request("POST" if body else "GET", path, body or None, {"content-type": "application/json"})
+        headers = {"content-type": "application/json"} | ({"x-request-id": request_id} if request_id else {})
+        connection.request("POST" if body else "GET", path, body or None, headers)
         answer = connection.getresponse()
         while answer.read(1 << 16):
             pass
         return answer.status
+    finally:
+        connection.close()
+
+
+def fetch(port: int, path: str) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read()
     finally:
         connection.close()
 
@@ -234,12 +245,35 @@ OUTPUTS: dict[str, Case] = {
         lambda: body_of(prompt=IDS * 11, max_tokens=1, echo=True, logprobs=20, stream=True),
         200,
     ),
-    "requests": ("/requests", lambda: b"", 200),
-    "fleet": ("/fleet", lambda: b"", 200),
-    "models": ("/v1/models", lambda: b"", 200),
-    "the page of the fleet": ("/dashboard", lambda: b"", 200),
-    "the API's schema": ("/openapi.json", lambda: b"", 200),
 }
+
+REQUEST_ID = "many"
+LONG_NAME = "x" * 30_000
+OPERATIONS: dict[str, tuple[str, int]] = {
+    "a request": (f"/requests/{REQUEST_ID}", 200),
+    "a request by the id of its answer": (f"/requests/cmpl-{REQUEST_ID}", 200),
+    "an unknown request": (f"/requests/{LONG_NAME}", 404),
+    "a timeline": (f"/requests/{REQUEST_ID}/timeline", 200),
+    "an unknown timeline": (f"/requests/{LONG_NAME}/timeline", 404),
+    "requests": ("/requests", 200),
+    "fleet": ("/fleet", 200),
+    "models": ("/v1/models", 200),
+    "a model": (f"/v1/models/{MODEL}", 200),
+    "an unknown model": (f"/v1/models/{LONG_NAME}", 404),
+    "health": ("/health", 200),
+    "ping": ("/ping", 200),
+    "ready": ("/ready", 200),
+    "version": ("/version", 200),
+    "the page of the fleet": ("/dashboard", 200),
+    "the API's schema": ("/openapi.json", 200),
+    "the API's page": ("/docs", 200),
+    "the API's other page": ("/redoc", 200),
+}
+MANY: dict[str, bytes] = {
+    "prompts": body_of(prompt=["An otter"] * 1024, max_tokens=1),
+    "choices": body_of(prompt=["An otter"] * 8, n=128, max_tokens=1),
+}
+"""The most sequences that one request may have."""
 
 
 async def check_holds(port: int, case: Case) -> None:
@@ -264,3 +298,26 @@ async def test_no_input_holds_the_loop(name: str, text: TextService) -> None:
 async def test_no_answer_holds_the_loop(name: str, text: TextService) -> None:
     async with bulk_router(text) as port:
         await check_holds(port, OUTPUTS[name])
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("many", list(MANY))
+async def test_no_operation_holds_the_loop(many: str, text: TextService) -> None:
+    async with bulk_router(text) as port:
+        assert await asyncio.to_thread(send, port, COMPLETION, MANY[many], REQUEST_ID) == 200
+        for name, (path, status) in OPERATIONS.items():
+            with LoopHolds() as holds:
+                found = await asyncio.to_thread(send, port, path)
+            assert found == status, name
+            assert holds.longest_s < LONGEST_HOLD_S * slowness(), name
+
+
+async def test_every_path_is_asked(text: TextService) -> None:
+    """A new endpoint needs a case above."""
+    posted = {path for path, _, _ in [*INPUTS.values(), *OUTPUTS.values()]}
+    asked = [path for path, _ in OPERATIONS.values()] + list(posted)
+    async with bulk_router(text) as port:
+        schema = orjson.loads(await asyncio.to_thread(fetch, port, "/openapi.json"))
+    for path in schema["paths"]:
+        pattern = re.compile(re.sub(r"\{[^}]*\}", ".+", path))
+        assert any(pattern.fullmatch(each) for each in asked), path

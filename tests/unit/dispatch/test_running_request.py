@@ -14,7 +14,7 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta
-from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
+from kvrelay_router.dispatch.running_request import MAX_TAKEN_TOKENS, PushQueue, RunningRequest
 from tests.fakes.delta_reader import read_batches
 
 
@@ -255,3 +255,41 @@ def test_whoever_gets_them_tokens_come_once_and_in_order(actions: list[str]) -> 
         assert calls.num_cancelled == 0
 
     asyncio.run(history())
+
+
+async def test_many_tokens_are_taken_a_part_at_a_time() -> None:
+    calls = Calls(num_sequences=2)
+    ids = list(range(3 * MAX_TAKEN_TOKENS))
+    size = MAX_TAKEN_TOKENS // 2 + 1
+    cuts = range(0, len(ids), size)
+    for start in cuts:
+        calls.handle.deliver(SequenceDelta(0, ids[start : start + size]))
+    calls.handle.deliver(SequenceDelta(1, ids, finish=FinishReason.LENGTH))
+    batches = []
+    while calls.handle.has_deltas:
+        batches.append(calls.handle.take())
+    assert all(len(batch) == 1 for batch in batches)  # two of them exceed the limit, and a single one never waits
+    assert [token for (delta,) in batches if delta.sequence == 0 for token in delta.token_ids] == ids
+    assert batches[-1] == [SequenceDelta(1, ids, finish=FinishReason.LENGTH)]
+
+
+async def test_pushes_to_many_requests_leave_room_for_other_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay_router.loop_share.SLICE_S", -1.0)  # each push uses a slice up
+    pushes = PushQueue()
+    several = [Calls(pushes=pushes) for _ in range(4)]
+    readers = [Reader(calls) for calls in several]
+    await turn()
+    order: list[str] = []
+    for number, (calls, reader) in enumerate(zip(several, readers, strict=True)):
+        monkeypatch.setattr(reader, "take", lambda deltas, name=number: order.append(f"{name}:{deltas[0].token_ids}"))
+        calls.handle.deliver(SequenceDelta(0, [number]))
+    for step in range(4):
+        asyncio.get_running_loop().call_soon(order.append, f"other {step}")
+        await asyncio.sleep(0)
+        if step == 1:
+            several[0].handle.deliver(SequenceDelta(0, [9]))
+    await turn()
+    assert [each for each in order if not each.startswith("other")] == ["0:[0]", "1:[1]", "2:[2]", "3:[3]", "0:[9]"]
+    assert order.index("other 0") < order.index("1:[1]") < order.index("2:[2]")
+    for reader in readers:
+        reader.task.cancel()

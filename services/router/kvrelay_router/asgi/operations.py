@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, json_response
+from kvrelay_router.http.json_parts import PartsResponse
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.error_mapping import model_not_found, no_worker_ready
 
@@ -74,10 +76,10 @@ class OperationRoutes:
     async def request(self, http: Request, request_id: str) -> Response:
         """Returns the record of a request by its `x-request-id` or answer id, or 404. Several prompts give a list."""
         owner = self._visible_owner(http)
-        found = self._recent(request_id, owner) or self._recent(_bare(request_id), owner)
+        found = await self._recent(request_id, owner) or await self._recent(_bare(request_id), owner)
         if not found:
             raise self._not_found(request_id)
-        return json_response(found[0] if len(found) == 1 else {"requests": found})
+        return PartsResponse({"requests": found}) if len(found) > 1 else json_response(found[0])
 
     async def requests(self, http: Request) -> Response:
         """Returns the latest requests, newest first."""
@@ -91,7 +93,7 @@ class OperationRoutes:
             found = [await dispatcher.timeline(each, owner) for each in self._service.aliases.resolve(name, owner)]
             known = [timeline for timeline in found if timeline is not None]
             if known:
-                return json_response({"timelines": known})
+                return PartsResponse({"timelines": known})
         raise self._not_found(request_id)
 
     async def dashboard(self) -> Response:
@@ -112,10 +114,13 @@ class OperationRoutes:
         service = self._service
         return service.settings.tenants.of(service.names(http).key).visible_owner
 
-    def _recent(self, name: str, owner: str | None) -> list[dict[str, Any]]:
-        dispatcher = self._service.dispatcher
-        requests = [dispatcher.recent_request(each, owner) for each in self._service.aliases.resolve(name, owner)]
-        return [request for request in requests if request is not None]
+    async def _recent(self, name: str, owner: str | None) -> list[dict[str, Any]]:
+        found, share = [], LoopShare()
+        for each in self._service.aliases.resolve(name, owner):
+            if (request := self._service.dispatcher.recent_request(each, owner)) is not None:
+                found.append(request)
+            await share.pause()  # a request may have a thousand prompts, and each prompt some twenty attempts
+        return found
 
 
 def _bare(request_id: str) -> str:

@@ -17,9 +17,12 @@ from kvrelay_router.dispatch.interface import (
     ServedBy,
     join_deltas,
 )
+from kvrelay_router.loop_share import LoopShare
 
 MAX_TAKEN = 128
 """Deltas that are taken at a time: a few milliseconds of work, even if each brings 20 log-probabilities."""
+MAX_TAKEN_TOKENS = 2048
+"""As are their tokens: forced tokens come many at a time, and each may have to be compared with stop strings."""
 
 
 class PushQueue:
@@ -35,9 +38,19 @@ class PushQueue:
         self._requests.append(request)
 
     def _push(self) -> None:
+        """Pushes for the time of a slice. The requests that are left come first in the next turn."""
         requests, self._requests = self._requests, []
-        for request in requests:
+        if len(requests) == 1:
+            requests[0].push()
+            return
+        share = LoopShare()
+        for number, request in enumerate(requests, 1):
             request.push()
+            if share.is_used_up and number < len(requests):
+                if not self._requests:
+                    asyncio.get_running_loop().call_soon(self._push)
+                self._requests = requests[number:] + self._requests
+                return
 
 
 class RunningRequest:
@@ -86,8 +99,14 @@ class RunningRequest:
         deltas, self._deltas = self._deltas, []
         if len(deltas) <= 1:
             return deltas
-        if len(deltas) > MAX_TAKEN:
-            deltas, self._deltas = deltas[:MAX_TAKEN], deltas[MAX_TAKEN:]
+        num_taken = num_tokens = 0
+        for delta in deltas[:MAX_TAKEN]:
+            num_tokens += len(delta.token_ids)
+            if num_taken and num_tokens > MAX_TAKEN_TOKENS:
+                break
+            num_taken += 1
+        if num_taken < len(deltas):
+            deltas, self._deltas = deltas[:num_taken], deltas[num_taken:]
         return self._joined(deltas)
 
     def _joined(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:

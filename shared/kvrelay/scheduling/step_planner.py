@@ -18,6 +18,9 @@ from kvrelay.scheduling.sequence_admission import SequenceAdmission
 SHARED_STEP_PART = 4
 """The part of the token budget that a short step has, if it is more than `*_SHORT_STEP` of `fair_shares`."""
 
+DRAFTS_PART = 4
+"""The part of the token budget that drafts take, at most, while prompts run or wait."""
+
 
 class StepPlanner:
     """Puts rows into the draft of a step. A policy calls these methods in its order of preference."""
@@ -93,20 +96,24 @@ class StepPlanner:
     def _add_drafts(self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft) -> bool:
         """Adds drafts to some of the rows. Returns whether there are any.
 
-        Drafts take what is left of the token budget beside one token for each running sequence, and of the blocks
-        beside one for each row. So they preempt no sequence. None is beyond its sequence's max_length, so a sequence
-        needs no more blocks than with one token per step.
+        Drafts take what is left of the token budget beside one token for each running sequence, or a part of it if
+        prompts are to be computed, and of the blocks beside reserved ones and one for each row. So they preempt no
+        sequence, and no prompt waits for their end. None is beyond its sequence's max_length, so a sequence needs no
+        more blocks than with one token per step.
         """
         drafter, blocks, num_drafts = self._lifecycle.drafter, self._blocks, 0
         num_tokens = sum(row.num_tokens for row in rows)
         num_spare = draft.budget_left - len(self._running) - num_tokens + len(rows)
+        if draft.prompting or len(self._waiting) > self._waiting.num_remote:
+            num_spare = min(num_spare, draft.budget_left // DRAFTS_PART)
+        num_kept = len(rows) + self._lifecycle.num_reserved_blocks
         drafter.begin_step(len(rows), num_tokens)
         for place in places:
             row, sequence = rows[place], rows[place].sequence
             if not row.sample or sequence.state is not SequenceState.RUNNING:
                 continue
             table, end = sequence.table, row.position + row.num_tokens
-            num_slots = table.capacity_tokens + max(0, blocks.num_available - len(rows)) * table.block_size - end
+            num_slots = table.capacity_tokens + max(0, blocks.num_available - num_kept) * table.block_size - end
             most = min(num_spare - num_drafts, num_slots, sequence.max_length - end - 1)
             drafts = drafter.draft(sequence, most)
             if drafts is not None and blocks.grow(sequence, end + len(drafts)):

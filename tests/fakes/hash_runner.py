@@ -98,6 +98,8 @@ class HashRunner:
         self._sequences: dict[SequenceKey, Sampling] = {}
         self._sampled: dict[SequenceKey, int] = {}
         self.step_s = step_s
+        self.late_every = 0  # so many constrained rows to one that is late, once for each place; 0: none is
+        self._were_late: set[tuple[SequenceKey, int]] = set()
         self._num_free_steps = 0
         self._may_run = threading.Event()
         self._may_run.set()
@@ -172,11 +174,23 @@ class HashRunner:
         if row.beam is not None:
             assert np.array_equal(row.beam.history, read[:, 0])
             return RowResult(candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
+        if sampling.grammar is not None and self._is_late(row.key, end):
+            return RowResult(is_late=True)
         new_ids, num_forced = self._continue(row, read[:, 0].tolist(), sampling)
         self._sampled[row.key] = new_ids[-1]
         asked = sampling.logprobs is not None
         logprobs = tuple(TokenLogprobs(token_id, -float(token_id), [], []) for token_id in new_ids if asked)
         return RowResult(new_ids, logprobs, num_forced=num_forced)
+
+    def _is_late(self, key: SequenceKey, end: int) -> bool:
+        if (
+            not self.late_every
+            or (key, end) in self._were_late
+            or zlib.crc32(f"{key} {end}".encode()) % self.late_every
+        ):
+            return False
+        self._were_late.add((key, end))
+        return True
 
     def _continue(self, row: WorkerRow, tokens: list[int], sampling: Sampling) -> tuple[tuple[int, ...], int]:
         """The next tokens, and how many of them are forced. The row's K/V has what the drafts left."""

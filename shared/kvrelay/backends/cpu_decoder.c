@@ -10,6 +10,7 @@
  */
 #include "cpu_linear.c"
 #include "cpu_kernel.c"
+#include "cpu_masks.c"
 
 typedef struct {
     Linear qkv, output, gate_up, down;

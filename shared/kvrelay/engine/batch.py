@@ -43,7 +43,7 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     last of `token_ids` is a placeholder for the token that was sampled last for this key, by a step that was in flight
     when the batch was made. The last `num_drafts` of `token_ids` are drafts: guesses of the tokens that come next. The
     step verifies them, so the row may bring up to 1 + num_drafts tokens (see `RowResult`). With `jumps`, the row may
-    bring tokens that its grammar forces behind the others. A row behind one with `num_drafts` or `jumps` has no
+    bring tokens that its grammar forces behind the others. A row behind one with `num_drafts` or a grammar has no
     placeholder.
     """
 
@@ -128,6 +128,8 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     `num_forced`: so many tokens at the end of `token_ids` were not sampled but are forced by the grammar (with
     `WorkerRow.jumps`). Their K/V is not computed, so K above counts only the tokens before them, of which there is at
     least one, and the sequence's next rows hold the last of those and all forced tokens.
+    `is_late`: the row should have sampled, but the mask of its grammar was not ready. It brings no token, and the
+    sequence's next row holds its last token again, at the same position.
     `logprobs`: one entry for each of `token_ids`, or none if the sequence does not ask for them.
     All of `token_ids` count in the sampler's state. The scheduler drops tokens behind a stop or behind max_tokens, but
     only of a sequence that ends there, so the two never disagree about a sequence that goes on.
@@ -138,6 +140,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     candidates: BeamCandidates | None = None  # set for a `BeamRow`
     num_forced: int = 0
+    is_late: bool = False
 
     @property
     def num_accepted(self) -> int:

@@ -51,7 +51,7 @@ class TokensOnDevice:
 @dataclass(slots=True)
 class Asked:
     """The work of a step that was launched on the device. `tokens` has the new tokens of the rows in `sampled_rows`;
-    the other fields are known at the launch.
+    the other fields are known at the launch. Rows in `late_rows` get their token in a later step.
 
     `copy_s`: seconds of the copies between pool and host. `begin` and `end`: when the device begins the step and has
     done all of it.
@@ -59,6 +59,7 @@ class Asked:
 
     tokens: PendingTokens | None = None
     sampled_rows: list[int] = field(default_factory=list)
+    late_rows: set[int] = field(default_factory=set)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     captured: bool = False
@@ -149,7 +150,9 @@ class StepInFlight:
         for index in range(len(self.batch.rows)):
             token_ids, logprobs, num_forced = tokens.get(index, _NO_TOKENS)
             scores, candidates = asked.prompt_logprobs.get(index, ()), asked.candidates.get(index)
-            results.append(RowResult(token_ids, logprobs, scores, candidates, num_forced))
+            results.append(
+                RowResult(token_ids, logprobs, scores, candidates, num_forced, is_late=index in asked.late_rows)
+            )
         took_s = forward_s - asked.copy_s if results else 0.0
         work = asked.tokens.grammar_work if asked.tokens is not None else None
         return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured, work)

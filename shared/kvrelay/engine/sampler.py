@@ -49,7 +49,7 @@ class Sampler:
         self._device = device
         self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
-        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, device, self.waiting)
+        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, self.waiting)
         self._sampled = SampledTokens(self._state, device, self.waiting, self._masks)
 
     @contextmanager
@@ -183,6 +183,14 @@ class Sampler:
         _, parameters = self._state.gather(keys)
         follows: NDArray[np.bool_] = parameters["follows"]
         return follows | self._penalised(parameters)
+
+    def late(self, keys: Sequence[SequenceKey], num_others: int) -> NDArray[np.bool_]:
+        """The rows that cannot be sampled yet, `[rows]`, because the masks of their grammars are not ready. Waits a
+        little for those, on which `sample` would wait long. `num_others`: rows that the step computes beside these.
+
+        Raises KeyError for an unknown key.
+        """
+        return self._masks.late(self._state.gather(keys)[0], num_others)
 
     def penalises(self, keys: Sequence[SequenceKey]) -> NDArray[np.bool_]:
         """Whether each row has a penalty, `[rows]`. Raises KeyError for an unknown key."""

@@ -223,7 +223,8 @@ class TransformersRunner:
         return _Forward(rows, packed, self._hidden_states(token_ids, on_device, packed, graphs))
 
     def _begin_sampling(self, forward: _Forward, asked: Asked) -> None:
-        """Launches sampling for each row that samples and is still known, with drafts at the places of these too."""
+        """Launches sampling for each row that samples, is still known and can be sampled now, with drafts at the places
+        of these too."""
         rows = forward.rows
         wanted = [at for at, row in enumerate(rows) if row.sample and row.beam is None]
         if not wanted:
@@ -233,7 +234,7 @@ class TransformersRunner:
             wanted = drafts.rows.tolist()
         logits = self._last_logits(forward, wanted, drafts)
         with self._lock:
-            known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
+            known = self._await_masks(rows, wanted, asked)
             if not known:
                 return
             if len(known) < len(wanted):
@@ -254,6 +255,17 @@ class TransformersRunner:
             with self._lock:
                 for row in drafted:
                     self._sampler.begin_masks(row.key, row.token_ids[-row.num_drafts :].tolist())
+
+    def _await_masks(self, rows: Sequence[WorkerRow], wanted: Sequence[int], asked: Asked) -> list[int]:
+        """Notes the rows whose masks are late. Returns the indices into `wanted` of other rows that are still known."""
+        at_known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
+        num_others = len(rows) - len({wanted[at] for at in at_known})
+        late = self._sampler.late([rows[wanted[at]].key for at in at_known], num_others)
+        if not late.any():
+            return at_known
+        asked.late_rows = {wanted[at_known[at]] for at in np.flatnonzero(late)}
+        # Waiting released the lock, so sequences may have been dropped.
+        return [at for at in at_known if wanted[at] not in asked.late_rows and rows[wanted[at]].key in self._sampler]
 
     def _hidden_states(
         self,

@@ -385,7 +385,8 @@ class BatchScheduler:
 def _needs_commit_first(row: PlannedRow) -> bool:
     """Returns whether the number of tokens that the row brings is not known before its commit, or what they are is
     needed to plan."""
-    return row.drafts is not None or row.sequence.needs_commit_first or (row.sample and row.sequence.jumps)
+    is_constrained = row.sample and row.sequence.sampling.grammar is not None
+    return row.drafts is not None or row.sequence.needs_commit_first or is_constrained
 
 
 def _leader(row: PlannedRow) -> Sequence:

@@ -42,7 +42,8 @@ class StepCommit:
                 lifecycle.free_ended(sequence)
                 continue
             tokens = sequence.tokens
-            num_computed = sequence.num_computed = sequence.num_computed + row.num_tokens
+            # The last token of a late row is computed again, with the mask that it waits for.
+            num_computed = sequence.num_computed = sequence.num_computed + row.num_tokens - given.is_late
             if sequence.abort_requested:
                 lifecycle.leave(sequence)
                 continue
@@ -56,7 +57,7 @@ class StepCommit:
                     finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
                     token_ids, logprobs = token_ids[: end - start], logprobs[: end - start]
                     break
-            if row.drafts is not None:
+            if row.drafts is not None and not given.is_late:
                 lifecycle.drafter.verified(sequence, len(row.drafts), given.num_accepted)
             if (num_new := end - start) > 1:
                 # The KV of forced tokens, and of the token before them, is computed by the next rows.

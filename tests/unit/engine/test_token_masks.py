@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine import token_masks
+from kvrelay.engine import forbidding, grammar_state, token_masks
+from kvrelay.engine.forbidding import forbid_tokens
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, TokenMask
@@ -25,7 +26,8 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.thoroughness import examples
 
-TOKENIZER_JSON = (Path(__file__).parents[3] / "models" / "demo" / "tokenizer.json").read_text(encoding="utf-8")
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+TOKENIZER_JSON = (DEMO / "tokenizer.json").read_text(encoding="utf-8")
 TOKENIZER = tokenizers.Tokenizer.from_str(TOKENIZER_JSON)
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
 END = 2
@@ -39,6 +41,12 @@ GRAMMARS = [
     Grammar(kind=GrammarKind.CHOICE, text=json.dumps(["yes", "no", "yes, but"])),
 ]
 SAMPLINGS = [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_p=0.8, seed=7)]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced tokens are waited for, however slow the machine is."""
+    monkeypatch.setattr(token_masks, "PATIENCE_S", 60.0)
 
 
 def key(index: int) -> SequenceKey:
@@ -306,11 +314,12 @@ def test_a_long_run_comes_in_parts() -> None:
         jump([(grammar, SAMPLINGS[0])], 400, jumps=False),
     )
     assert jumping == stepwise and TOKENIZER.decode(jumping[:-1]) == text
-    assert len(jumping) > 2 * token_masks.MAX_RUN_TOKENS
+    assert len(jumping) > 2 * grammar_state.MAX_RUN_TOKENS
 
 
 def test_a_run_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_masks, "LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(token_masks, "PATIENCE_S", 0.2)
     victim, other = FORCING[0], FORCING[2]
     compiler = Hanging(victim)
     compiler.forced_hang = True
@@ -319,14 +328,83 @@ def test_a_run_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -
         sampler.add(key(index), Sampling(temperature=0.0, grammar=grammar), [5], 1)
     logits, both = torch.stack([logits_at(0, 0), logits_at(1, 0)]), [key(0), key(1)]
     pending = sampler.begin(both, np.array([1, 1]), logits, np.array([True, True]))
-    first = pending.land()[0]
+    pending.land()
     assert set(pending.forced) <= {1}
-    compiler.go_on.set()  # too late: the run may not join an output that went on without it
     end = np.array([2, 2 + len(pending.forced.get(1, []))])
     with pytest.raises(GrammarFailed, match="takes longer") as failed:
         sampler.sample(both, end, logits)
-    assert failed.value.keys == {key(0)} and len(first) == 2
+    assert failed.value.keys == {key(0)}
     assert len(sampler.sample([key(1)], end[1:], logits[1:])[0]) == 1
+    compiler.go_on.set()
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+def test_tokens_that_were_forced_too_late_follow_behind_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, jumps: bool
+) -> None:
+    """`jumps`: whether the steps behind the late one jump. The output is that of one token a step."""
+    (expected,) = jump([(FORCING[3], SAMPLINGS[1])], 40, jumps=False)
+    monkeypatch.setattr(token_masks, "PATIENCE_S", 0.0)
+    compiler = Hanging(FORCING[3])
+    compiler.forced_hang = True
+    sampler = sampler_of(compiler)
+    sampler.add(key(0), Sampling(temperature=1.0, seed=5, grammar=FORCING[3]), [*range(4, 4 + NUM_PROMPT)], NUM_PROMPT)
+    output: list[int] = []
+    while END not in output:
+        here = logits_at(0, len(output))[None]
+        now = jumps or not output
+        pending = sampler.begin([key(0)], np.array([NUM_PROMPT + len(output)]), here, np.array([now]))
+        token_ids, _ = pending.land()
+        assert output or not pending.forced, "the first run is late"
+        output += [int(token_ids[0]), *pending.forced.get(0, [])]
+        compiler.go_on.set()
+        monkeypatch.setattr(token_masks, "PATIENCE_S", 60.0)
+    assert output == expected
+
+
+def test_rows_whose_masks_are_late_are_named_and_others_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    victim, other = GRAMMARS[1], GRAMMARS[2]
+    assert victim is not None
+    compiler = Hanging(victim)
+    sampler = sampler_of(compiler)
+    keys = [key(0), key(1), key(2)]
+    for one, grammar in zip(keys, [victim, other, None], strict=True):
+        sampler.add(one, Sampling(temperature=0.0, grammar=grammar), [5], 1)
+    positions, logits = np.array([1, 1, 1]), torch.stack([logits_at(index, 0) for index in range(3)])
+    first, _ = sampler.sample(keys, positions, logits)
+    monkeypatch.setattr(token_masks, "PATIENCE_S", 0.001)
+    while (late := sampler.late(keys, 0)).tolist() != [True, False, False]:
+        assert late[0], "its mask is not ready"
+    again, _ = sampler.sample(keys[1:], positions[1:] + 1, logits[1:])
+    assert len(again) == 2
+    assert sampler.late(keys[:1], 0).all(), "alone it is waited for, and not for ever"
+    compiler.go_on.set()
+    (second,), _ = sampler.sample(keys[:1], positions[:1] + 1, logits[:1])
+    undisturbed = sampler_of()
+    undisturbed.add(key(0), Sampling(temperature=0.0, grammar=victim), [5], 1)
+    assert [int(undisturbed.sample(keys[:1], positions[:1] + at, logits[:1])[0][0]) for at in (0, 1)] == [
+        first[0],
+        second,
+    ]
+
+
+@given(st.integers(1, 200), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_logits_are_masked_in_place_as_by_unpacked_bits(vocab_size: int, num_rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = [row for row in range(num_rows) if rng.random() < 0.7]
+    masks = [
+        rng.choice([0, -1, int(rng.integers(-(2**31), 2**31))], -(-vocab_size // 32)).astype(np.int32) for _ in rows
+    ]
+    logits = torch.from_numpy(rng.standard_normal((num_rows, vocab_size + 3), np.float32))[:, :vocab_size]
+    expected = logits.clone()
+    for row, mask in zip(rows, masks, strict=True):
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
+        expected[row][torch.from_numpy(allowed == 0)] = -torch.inf
+    by_torch = logits.clone()
+    if rows:
+        forbidding._forbid_by_torch(by_torch, rows, masks)
+    forbid_tokens(logits, rows, masks)
+    assert torch.equal(logits, expected) and torch.equal(by_torch, expected)
 
 
 def test_penalties_count_forced_tokens() -> None:

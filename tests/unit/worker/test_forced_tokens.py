@@ -41,7 +41,7 @@ CONSTRAINED = Sampling(temperature=0, max_tokens=20, ignore_eos=True, grammar=GR
 def test_tokens_are_right_and_nothing_is_left_behind(
     overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool, most_drafts: int
 ) -> None:
-    """On a small pool: with preemption by recomputing and by swapping, aborts, stops and failures between."""
+    """On a small pool: with preemption by recomputing and by swapping, aborts, stops, failures, late masks between."""
     make = failing(blame=blame)
     service = serve(
         Service(wanted, scheduler, num_slots, make, overlap=overlap, most_drafts=most_drafts, jump_forward=True)
@@ -155,6 +155,31 @@ def test_without_a_grammar_or_with_logprobs_each_token_is_sampled(change: dict[s
     world = Fleetless([msgspec.structs.replace(CONSTRAINED, **change)])
     assert world.run() == [expected_tokens(PROMPT, CONSTRAINED, 64)]
     assert len(world.plans) == 20
+
+
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_a_late_row_brings_its_token_in_the_next_step_and_delays_no_other(prefill_only: bool) -> None:
+    free = msgspec.structs.replace(CONSTRAINED, grammar=None)
+    world = Fleetless([CONSTRAINED, free], prefill_only=prefill_only)
+    world.runner.late_every = 1  # every one, once for each place
+    world.step()
+    constrained, unconstrained = world.sequences
+    assert [output.sequence for output in world.outputs] == [unconstrained]
+    assert constrained.num_computed == len(PROMPT) - 1
+    world.step()
+    row = next(row for row in world.plans[1].rows if row.sequence is constrained)
+    assert (row.position, row.num_tokens, row.sample) == (len(PROMPT) - 1, 1, True)
+    if prefill_only:
+        assert constrained.num_computed == len(PROMPT) and constrained.num_output
+        return
+    whole = expected_tokens(PROMPT, CONSTRAINED, 64)
+    assert world.run() == [whole, whole]
+    first, second = (
+        [at for at, plan in enumerate(world.plans) if any(row.sequence is s for row in plan.rows)]
+        for s in world.sequences
+    )
+    assert len(second) == len(whole), "the other row gets a token in every step"
+    assert len(first) > len([o for o in world.outputs if o.sequence is constrained])
 
 
 def test_a_prefill_worker_brings_the_first_token_alone() -> None:

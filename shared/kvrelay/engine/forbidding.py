@@ -1,0 +1,52 @@
+"""Applies token masks to logits: in one pass over the rows that have one, on a CPU without unpacking the bits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from functools import cache
+
+import numpy as np
+import torch
+
+from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
+from kvrelay.engine.device import to_device
+from kvrelay.grammar.grammar_compiler import TokenMask
+
+
+def forbid_tokens(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
+    """Sets the logits, `[rows, vocab]` float32, of tokens that the masks of `rows` do not allow to minus infinity, in
+    place."""
+    kernel = _kernel() if logits.device.type == "cpu" and logits.stride(1) == 1 else None
+    if kernel is None:
+        _forbid_by_torch(logits, rows, masks)
+        return
+    where = np.array(rows, np.int64)
+    addresses = np.array([mask.ctypes.data for mask in masks], np.uintp)
+    kernel.kvrelay_forbid_tokens(
+        *(logits.data_ptr(), logits.stride(0), where.ctypes.data, addresses.ctypes.data, len(rows), logits.shape[1])
+    )
+
+
+def _forbid_by_torch(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
+    packed = np.stack([mask[: -(-logits.shape[1] // 32)] for mask in masks]).view(np.uint8)
+    bits = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
+    forbidden = to_device(bits == 0, logits.device)
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        where = to_device(np.array(rows, np.int64), logits.device)
+        logits.index_copy_(0, where, logits.index_select(0, where).masked_fill_(forbidden, -torch.inf))
+
+
+@cache
+def _kernel() -> ctypes.CDLL | None:
+    """None if it cannot be built, which the choice of the attention backend logs."""
+    try:
+        kernel = load_kernel()
+    except KernelBuildError:
+        return None
+    kernel.kvrelay_forbid_tokens.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64]
+    kernel.kvrelay_forbid_tokens.restype = None
+    return kernel

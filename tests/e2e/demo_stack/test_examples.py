@@ -36,6 +36,7 @@ def test_an_example_runs(demo_stack: Stack, script: Path) -> None:
 
 EXPECTED = {
     "chat": "prompt tokens,",
+    "constrained": "the same text with drafts: True",
     "many_at_once": "the last one: prefill prefill-0, decode decode-0",
     "scoring": "a large natural stream of water",
     "shared_prefix": "320 cached",

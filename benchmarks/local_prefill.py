@@ -3,7 +3,7 @@
 Virtual time (`kvrelay simulate`): real schedulers, caches, load counting and policy on the same number of simulated
 devices, so nothing depends on the machine. A trace runs at several speeds. Good: TTFT within 2 s and TPOT within 50 ms.
 
-Usage: python -m benchmarks.local_prefill --trace FILE ...[--rates 1,2] [--ratios 1:1,2:2] [--write FILE]
+Usage: python -m benchmarks.local_prefill --trace FILE ... [--rates 1,2] [--ratios 1:1,2:2] [--write FILE]
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class OrderedWork:
 
     @property
     def is_done(self) -> bool:
-        """Whether all work is done."""
+        """Returns whether all work is done."""
         return self._num_done == self._num_put
 
     def took_s(self) -> float:

@@ -116,7 +116,7 @@ class _Written:
 
 
 def _is_open(tag_format: Any) -> bool:
-    """Whether a format may end with free text."""
+    """Returns whether a format may end with free text."""
     match tag_format:
         case {"type": "any_text" | "triggered_tags"}:
             return True

@@ -323,7 +323,7 @@ class Links:
             self._deliver(link)
 
     def _has_room(self, link: _Link, num_bytes: int) -> bool:
-        """Whether a message ahead of a gap can be kept."""
+        """Returns whether a message ahead of a gap can be kept."""
         is_within = link.early_bytes + num_bytes <= self.MAX_EARLY_BYTES
         return is_within and self.early_bytes + num_bytes <= self.MAX_ALL_EARLY_BYTES
 
@@ -381,11 +381,11 @@ class Links:
                 self._lose(other, REPLACED, replaced=both_known)
 
     def _are_known(self, peer_id: str, *incarnations: str) -> bool:
-        """Whether messages of all these incarnations have come."""
+        """Returns whether messages of all these incarnations have come."""
         return set(incarnations) <= set(self._known_incarnations.get(peer_id, ()))
 
     def _is_newer(self, link: _Link, incarnation: str) -> bool:
-        """Whether this incarnation of the link's peer, another one than the link's, began after it."""
+        """Returns whether this incarnation of the link's peer, another one than the link's, began after it."""
         known = self._known_incarnations.get(link.peer.peer_id, [])
         if incarnation in known and link.peer.incarnation in known:
             return known.index(incarnation) > known.index(link.peer.incarnation)

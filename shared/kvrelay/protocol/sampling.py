@@ -82,12 +82,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def limits_tokens(self) -> bool:
-        """Whether some tokens are never sampled, or not behind certain others."""
+        """Returns whether some tokens are never sampled, or not behind certain others."""
         return bool(self.allowed_token_ids or self.bad_words)
 
     @property
     def follows_output(self) -> bool:
-        """Whether the tokens that may come next depend on those before."""
+        """Returns whether the tokens that may come next depend on those before."""
         return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
 
 
@@ -109,7 +109,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_paired(self) -> bool:
-        """Whether each of the top ids has its log-probability."""
+        """Returns whether each of the top ids has its log-probability."""
         return len(self.top_ids) == len(self.top_logprobs)
 
 

@@ -122,7 +122,7 @@ class Reclaimer:
         return holding.room.num_blocks <= num_blocks
 
     def _exceeds(self, holding: _Holding, share: Room, lacking: Room) -> bool:
-        """Whether the tenant holds more than its share of what is lacking."""
+        """Returns whether the tenant holds more than its share of what is lacking."""
         has_too_many_blocks = lacking.num_blocks > 0 and not self._holds_at_most(holding, share.num_blocks)
         return has_too_many_blocks or (lacking.num_slots > 0 and holding.room.num_slots > share.num_slots)
 

@@ -22,8 +22,8 @@ transfer), and the time of the first tokens in the worker's batch, with the hand
 for the prompt come last.
 
 A prompt is computed on a decode worker, without a handoff, if that is expected to be faster, including
-`STREAM_DELAY_WEIGHT` times the delay of all streams there. So decode helps out when prompts arrive faster than the
-prefill workers compute them, and a short prompt skips the handoff. Its chunks share steps with the decodes: the gap
+`STREAM_DELAY_WEIGHT` times the delay of all streams there. Decode workers thus compute prompts that arrive faster than
+the prefill workers compute them, and short prompts need no handoff. Its chunks share steps with the decodes: the gap
 between two tokens stays within a step of the token budget, however long the prompt.
 """
 
@@ -125,8 +125,8 @@ def better_alone(
 ) -> tuple[Candidate, str] | None:
     """Returns a decode worker that is faster alone than `handed_over` with `decode`, or None.
 
-    Returns None if no worker has measured its speed. A decode worker without prompts so far has nothing to measure: the
-    speed of the prefill workers, which run the same model, stands in until then.
+    Returns None if no worker has measured its speed. A decode worker that has had no prompts has measured nothing.
+    Its speed is then estimated from the other workers, which run the same model.
     """
     if not estimates.typical.is_measured:
         return None

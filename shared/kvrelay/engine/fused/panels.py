@@ -51,7 +51,7 @@ class PackedLinear:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the weights are integers with scales."""
+        """Returns whether the weights are integers with scales."""
         return self.scales is not None
 
 
@@ -104,7 +104,7 @@ def pack_integers(
 
 
 def share_layout(weights: Sequence[IntegerWeight]) -> bool:
-    """Whether the panels hold these weights exactly, side by side."""
+    """Returns whether the panels hold these weights exactly, side by side."""
     kinds = {(each.bits, each.group, each.scales.dtype) for each in weights}
     return len(kinds) == 1 and all(each.group_of_input is None and _fits(each.group, each.num_in) for each in weights)
 

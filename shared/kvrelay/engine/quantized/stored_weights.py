@@ -55,7 +55,7 @@ class StoredWeights:
             self._check(path)
 
     def _is_integer(self, key: str, part: str) -> bool:
-        """Whether the tensor holds the codes of a layer."""
+        """Returns whether the tensor holds the codes of a layer."""
         if part == "weight":
             return bool(self._files[key].get_slice(key).get_dtype() == "I8")
         return part in ("qweight", "weight_packed")

@@ -70,7 +70,7 @@ class FairShares:
 
     @property
     def is_contested(self) -> bool:
-        """Whether several tenants have sequences here."""
+        """Returns whether several tenants have sequences here."""
         return len(self._present) > 1
 
     @property
@@ -78,12 +78,12 @@ class FairShares:
         return len(self._waiting)
 
     def is_waiting(self, tenant: str) -> bool:
-        """Whether a sequence of the tenant waits."""
+        """Returns whether a sequence of the tenant waits."""
         return tenant in self._waiting
 
     @property
     def has_recent_tenant(self) -> bool:
-        """Whether a tenant that is not here was here lately."""
+        """Returns whether a tenant that is not here was here lately."""
         latest = next(reversed(self._idle.values()), None)
         return latest is not None and self._turn - latest.last_turn <= RECENT_TURNS
 
@@ -186,13 +186,13 @@ class FairShares:
         return [other for _, _, other in sorted(more, reverse=True)]
 
     def is_behind(self, tenant: str, num_tokens: int) -> bool:
-        """Whether a tenant here was served more than `tenant` will be after `num_tokens` more."""
+        """Returns whether a tenant here was served more than `tenant` will be after `num_tokens` more."""
         share = self._present[tenant]
         counter = share.counter + num_tokens / share.weight
         return any(each.counter > counter for each in self._present.values())
 
     def has_light_tenant_beside(self, tenant: str) -> bool:
-        """Whether a tenant here was served less than `tenant`, and has no sequence waiting."""
+        """Returns whether a tenant here was served less than `tenant`, and has no sequence waiting."""
         counter, waiting = self._present[tenant].counter, self._waiting
         return any(each.counter < counter and other not in waiting for other, each in self._present.items())
 

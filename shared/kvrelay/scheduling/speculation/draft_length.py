@@ -95,7 +95,7 @@ class Pause:
         self._exponent = self._until = 0
 
     def is_over(self, step: int) -> bool:
-        """Whether the sequence looks for drafts in this step."""
+        """Returns whether the sequence looks for drafts in this step."""
         return step >= self._until
 
     def begin(self, step: int) -> None:

@@ -44,7 +44,7 @@ class NgramIndex:
 
     @property
     def is_current(self) -> bool:
-        """Whether all tokens are indexed."""
+        """Returns whether all tokens are indexed."""
         return len(self._before) == self._tokens.num_tokens
 
     def find(self) -> tuple[int, int]:

@@ -149,7 +149,7 @@ def test_scoring_ends_with_one_delta_without_tokens() -> None:
 
 
 def test_prompt_logprobs_stand_in_front_even_where_decode_is_faster() -> None:
-    scores = [TokenLogprobs(12, -1.0, [], [])]
+    scores = [TokenLogprobs(12, -1.0, [], []), TokenLogprobs(13, -2.0, [], [])]
     machine = placed(prompt_logprobs=0)
     assert machine.handle(tokens(0, 5)) == []
     assert machine.handle(tokens(1, 6)) == []
@@ -164,7 +164,7 @@ def test_prompt_logprobs_that_died_with_prefill_are_computed_again() -> None:
     machine.handle(tokens(0, 5))
     assert isinstance(machine.handle(lost(P, "killed"))[-1], FindPlacement)
     machine.handle(WorkersAssigned(P2, D, 60.0))
-    scores = [TokenLogprobs(12, -1.0, [], [])]
+    scores = [TokenLogprobs(12, -1.0, [], []), TokenLogprobs(13, -2.0, [], [])]
     assert delivered(machine.handle(first(9, attempt=2, worker=P2, prompt_logprobs=scores))) == [9]
 
 
@@ -239,8 +239,14 @@ def test_an_attempt_after_the_first_token_scores_nothing() -> None:
 
 @pytest.mark.parametrize(
     "event",
-    [scores(1, 13), scores(0, 12, 13, 14), scores(2, 14), scores(0, 12, worker=D), scores(0, 12, attempt=2), first(5)],
-    ids=["a gap", "too many", "beyond the end", "decode", "an attempt to come", "a token without them"],
+    [
+        *(scores(1, 13), scores(0, 12, 13, 14), scores(2, 14), scores(0, 12, worker=D), scores(0, 12, attempt=2)),
+        *(first(5), *(first(5, prompt_logprobs=[TokenLogprobs(12, -1.0, [], [])] * count) for count in (1, 3))),
+    ],
+    ids=[
+        *("a gap", "too many", "beyond the end", "decode", "an attempt to come"),
+        *("a token without them", "a token with too few", "a token with too many"),
+    ],
 )
 def test_parts_that_cannot_be_are_refused(event: AnyEvent) -> None:
     machine = placed(prompt_logprobs=0)

@@ -124,6 +124,9 @@ class TokenIntake:
         """
         if violation := entry.violation():
             raise IllegalEvent(violation)
+        num_scores = len(entry.prompt_logprobs)
+        if num_scores and self.lacks_scores and num_scores != self._num_scores:
+            raise IllegalEvent(f"{num_scores} log-probabilities of a prompt with {self._num_scores}")
         if self._is_beam_search and not _is_of_beam_search(entry):
             raise IllegalEvent("tokens of a beam search, or its end without texts")
         num_resumed = self._num_resumed if entry.attempt == self._attempt else len(self.output)

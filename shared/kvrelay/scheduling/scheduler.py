@@ -329,8 +329,9 @@ class BatchScheduler:
     # -- settings and numbers -----------------------------------------------------------------------------------------
 
     def calibrate(self, cost: StepCost) -> None:
-        """Takes the cost of steps that was measured at the start, for policies that cut prompts by time."""
+        """Takes the cost of steps that was measured at the start, for drafts and for chunks of equal time."""
         self.chunks.calibrate(cost)
+        self.lifecycle.drafter.calibrate(cost)
 
     @property
     def prefill_gate(self) -> PrefillGate | None:

@@ -74,7 +74,7 @@ class WorkerStartup:
         pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
         cache = factory.make_cache(config, pool)
         scheduler = factory.make_scheduler(config, runner.spec, pool, cache)
-        if config.chunking == "dynamic":
+        if config.chunking == "dynamic" or (config.role == "decode" and config.speculation != "off"):
             await asyncio.to_thread(calibrate, scheduler, runner, config.token_budget)
         spans = SequenceSpans(config.role, self.recent, self.tracer)
         context = self._make_context(runner, scheduler, spans)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import msgspec
 import numpy as np
 import pytest
@@ -195,3 +197,23 @@ def test_drafts_shrink_as_tokens_cost_more_of_a_step() -> None:
         length.begin_step(StepCost(1e-3, 1e-4, 0.0), num_sequences, num_sequences)
         lengths.append(length.choose(own, 16, 16))
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == 16 and lengths[-1] == 0
+
+
+def test_nothing_is_looked_up_in_steps_in_which_no_drafts_pay() -> None:
+    drafter, text = drafter_of(), list(range(100, 200))
+    sequence = sequence_of([*text, *text[:16]])
+    drafter.begin(sequence)
+    with patch.object(NgramIndex, "find", side_effect=AssertionError):
+        assert not drafts_of(drafter, sequence, num_sequences=256)
+        assert not drafter.expects(sequence)
+    assert drafts_of(drafter, sequence)
+
+
+def test_many_steps_of_one_size_do_not_hide_that_a_token_costs_little() -> None:
+    cost = StepCost(8e-3, 2e-5, 0.0)
+    drafter, sequence = drafter_of(), sequence_of([*range(1, 60), *range(1, 20)])
+    drafter.calibrate(cost)
+    drafter.begin(sequence)
+    for _ in range(2000):
+        drafter.measured(64, 6400.0, cost.step_s(64, 0.0))
+    assert drafts_of(drafter, sequence, num_sequences=64)

@@ -71,6 +71,11 @@ class DraftLength:
         step_s = cost.fixed_s + cost.token_s * num_tokens
         self._least_probability = MARGIN * cost.token_s * num_sequences / step_s if step_s > 0 else 1.0
 
+    @property
+    def may_pay(self) -> bool:
+        """Whether drafts that are nearly always accepted would pay in this step."""
+        return self._least_probability < _MOST_RATE
+
     def choose(self, own: AcceptanceRates, length: int, most: int) -> int:
         """Returns how many drafts behind a match of this length pay, up to `most`, for a sequence with these rates."""
         rate = min(_MOST_RATE, own.of(length).estimate(self._all.of(length).estimate(_FIRST_RATE)))

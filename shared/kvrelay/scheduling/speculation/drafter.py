@@ -15,7 +15,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, Pause
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
 from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
-from kvrelay.scheduling.step_cost import CalibratedCost
+from kvrelay.scheduling.step_cost import CalibratedCost, StepCost
 
 INDEXED_PER_STEP = 8192
 """Tokens that are indexed before a step, at most: a few milliseconds. The rest of long prompts is indexed before the
@@ -105,7 +105,8 @@ class Drafter:
         known.guess = _Guess(sequence.num_tokens, int(known.index.following(place, 1)[0]), length)
 
     def _find(self, sequence: Sequence, known: SequenceDrafts) -> tuple[int, int]:
-        """The length of a match and the position behind it; (0, 0) if there is none, or the sequence pauses."""
+        """The length of a match and the position behind it; (0, 0) if there is none, the sequence pauses, or no drafts
+        pay in a step of this size."""
         guess, index = known.guess, known.index
         if guess is not None and sequence.num_tokens > guess.position:
             known.guess = None
@@ -113,7 +114,7 @@ class Drafter:
             self._lengths.verified(known.rates, guess.length, 1, int(is_right))
             if is_right:
                 known.pause.shorten(self._step)
-        if not known.pause.is_over(self._step):
+        if not (self._lengths.may_pay and known.pause.is_over(self._step)):
             return 0, 0
         self._num_to_index -= index.extend(self._num_to_index)
         return index.find() if index.is_current else (0, 0)
@@ -125,6 +126,10 @@ class Drafter:
             self._lengths.verified(known.rates, known.length, num_drafts, num_accepted)
             if num_accepted:
                 known.pause.end()
+
+    def calibrate(self, cost: StepCost) -> None:
+        """Starts from this cost. Measured steps correct it: steps of one size do not tell what one more token costs."""
+        self._cost = CalibratedCost(cost)
 
     def measured(self, num_tokens: int, num_pairs: float, forward_s: float) -> None:
         """A step took `forward_s`."""

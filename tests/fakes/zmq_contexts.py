@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib"))
 NUM_CALLERS = 6
+PATIENCE_S = 40.0
 
 _open: dict[Context, str] = {}
 """Strong references, so that the collector cannot touch a context before `assert_none_since` has seen it."""
@@ -46,7 +48,13 @@ def open_contexts() -> frozenset[Context]:
 
 
 def assert_none_since(before: frozenset[Context]) -> None:
-    """Fails if contexts are open that were not open `before`, and says which code made them. Each is reported once."""
+    """Fails if contexts are open that were not open `before`, and says which code made them. Each is reported once.
+
+    Waits first: threads may still be closing theirs, which takes libzmq up to a handshake's time limit of 30 s.
+    """
+    patience = time.monotonic() + PATIENCE_S
+    while open_contexts() - before - _reported and time.monotonic() < patience:
+        time.sleep(0.05)
     left = open_contexts() - before - _reported
     _reported.update(left)
     places = "\n".join(_open[context] for context in left)

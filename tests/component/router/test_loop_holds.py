@@ -19,6 +19,8 @@ from tests.component.router.loop_holds import LoopHolds, slowness
 from tests.fakes.waiting import PATIENCE_S
 
 LONGEST_HOLD_S = 0.05
+ATTEMPTS = 3
+"""What an input costs, it costs each time; what the machine does meanwhile (page faults, other guests) it does once."""
 """On a machine as fast as the reference. Slices are meant to take 5 ms; this is what no single step may exceed."""
 BODY_BYTES = 8 << 20
 NUM_OBJECTS = MAX_PARTS // 8
@@ -280,10 +282,15 @@ async def check_holds(port: int, case: Case) -> None:
     path, make_body, status = case
     body = make_body()
     assert len(body) <= BODY_BYTES
-    with LoopHolds() as holds:
-        found = await asyncio.to_thread(send, port, path, body)
-    assert found == status
-    assert holds.longest_s < LONGEST_HOLD_S * slowness()
+    longest_s = []
+    for _ in range(ATTEMPTS):
+        with LoopHolds() as holds:
+            found = await asyncio.to_thread(send, port, path, body)
+        assert found == status
+        longest_s.append(holds.longest_s)
+        if holds.longest_s < LONGEST_HOLD_S * slowness():
+            return
+    raise AssertionError(f"the loop was held for {longest_s} s")
 
 
 @pytest.mark.everyday(3)

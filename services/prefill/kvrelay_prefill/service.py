@@ -179,7 +179,7 @@ class PrefillRole:
 
     def _failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         for sequence in sequences:
-            self._fail(sequence.key, kind, cause, retriable=kind is not FailureKind.NO_TOKEN_ALLOWED)
+            self._fail(sequence.key, kind, cause, retriable=not kind.recurs)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvrelay.engine.batch import GrammarWork
 from kvrelay.engine.ordered_work import OrderedWork
-from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask
+from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_only
 
 MAX_RUN_TOKENS = 64
 """Forced tokens that join an output at once. The rest of a longer run follows behind the next token."""
@@ -83,7 +83,7 @@ class GrammarState(OrderedWork):
         self.fill()
 
     def go_on(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens."""
+        """Appends tokens, and computes the mask of the token behind them."""
         self._accept(token_ids)
         self.fill()
 
@@ -147,9 +147,7 @@ class GrammarState(OrderedWork):
         assert self._matcher is not None
         started = perf_counter()
         if self.late_run:
-            first = self.late_run[0]
-            self.mask[:] = 0
-            self.mask.view(np.uint32)[first // 32] = 1 << first % 32
+            allow_only(self.mask, self.late_run[0])
         else:
             self._matcher.fill(self.mask)
         self._done.filled(perf_counter() - started)

@@ -14,6 +14,12 @@ TokenMask = NDArray[np.int32]
 """One bit per token of the vocabulary, the lowest bit first: 1 if the token may be the next one."""
 
 
+def allow_only(mask: TokenMask, token_id: int) -> None:
+    """Writes the mask that allows one token."""
+    mask[:] = 0
+    mask.view(np.uint8)[token_id >> 3] = 1 << (token_id & 7)
+
+
 class GrammarError(ValueError):
     """The grammar is malformed, not supported or too complex. The message is for the client."""
 

@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask
+from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, allow_only
 from kvrelay.grammar.regex_size import check_regex_sizes
 from kvrelay.grammar.schema_rewrite import rewritten
 from kvrelay.grammar.structural_tag import structural_tag_to_lark
@@ -143,7 +143,7 @@ class LLGuidanceMatcher:
 
     def fill(self, mask: TokenMask) -> None:
         if self._run_at < len(self._run):
-            _allow_only(mask, self._run[self._run_at])
+            allow_only(mask, self._run[self._run_at])
             return
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         _check(self._matcher)
@@ -152,11 +152,6 @@ class LLGuidanceMatcher:
             raise GrammarError("no token can continue the output")
         if len(allowed) == 1 and int(allowed[0]) & (int(allowed[0]) - 1) == 0 and not self._matcher.is_stopped():
             self.forced()  # the masks behind this one take the run
-
-
-def _allow_only(mask: TokenMask, token_id: int) -> None:
-    mask[:] = 0
-    mask.view(np.uint8)[token_id >> 3] = 1 << (token_id & 7)
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -1,8 +1,8 @@
 """Bounds the work that a grammar asks for, before it is compiled.
 
 `(a{99}){99}` stands for 9,801 characters. The library expands such counted repetitions when it computes the first mask,
-which takes microseconds for each character, and no limit of its own ends that. `multipleOf` and
-the number of structures of a tag are limited for the same reason.
+which takes microseconds for each character, and no limit of its own ends that. `multipleOf` and the number of
+structures of a tag are limited for the same reason.
 """
 
 from __future__ import annotations

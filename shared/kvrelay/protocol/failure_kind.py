@@ -32,3 +32,8 @@ class FailureKind(StrEnum):
     NO_WORKER = "no_worker"  # none became ready in time
     ROUTER_SHUTDOWN = "router_shutdown"
     INTERNAL_ERROR = "internal_error"
+
+    @property
+    def recurs(self) -> bool:
+        """Whether the request would fail in the same way on any other worker."""
+        return self is FailureKind.NO_TOKEN_ALLOWED

@@ -380,6 +380,16 @@ class Links:
                 both_known = self._are_known(peer.peer_id, peer.incarnation, other.peer.incarnation)
                 self._lose(other, REPLACED, replaced=both_known)
 
+    def _replace_proven(self, header: Header, reason: str) -> None:
+        """This sender's process has come after the one with the proven link, if that is an older one."""
+        proven = self._proven(header.sender)
+        if (
+            proven is not None
+            and proven.peer.incarnation != header.incarnation
+            and self._is_newer(proven, header.incarnation)
+        ):
+            self._lose(proven, reason, replaced=True)
+
     def _are_known(self, peer_id: str, *incarnations: str) -> bool:
         """Returns whether messages of all these incarnations have come."""
         return set(incarnations) <= set(self._known_incarnations.get(peer_id, ()))
@@ -472,8 +482,7 @@ class Links:
         link, proven = self._find(header.sender, header.incarnation), self._proven(header.sender)
         if header.to_link not in [each.number for each in (link, proven) if each is not None]:
             return
-        if proven is not None and proven is not link and self._is_newer(proven, header.incarnation):
-            self._lose(proven, f"{REPLACED}, which refuses us: {body.reason}", replaced=True)
+        self._replace_proven(header, f"{REPLACED}, which refuses us: {body.reason}")
         if link is not None and header.to_link == link.number:
             self._drop(link)
             self._report_refusal(link.peer, body.reason)
@@ -482,12 +491,11 @@ class Links:
         """We refuse the peer. Its repeats are answered too, because the answer may get lost, but reported once."""
         self._reject(header, code, reason)
         peer = _sender_of(header)
-        link, proven = self._find(header.sender, header.incarnation), self._proven(header.sender)
+        link = self._find(header.sender, header.incarnation)
         if link is not None:
             self._drop(link)
             self._refusals.discard((peer.peer_id, peer.incarnation))
-        if proven is not None and proven is not link and self._is_newer(proven, header.incarnation):
-            self._lose(proven, REPLACED, replaced=True)
+        self._replace_proven(header, REPLACED)
         if (peer.peer_id, peer.incarnation) not in self._refusals:
             self._report_refusal(peer, reason)
 

@@ -75,9 +75,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     beams: BeamSpec | None = None  # temperature, truncation and seed do not matter then
-    speculation: SpeculationMethod | None = (
-        None  # how drafts are found, without effect on the output; None: the worker's
-    )
+    # How drafts are found, which has no effect on the output; None: as the worker's setting says.
+    speculation: SpeculationMethod | None = None
     grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
 
     @property

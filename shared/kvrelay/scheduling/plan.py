@@ -46,7 +46,7 @@ def work_of(rows: Iterable[PlannedRow]) -> tuple[int, float]:
     """What rows compute, as a step's cost counts it: tokens, and pairs of a token and what it attends to."""
     num_tokens, num_pairs = 0, 0.0
     for row in rows:
-        num_computed = row.num_tokens if row.drafts is None else row.num_computed
+        num_computed = row.num_computed
         num_tokens += num_computed
         num_pairs += pairs(row.position, num_computed)
     return num_tokens, num_pairs
@@ -123,14 +123,7 @@ class StepPlan:
     @property
     def num_decode_tokens(self) -> int:
         """Number of tokens of decoding sequences: one each, drafts, and more behind forced tokens."""
-        return sum(
-            row.num_tokens if row.drafts is None else row.num_computed for row in self.rows if not row.is_prefill
-        )
-
-    @property
-    def num_drafts(self) -> int:
-        """Number of drafts to verify."""
-        return sum(len(row.drafts) for row in self.rows if row.drafts is not None)
+        return sum(row.num_computed for row in self.rows if not row.is_prefill)
 
 
 class NeedsCommit(Exception):

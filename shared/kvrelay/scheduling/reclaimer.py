@@ -76,9 +76,8 @@ class Reclaimer:
         """Preempts sequences of other tenants until the head of the queue fits. Returns whether it did.
 
         `wanted`: what the head takes. `lacking`: the part of it that is not available. If the head is on the host, its
-        copy stays there. Raises NeedsCommit instead of
-        preempting if the draft is for a step behind the one in flight. O(running + tenants log tenants), and
-        O(blocks) of tenants that may hold more than their share of blocks.
+        copy stays there. Raises NeedsCommit instead of preempting if the draft is for a step behind the one in flight.
+        O(running + tenants log tenants), and O(blocks) of tenants that may hold more than their share of blocks.
         """
         served_more = self._shares.served_more(head.tenant)
         if not served_more:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.kv.table import blocks_for_group
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import BadWords, Sampling
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
 from kvrelay_router.http.api_error import ApiError
@@ -22,7 +22,6 @@ from kvrelay_router.openai.schema.parsing import MANY_INTEGERS
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 
-BadWords = tuple[tuple[int, ...], ...]
 Number = TypeVar("Number", int, float)
 
 

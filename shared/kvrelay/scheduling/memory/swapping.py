@@ -109,9 +109,8 @@ class Swapper:
         for copy in self._copies.values():
             if missing <= 0:
                 break
-            if (
-                copy.is_made and copy.sequence not in kept
-            ):  # if it is not made, a step in flight, or this one, still writes
+            # The slots of a copy that is not made are still written by a step in flight, or by this one.
+            if copy.is_made and copy.sequence not in kept:
                 yielding.append(copy)
                 missing -= self.space.num_released_by(copy.slots, keep=hashes)
         return yielding if missing <= 0 else None

@@ -27,7 +27,7 @@ KEPT_PART = 1 / 8
 
 
 @dataclass(slots=True)
-class _Held:
+class _TenantHoldings:
     """What the handoffs of one tenant hold: slots, and for each block how many of them hold it."""
 
     num_slots: int = 0
@@ -41,7 +41,7 @@ class HandoffHoldings:
         self._blocks = blocks
         self._max_running = max_running
         self._shares = shares
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _TenantHoldings] = {}
         self._entries: dict[SequenceKey, tuple[str, int, list[int]]] = {}  # tenant, slots, blocks
         self._handed_over: set[SequenceKey] = set()
 
@@ -59,7 +59,7 @@ class HandoffHoldings:
         assert sequence.key not in self._entries
         blocks = sequence.table.ids.tolist()
         self._entries[sequence.key] = sequence.tenant, num_slots, blocks
-        held = self._held.setdefault(sequence.tenant, _Held())
+        held = self._held.setdefault(sequence.tenant, _TenantHoldings())
         held.num_slots += num_slots
         held.blocks.update(blocks)
 
@@ -91,8 +91,9 @@ class HandoffHoldings:
             del self._held[tenant]
 
     def admits(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may be admitted, as far as handoffs are limited. A tenant that was held up is not
-        owed what it could not use meanwhile."""
+        """Returns whether a waiting sequence may be admitted, as far as handoffs are limited.
+
+        A tenant that was held up is not owed what it could not use meanwhile."""
         if sequence.remote is None and not sequence.prefill_only:
             return True
         tenant = sequence.tenant
@@ -110,22 +111,24 @@ class HandoffHoldings:
             return shares.part(tenant)
         return 1 - KEPT_PART if shares.is_contested or shares.has_recent_tenant else 1.0
 
-    def _fits(self, sequence: Sequence, held: _Held, part: float) -> bool:
+    def _fits(self, sequence: Sequence, held: _TenantHoldings, part: float) -> bool:
         num_slots = sequence.num_slots if sequence.remote is not None else 0
         if num_slots and held.num_slots + num_slots > max(1, int(part * self._max_running)):
             return False
         limit = int(part * self._blocks.num_usable)
         num_blocks = len(held.blocks) + blocks_for(sequence.num_tokens, sequence.table.block_size)
-        if num_blocks <= limit or num_blocks - self._blocks.num_cached_blocks(sequence) > limit:
-            return num_blocks <= limit
+        if num_blocks <= limit:
+            return True
+        if num_blocks - self._blocks.num_cached_blocks(sequence) > limit:
+            return False
         return num_blocks - sum(block in held.blocks for block in self._blocks.cached_prefix(sequence)) <= limit
 
     def check_integrity(self) -> None:
         """Recounts what each tenant holds. Raises AssertionError."""
         assert self._handed_over <= self._entries.keys()
-        recounted: dict[str, _Held] = {}
+        recounted: dict[str, _TenantHoldings] = {}
         for tenant, num_slots, blocks in self._entries.values():
-            held = recounted.setdefault(tenant, _Held())
+            held = recounted.setdefault(tenant, _TenantHoldings())
             held.num_slots += num_slots
             held.blocks.update(blocks)
         assert recounted == self._held

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from kvrelay.worker.worker_main import load_runner  # imports torch
 
-    profile = measure(load_runner(config), config.served_model_name)
+    profile = measure(load_runner(config), config.model_name)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     print(path.read_text(encoding="utf-8"), end="")
     return 0

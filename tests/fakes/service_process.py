@@ -55,7 +55,7 @@ async def _work(config: WorkerConfig) -> None:
         role=config.role,
         incarnation=secrets.token_hex(8),
         address="tcp://127.0.0.1:1",
-        model=config.served_model_name,
+        model=config.model_name,
         fingerprint="fake",
         protocol_version=1,
         block_size=config.block_size,
@@ -87,7 +87,7 @@ async def _route(config: RouterConfig) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         try:
-            roles = Counter(worker.role for worker in await registry.list_workers(config.served_model_name))
+            roles = Counter(worker.role for worker in await registry.list_workers(config.model_name))
             writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps({"workers": roles}).encode())
         except RegistryError:
             writer.write(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")

@@ -109,7 +109,7 @@ class RouterServer:
         self._dispatcher.start()
         limits = _limits(config)
         self._closing.push_async_callback(limits.close)
-        metrics = RequestMetrics(config.served_model_name, self._instruments, export.tracer)
+        metrics = RequestMetrics(config.model_name, self._instruments, export.tracer)
         app = create_app(api, self._dispatcher, text, limits, metrics, self._memory)
         export.start(self._metric_samples)
         await self._open_pages()
@@ -125,7 +125,7 @@ class RouterServer:
         self._http = await serve(app, source, graceful_timeout_s=grace_s, limits=connections, memory=self._memory)
         self._closing.push_async_callback(self._http.stop)
         self._closing.push_async_callback(self._dispatcher.close)  # closed first: the HTTP server waits for the answers
-        log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)
+        log.info("serving %s at http://%s:%d", config.model_name, config.reachable_host, self._http.port)
 
     def _registry(self) -> ListWorkers | None:
         config = self.config
@@ -133,7 +133,7 @@ class RouterServer:
             return None
         registry = Registry(config.redis_url, config.redis_prefix)
         self._closing.push_async_callback(registry.close)
-        return lambda: registry.list_workers(config.served_model_name)
+        return lambda: registry.list_workers(config.model_name)
 
     async def _meet_workers(self, dispatcher: RouterDispatcher) -> None:
         """Waits for workers before the port opens: the first clients would get "no worker is ready"."""
@@ -246,19 +246,19 @@ def _message_address(config: RouterConfig) -> str:
 def _static_workers(config: RouterConfig) -> StaticWorkers | None:
     if not config.static_workers:
         return None
-    return StaticWorkers(config.static_workers, config.served_model_name, config.fleet_interval_s)
+    return StaticWorkers(config.static_workers, config.model_name, config.fleet_interval_s)
 
 
 def _limits(config: RouterConfig) -> SharedLimits | OwnLimits:
     if not config.uses_redis:
         return OwnLimits()
-    return SharedLimits(config.redis_url, config.redis_prefix, config.served_model_name)
+    return SharedLimits(config.redis_url, config.redis_prefix, config.model_name)
 
 
 def _prefix_index(config: RouterConfig) -> FleetPrefixes | None:
     if not config.prefix_index or not config.uses_redis:
         return None
-    return FleetPrefixes(IndexFeed(IndexReader(config.redis_url, config.redis_prefix, config.served_model_name)))
+    return FleetPrefixes(IndexFeed(IndexReader(config.redis_url, config.redis_prefix, config.model_name)))
 
 
 def _dispatch_settings(config: RouterConfig, api: ApiSettings, tokenizer: str) -> DispatchSettings:

@@ -52,10 +52,10 @@ def drain(argv: Sequence[str]) -> int:
 async def _drain(config: RouterConfig, arguments: argparse.Namespace) -> int:
     registry = Registry(config.redis_url, config.redis_prefix)
     try:
-        if not await registry.mark_draining(config.served_model_name, arguments.worker, draining=not arguments.undo):
-            known = ", ".join(w.worker_id for w in await registry.list_workers(config.served_model_name)) or "none"
+        if not await registry.mark_draining(config.model_name, arguments.worker, draining=not arguments.undo):
+            known = ", ".join(w.worker_id for w in await registry.list_workers(config.model_name)) or "none"
             print(
-                f"kvrelay drain: no worker {arguments.worker} serves {config.served_model_name}; there are: {known}",
+                f"kvrelay drain: no worker {arguments.worker} serves {config.model_name}; there are: {known}",
                 file=sys.stderr,
             )
             return 1
@@ -63,7 +63,7 @@ async def _drain(config: RouterConfig, arguments: argparse.Namespace) -> int:
             print(f"{arguments.worker} takes new requests again")
             return 0
         print(f"{arguments.worker} drains: routers send it nothing new")
-        return 0 if arguments.wait is None else await _wait(registry, config.served_model_name, arguments)
+        return 0 if arguments.wait is None else await _wait(registry, config.model_name, arguments)
     finally:
         await registry.close()
 

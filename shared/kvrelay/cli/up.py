@@ -285,7 +285,7 @@ class _Run:
             if plan.up.metrics_port is not None and worker.num_workers == 1:
                 argv.append(f"--http-port={plan.up.metrics_port + number}")
             names = {each.worker_id for each in worker.each_worker()}
-            check = WorkerReady(registry, worker.served_model_name, names)
+            check = WorkerReady(registry, worker.model_name, names)
             environ = plan.environ_of(worker)
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
             others.append(Service(spec, self._display))
@@ -341,7 +341,7 @@ def _log_directory(own: UpConfig, port: int) -> Path:
 
 def greeting(plan: LaunchPlan) -> str:
     """The URL and an example request."""
-    model = plan.router.served_model_name
+    model = plan.router.model_name
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is an otter?"}]})
     lines = [
         "",

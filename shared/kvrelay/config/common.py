@@ -23,6 +23,7 @@ LogFormat = Literal["text", "json"]
 MASK = "**********"
 
 NO_REDIS = "none"
+MAX_MODEL_NAME_CHARS = 200
 """Value of `redis_url` for a process without Redis."""
 
 
@@ -82,8 +83,9 @@ class CommonConfig(BaseModel):
     served_model_name: str = Field(
         default_factory=default_served_name,
         min_length=1,
-        max_length=200,
-        description="model name for clients (default: the last part of the directory, or the hub name)",
+        max_length=2000,
+        description="model name for clients, or several with commas between them; the first also names the fleet in "
+        "Redis, so it is the same for routers and workers (default: the last part of the directory, or the hub name)",
     )
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",
@@ -155,6 +157,14 @@ class CommonConfig(BaseModel):
             raise ValueError(f"{path} is not a model directory: it has no config.json")
         return str(path)
 
+    @field_validator("served_model_name")
+    @classmethod
+    def _names_have_text(cls, names: str) -> str:
+        for name in names.split(","):
+            if not 0 < len(name.strip()) <= MAX_MODEL_NAME_CHARS:
+                raise ValueError(f"{names!r}: each name must have 1 to {MAX_MODEL_NAME_CHARS} characters")
+        return names
+
     @field_validator("curve_key_file")
     @classmethod
     def _key_can_be_read(cls, path: Path | None) -> Path | None:
@@ -191,6 +201,18 @@ class CommonConfig(BaseModel):
                 f"({self.peer_timeout_s:g}), or one lost life sign ends the connection"
             )
         return self
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names for clients, each once. The default name may contain commas, as a directory's may."""
+        if "served_model_name" not in self.model_fields_set:
+            return (self.served_model_name,)
+        return tuple(dict.fromkeys(name.strip() for name in self.served_model_name.split(",")))
+
+    @property
+    def model_name(self) -> str:
+        """The first name. It also names the fleet in Redis and in metrics."""
+        return self.model_names[0]
 
     @property
     def uses_redis(self) -> bool:

@@ -279,7 +279,7 @@ def make_simulated_runner(config: WorkerConfig) -> SimulatedRunner:
     return SimulatedRunner(
         profile,
         facts,
-        name=config.served_model_name,
+        name=config.model_name,
         block_size=config.block_size,
         num_blocks=num_blocks,
         num_swap_slots=num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // block_bytes,

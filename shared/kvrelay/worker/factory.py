@@ -72,7 +72,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
         role=config.role,
         incarnation=me.incarnation,
         address=me.address,
-        model=config.served_model_name,
+        model=config.model_name,
         fingerprint=spec.fingerprint,
         protocol_version=PROTOCOL_VERSION,
         block_size=spec.block_size,
@@ -112,7 +112,7 @@ def open_index_publisher(config: WorkerConfig, me: PeerRef) -> IndexPublisher:
     return IndexPublisher(
         config.redis_url,
         config.redis_prefix,
-        config.served_model_name,
+        config.model_name,
         me.peer_id,
         me.incarnation,
         ttl_s=config.lease_ttl_s,

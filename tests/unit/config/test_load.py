@@ -139,6 +139,21 @@ def test_the_served_name_follows_the_model(tmp_path: Path) -> None:
     assert worker(["--model=org/name", "--served-model-name=x"]).served_model_name == "x"
 
 
+def test_a_model_has_one_name_or_several(tmp_path: Path) -> None:
+    assert worker(["--model=org/name"]).model_names == ("org/name",)
+    several = worker(["--model=org/name", "--served-model-name=a, b/c,a"])
+    assert (several.model_names, several.model_name) == (("a", "b/c"), "a")
+    (tmp_path / "one,two").mkdir()
+    (tmp_path / "one,two" / "config.json").write_text("{}")
+    assert worker([f"--model={tmp_path}/one,two"]).model_names == ("one,two",)
+
+
+@pytest.mark.parametrize("names", ["", "a,", ",a", "a, ,b", "a," + "b" * 201])
+def test_empty_and_long_names_are_refused(names: str) -> None:
+    with pytest.raises(ConfigError, match=r"served.model.name"):
+        worker(["--model=org/name", f"--served-model-name={names}"])
+
+
 def test_a_wildcard_address_is_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "machine-7")
     assert worker().reachable_host == "127.0.0.1"

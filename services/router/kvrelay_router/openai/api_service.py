@@ -110,9 +110,9 @@ class ApiService:
         names: RequestNames = http.scope["state"]["names"]
         return names
 
-    def answer_head(self, answer_id: str, kind: str) -> dict[str, Any]:
-        """The first fields of every answer and of each of its chunks."""
-        return {"id": answer_id, "object": kind, "created": int(time.time()), "model": self.settings.model_name}
+    def answer_head(self, answer_id: str, kind: str, model: str) -> dict[str, Any]:
+        """The first fields of every answer and of each of its chunks. `model`: the name that the request used."""
+        return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
 
     async def check_grammar(self, grammar: Grammar | None, param: str) -> None:
         """Raises 400, about field `param`, if the output cannot be constrained so."""

@@ -14,7 +14,7 @@ from kvrelay_router.access.tenants import Tenants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """Answers carry the first of `model_names`; requests may use any."""
+    """Requests may use any of `model_names`; answers carry the name that the request used."""
 
     model_names: tuple[str, ...]
     router_id: str = "router"
@@ -33,7 +33,7 @@ class ApiSettings:
     @classmethod
     def from_config(cls, config: RouterConfig) -> ApiSettings:
         return cls(
-            model_names=(config.served_model_name,),
+            model_names=config.model_names,
             router_id=config.router_id,
             api_keys=tuple(key.get_secret_value() for key in (*config.api_keys, *config.admin_api_keys)),
             allowed_origins=config.allowed_origins,

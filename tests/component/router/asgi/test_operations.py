@@ -25,9 +25,14 @@ async def test_models(router: Router) -> None:
     assert (model.object, model.owned_by, model.model_dump()["max_model_len"]) == ("model", "kvrelay", 512)
 
 
-async def test_every_name_of_the_model_is_served(router: Router) -> None:
-    answer = await router.openai.completions.create(model="alias", prompt="x")
-    assert answer.model == MODEL
+@pytest.mark.parametrize("name", [MODEL, "alias"])
+async def test_answers_carry_the_name_that_the_request_used(router: Router, name: str) -> None:
+    create, chat = router.openai.completions.create, router.openai.chat.completions.create
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    assert (await create(model=name, prompt="x")).model == name
+    assert {chunk.model async for chunk in await create(model=name, prompt="x", stream=True)} == {name}
+    assert (await chat(model=name, messages=messages)).model == name
+    assert {chunk.model async for chunk in await chat(model=name, messages=messages, stream=True)} == {name}
 
 
 async def test_health_ready_version_fleet(router: Router) -> None:

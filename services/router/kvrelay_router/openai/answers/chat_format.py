@@ -32,8 +32,8 @@ def chat_format(service: ApiService, answer_id: str, request: ChatRequest, runs:
     """Returns the format that the request asks for."""
     tokenizer = service.text.tokenizer
     if request.stream:
-        return ChatStream(service.answer_head(answer_id, "chat.completion.chunk"), tokenizer, request)
-    head = service.answer_head(answer_id, "chat.completion")
+        return ChatStream(service.answer_head(answer_id, "chat.completion.chunk", request.model), tokenizer, request)
+    head = service.answer_head(answer_id, "chat.completion", request.model)
     return ChatAnswer(head, tokenizer, request, runs, prompt_scores(tokenizer, request))
 
 

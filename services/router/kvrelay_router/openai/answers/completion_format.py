@@ -42,7 +42,7 @@ def completion_format(
 ) -> AnswerFormat:
     """Returns the format that the request asks for. `echoed`: the prompts' texts, if the answer begins with them."""
     tokenizer = service.text.tokenizer
-    head = service.answer_head(answer_id, "text_completion")
+    head = service.answer_head(answer_id, "text_completion", request.model)
     fields = _ChoiceFields(tokenizer, request, runs, echoed)
     if request.stream:
         return CompletionStream(head, request, runs, fields)

@@ -9,12 +9,10 @@ Usage: python -m benchmarks.local_prefill --trace FILE ... [--rates 1,2] [--rati
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
+from benchmarks.simulated_runs import measure_all, parser_of, publish
 from kvrelay.simulated.profiles import find_profile
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
 from kvrelay_simulator.results import RunFigures, RunSlo, figures
@@ -90,25 +88,14 @@ def report(results: Sequence[tuple[Run, RunFigures]], arguments: argparse.Namesp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, action="append", help="may come again")
-    parser.add_argument("--requests", type=int)
+    parser = parser_of(__doc__)
     parser.add_argument("--rates", default="1", help="speeds of the trace")
     parser.add_argument("--ratios", default="2:2", help="prefill to decode workers")
-    parser.add_argument("--profile", default="llama3-8b-h100")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    results = []
-    with ProcessPoolExecutor(arguments.processes) as pool:
-        planned = runs(arguments)
-        for run, found in zip(planned, pool.map(Run.measure, planned), strict=True):
-            results.append((run, found))
-            print(f"{run.title}: {run.name}: {found.good_share:.1%} good", flush=True)
-    text = report(results, arguments)
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text, encoding="utf-8")
+    results = measure_all(
+        runs(arguments), arguments.processes, lambda run, f: f"{run.title}: {run.name}: {f.good_share:.1%} good"
+    )
+    publish(report(results, arguments), arguments.write)
 
 
 if __name__ == "__main__":

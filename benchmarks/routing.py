@@ -18,13 +18,11 @@ Usage: python -m benchmarks.routing --trace FILE [--trace FILE ...] [--workers 8
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import get_args
 
+from benchmarks.simulated_runs import measure_all, parser_of, publish
 from kvrelay.simulated.profiles import find_profile
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
@@ -127,25 +125,16 @@ def report(results: Sequence[tuple[Run, RunFigures]], arguments: argparse.Namesp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, action="append", help="may come again")
-    parser.add_argument("--requests", type=int)
+    parser = parser_of(__doc__)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--profile", default="llama3-8b-h100")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    results = []
-    with ProcessPoolExecutor(arguments.processes) as pool:
-        planned = list(runs(arguments))
-        for run, found in zip(planned, pool.map(Run.measure, planned), strict=True):
-            results.append((run, found))
-            share = f"share {found.hit_share:.3f}" if found.best_hit_rate else "no hits possible"
-            print(f"{run.title}: {run.policy}: TTFT p90 {found.ttft_p90_s:.3f}, {share}", flush=True)
-    text = report(results, arguments)
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text, encoding="utf-8")
+    results = measure_all(list(runs(arguments)), arguments.processes, _told)
+    publish(report(results, arguments), arguments.write)
+
+
+def _told(run: Run, found: RunFigures) -> str:
+    share = f"share {found.hit_share:.3f}" if found.best_hit_rate else "no hits possible"
+    return f"{run.title}: {run.policy}: TTFT p90 {found.ttft_p90_s:.3f}, {share}"
 
 
 if __name__ == "__main__":

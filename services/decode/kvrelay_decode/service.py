@@ -191,19 +191,14 @@ class DecodeRole:
 
     def _planned(self, plan: StepPlan) -> None:
         self._receiving.planned(plan)
-        for sequence in plan.recomputed:
-            request = self._requests.get(sequence.key)
-            if request is not None and request.scores is not None:
-                request.scores.restart()
+        self._requests.restart_scores(plan.recomputed)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             key = output.sequence.key
             request = self._requests.get(key)
             if request is not None:
-                if output.prompt_logprobs and request.scores is not None:
-                    for message in request.scores.add(output.prompt_logprobs):
-                        self._requests.send(output.sequence.router, key, message)
+                self._requests.send_scores(output, request.scores)
                 if output.token_ids or output.finish is not None:
                     self._stream.put(output.sequence.router, self._entry(request, output))
                 if output.finish is not None:

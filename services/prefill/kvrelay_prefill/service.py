@@ -138,19 +138,14 @@ class PrefillRole:
         """Decode is asked as soon as the first chunk is scheduled; a cached prefix can leave before any forward."""
         for sequence in plan.admitted:
             self._sending.scheduled(self._requests[sequence.key])
-        for sequence in plan.recomputed:
-            request = self._requests.get(sequence.key)
-            if request is not None and request.scores is not None:
-                request.scores.restart()
+        self._requests.restart_scores(plan.recomputed)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
         done = {output.sequence.key for output in outputs if output.prefilled}
         for output in outputs:
             request = self._requests.get(output.sequence.key)
             if request is not None:
-                if output.prompt_logprobs and request.scores is not None:
-                    for message in request.scores.add(output.prompt_logprobs):
-                        self._requests.send(output.sequence.router, output.sequence.key, message)
+                self._requests.send_scores(output, request.scores)
                 if output.prefilled:
                     self._prefilled(request, output)
         for key in list(self._context.scheduler.running):

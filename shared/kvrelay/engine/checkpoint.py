@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.quantized.stored_format import SUPPORTED
+from kvrelay.engine.quantized.stored_format import SUPPORTED, stated_quantization
 from kvrelay.engine.quantized.stored_weights import StoredWeights
 
 _log = logging.getLogger(__name__)
@@ -105,14 +105,13 @@ def _options(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: 
 
 def check_quantization(config: PreTrainedConfig) -> None:
     """Raises UnsupportedModel for a quantization that transformers does not know: it would ignore it."""
-    quantization = getattr(config, "quantization_config", None)
+    quantization = stated_quantization(config)
     if quantization is None:
         return
-    content = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = content.get("quant_method")
+    method, content = quantization
     if content.get("load_in_4bit") or content.get("load_in_8bit"):  # the first configs of bitsandbytes do not name it
         return
-    if getattr(method, "value", method) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UnsupportedModel(
             f"{config.model_type}: its weights are quantized by {method!r}, which is not known here. "
             f"Served on a CPU are {SUPPORTED}"

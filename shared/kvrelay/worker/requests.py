@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Invalid
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay.worker.cancelled_requests import CancelledRequestCache
 from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.score_parts import ScoreParts
 from kvrelay.worker.sequences import make_sequence, sequence_key
 
 DEADLINE_GRACE_S = 5.0
@@ -26,6 +28,9 @@ class OpenRequest(Protocol):
 
     @property
     def sequence(self) -> Sequence: ...
+
+    @property
+    def scores(self) -> ScoreParts | None: ...
 
 
 RequestT = TypeVar("RequestT", bound=OpenRequest)
@@ -121,6 +126,21 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         """Ends the older attempts of the same sequence."""
         for other in [k for k in self._samples.get(key[0], ()) if k[2] == key[2] and k[1] < key[1]]:
             self.cancel(other, "a newer attempt took over")
+
+    # -- the log-probabilities of prompts ------------------------------------------------------------------------------
+
+    def restart_scores(self, recomputed: Iterable[Sequence]) -> None:
+        """The prompts of these sequences are computed again from their beginnings."""
+        for sequence in recomputed:
+            request = self.get(sequence.key)
+            if request is not None and request.scores is not None:
+                request.scores.restart()
+
+    def send_scores(self, output: SequenceOutput, scores: ScoreParts | None) -> None:
+        """Sends what a step brought of a prompt's log-probabilities."""
+        if output.prompt_logprobs and scores is not None:
+            for message in scores.add(output.prompt_logprobs):
+                self.send(output.sequence.router, output.sequence.key, message)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Iterable
 from typing import Any, cast
 
 import msgspec
@@ -117,6 +118,15 @@ class Scene:
             )
             self.take(Delivered(self.decode, header, TokenBatch(entries=[entry])))
 
+    async def end(self, handles: Iterable[RunningRequest]) -> None:
+        """Cancels these. Nothing of any request is left then."""
+        for handle in handles:
+            handle.cancel()
+        await asyncio.sleep(0)
+        assert not self.dispatcher.num_running and self.dispatcher.load.is_empty
+        assert not self.dispatcher._sequences and not self.dispatcher._driver.num_waiting
+        await self.dispatcher.close()
+
 
 def _header(request: str, attempt: int, sequence: int) -> Header:
     return Header(
@@ -165,12 +175,7 @@ def test_hostile_messages_end_their_own_requests_alone(seed: int, num_messages: 
         while scene.num_good < MAX_TOKENS:
             scene.tell_good()
         assert scene.tokens[GOOD, 0] == TOKENS and scene.good.is_over and scene.good.error is None
-        for handle in scene.others:
-            handle.cancel()
-        await asyncio.sleep(0)
-        assert not scene.dispatcher.num_running and scene.dispatcher.load.is_empty
-        assert not scene.dispatcher._sequences and not scene.dispatcher._driver.num_waiting
-        await scene.dispatcher.close()
+        await scene.end(scene.others)
 
     asyncio.run(test())
 
@@ -185,12 +190,7 @@ def test_hostile_workers_of_a_request_give_it_no_more_than_it_asked_for(seed: in
         for _ in range(num_messages):
             scene.take(hostile_event(rng, rng.choice([*scene.peers, *scene.hostile])))
             await asyncio.sleep(0)
-        for handle in (scene.good, *scene.others):
-            handle.cancel()
-        await asyncio.sleep(0)
-        assert not scene.dispatcher.num_running and scene.dispatcher.load.is_empty
-        assert not scene.dispatcher._sequences and not scene.dispatcher._driver.num_waiting
-        await scene.dispatcher.close()
+        await scene.end([scene.good, *scene.others])
 
     asyncio.run(test())
 

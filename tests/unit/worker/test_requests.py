@@ -26,6 +26,7 @@ class OpenRequest:
     """What `OpenRequests` asks of a request."""
 
     sequence: Any
+    scores = None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "supersede"]), KEYS), max_size=60))

@@ -32,18 +32,26 @@ class StoredFormat:
     zeros_less_one: bool = False  # see `unpack_gptq`
 
 
+def stated_quantization(config: PreTrainedConfig) -> tuple[Any, Mapping[str, Any]] | None:
+    """Returns the method's name and all of `quantization_config`; None if the weights are not quantized."""
+    content = getattr(config, "quantization_config", None)
+    if content is None:
+        return None
+    stated: dict[str, Any] = content if isinstance(content, dict) else content.to_dict()
+    method = stated.get("quant_method")
+    return getattr(method, "value", method), stated
+
+
 def find_format(config: PreTrainedConfig) -> StoredFormat | None:
     """Returns the format of the checkpoint's weights; None if they are not quantized or by another method.
 
     Raises:
         UnsupportedModel: a variant of the method that is not served.
     """
-    content = getattr(config, "quantization_config", None)
-    if content is None:
+    quantization = stated_quantization(config)
+    if quantization is None:
         return None
-    stated: dict[str, Any] = content if isinstance(content, dict) else content.to_dict()
-    method = stated.get("quant_method")
-    method = getattr(method, "value", method)
+    method, stated = quantization
     readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
     if method not in readers:
         return None

@@ -19,14 +19,22 @@ class KeyRing:
         """Returns the request's key, or an empty string if no keys are configured. Raises 401 for an unknown key."""
         if not self._digests:
             return ""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise _unauthorized("You didn't provide an API key (Authorization: Bearer KEY)", None)
-        digest = hashlib.sha256(key.strip().encode()).digest()
-        accepted = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not any(accepted):
-            raise _unauthorized("Incorrect API key provided", "invalid_api_key")
-        return key.strip()
+        given = _given_keys(headers)
+        if not given:
+            raise _unauthorized("You didn't provide an API key (Authorization: Bearer KEY, or x-api-key: KEY)", None)
+        for key in given:
+            digest = hashlib.sha256(key.encode()).digest()
+            accepted = [hmac.compare_digest(digest, known) for known in self._digests]
+            if any(accepted):
+                return key
+        raise _unauthorized("Incorrect API key provided", "invalid_api_key")
+
+
+def _given_keys(headers: Mapping[str, str]) -> list[str]:
+    """Anthropic's clients send `x-api-key`, and may send another token as well."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    return [key.strip() for key in given if key.strip()]
 
 
 def _unauthorized(message: str, code: str | None) -> ApiError:

@@ -13,6 +13,8 @@ from starlette.types import ASGIApp
 
 from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay_router.access.rate_limiter import RateLimiter
+from kvrelay_router.anthropic.messages_endpoint import MessagesEndpoint
+from kvrelay_router.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from kvrelay_router.asgi.auth_middleware import AuthMiddleware
 from kvrelay_router.asgi.fast_path import Endpoint, FastPathRouter
 from kvrelay_router.asgi.operations import OperationRoutes
@@ -83,10 +85,12 @@ def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _add_posts(app: FastAPI, service: ApiService) -> None:
-    tokens = TokenRoutes(service)
+    tokens, messages = TokenRoutes(service), MessagesEndpoint(service)
     routes: list[tuple[str, Any, type[RequestModel]]] = [
         ("/v1/completions", CompletionsEndpoint(service).serve, CompletionRequest),
         ("/v1/chat/completions", ChatEndpoint(service).serve, ChatRequest),
+        ("/v1/messages", messages.serve, MessagesRequest),
+        ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
         ("/tokenize", tokens.tokenize, TokenizeText),
         ("/detokenize", tokens.detokenize, DetokenizeTokens),
     ]

@@ -8,7 +8,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrelay_router.access.api_keys import KeyRing
 from kvrelay_router.access.request_names import name_request
 from kvrelay_router.http.event_writer import EVENT_WRITER
-from kvrelay_router.openai.error_mapping import as_api_error
+from kvrelay_router.openai.anthropic_errors import is_anthropic
+from kvrelay_router.openai.error_mapping import as_api_error, error_response
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS, RequestMetrics
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/dashboard"})
@@ -42,7 +43,9 @@ class AuthMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                own = ((b"x-request-id", names.public.encode()), self._router_header)
+                own = [(b"x-request-id", names.public.encode()), self._router_header]
+                if is_anthropic(scope["path"]):
+                    own.append((b"request-id", names.public.encode()))
                 message["headers"] = [*message.get("headers", ()), *own]
                 if timings is not None:
                     timings.status = message["status"]
@@ -55,7 +58,7 @@ class AuthMiddleware:
         except Exception as error:
             if started:
                 raise
-            await as_api_error(error).response()(scope, receive, send_named)
+            await error_response(as_api_error(error), scope["path"])(scope, receive, send_named)
         finally:
             # The writer refers to the request, which refers to this state: without the cycle both are freed now.
             state.pop(EVENT_WRITER, None)

@@ -24,7 +24,7 @@ DASHBOARD_HEADERS = {
     "referrer-policy": "no-referrer",
 }
 MAX_LISTED = 100
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 
 class OperationRoutes:

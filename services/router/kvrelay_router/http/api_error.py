@@ -39,5 +39,6 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, self.headers)
+    def response(self, body: dict[str, Any] | None = None) -> Response:
+        """`body`: the error object of another API, in place of OpenAI's."""
+        return json_response(self.body() if body is None else body, self.status, self.headers)

@@ -32,9 +32,10 @@ class BodyTooLarge(ApiError):
             headers={"connection": "close"},
         )
 
-    def response(self) -> Response:
+    def response(self, body: dict[str, Any] | None = None) -> Response:
         """Answers at once and keeps the connection open for `LINGER_S`: a reset would overtake the answer."""
-        return _LingeringResponse(orjson.dumps(self.body()), 413, self.headers, media_type="application/json")
+        content = orjson.dumps(self.body() if body is None else body)
+        return _LingeringResponse(content, 413, self.headers, media_type="application/json")
 
 
 class _LingeringResponse(Response):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from orjson import dumps
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,7 +18,7 @@ from kvrelay_router.http.event_writer import EVENT_WRITER, EventWriter
 from kvrelay_router.http.json_parts import PartsResponse, dump_at_once, send_parts
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat, usage_of
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.error_mapping import as_api_error
+from kvrelay_router.openai.error_mapping import as_api_error, error_response
 from kvrelay_router.openai.generation import Generation
 from kvrelay_router.openai.planning import Plan
 from kvrelay_router.openai.request_metrics import CLIENT_GONE, TIMINGS, RequestTimings
@@ -30,11 +29,8 @@ TIMEOUT_GRACE_S = 5.0
 ROUTE_HEADER = "x-kvrelay-route"
 """Sent with any value, it asks for the decision of the router, with its reasons, in the answer's header."""
 
-DONE = b"data: [DONE]\n\n"
-
-LIFE_SIGN = b": waiting for a worker\n\n"
-"""A comment, which clients of server-sent events skip. Proxies close connections that are silent for a minute."""
 LIFE_SIGN_INTERVAL_S = 15.0
+"""Proxies close connections that are silent for a minute."""
 
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -139,7 +135,7 @@ class GenerationResponse(Response):
                 if generation.is_over:
                     break  # these events go out with the end
                 if needs_sign and not events:
-                    events = LIFE_SIGN
+                    events = answer.life_sign
                 elif not (events or self._has_tokens):
                     continue  # the request began to wait for a worker
                 with self._in_one_write() if not self._stream_started else nullcontext():
@@ -149,7 +145,7 @@ class GenerationResponse(Response):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
             self._note_end()
-            events += answer.end(usage_of(self._runs)) + DONE
+            events += answer.end(usage_of(self._runs)) + answer.done
             with self._in_one_write():
                 if not self._stream_started:
                     await self._start_stream(generation, send)
@@ -202,10 +198,10 @@ class GenerationResponse(Response):
         if self._whole_started:
             return
         if not self._stream_started:
-            await error.response()(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
-        event = b"data: " + dumps(error.body()) + b"\n\n" + DONE
-        await send({"type": "http.response.body", "body": event})
+        assert isinstance(self._answer, EventFormat)
+        await send({"type": "http.response.body", "body": self._answer.failure(error) + self._answer.done})
 
 
 def _never() -> bool:

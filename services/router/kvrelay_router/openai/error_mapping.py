@@ -11,6 +11,7 @@ from starlette.responses import Response
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
 from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.anthropic_errors import anthropic_error, anthropic_status, is_anthropic
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,17 @@ def as_api_error(error: BaseException) -> ApiError:
     )
 
 
+def error_response(error: ApiError, path: str) -> Response:
+    """The error answer in the form of the API to which the path belongs."""
+    if not is_anthropic(path):
+        return error.response()
+    error.status = anthropic_status(error.status)
+    return error.response(anthropic_error(error))
+
+
 async def on_api_error(request: Request, error: Exception) -> Response:
     """Exception handler of FastAPI for errors of endpoints."""
-    return as_api_error(error).response()
+    return error_response(as_api_error(error), request.url.path)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -117,4 +126,4 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         message, code = f"Method {request.method} is not allowed for {request.url.path}", "method_not_allowed"
     else:
         message, code = str(getattr(error, "detail", error)), None
-    return ApiError(message, status=status, code=code, headers=headers).response()
+    return error_response(ApiError(message, status=status, code=code, headers=headers), request.url.path)

@@ -9,12 +9,18 @@ from typing import Any
 
 import orjson
 
+from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.generation import PromptRun
 
 
 class EventFormat(ABC):
     """Writes an answer as a stream of events. There is an implementation for each kind of answer."""
+
+    life_sign = b": waiting for a worker\n\n"
+    """What a stream sends while its request waits: a comment, which clients of server-sent events skip."""
+    done = b"data: [DONE]\n\n"
+    """The end of every stream."""
 
     _on_large: Callable[[], None] | None = None
 
@@ -39,6 +45,10 @@ class EventFormat(ABC):
     @abstractmethod
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the last event if it reports usage."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the event for a failure after the first byte."""
+        return b"data: " + orjson.dumps(error.body()) + b"\n\n"
 
 
 class DocumentFormat(ABC):

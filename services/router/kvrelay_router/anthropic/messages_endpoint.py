@@ -1,0 +1,70 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay_router.anthropic.conversation import chat_messages
+from kvrelay_router.anthropic.messages_format import message_format
+from kvrelay_router.anthropic.messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    PromptFields,
+    generation_fields,
+    template_fields,
+)
+from kvrelay_router.anthropic.tools import tool_fields
+from kvrelay_router.http.api_error import json_response
+from kvrelay_router.http.body import read_json_object
+from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.chat_planning import plan_chat
+from kvrelay_router.openai.delivery import GenerationResponse
+from kvrelay_router.openai.request_validation import RequestedOutput, check_model
+from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
+from kvrelay_router.openai.schema.parsing import parse
+
+
+class MessagesEndpoint:
+    """Converts messages to chat completions, which plan and run them."""
+
+    def __init__(self, service: ApiService) -> None:
+        self._service = service
+
+    async def serve(self, http: Request) -> Response:
+        """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
+        service = self._service
+        names = service.names(http)
+        content = await read_json_object(http, service.settings.max_body_bytes)
+        request = parse(MessagesRequest, content)
+        chat = await _chat_content(request, content)
+        chat_request = parse_chat({**chat, **generation_fields(request, content)})
+        # An output that the context has no room for is cut, as in Anthropic's API.
+        output = RequestedOutput(asked=None, default=request.max_tokens)
+        plan = await plan_chat(service, names, chat_request, output)
+        (run,) = plan.runs
+        return GenerationResponse(service, plan, message_format(f"msg_{names.unique}", chat_request, run))
+
+    async def count_tokens(self, http: Request) -> Response:
+        """Counts the tokens of a prompt, special tokens included."""
+        service = self._service
+        content = await read_json_object(http, service.settings.max_body_bytes)
+        request = parse(CountTokensRequest, content)
+        check_model(service.settings, request.model)
+        chat_request = parse_chat(await _chat_content(request, content))
+        token_ids = await service.encode_chat(chat_request.messages, chat_request.options)
+        return json_response({"input_tokens": len(token_ids)})
+
+
+async def _chat_content(request: PromptFields, content: dict[str, Any]) -> dict[str, Any]:
+    """The body of a chat completion with this prompt."""
+    messages = await chat_messages(request)
+    chat: dict[str, Any] = {"model": request.model, "messages": messages}
+    chat |= template_fields(request, content) | tool_fields(request)
+    last = messages[-1] if messages else {}
+    # A last message of the assistant is the beginning of the answer.
+    chat["continue_final_message"] = last.get("role") == "assistant" and not last.get("tool_calls")
+    await check_messages(chat)
+    return chat

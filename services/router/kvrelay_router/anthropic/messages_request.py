@@ -1,0 +1,118 @@
+"""The body of POST /v1/messages, and of its count_tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.schema.generation_fields import Flag, Stop
+from kvrelay_router.openai.schema.parsing import RequestModel
+
+EXTENSIONS = (
+    "allowed_token_ids",
+    "bad_words",
+    "cache_salt",
+    "chat_template_kwargs",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "priority",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "speculation",
+    "stop_token_ids",
+    "structured_outputs",
+)
+"""Fields of chat completions that Anthropic's API lacks, and that mean the same here."""
+
+REFUSED = ("container", "mcp_servers")
+"""Fields that ask for what runs on Anthropic's servers."""
+
+
+class PromptFields(RequestModel):
+    """The fields that determine the prompt. `messages` and `system` are checked when they are converted."""
+
+    model: str
+    messages: list[Any] = Field(min_length=1)
+    system: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    thinking: Any = None
+    output_config: Any = None
+    output_format: Any = None
+    metadata: Any = None
+
+
+class MessagesRequest(PromptFields):
+    max_tokens: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    stop_sequences: Stop = Field(default_factory=list)
+    stream: Flag = False
+
+
+class CountTokensRequest(PromptFields):
+    """The body of POST /v1/messages/count_tokens: the fields of a message that determine its prompt."""
+
+
+def generation_fields(request: MessagesRequest, content: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a chat completion that determine the output. `content`: the body of the request."""
+    for name in REFUSED:
+        if content.get(name):
+            raise wrong(name, "it is not supported")
+    fields: dict[str, Any] = {name: content[name] for name in EXTENSIONS if content.get(name) is not None}
+    fields |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+    fields |= {"stop": request.stop_sequences, "stream": request.stream, "max_tokens": request.max_tokens}
+    if (user := _part(request.metadata, "user_id", "metadata")) is not None:
+        fields["user"] = user
+    output_format = _part(request.output_config, "format", "output_config") or request.output_format
+    if output_format is not None:
+        fields["response_format"] = _response_format(output_format)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def template_fields(request: PromptFields, content: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a chat completion that the chat template reads, apart from the messages."""
+    kwargs = content.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise wrong("chat_template_kwargs", "it must be an object")
+    thinks = _thinks(request.thinking)
+    fields: dict[str, Any] = {
+        "chat_template_kwargs": kwargs if thinks is None else {"enable_thinking": thinks, **kwargs}
+    }
+    if (effort := _part(request.output_config, "effort", "output_config")) is not None:
+        fields["reasoning_effort"] = effort
+    return fields
+
+
+def _thinks(thinking: Any) -> bool | None:
+    """Whether the model is to think before it answers; None: as the template has it."""
+    kind = _part(thinking, "type", "thinking")
+    if kind not in (None, "enabled", "disabled", "adaptive"):
+        raise wrong("thinking.type", "it must be 'enabled', 'adaptive' or 'disabled'")
+    return None if kind is None else kind != "disabled"
+
+
+def _response_format(output_format: Any) -> dict[str, Any]:
+    if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
+        raise wrong("output_config.format", "it must be an object with the type 'json_schema'")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": output_format.get("schema")}}
+
+
+def _part(value: Any, name: str, param: str) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong(param, "it must be an object")
+    return value.get(name)
+
+
+def wrong(param: str, reason: str) -> ApiError:
+    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code="invalid_value")

@@ -1,7 +1,8 @@
 """The sending end over ZMQ: one PUSH socket per receiver, and one thread that owns them all.
 
 `outbox` decides which piece is sent next and `sender_thread` runs the thread; this module has the sockets, the clock
-and the copies. No call waits for a socket: ZMQ accepts every frame, and the outbox's window bounds how many it holds.
+and the copies. No call waits for a socket: ZMQ accepts every frame, and the outbox's window bounds how many it holds. A
+receiver that refuses the connection fails the push.
 ZMQ has finished with a frame's memory when it drops the last reference to the view that it was given. A weak reference
 reports this and wakes the thread, so nothing is polled."""
 
@@ -156,7 +157,7 @@ class _ZmqDriver:
         return self._sockets[address]
 
     def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
-        """Gives a frame to ZMQ, which accepts every one. Blocks that are not neighbours are gathered first."""
+        """Gives a frame to ZMQ, which accepts every one unless the receiver refused the connection. Blocks that are not neighbours are gathered first."""
         try:
             socket = self._socket_to(in_flight.peer)
         except Unreachable as error:
@@ -172,13 +173,24 @@ class _ZmqDriver:
         copies = piece.copies
         checksums = self._checksums_of(piece)
         header = encode_header(piece.reservation, self._block_bytes, copies.indices, copies.slots, checksums)
-        socket.send(header, zmq.SNDMORE)
-        socket.send(zmq.Frame(view, copy=False))
+        try:
+            socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
+            socket.send(zmq.Frame(view, copy=False), zmq.NOBLOCK)
+        except zmq.Again:
+            return events + self._refused(in_flight)
         self._counters.num_messages += 1
         self._counters.num_blocks += len(copies)
         self._counters.num_runs += copies.num_runs
         self._counters.num_bytes += view.nbytes
         return events
+
+    def _refused(self, in_flight: InFlightSend) -> list[SenderEvent]:
+        """libzmq ends the queue of a socket whose handshake fails, for another key or another protocol. A send that
+        blocks would never return, and the thread would not end. The next push connects anew."""
+        del self._views[in_flight.number]  # nothing of this frame is queued, so its end says nothing
+        self._context.close_socket(self._sockets.pop(in_flight.peer))
+        cause = f"{in_flight.peer} refuses the connection: it has another key, or is no receiver"
+        return self.outbox.fail(in_flight.number, cause, time.monotonic())
 
     def _checksums_of(self, piece: Piece) -> Checksums | None:
         """Kept with the piece: it may be sent again when its blocks are no longer held."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from kvrelay.transfer.write_permits import DropCause
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 from tests.component.transfer.rig import Plan, Rig, SendingEnd, check_both_count, push_each_alone, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
-from tests.fakes.waiting import until
+from tests.fakes.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.component]
 
@@ -47,6 +49,9 @@ def held() -> Iterator[HeldPort]:
     with HeldPort() as held:
         yield held
 
+
+CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\x00") + bytes(32)
+"""ZMTP 3.0, section 3.2: signature, version, mechanism, as-server and filler. A peer without a key refuses it."""
 
 HEADER = encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]))
 DATA = bytes(2 * BLOCK_BYTES)
@@ -239,6 +244,33 @@ async def test_bytes_that_are_no_text_and_deep_nesting_do_not_end_the_receiver(
     await until(lambda: dropped["malformed"] == 1)
     source.push("r", target.endpoint, plan.copies)
     await target.until_landed("r", plan.blocks)
+
+
+async def test_a_receiver_that_refuses_the_handshake_fails_its_pushes_alone(rig: Rig) -> None:
+    """libzmq ends the queue to it, so a send that waited would hold the thread, and its close, for ever."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            writer.write(CURVE_GREETING)
+            await reader.read()
+
+    source, target = rig.sender(source_pool(8, BLOCK_BYTES)), rig.receiver(target_pool(8, BLOCK_BYTES))
+    plan = Plan("r", 0, (1, 2), (3, 4))
+    plan.admit(target)
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server:
+        refusing = {"address": tcp_address("127.0.0.1", server.sockets[0].getsockname()[1])}
+        async with asyncio.timeout(PATIENCE_S):
+            while not source.failures("refused"):  # the handshake fails in the background, after the first push
+                source.push("refused", refusing, [BlockPush(0, 0, 0)])
+                await source.until_begun()
+    assert "refuses the connection" in source.failures("refused")[0]
+    await source.abort("refused")
+    source.push("r", target.endpoint, plan.copies)
+    await target.until_landed("r", plan.blocks)
+    plan.assert_arrived(source.pool, target.pool)
+    source.sender.close()
+    assert isinstance(source.sender, ZmqSender) and source.sender.has_ended
 
 
 async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generator) -> None:

@@ -22,6 +22,13 @@ MOST_SAMPLES = 1024
 MOST_LOGPROBS = 1024
 MOST_SECONDS = 1e9
 MOST_TEXT_CHARS = 1 << 20
+MOST_STEP_TOKENS = 1 << 16
+MOST_TEXT_TOKENS = 1 << 24
+MOST_SEQUENCES = 1 << 16
+MOST_BLOCKS = 1 << 24
+MOST_BOUNDS = 1 << 12
+MOST_STAGES = 1 << 20
+MOST_PEERS = 1 << 16
 
 Int64 = Annotated[int, Meta(ge=LEAST_INT64, le=MOST_INT64)]
 Count = Annotated[int, Meta(ge=0, le=MOST_INT64)]
@@ -29,6 +36,13 @@ Count = Annotated[int, Meta(ge=0, le=MOST_INT64)]
 Index = Annotated[int, Meta(ge=0, le=MOST_INT32)]
 """A position among tokens, blocks, samples or attempts."""
 TokenId = Annotated[int, Meta(ge=0, le=MOST_INT32)]
+
+StepTokens = Annotated[list[TokenId], Meta(max_length=MOST_STEP_TOKENS)]
+"""What one step brought to a sequence."""
+TextTokens = Annotated[list[TokenId], Meta(max_length=MOST_TEXT_TOKENS)]
+"""A whole text."""
+
+Blocks = Annotated[list[Index], Meta(max_length=MOST_BLOCKS)]
 
 NumLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
 """Alternatives at a position."""

@@ -122,6 +122,7 @@ class _Link:
     is_router: bool = False  # as its messages show: they have no fingerprint
     has_ended: bool = False  # its process refuses connections
     is_proven: bool = False  # a message of this incarnation has come
+    reply_to: str = ""  # the address in that message
     unacked_bytes: int = 0
     early_bytes: int = 0
 
@@ -332,6 +333,10 @@ class Links:
         link = self._find(header.sender, header.incarnation)
         if link is not None and link.is_proven and header.link == link.peer_number:
             return link  # the usual case
+        if link is not None and link.is_proven and header.reply_to != link.reply_to:
+            # A process has one address for its life, so this message is forged. A new link would take its address.
+            self.num_malformed += 1
+            return None
         proven = self._proven(header.sender)
         if proven is not None and proven is not link:
             if not self._is_newer(proven, header.incarnation):
@@ -347,7 +352,7 @@ class Links:
             return None
         self._remember(header.sender, header.incarnation)
         link = link or self._open(_sender_of(header), now)
-        self._prove(link)
+        self._prove(link, header.reply_to)
         return link
 
     def _link_to(self, peer: PeerRef, now: float) -> _Link | None:
@@ -371,9 +376,10 @@ class Links:
             self._lose(first_named, f"{len(links) - 1} other incarnations of it were named since")
         return self._open(peer, now)
 
-    def _prove(self, link: _Link) -> None:
+    def _prove(self, link: _Link, reply_to: str) -> None:
         """A message of this incarnation has come. Older ones that were only named do not exist any more."""
-        link.is_proven = True
+        if not link.is_proven:
+            link.is_proven, link.reply_to = True, reply_to
         peer = link.peer
         for other in list(self._links[peer.peer_id].values()):
             if other is not link and not self._is_newer(link, other.peer.incarnation):

@@ -18,6 +18,11 @@ from numpy.typing import NDArray
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.limits import (
+    MOST_BOUNDS,
+    MOST_PEERS,
+    MOST_SEQUENCES,
+    MOST_STAGES,
+    Blocks,
     Count,
     Endpoint,
     Finite,
@@ -29,13 +34,21 @@ from kvrelay.protocol.limits import (
     SampleCount,
     Seconds,
     SiblingCount,
+    StepTokens,
     Text,
     TokenId,
     Transports,
     require,
 )
 from kvrelay.protocol.packed_logprobs import PackedLogprobs
-from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import (
+    BeamResults,
+    FinishReason,
+    PromptLogprobList,
+    Sampling,
+    StepLogprobs,
+    TokenLogprobs,
+)
 
 PROTOCOL_VERSION = 1
 """Neighbouring versions talk to each other (rolling upgrades); others are refused."""
@@ -159,7 +172,7 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
 
     reservation: Name
     first_block: Index
-    slots: list[Index]
+    slots: Blocks
     transport: Name
     endpoint: Endpoint
 
@@ -183,7 +196,7 @@ class NeedDecode(Body, frozen=True, kw_only=True, tag="need_decode"):
     """P>R: the named decode worker refused, died or left; name another."""
 
     reason: Text
-    excluded: list[Name]
+    excluded: Annotated[list[Name], msgspec.Meta(max_length=MOST_PEERS)]
     lacks: PeerRef | None = None
     """The decode worker that cannot take the sequence; None if none was named."""
 
@@ -204,10 +217,10 @@ class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
     index: Index
     token_id: TokenId | None = None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: PromptLogprobList = []
     cached_tokens: Index = 0
     finish: FinishReason | None = None
-    beams: list[BeamResult] = []
+    beams: BeamResults = []
 
 
 class PromptLogprobs(Body, frozen=True, kw_only=True, tag="prompt_logprobs"):
@@ -267,7 +280,7 @@ class Resend(Body, frozen=True, kw_only=True, tag="resend"):
     """
 
     reservation: Name
-    blocks: list[Index]
+    blocks: Blocks
     number: Count = 0
     corrupted: bool = False
 
@@ -317,13 +330,13 @@ class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempt: int
     sequence: int
     index: int
-    token_ids: list[TokenId]
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
+    token_ids: StepTokens
+    logprobs: StepLogprobs = []
+    prompt_logprobs: PromptLogprobList = []
     cached_tokens: Index | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
-    beams: list[BeamResult] = []
+    beams: BeamResults = []
 
     def violation(self) -> str:
         """What contradicts what in the log-probabilities; empty if nothing does. Not part of decoding: most entries
@@ -338,7 +351,7 @@ class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TokenBatch(Body, frozen=True, kw_only=True, tag="token_batch"):
     """D>R: once a step, the new tokens of all of that router's sequences."""
 
-    entries: list[TokenEntry]
+    entries: Annotated[list[TokenEntry], msgspec.Meta(max_length=MOST_SEQUENCES)]
 
 
 class Stop(Body, frozen=True, kw_only=True, tag="stop"):
@@ -386,8 +399,8 @@ class HistogramReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """`counts[i]` values were at most `bounds[i]` and above the bound before; the last of the counts, above all."""
 
     unit: Name
-    bounds: list[Finite]
-    counts: list[Count]
+    bounds: Annotated[list[Finite], msgspec.Meta(max_length=MOST_BOUNDS)]
+    counts: Annotated[list[Count], msgspec.Meta(max_length=MOST_BOUNDS + 1)]
     total: Finite
 
     def __post_init__(self) -> None:
@@ -424,7 +437,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
     swap: dict[Name, Count] = {}
     histograms: dict[Name, HistogramReport] = {}
     load: LoadReport | None = None  # a worker of an older version sends none
-    stages: list[Stage] = []  # stages of the request in the query
+    stages: Annotated[list[Stage], msgspec.Meta(max_length=MOST_STAGES)] = []  # stages of the request in the query
 
 
 class GroupLoad(Body, frozen=True, kw_only=True, tag="group_load"):

@@ -10,6 +10,10 @@ from msgspec import Meta
 
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.limits import (
+    MOST_LOGPROBS,
+    MOST_SAMPLES,
+    MOST_STEP_TOKENS,
+    MOST_TEXT_TOKENS,
     Index,
     Int64,
     LogProb,
@@ -17,6 +21,7 @@ from kvrelay.protocol.limits import (
     SampleCount,
     Score,
     Share,
+    TextTokens,
     TokenId,
     require,
 )
@@ -30,6 +35,7 @@ RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=100.0)]
 LengthPenalty = Annotated[float, Meta(ge=-10.0, le=10.0)]
 LogitBias = dict[TokenId, Annotated[float, Meta(ge=-1000.0, le=1000.0)]]
 AllowedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 20)]
+StopTokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 20)]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1 << 14)]
 BadWords = Annotated[tuple[BadWord, ...], Meta(max_length=1 << 14)]
 
@@ -72,7 +78,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_tokens: Index = 16  # output tokens, counting those of earlier attempts; 0 scores the prompt only
     # No end-of-sequence or stop token before that many output tokens, unless a grammar or limits leave no other token.
     min_tokens: Index = 0
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: StopTokens = ()
     ignore_eos: bool = False
     beams: BeamSpec | None = None  # temperature, truncation and seed do not matter then
     # How drafts are found, which has no effect on the output; None: as the worker's setting says.
@@ -103,8 +109,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     token_id: TokenId  # the token at this position
     logprob: LogProb
-    top_ids: list[TokenId]  # most likely first
-    top_logprobs: list[LogProb]
+    top_ids: Annotated[list[TokenId], Meta(max_length=MOST_LOGPROBS)]  # most likely first
+    top_logprobs: Annotated[list[LogProb], Meta(max_length=MOST_LOGPROBS)]
 
     @property
     def is_paired(self) -> bool:
@@ -115,7 +121,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class BeamResult(msgspec.Struct, frozen=True, array_like=True):
     """A finished text of a beam search. `token_ids` includes the end token, if one ended it."""
 
-    token_ids: list[TokenId]
+    token_ids: TextTokens
     score: Score  # logprob / len(token_ids) ** length_penalty
     logprob: Score  # the sum over its tokens, after penalties and biases
     finish: FinishReason
+
+
+StepLogprobs = Annotated[list[TokenLogprobs], Meta(max_length=MOST_STEP_TOKENS)]
+PromptLogprobList = Annotated[list[TokenLogprobs], Meta(max_length=MOST_TEXT_TOKENS)]
+BeamResults = Annotated[list[BeamResult], Meta(max_length=MOST_SAMPLES)]

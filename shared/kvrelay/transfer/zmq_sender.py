@@ -157,7 +157,8 @@ class _ZmqDriver:
         return self._sockets[address]
 
     def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
-        """Gives a frame to ZMQ, which accepts every one unless the receiver refused the connection. Blocks that are not neighbours are gathered first."""
+        """Gives a frame to ZMQ, which accepts every one unless the receiver refused the connection. Blocks that are not
+        neighbours are gathered first."""
         try:
             socket = self._socket_to(in_flight.peer)
         except Unreachable as error:
@@ -185,7 +186,7 @@ class _ZmqDriver:
         return events
 
     def _refused(self, in_flight: InFlightSend) -> list[SenderEvent]:
-        """libzmq ends the queue of a socket whose handshake fails, for another key or another protocol. A send that
+        """Libzmq ends the queue of a socket whose handshake fails, for another key or another protocol. A send that
         blocks would never return, and the thread would not end. The next push connects anew."""
         del self._views[in_flight.number]  # nothing of this frame is queued, so its end says nothing
         self._context.close_socket(self._sockets.pop(in_flight.peer))

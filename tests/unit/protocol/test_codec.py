@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol import codec
+from kvrelay.protocol.limits import MOST_SAMPLES, MOST_SEQUENCES, MOST_STEP_TOKENS
 from kvrelay.protocol.messages import (
     PROTOCOL_VERSION,
     Alive,
@@ -46,8 +47,8 @@ def test_every_kind_survives_the_way(kind: type[AnyBody]) -> None:
 
 
 def test_a_large_message_survives_the_way() -> None:
-    entry = TokenEntry(request="r", attempt=1, sequence=0, index=0, token_ids=list(range(100_000)))
-    body = TokenBatch(entries=[entry] * 20)
+    entry = TokenEntry(request="r", attempt=1, sequence=0, index=0, token_ids=list(range(MOST_STEP_TOKENS)))
+    body = TokenBatch(entries=[entry] * 30)
     assert codec.decode_body(codec.encode(HEADER, body)) == body
 
 
@@ -103,7 +104,7 @@ UNLIMITED["PackedCandidates"] = {"token_ids", "logprobs"}
 
 
 @pytest.mark.parametrize("struct", structs_of(Header, *KINDS), ids=lambda struct: str(struct.__name__))
-def test_every_number_and_text_has_a_limit(struct: type[msgspec.Struct]) -> None:
+def test_every_number_text_and_list_has_a_limit(struct: type[msgspec.Struct]) -> None:
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)
     unlimited = {field.name for field in info.fields if not _is_limited(field.type)}
@@ -118,8 +119,10 @@ def _is_limited(info: object) -> bool:
             return most is not None
         case msgspec.inspect.StrType(max_length=most) | msgspec.inspect.BytesType(max_length=most):
             return most is not None
-        case msgspec.inspect.ListType(item_type=item) | msgspec.inspect.VarTupleType(item_type=item):
-            return _is_limited(item)
+        case msgspec.inspect.ListType(item_type=item, max_length=most):
+            return most is not None and _is_limited(item)
+        case msgspec.inspect.VarTupleType(item_type=item, max_length=most):
+            return most is not None and _is_limited(item)
         case msgspec.inspect.TupleType(item_types=items) | msgspec.inspect.UnionType(types=items):
             return all(map(_is_limited, items))
         case msgspec.inspect.DictType(key_type=key, value_type=value):
@@ -128,6 +131,22 @@ def _is_limited(info: object) -> bool:
 
 
 PROMPT = {"tokens": b"\0" * 8, "sampling": {}}
+ENTRY = {"request": "r", "attempt": 1, "sequence": 0, "index": 0, "token_ids": []}
+TOO_LONG: list[tuple[str, dict[str, object]]] = [
+    ("65536", {"kind": "token_batch", "entries": [ENTRY | {"token_ids": [1] * (MOST_STEP_TOKENS + 1)}]}),
+    ("65536", {"kind": "token_batch", "entries": [ENTRY] * (MOST_SEQUENCES + 1)}),
+    ("1024", {"kind": "token_batch", "entries": [ENTRY | {"beams": [[[], 0.0, 0.0, "length"]] * (MOST_SAMPLES + 1)}]}),
+]
+"""Lists that are longer than any that a correct worker sends. Their items are not even read."""
+
+
+@pytest.mark.parametrize(("limit", "body"), TOO_LONG)
+def test_lists_that_are_too_long_are_refused_by_kind(limit: str, body: dict[str, object]) -> None:
+    with pytest.raises(codec.InvalidBody, match=limit) as refused:
+        codec.decode_body([b"", msgspec.msgpack.encode(body)])
+    assert refused.value.kind is TokenBatch
+
+
 CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
     ("whole number", {"kind": "generate", "prompt": PROMPT | {"tokens": b"\0" * 7}}),
     ("are output", {"kind": "generate", "prompt": PROMPT | {"num_output": 3}}),

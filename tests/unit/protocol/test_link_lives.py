@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvrelay.protocol import codec
 from kvrelay.protocol.link import Links
-from kvrelay.protocol.messages import Cancel, PeerRef
+from kvrelay.protocol.messages import Cancel, Header, PeerRef
 from tests.unit.protocol.link_network import PEER_TIMEOUT_S, Network, size_of_state
 
 
@@ -34,6 +35,29 @@ def test_a_peer_that_was_replaced_is_reported_lost_when_its_successor_answers(ne
     network.run(1.0)
     assert [event.peer for event in a.lost()] == [old_b.me]
     assert new_b.texts_from(a.me) == ["hello"]
+
+
+def test_the_address_of_a_running_peer_does_not_change(network: Network) -> None:
+    """Whatever link number a forged message has: a newer one would open a new link, with the message's address."""
+    a, b = network.start("a"), network.start("b")
+    network.send(a, b.me, "before")
+    network.send(b, a.me, "before")
+    network.run(1.0)
+    for number in range(1, 10):
+        header = Header(
+            sender="b",
+            incarnation=b.me.incarnation,
+            reply_to="elsewhere",
+            to_incarnation=a.me.incarnation,
+            link=number,
+            seq=2,
+        )
+        a.links.receive(codec.encode(header, Cancel(reason="forged")), network.now)
+        assert a.links.addresses() == {"b"}
+    network.send(a, b.me, "after")
+    network.run(1.0)
+    assert b.texts_from(a.me) == ["before", "after"]
+    assert not a.lost() and not b.lost()
 
 
 def test_a_name_that_was_never_heard_is_no_proof_that_another_start_is_gone(network: Network) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ DASHBOARD_HEADERS = {
     "referrer-policy": "no-referrer",
 }
 MAX_LISTED = 100
+TIMELINES_AT_ONCE = 32
+"""Prompts of a request about which workers are asked together. All that answer together are written together."""
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 
@@ -88,13 +91,20 @@ class OperationRoutes:
 
     async def timeline(self, http: Request, request_id: str) -> Response:
         """Returns the events of a request with their times, or 404. Accepts the same ids as `request`."""
-        dispatcher, owner = self._service.dispatcher, self._visible_owner(http)
+        owner = self._visible_owner(http)
         for name in (request_id, _bare(request_id)):
-            found = [await dispatcher.timeline(each, owner) for each in self._service.aliases.resolve(name, owner)]
-            known = [timeline for timeline in found if timeline is not None]
-            if known:
+            if known := await self._timelines(self._service.aliases.resolve(name, owner), owner):
                 return PartsResponse({"timelines": known})
         raise self._not_found(request_id)
+
+    async def _timelines(self, names: list[str], owner: str | None) -> list[dict[str, Any]]:
+        known: list[dict[str, Any]] = []
+        for start in range(0, len(names), TIMELINES_AT_ONCE):
+            asked = [
+                self._service.dispatcher.timeline(each, owner) for each in names[start : start + TIMELINES_AT_ONCE]
+            ]
+            known += [timeline for timeline in await asyncio.gather(*asked) if timeline is not None]
+        return known
 
     async def dashboard(self) -> Response:
         """Returns the fleet page. The page itself holds no data: it requests them, with the key if one is required."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay_router.asgi.operations import TIMELINES_AT_ONCE
 from kvrelay_router.text.service import LONG_TEXT_CHARS, ChatOptions
 from kvrelay_router.text.tokenizer import Tokenizer
 from tests.component.router.rig import MODEL, Router
@@ -60,6 +61,27 @@ async def test_tokenize_and_back(router: Router) -> None:
     assert text == {"prompt": "Grüße 🦦"}
     assert (await router.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
     assert (await router.http.post("/tokenize", json={"prompt": "x", "model": "other"})).status_code == 404
+
+
+async def test_workers_are_asked_about_many_prompts_together(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker that does not answer would otherwise delay the timeline once for each prompt."""
+    num_prompts = 2 * TIMELINES_AT_ONCE + 1
+    answer = await router.post("/v1/completions", prompt=["x"] * num_prompts, max_tokens=1)
+    assert answer.status_code == 200
+    timeline, asked, num_asked = router.dispatcher.timeline, asyncio.Event(), 0
+
+    async def answers_to_all(request_id: str, owner: str | None = None) -> dict[str, Any] | None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked >= TIMELINES_AT_ONCE:
+            asked.set()
+        await asked.wait()
+        return await timeline(request_id, owner)
+
+    monkeypatch.setattr(router.dispatcher, "timeline", answers_to_all)
+    request_id = answer.json()["id"].removeprefix("cmpl-")
+    found = (await router.http.get(f"/requests/{request_id}/timeline")).json()
+    assert len({each["id"] for each in found["timelines"]}) == num_prompts
 
 
 async def test_two_hundred_streams_at_once(router: Router) -> None:

@@ -224,8 +224,8 @@ class WorkerConfig(CommonConfig):
     speculation: SpeculationMethod = Field(
         default="off",
         description="drafts of decoding sequences for requests that choose none: ngram guesses that the output repeats "
-        "earlier text of its own sequence, and the next step verifies that; outputs are the same. No effect on prefill "
-        "workers",
+        "earlier text of its own sequence, suffix that it repeats this text or earlier outputs of the same tenant, and "
+        "the next step verifies that; outputs are the same. No effect on prefill workers",
     )
     num_speculative_tokens: int = Field(
         default=16,
@@ -239,6 +239,13 @@ class WorkerConfig(CommonConfig):
     )
     prompt_lookup_max: int = Field(
         default=16, ge=1, le=64, description="tokens up to which a longer repetition is preferred to a shorter one"
+    )
+    suffix_cache_tokens: int = Field(
+        default=1 << 18,
+        ge=0,
+        le=1 << 28,
+        description="tokens of earlier outputs that speculation = suffix keeps for drafts, of all tenants together; a "
+        "tenant has at most a quarter, and a token takes about 150 bytes. 0: drafts come from a sequence's own text",
     )
 
     prefill_delayer: bool = Field(
@@ -354,7 +361,11 @@ class WorkerConfig(CommonConfig):
             group_samples=self.group_samples,
             jump_forward=self.jump_forward,
             speculation=SpeculationSettings(
-                self.speculation, self.num_speculative_tokens, self.prompt_lookup_min, self.prompt_lookup_max
+                self.speculation,
+                self.num_speculative_tokens,
+                self.prompt_lookup_min,
+                self.prompt_lookup_max,
+                self.suffix_cache_tokens,
             ),
         )
 

@@ -26,7 +26,7 @@ from kvrelay.protocol.limits import (
     require,
 )
 
-SpeculationMethod = Literal["off", "ngram"]
+SpeculationMethod = Literal["off", "ngram", "suffix"]
 EarlyStopping = bool | Literal["never"]
 Temperature = Annotated[float, Meta(ge=0.0, le=1000.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]

@@ -177,6 +177,7 @@ class SequenceLifecycle:
         else:
             self.waiting.remove(sequence)
         self.swaps.drop(sequence)
+        self.drafter.ended(sequence)
         self.holdings.left(sequence.key)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]

@@ -378,6 +378,11 @@ class BatchScheduler:
         return self.swaps.use
 
     @property
+    def num_kept_tokens(self) -> int:
+        """Number of tokens of earlier outputs that are kept for drafts."""
+        return self.lifecycle.drafter.earlier.num_tokens
+
+    @property
     def has_work(self) -> bool:
         """Whether a sequence is known, or one that was ended is still in a step in flight."""
         return self.lifecycle.has_work

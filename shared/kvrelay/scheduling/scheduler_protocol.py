@@ -91,6 +91,11 @@ class Scheduler(Protocol):
         ...
 
     @property
+    def num_kept_tokens(self) -> int:
+        """Number of tokens of earlier outputs that are kept for drafts."""
+        ...
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence waits, is being received or runs."""
         ...

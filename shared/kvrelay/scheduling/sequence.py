@@ -72,6 +72,17 @@ class TokenBuffer:
         self.num_tokens = length = position + 1
         return length
 
+    def extend(self, token_ids: NDArray[np.int32]) -> None:
+        """Adds tokens at the end; amortised O(1) each."""
+        start, end = self.num_tokens, self.num_tokens + len(token_ids)
+        if end > self._capacity:
+            self._capacity = max(16, 2 * end)
+            grown = np.empty(self._capacity, dtype=np.int32)
+            grown[:start] = self._data[:start]
+            self._data = grown
+        self._data[start:end] = token_ids
+        self.num_tokens = end
+
     def copy(self) -> TokenBuffer:
         """A copy that grows on its own."""
         return TokenBuffer(self._data[: self.num_tokens])
@@ -108,6 +119,7 @@ class Sequence:
     priority: int = 0
     tenant: str = ""  # whose share of the worker it uses (`queue/fair_shares.py`), with this weight
     weight: float = 1.0
+    text_owner: str | None = None  # whose earlier outputs its drafts may come from; None: nobody's
     remote: RemoteKV | None = None  # None once the handoff is complete
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING

@@ -93,6 +93,7 @@ _METRICS = (
     Metric("kvrelay.step.size", "histogram", "{token}", WORKERS, "Tokens of a step"),
     Metric("kvrelay.speculation.drafted", "counter", "{token}", WORKERS, "Drafts that were verified"),
     Metric("kvrelay.speculation.accepted", "counter", "{token}", WORKERS, "Drafts that joined an output"),
+    Metric("kvrelay.speculation.kept", "gauge", "{token}", WORKERS, "Tokens of earlier outputs, kept for drafts"),
     Metric("kvrelay.grammar.forced_tokens", "counter", "{token}", WORKERS, "Tokens that grammars forced"),
     Metric("kvrelay.grammar.masks", "counter", "{mask}", WORKERS, "Masks computed for constrained output"),
     Metric("kvrelay.grammar.time", "counter", "s", WORKERS, "Time of masks and compiling, on own threads", ("part",)),

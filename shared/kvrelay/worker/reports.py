@@ -126,6 +126,7 @@ class Reports:
             "commit_s": totals.commit_s,
             "drafted_tokens": totals.num_drafted_tokens,
             "accepted_tokens": totals.num_accepted_tokens,
+            "kept_tokens": self._worker.scheduler.num_kept_tokens,
             "forced_tokens": grammar_work.num_forced_tokens,
             "grammar_masks": grammar_work.num_masks,
             "grammar_mask_s": grammar_work.mask_s,

@@ -24,6 +24,7 @@ TOTALS: dict[str, tuple[str, str, str]] = {
     "commit_s": ("kvrelay.step.time", "part", "commit"),
     "drafted_tokens": ("kvrelay.speculation.drafted", "", ""),
     "accepted_tokens": ("kvrelay.speculation.accepted", "", ""),
+    "kept_tokens": ("kvrelay.speculation.kept", "", ""),
     "forced_tokens": ("kvrelay.grammar.forced_tokens", "", ""),
     "grammar_masks": ("kvrelay.grammar.masks", "", ""),
     "grammar_mask_s": ("kvrelay.grammar.time", "part", "masks"),

@@ -22,7 +22,7 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import Sampling, SpeculationMethod
 from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
@@ -100,6 +100,7 @@ def run(
                 temperature=0.0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=() if stop is None else (stop,)
             ),
             BLOCK_SIZE,
+            text_owner="",
         )
         for number, ((prompt, max_tokens), stop) in enumerate(zip(jobs(), stops, strict=True))
     ]
@@ -213,14 +214,19 @@ def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int
 
 @pytest.mark.everyday(6)
 @pytest.mark.parametrize("steps", list(STEPS))
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_drafts(
-    model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], name: str, steps: str
+    model: CausalModel,
+    expected: Callable[[tuple[int, ...], int], list[int]],
+    name: str,
+    method: SpeculationMethod,
+    steps: str,
 ) -> None:
     """The model's greedy output falls into loops, which are guessed, and leaves them, so that drafts are rejected."""
-    settings = SchedulerSettings(speculation=SpeculationSettings("ngram", 7, 2))
+    settings = SchedulerSettings(speculation=SpeculationSettings(method, 7, 2))
     # Whatever steps are measured to take on a loaded machine.
-    with patch.multiple(DraftLength, choose=lambda self, own, length, most: most, may_pay=True):
+    with patch.multiple(DraftLength, choose=lambda self, own, kind, shares: (len(shares), len(shares)), may_pay=True):
         scheduler = check(model, expected, name, settings, with_cache=True, **STEPS[steps])
     scheduler.blocks.pool.check_integrity()
 

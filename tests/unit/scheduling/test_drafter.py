@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
-from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength
+from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, kind_of
 from kvrelay.scheduling.speculation.drafter import INDEXED_PER_STEP, Drafter
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
 from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
@@ -75,6 +75,7 @@ def drafter_of(method: str = "ngram", **changes: int) -> Drafter:
 def drafts_of(drafter: Drafter, sequence: Sequence, most: int = 16, num_sequences: int = 1) -> list[int]:
     drafter.begin_step(num_sequences, num_sequences)
     drafts = drafter.draft(sequence, most)
+    drafter.measured(num_sequences, 0.0, 0.0)
     return [] if drafts is None else drafts.tolist()
 
 
@@ -130,8 +131,10 @@ def test_rejected_drafts_shorten_the_next_ones_and_then_end_them() -> None:
             drafter.verified(sequence, len(drafts), 0)
     assert lengths[0] <= first
     assert not any(lengths[50:]), "guesses that cost nothing take their place"
+    assert sequence.drafts is not None
     for _ in range(20):
-        drafter.verified(sequence, 16, 16)
+        drafter._lengths.verified(sequence.drafts.rates, sequence.drafts.kind, (1.0,) * 16, 16)
+    sequence.drafts.pause.end()
     assert len(drafts_of(drafter, sequence, 16)) == 16
 
 
@@ -149,13 +152,14 @@ def test_right_guesses_bring_drafts_back(ahead: bool) -> None:
     for length in (3, 4, 8, 16):
         for _ in range(100):
             assert sequence.drafts is not None
-            drafter._lengths.verified(sequence.drafts.rates, length, 1, 0)
+            drafter._lengths.verified(sequence.drafts.rates, kind_of(length), (1.0,), 0)
     num_steps = 0
     while True:
         drafter.begin_step(1, 1)
         if (not ahead or drafter.expects(sequence)) and drafter.draft(sequence, 16) is not None:
             break
         num_steps += 1
+        drafter.measured(1, 0.0, 0.0)
         append_all(sequence, text[sequence.num_tokens % len(text) :][:1])
     assert num_steps < 100
 
@@ -184,18 +188,19 @@ def test_no_step_waits_for_drafts_of_matches_that_never_go_on() -> None:
         append_all(sequence, [1000 + number, 1, 2, 3])
         drafter.begin_step(1, 1)
         waits.append(drafter.expects(sequence))
+        drafter.measured(1, 0.0, 0.0)
     assert waits[1] and not any(waits[100:])
 
 
 def test_drafts_shrink_as_tokens_cost_more_of_a_step() -> None:
     own = AcceptanceRates()
     for _ in range(20):
-        own.of(16).verified(10, 9)
+        own.of(kind_of(16)).verified((1.0,) * 10, 9)
     lengths = []
     for num_sequences in (1, 4, 16, 64, 256):
         length = DraftLength()
         length.begin_step(StepCost(1e-3, 1e-4, 0.0), num_sequences, num_sequences)
-        lengths.append(length.choose(own, 16, 16))
+        lengths.append(length.choose(own, kind_of(16), (1.0,) * 16)[0])
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == 16 and lengths[-1] == 0
 
 

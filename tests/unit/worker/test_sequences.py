@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvrelay.protocol.messages import Header, PeerRef, Prompt, pack_tokens
@@ -27,6 +28,13 @@ def test_a_resumed_prompt_tells_output_from_prompt() -> None:
     assert sequence.key == ("r", 2, 0)
     assert (sequence.num_prompt, sequence.num_output, sequence.num_tokens) == (3, 2, 5)
     assert sequence.wants_token
+
+
+@pytest.mark.parametrize("owner", [None, "", "tenant"])
+def test_the_owner_of_the_text_comes_from_the_prompt(owner: str | None) -> None:
+    asked = msgspec.structs.replace(prompt([5, 6]), text_owner=owner)
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=Prompt)
+    assert make_sequence(HEADER, received, ROUTER, SPEC).text_owner == owner
 
 
 @pytest.mark.parametrize(

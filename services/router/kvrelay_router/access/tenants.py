@@ -14,13 +14,15 @@ from kvrelay.config.router import RouterConfig
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`owner` identifies the key in records, and `tenant` the tenant on workers; both are digests, and empty without
-    keys. `cache_salt` comes before the request's own salt. `is_admin`: the key sees the requests of all keys."""
+    """`owner` identifies the key in records, `tenant` the tenant whose share of workers it uses, and `text_owner` the
+    tenant whose texts it may learn of by the time that its own take. All are digests, and empty without keys.
+    `cache_salt` comes before the request's own salt. `is_admin`: the key sees the requests of all keys."""
 
     owner: str = ""
     tenant: str = ""
     weight: float = 1.0
     cache_salt: str = ""
+    text_owner: str = ""
     is_admin: bool = False
 
     @property
@@ -30,7 +32,10 @@ class Tenant:
 
     def of_user(self, user: str) -> Tenant:
         """The share of one user of this tenant, with the tenant's weight."""
-        return replace(self, tenant=_digest("user", f"{self.tenant}/{user}")) if user else self
+        if not user:
+            return self
+        digest = _digest("user", f"{self.tenant}/{user}")
+        return replace(self, tenant=digest, text_owner=digest)
 
 
 NO_KEYS = Tenant(is_admin=True)
@@ -63,10 +68,7 @@ class Tenants:
 
     def of(self, key: str, user: str = "") -> Tenant:
         """The tenant of a key that was checked, and its share for a user if users have shares."""
-        if not key:
-            tenant = NO_KEYS
-        else:
-            tenant = self.of_keys.get(key) or Tenant(owner=_digest("owner", key), tenant=_digest("key", key))
+        tenant = (self.of_keys.get(key) or _unconfigured(key)) if key else NO_KEYS
         return tenant.of_user(user) if self.by_user else tenant
 
 
@@ -86,9 +88,15 @@ def _tenants(
             tenant="" if config.fair_queueing == "off" else tenant,
             weight=weights.get(key, 1.0),
             cache_salt=f"tenant:{tenant}/" if config.key_cache_salt else "",
+            text_owner=tenant,
             is_admin=key in admins,
         )
     return tenants
+
+
+def _unconfigured(key: str) -> Tenant:
+    tenant = _digest("key", key)
+    return Tenant(owner=_digest("owner", key), tenant=tenant, text_owner=tenant)
 
 
 def _digest(kind: str, text: str) -> str:

@@ -333,6 +333,7 @@ class RouterDispatcher:
                 priority=request.priority,
                 tenant=request.tenant,
                 weight=request.weight,
+                text_owner=request.text_owner,
                 num_samples=request.num_sequences,
                 max_attempts=self.settings.max_attempts,
             )

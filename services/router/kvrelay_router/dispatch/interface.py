@@ -58,6 +58,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""  # whose request it is, in records
     tenant: str = ""  # who gets a fair share, with this weight
     weight: float = 1.0
+    text_owner: str | None = None  # drafts may come from earlier outputs of the same owner; None: from none
 
 
 class SequenceDelta(msgspec.Struct, frozen=True):

@@ -256,6 +256,7 @@ def make_requests(
             owner=tenant.owner,
             tenant=tenant.tenant,
             weight=tenant.weight,
+            text_owner=tenant.text_owner,
         )
         for index, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]

@@ -1,12 +1,12 @@
 """How many drafts pay: none if they are often rejected, or if the step has so many tokens that each costs its time.
 
-Long matches predict more than short ones, so acceptance rates are by the length of the match, in classes of a power of
-two.
+Long matches predict more than short ones, and the sequence's own text more than that of others. So acceptance rates are
+by the kind of the match: the length, in classes of a power of two, and whose text it is in.
 """
 
 from __future__ import annotations
 
-from math import log
+from collections.abc import Sequence as Seq
 
 from kvrelay.scheduling.step_cost import StepCost
 
@@ -20,8 +20,14 @@ _SHORTER = 2  # powers of two by which a right guess shortens the pause
 _MOST_RATE = 0.995
 
 
+def kind_of(length: int, *, from_earlier: bool = False) -> int:
+    """The kind of a match of so many tokens, in the sequence's own text or in earlier outputs."""
+    return 2 * length.bit_length() + from_earlier
+
+
 class AcceptanceRate:
-    """The share of drafts that were accepted, of those before which all were."""
+    """The share of drafts that were accepted, of those before which all were. A draft that only part of the earlier
+    places continue with counts as that part of a draft."""
 
     __slots__ = ("accepted", "forgetting", "tried")
 
@@ -29,28 +35,29 @@ class AcceptanceRate:
         self.forgetting = forgetting
         self.accepted = self.tried = 0.0
 
-    def verified(self, num_drafts: int, num_accepted: int) -> None:
+    def verified(self, shares: Seq[float], num_accepted: int) -> None:
+        """Drafts with these shares were verified."""
         self.accepted = self.accepted * self.forgetting + num_accepted
-        self.tried = self.tried * self.forgetting + num_accepted + (num_accepted < num_drafts)
+        self.tried = self.tried * self.forgetting + sum(shares[: num_accepted + 1])
 
     def estimate(self, prior: float) -> float:
         return (self.accepted + prior * _PRIOR_WEIGHT) / (self.tried + _PRIOR_WEIGHT)
 
 
 class AcceptanceRates:
-    """Acceptance rates by the length of the match."""
+    """Acceptance rates by the kind of the match."""
 
-    __slots__ = ("_by_class", "_forgetting")
+    __slots__ = ("_by_kind", "_forgetting")
 
     def __init__(self, forgetting: float = _FORGETTING) -> None:
         self._forgetting = forgetting
-        self._by_class: dict[int, AcceptanceRate] = {}
+        self._by_kind: dict[int, AcceptanceRate] = {}
 
-    def of(self, length: int) -> AcceptanceRate:
-        """The rate behind matches of so many tokens."""
-        found = self._by_class.get(length.bit_length())
+    def of(self, kind: int) -> AcceptanceRate:
+        """The rate behind matches of this kind."""
+        found = self._by_kind.get(kind)
         if found is None:
-            found = self._by_class[length.bit_length()] = AcceptanceRate(self._forgetting)
+            found = self._by_kind[kind] = AcceptanceRate(self._forgetting)
         return found
 
 
@@ -59,7 +66,7 @@ class DraftLength:
 
     A step of N tokens that brings each of B sequences a token takes f + cN. One more token, accepted with probability
     q, raises the tokens per second if q / c > B / (f + cN). The i-th draft is accepted with the i-th power of the
-    acceptance rate.
+    acceptance rate, times the shares of the drafts up to it.
     """
 
     def __init__(self) -> None:
@@ -76,19 +83,23 @@ class DraftLength:
         """Whether drafts that are nearly always accepted would pay in this step."""
         return self._least_probability < _MOST_RATE
 
-    def choose(self, own: AcceptanceRates, length: int, most: int) -> int:
-        """Returns how many drafts behind a match of this length pay, up to `most`, for a sequence with these rates."""
-        rate = min(_MOST_RATE, own.of(length).estimate(self._all.of(length).estimate(_FIRST_RATE)))
-        if self._least_probability >= rate:
-            return 0
-        if self._least_probability <= 0:
-            return most
-        return min(most, int(log(self._least_probability) / log(rate)))
+    def choose(self, own: AcceptanceRates, kind: int, shares: Seq[float]) -> tuple[int, float]:
+        """Returns how many of the drafts with these shares pay, behind a match of this kind, for a sequence with these
+        rates; and how many tokens they are expected to bring."""
+        rate = min(_MOST_RATE, own.of(kind).estimate(self._all.of(kind).estimate(_FIRST_RATE)))
+        count, expected, probability = 0, 0.0, 1.0
+        for share in shares:
+            probability *= rate * share
+            if probability <= self._least_probability:
+                break
+            count += 1
+            expected += probability
+        return count, expected
 
-    def verified(self, own: AcceptanceRates, length: int, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts, or a guess, of a sequence behind a match of this length were verified."""
-        own.of(length).verified(num_drafts, num_accepted)
-        self._all.of(length).verified(num_drafts, num_accepted)
+    def verified(self, own: AcceptanceRates, kind: int, shares: Seq[float], num_accepted: int) -> None:
+        """Drafts with these shares, or a guess, of a sequence behind a match of this kind were verified."""
+        own.of(kind).verified(shares, num_accepted)
+        self._all.of(kind).verified(shares, num_accepted)
 
 
 class Pause:

@@ -6,13 +6,17 @@ So the acceptance rates stay true without drafts that cost time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.kv.hashing import BlockHash
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, Pause
+from kvrelay.scheduling.speculation.continuations import Continuation, likeliest
+from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, Pause, kind_of
+from kvrelay.scheduling.speculation.earlier_outputs import EarlierOutputs
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
 from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.scheduling.step_cost import CalibratedCost, StepCost
@@ -21,27 +25,35 @@ INDEXED_PER_STEP = 8192
 """Tokens that are indexed before a step, at most: a few milliseconds. The rest of long prompts is indexed before the
 next ones."""
 
+TextOwner = tuple[str, BlockHash]
+"""A tenant, and the root of the hashes of its blocks, which differs between cache salts."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """`token_id` may come at `position`, behind a match of `length` tokens."""
+    """`token_id` may come at `position`, by a match of this kind."""
 
     position: int
     token_id: int
-    length: int
+    kind: int
+    shares: Seq[float]
 
 
 class SequenceDrafts:
-    """What the drafter knows of one sequence. `length`: of the match whose drafts were made last."""
+    """What the drafter knows of one sequence. `kind` and `shares`: of the drafts that were made last. `owner`: whose
+    earlier outputs are looked up; None: nobody's."""
 
-    __slots__ = ("guess", "index", "length", "pause", "rates")
+    __slots__ = ("guess", "index", "kind", "owner", "pause", "rates", "shares", "with_shares")
 
-    def __init__(self, index: NgramIndex) -> None:
+    def __init__(self, index: NgramIndex, owner: TextOwner | None, *, with_shares: bool) -> None:
         self.index = index
+        self.owner = owner
+        self.with_shares = with_shares
         self.rates = AcceptanceRates()
         self.pause = Pause()
         self.guess: _Guess | None = None
-        self.length = 0
+        self.kind = 0
+        self.shares: Seq[float] = ()
 
 
 class Drafter:
@@ -53,6 +65,9 @@ class Drafter:
         self._cost = CalibratedCost()
         self._num_to_index = 0
         self._step = 0
+        shortest, longest = settings.prompt_lookup_min, settings.prompt_lookup_max
+        self.earlier = EarlierOutputs(settings.suffix_cache_tokens, shortest, longest)
+        self._certain = (1.0,) * settings.num_speculative_tokens
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence joins. Prefill workers, beams and prompts that are only scored have no drafts."""
@@ -61,69 +76,104 @@ class Drafter:
         if method == "off" or sequence.prefill_only or sampling.beams is not None or sampling.max_tokens < 2:
             return
         index = NgramIndex(sequence.tokens, settings.prompt_lookup_min, settings.prompt_lookup_max)
-        sequence.drafts = SequenceDrafts(index)
+        owner = None
+        if method == "suffix" and sequence.text_owner is not None:
+            owner = sequence.text_owner, sequence.root
+        sequence.drafts = SequenceDrafts(index, owner, with_shares=method == "suffix")
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence leaves. Its output is kept for later ones of the same owner."""
+        known = sequence.drafts
+        if known is not None and known.owner is not None:
+            self.earlier.add(known.owner, sequence.tokens.view(sequence.num_prompt, sequence.num_tokens))
 
     def begin_step(self, num_sequences: int, num_tokens: int) -> None:
         """Drafts are wanted for a step that has so many sequences and tokens already."""
-        self._num_to_index = INDEXED_PER_STEP
-        self._step += 1
         self._lengths.begin_step(self._cost.current, num_sequences, num_tokens)
+        self._num_to_index = INDEXED_PER_STEP
+        if self._lengths.may_pay:
+            # Half of it, so that many outputs that end at once do not hold up the prompts of those that run.
+            self._num_to_index -= self.earlier.index(INDEXED_PER_STEP // 2)
 
     def draft(self, sequence: Sequence, most: int) -> NDArray[np.int32] | None:
         """Returns guesses of the tokens behind the newest one, at most `most`, or None. They have no stop token."""
         known = sequence.drafts
         if known is None:
             return None
-        length, place = self._find(sequence, known)
         most = min(most, self._settings.num_speculative_tokens)
-        if not place or most < 1:
+        found = self._find(sequence, known, most)
+        if found is None:
             return None
-        count = self._lengths.choose(known.rates, length, most)
+        count, _ = self._lengths.choose(known.rates, found.kind, found.shares)
         if not count:
-            self._guess(sequence, known, length, place)
+            self._guess(sequence, known, found)
             known.pause.begin(self._step)
             return None
-        known.length = length
-        return _before_stop(known.index.following(place, count), sequence.stop_tokens)
+        known.kind, known.shares = found.kind, found.shares
+        return _before_stop(np.asarray(found.token_ids[:count], np.int32), sequence.stop_tokens)
 
     def expects(self, sequence: Sequence) -> bool:
         """Whether there are likely to be drafts behind the token that the step in flight samples."""
         known = sequence.drafts
         if known is None:
             return False
-        length, place = self._find(sequence, known)
-        if not place:
+        found = self._find(sequence, known, 1)
+        if found is None:
             return False
-        self._guess(sequence, known, length, place)
-        if self._lengths.choose(known.rates, length, 1):
+        self._guess(sequence, known, found)
+        if self._lengths.choose(known.rates, found.kind, found.shares)[0]:
             return True
         known.pause.begin(self._step)
         return False
 
-    def _guess(self, sequence: Sequence, known: SequenceDrafts, length: int, place: int) -> None:
+    def _guess(self, sequence: Sequence, known: SequenceDrafts, found: Continuation) -> None:
         """Remembers the token that is likely to come behind the match."""
-        known.guess = _Guess(sequence.num_tokens, int(known.index.following(place, 1)[0]), length)
+        known.guess = _Guess(sequence.num_tokens, int(found.token_ids[0]), found.kind, found.shares[:1])
 
-    def _find(self, sequence: Sequence, known: SequenceDrafts) -> tuple[int, int]:
-        """The length of a match and the position behind it; (0, 0) if there is none, the sequence pauses, or no drafts
-        pay in a step of this size."""
+    def _find(self, sequence: Sequence, known: SequenceDrafts, most: int) -> Continuation | None:
+        """Returns at most `most` tokens that may follow. None: there are none, the sequence pauses, or no drafts pay in
+        a step of this size."""
         guess, index = known.guess, known.index
         if guess is not None and sequence.num_tokens > guess.position:
             known.guess = None
             is_right = int(sequence.tokens.view(guess.position, guess.position + 1)[0]) == guess.token_id
-            self._lengths.verified(known.rates, guess.length, 1, int(is_right))
+            self._lengths.verified(known.rates, guess.kind, guess.shares, int(is_right))
             if is_right:
                 known.pause.shorten(self._step)
-        if not (self._lengths.may_pay and known.pause.is_over(self._step)):
-            return 0, 0
+        if most < 1 or not (self._lengths.may_pay and known.pause.is_over(self._step)):
+            return None
         self._num_to_index -= index.extend(self._num_to_index)
-        return index.find() if index.is_current else (0, 0)
+        if known.with_shares:
+            return self._likeliest(sequence, known, most)
+        length, place = index.find() if index.is_current else (0, 0)
+        if not place:
+            return None
+        return Continuation(kind_of(length), index.following(place, most), self._certain[:most])
+
+    def _likeliest(self, sequence: Sequence, known: SequenceDrafts, most: int) -> Continuation | None:
+        """Of the sequence's own text and the earlier outputs of its owner: what is expected to bring most tokens."""
+        text, index = sequence.tokens, known.index
+        found: list[tuple[int, list[list[int]]]] = []
+        if index.is_current:
+            length, places = index.find_all(text)
+            found.append((kind_of(length), [index.following(place, most).tolist() for place in places]))
+        for part in self.earlier.of(known.owner) if known.owner is not None else ():
+            length, places = part.index.find_all(text)
+            found.append((kind_of(length, from_earlier=True), [part.following(place, most) for place in places]))
+        best, best_gain = None, -1.0
+        for kind, paths in found:
+            token_ids, shares = likeliest(paths, most)
+            if token_ids:
+                _, gain = self._lengths.choose(known.rates, kind, shares)
+                if gain > best_gain:
+                    best, best_gain = Continuation(kind, token_ids, shares), gain
+        return best
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """A step verified drafts of a sequence."""
         known = sequence.drafts
         if known is not None:
-            self._lengths.verified(known.rates, known.length, num_drafts, num_accepted)
+            self._lengths.verified(known.rates, known.kind, known.shares[:num_drafts], num_accepted)
             if num_accepted:
                 known.pause.end()
 
@@ -132,7 +182,8 @@ class Drafter:
         self._cost = CalibratedCost(cost)
 
     def measured(self, num_tokens: int, num_pairs: float, forward_s: float) -> None:
-        """A step took `forward_s`."""
+        """A step took `forward_s`. Pauses are counted in these steps: one may be planned twice."""
+        self._step += 1
         self._cost.observe(num_tokens, num_pairs, forward_s)
 
 

@@ -55,11 +55,28 @@ class NgramIndex:
             return 0, 0
         best, found, num_left = 0, 0, _MOST_CANDIDATES
         while place and num_left:
-            length = self._length_of_match(place)
+            length = self._length_of_match(place, self._tokens)
             if length > best:
                 best, found = length, place
                 if length == self._longest:
                     break
+            place, num_left = self._before[place], num_left - 1
+        return best, found
+
+    def find_all(self, text: TokenBuffer) -> tuple[int, list[int]]:
+        """As `find`, for the end of this or another text, with the positions behind all places of that length, latest
+        first, of the latest places of its n-gram."""
+        size = self._shortest
+        newest = self._newest if text is self._tokens else text.view(text.num_tokens - size, text.num_tokens).tobytes()
+        place = self._last.get(newest, 0)
+        best, num_left = 0, _MOST_CANDIDATES
+        found: list[int] = []
+        while place and num_left:
+            length = self._length_of_match(place, text)
+            if length > best:
+                best, found = length, [place]
+            elif length == best:
+                found.append(place)
             place, num_left = self._before[place], num_left - 1
         return best, found
 
@@ -69,8 +86,8 @@ class NgramIndex:
         found = tokens.view(place, min(place + count, tokens.num_tokens))
         return found if len(found) == count else np.resize(found, count)
 
-    def _length_of_match(self, place: int) -> int:
-        tokens, end = self._tokens, self._tokens.num_tokens
-        most = min(self._longest, place)
-        differs = tokens.view(place - most, place) != tokens.view(end - most, end)
+    def _length_of_match(self, place: int, text: TokenBuffer) -> int:
+        end = text.num_tokens
+        most = min(self._longest, place, end)
+        differs = self._tokens.view(place - most, place) != text.view(end - most, end)
         return most - 1 - int(differs.nonzero()[0][-1]) if differs.any() else most

@@ -70,3 +70,5 @@ async def test_each_tenant_has_a_salt_before_the_requests_own(shared: Router) ->
     first, second, other = (handle.request.cache_salt for handle in shared.dispatcher.handles)
     assert first == second != other
     assert first.endswith("/x") and other.endswith("/x")
+    owners = [handle.request.text_owner for handle in shared.dispatcher.handles]
+    assert owners[0] == owners[1] != owners[2]

@@ -74,6 +74,17 @@ def test_shares_by_user_and_without_shares() -> None:
     assert {off.of(key, "ann").tenant for key in KEYS} == {""}
 
 
+def test_texts_belong_to_tenants_whatever_the_shares_and_salts(path: Path) -> None:
+    for sharing in ("key", "off"):
+        config = RouterConfig.model_validate({"api_keys": KEYS, "key_limits_file": path, "fair_queueing": sharing})
+        tenants = Tenants.from_config(config)
+        a, b, c, named_like_the_tenant = (tenants.of(key, "ann").text_owner for key in KEYS)
+        assert a == b and len({a, c, named_like_the_tenant, ""}) == 4
+    by_user = Tenants.from_config(RouterConfig(api_keys=KEYS, fair_queueing="user"))
+    assert len({by_user.of(key, user).text_owner for key in KEYS for user in ("ann", "bob", "")}) == 12
+    assert Tenants().of("sk-x").text_owner not in ("", Tenants().of("sk-y").text_owner)
+
+
 def test_a_key_that_the_settings_do_not_describe_sees_its_own() -> None:
     unknown = Tenants().of("sk-x")
     assert unknown.visible_owner == unknown.owner != ""

@@ -38,6 +38,7 @@ EXPECTED = {
     "chat": "prompt tokens,",
     "constrained": "the same text with drafts: True",
     "many_at_once": "the last one: prefill prefill-0, decode decode-0",
+    "offline": "second 1 ",
     "scoring": "a large natural stream of water",
     "shared_prefix": "320 cached",
 }

@@ -1,0 +1,306 @@
+"""One engine with its requests, driven by its caller: `add_request`, `step`, `abort`.
+
+Nothing runs between calls. An engine is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.engine.batch import DeviceLost, ModelRunner, ModelSpec, RowsFailed
+from kvrelay.kv.pool import BlockPool
+from kvrelay.protocol.messages import Header, PeerRef, pack_tokens
+from kvrelay.protocol.messages import Prompt as PromptMessage
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.plan import SequenceOutput
+from kvrelay.worker import factory
+from kvrelay.worker.calibrate import calibrate
+from kvrelay.worker.sequences import make_sequence
+from kvrelay.worker.step_loop import StepTotals, worker_batch
+from kvrelay.worker.worker_main import load_runner
+from kvrelay_embedded.open_request import OpenRequest
+from kvrelay_embedded.outputs import CompletionOutput, RequestOutput, StepOutput
+from kvrelay_embedded.sampling_params import SamplingParams
+from kvrelay_embedded.settings import engine_config
+from kvrelay_embedded.text import EmbeddedText
+from kvrelay_router.dispatch.interface import ModelLimits
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.answers.choice import Choice, StopRules
+from kvrelay_router.openai.request_validation import (
+    RequestedOutput,
+    allowed_output,
+    check_bad_words,
+    check_beams,
+    check_samples,
+    check_token_ids,
+    check_vocabulary,
+    make_sampling,
+    make_seed,
+)
+from kvrelay_router.openai.schema.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
+
+Prompt = str | Sequence[int]
+_CALLER = PeerRef("embedded", "embedded", "embedded")
+_DEFAULTS = SamplingParams()
+
+
+class Engine:
+    """A model with its KV pool, prefix cache and scheduler.
+
+    `model`: a directory or a hub name; None: the demo model. `settings` are fields of a worker's configuration that
+    have a meaning without services (docs/embedded.md). Loads the model, which takes seconds. Raises ValueError for a
+    wrong setting, OSError for a model that is not there, UnsupportedModel for one that does not fit.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        config = engine_config(model, settings)
+        self._text = EmbeddedText(config.model)
+        try:
+            self._runner: ModelRunner = load_runner(config)
+        except BaseException:
+            self._text.close()
+            raise
+        spec = self._runner.spec
+        pool = BlockPool(spec.num_blocks, spec.block_size)
+        self._scheduler = factory.make_scheduler(config, spec, pool, factory.make_cache(config, pool))
+        if config.chunking == "dynamic" or config.speculation != "off":
+            calibrate(self._scheduler, self._runner, config.token_budget)
+        self._limits = _limits(config, spec)
+        self._open: dict[str, OpenRequest] = {}
+        self._by_key: dict[str, OpenRequest] = {}  # by the first part of its sequences' keys
+        self._numbers = itertools.count()
+        self.totals = StepTotals()
+        """What the steps computed since the start."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The facts of the loaded model and its pool."""
+        return self._runner.spec
+
+    @property
+    def request_ids(self) -> Collection[str]:
+        """The requests that have not ended."""
+        return self._open.keys()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._open)
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """A conversation as token ids. Raises ValueError if the chat template refuses it, or there is none."""
+        return self._text.encode_chat(messages, template_kwargs or {})
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def add_request(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None) -> str:
+        """Queues a request. Returns its id, which is a new one if it is None.
+
+        Raises ValueError, and queues nothing, for an id that is in use, and for a prompt or parameters with which the
+        model cannot run it.
+        """
+        number = f"{next(self._numbers)}"
+        name = f"request-{number}" if request_id is None else request_id
+        if name in self._open:
+            raise ValueError(f"request {name!r} has not ended yet")
+        request = (params or _DEFAULTS).request
+        try:
+            prompt_ids = self._prompt_ids(prompt, request)
+            sampling = self._sampling(request, prompt_ids)
+        except ApiError as error:
+            raise ValueError(error.message) from None
+        opened = OpenRequest(
+            name, prompt if isinstance(prompt, str) else None, prompt_ids, self._choices(request, prompt_ids), []
+        )
+        self._queue(number, opened, request, sampling)
+        self._open[name] = self._by_key[number] = opened
+        return name
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request, of which `step` then brings nothing more. Returns whether it was running."""
+        opened = self._open.get(request_id)
+        if opened is None:
+            return False
+        for key in opened.keys:
+            self._drop(key)
+            opened.ended(key, "abort")
+        self._leave(opened)
+        return True
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Computes one step, and returns what it brought. Returns nothing if there is nothing to do.
+
+        A step that fails ends its requests with `finish_reason` "error"; the engine goes on. Raises DeviceLost if it
+        cannot.
+        """
+        told: list[StepOutput] = []
+        started = time.perf_counter()
+        plan = self._scheduler.schedule()
+        for sequence in plan.recomputed:
+            self._by_key[sequence.key[0]].recomputed(sequence.key)
+        self.totals.schedule_s += time.perf_counter() - started
+        if not plan.has_work:
+            return told
+        try:
+            result = self._runner.execute(worker_batch(plan))
+        except DeviceLost:
+            raise
+        except Exception as error:
+            self.totals.num_failed_steps += 1
+            keys = error.keys if isinstance(error, RowsFailed) else None
+            for sequence in self._scheduler.fail_step(plan, keys):
+                told += self._failed(sequence.key, f"{type(error).__name__}: {error}")
+            return told
+        started = time.perf_counter()
+        outputs = self._scheduler.commit(plan, result)
+        self.totals.add(plan, result, ahead=False)
+        for output in outputs:
+            told += self._taken(output)
+        self.totals.commit_s += time.perf_counter() - started
+        return told
+
+    def run(self, request_ids: Collection[str]) -> Iterator[RequestOutput]:
+        """Steps until these requests have ended, and gives each as soon as it has. Other requests go on beside them,
+        but what they bring is lost: to mix them, call `step`."""
+        requests = {name: self._open[name] for name in request_ids}
+        texts = {name: [CompletionOutput(choice.index) for choice in each.choices] for name, each in requests.items()}
+        while requests:
+            for told in self.step():
+                if told.request_id in requests:
+                    texts[told.request_id][told.index].add(told)
+            for name in [name for name, opened in requests.items() if opened.has_ended]:
+                yield requests.pop(name).output(texts.pop(name))
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> RequestOutput:
+        """Runs one request to its end. Raises ValueError as `add_request` does."""
+        name = self.add_request(request_id, prompt, params)
+        try:
+            return next(self.run([name]))
+        except BaseException:
+            self.abort(name)
+            raise
+
+    def close(self) -> None:
+        """Ends all requests and the engine's threads."""
+        for name in list(self._open):
+            self.abort(name)
+        self._text.close()
+
+    # -- inner --------------------------------------------------------------------------------------------------------
+
+    def _prompt_ids(self, prompt: Prompt, request: CompletionRequest) -> list[int]:
+        if isinstance(prompt, str):
+            prompt_ids = self._text.encode(prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            prompt_ids = [int(token_id) for token_id in prompt]
+        if not prompt_ids:
+            raise ValueError("the prompt must not be empty")
+        check_token_ids(prompt_ids, self._limits, "prompt")
+        return prompt_ids
+
+    def _sampling(self, request: CompletionRequest, prompt_ids: list[int]) -> Sampling:
+        limits = self._limits
+        check_vocabulary(request, limits)
+        bad_words = self._text.encode_bad_words(request.bad_words)
+        check_bad_words(request, bad_words, limits)
+        self._text.check_grammar(request.grammar)
+        wanted = RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS)
+        max_tokens = allowed_output(len(prompt_ids), wanted, limits, "prompt")
+        check_beams(request, len(prompt_ids), max_tokens, limits)
+        check_samples(request, len(prompt_ids), max_tokens, limits)
+        sampling = make_sampling(
+            request,
+            self._text.service.sampling_defaults,
+            max_tokens=max_tokens,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            seed=make_seed(request.seed),
+        )
+        return msgspec.structs.replace(sampling, bad_words=bad_words)
+
+    def _choices(self, request: CompletionRequest, prompt_ids: list[int]) -> list[Choice]:
+        stop = StopRules(
+            request.stop, frozenset(request.stop_token_ids), request.min_tokens, request.include_stop_str_in_output
+        )
+        text = self._text.service
+        return [
+            Choice(index, text.detokenizer(prompt_ids, skip_special_tokens=request.skip_special_tokens), stop)
+            for index in range(request.n)
+        ]
+
+    def _queue(self, number: str, opened: OpenRequest, request: CompletionRequest, sampling: Sampling) -> None:
+        """Raises ValueError, and queues nothing, if the worker's own checks refuse a sequence."""
+        num_samples = 1 if request.use_beam_search else request.n
+        prompt = PromptMessage(
+            tokens=pack_tokens(opened.prompt_ids),
+            sampling=sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            num_samples=num_samples,
+        )
+        for index in range(num_samples):
+            header = Header(
+                sender="embedded", incarnation="embedded", reply_to="embedded", to_incarnation="embedded", link=1,
+                request=number, sequence=index,
+            )  # fmt: skip
+            try:
+                sequence = make_sequence(header, prompt, _CALLER, self.spec, self._scheduler.limits.max_running)
+                self._runner.add_sequence(sequence.key, sampling, opened.prompt_ids, len(opened.prompt_ids))
+                opened.keys.append(sequence.key)
+                self._scheduler.add(sequence)
+            except ValueError:
+                for key in opened.keys:
+                    self._drop(key)
+                raise
+
+    def _taken(self, output: SequenceOutput) -> list[StepOutput]:
+        key = output.sequence.key
+        opened = self._by_key[key[0]]
+        told = opened.take(output)
+        if output.finish is not None:
+            self._runner.drop_sequence(key)
+        elif any(each.finish_reason is not None for each in told):  # a stop string
+            self._drop(key)
+        if opened.has_ended:
+            self._leave(opened)
+        return told
+
+    def _failed(self, key: SequenceKey, cause: str) -> list[StepOutput]:
+        opened = self._by_key[key[0]]
+        self._runner.drop_sequence(key)
+        told = opened.ended(key, "error", cause)
+        if opened.has_ended:
+            self._leave(opened)
+        return told
+
+    def _drop(self, key: SequenceKey) -> None:
+        self._scheduler.abort(key)
+        self._runner.drop_sequence(key)
+
+    def _leave(self, opened: OpenRequest) -> None:
+        del self._open[opened.request_id]
+        del self._by_key[opened.keys[0][0]]
+
+
+def _limits(config: WorkerConfig, spec: ModelSpec) -> ModelLimits:
+    return ModelLimits(
+        spec.max_model_len,
+        spec.vocab_size,
+        config.max_running,
+        spec.num_blocks,
+        spec.block_size,
+        group_samples=config.group_samples,
+    )

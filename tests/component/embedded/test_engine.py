@@ -1,0 +1,218 @@
+"""The engine inside a program: the tokens of transformers, whatever else it runs; nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay import LLM, Engine, SamplingParams
+from kvrelay_embedded import StepOutput
+from kvrelay_router.openai.schema.completion_request import CompletionRequest
+from tests.e2e import reference
+from tests.thoroughness import examples
+from tests.tiny_models import VOCAB_SIZE, build_model
+
+pytestmark = pytest.mark.component
+SMALL: dict[str, Any] = {"dtype": "float32", "threads": 1, "num_blocks": 24, "token_budget": 32, "max_running": 8}
+"""A pool of 384 tokens, so that requests wait and are preempted."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    engine = Engine(str(model), **SMALL, max_model_len=256)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), **SMALL, max_model_len=256) as llm:
+        yield llm
+
+
+def prompt_of(rng: random.Random, longest: int = 100) -> list[int]:
+    """Some begin alike. Without token 0, which is padding to the reference."""
+    start = list(range(1, 41)) if rng.random() < 0.5 else []
+    return start + [rng.randrange(1, VOCAB_SIZE - 5) for _ in range(rng.randint(1, longest))]
+
+
+def check_empty(engine: Engine) -> None:
+    assert not engine.has_work and not engine.request_ids
+    pool = engine._scheduler.blocks.pool
+    pool.check_integrity()
+    assert pool.num_available == pool.num_blocks
+
+
+def test_greedy_output_is_that_of_transformers(model: Path, llm: LLM) -> None:
+    rng = random.Random(1)
+    prompts = [prompt_of(rng) for _ in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for _ in range(2):  # the second time from the cache
+        answers = llm.generate(prompts, params, progress=False)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.outputs[0].token_ids == reference.greedy(model, prompt, 24)
+            assert answer.usage.prompt_tokens == len(prompt) and answer.usage.completion_tokens == 24
+    assert any(answer.usage.cached_tokens for answer in answers)
+    check_empty(llm.engine)
+
+
+def params_of(rng: random.Random) -> SamplingParams:
+    given: dict[str, Any] = {"max_tokens": rng.randint(1, 30), "seed": rng.randrange(2**40)}
+    given |= rng.choice([{"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}])
+    given |= rng.choice([{}, {"n": 3}, {"stop": ["a", "xy"]}, {"logprobs": 2}, {"presence_penalty": 1.0}])
+    given |= rng.choice([{}, {"ignore_eos": True}, {"min_tokens": 1}, {"structured_outputs": {"regex": "[a-f]{3,9}"}}])
+    if rng.random() < 0.1:
+        return SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=6)
+    return SamplingParams(**given)
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_request_gives_the_same_alone_and_among_others(engine: Engine, llm: LLM, seed: int) -> None:
+    rng = random.Random(seed)
+    waiting = [(f"{number}", prompt_of(rng), params_of(rng)) for number in range(8)]
+    requests = {name: (prompt, params) for name, prompt, params in waiting}
+    texts: dict[tuple[str, int], list[StepOutput]] = {}
+    aborted: set[str] = set()
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.4:
+            engine.add_request(*waiting.pop())
+        if engine.request_ids and rng.random() < 0.02:
+            aborted.add(name := rng.choice(list(engine.request_ids)))
+            assert engine.abort(name) and not engine.abort(name)
+        for told in engine.step():
+            assert told.request_id not in aborted
+            texts.setdefault((told.request_id, told.index), []).append(told)
+    check_empty(engine)
+    for name, (prompt, params) in requests.items():
+        if name in aborted:
+            continue
+        for one in llm.generate([prompt], params)[0].outputs:
+            parts = texts[name, one.index]
+            assert "".join(each.text for each in parts) == one.text
+            assert [token_id for each in parts for token_id in each.token_ids] == one.token_ids
+            assert [each.finish_reason for each in parts[:-1]] == [None] * (len(parts) - 1)
+            assert (parts[-1].finish_reason, parts[-1].stop_reason) == (one.finish_reason, one.stop_reason)
+
+
+def test_a_constrained_text_follows_its_grammar(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs={"choice": ["otter", "river"]}, max_tokens=20, n=4, temperature=1)
+    (answer,) = llm.generate("An animal", params)
+    assert {one.text for one in answer.outputs} <= {"otter", "river"}
+    assert {one.finish_reason for one in answer.outputs} == {"stop"}
+
+
+def test_prompts_are_scored_as_by_transformers(model: Path, llm: LLM) -> None:
+    prompt = prompt_of(random.Random(3), 60)
+    (answer,) = llm.generate([prompt], SamplingParams(prompt_logprobs=0, logprobs=0, max_tokens=5, temperature=0))
+    expected = reference.logprobs(model, prompt + answer.outputs[0].token_ids, 1)
+    entries = answer.prompt_logprobs + answer.outputs[0].logprobs
+    assert len(entries) == len(expected)
+    for row, entry in zip(expected, entries, strict=True):
+        assert abs(float(row[entry.token_id]) - entry.logprob) < 1e-4
+
+
+def test_chats_go_through_the_template(llm: LLM) -> None:
+    one = [{"role": "user", "content": "abc"}]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (answer,) = llm.chat(one, params)
+    assert answer.prompt_token_ids == llm.engine.chat_prompt(one)
+    assert [each.outputs[0].text for each in llm.chat([one, one], params, progress=False)] == [
+        answer.outputs[0].text
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ("", {}, "must not be empty"),
+        ([VOCAB_SIZE], {}, f"{VOCAB_SIZE} is out of range"),
+        ([-1], {}, "-1 is out of range"),
+        ([1] * 300, {}, "300 tokens"),
+        ([1] * 200, {"max_tokens": 100}, "300 tokens were asked for"),
+        ([1], {"logit_bias": {VOCAB_SIZE: 1.0}}, "out of range"),
+        ([1], {"n": 9}, "up to 8 sequences"),
+        ([1], {"structured_outputs": {"regex": "(["}}, "cannot be constrained"),
+    ],
+)
+def test_what_cannot_run_is_refused_and_queues_nothing(
+    llm: LLM, prompt: Any, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        llm.generate([[1, 2], prompt], SamplingParams(**params))
+    check_empty(llm.engine)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"stop": [""]}, "stop"),
+        ({"best_of": 2}, "best_of"),
+        ({"use_beam_search": True, "temperature": 1}, "temperature"),
+    ],
+)
+def test_a_wrong_parameter_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"'{message}'"):
+        SamplingParams(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"threds": 1}, "did you mean threads"), ({"redis_url": "none"}, "redis_url"), ({"block_size": 9}, "block_size")],
+)
+def test_a_wrong_setting_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(**given)
+
+
+def test_parameters_are_fields_of_the_http_api() -> None:
+    assert {each.name for each in fields(SamplingParams) if each.init} <= set(CompletionRequest.model_fields)
+
+
+def test_an_id_that_is_in_use_is_refused(engine: Engine) -> None:
+    engine.add_request("one", [1, 2, 3])
+    with pytest.raises(ValueError, match="'one' has not ended"):
+        engine.add_request("one", [1, 2, 3])
+    assert engine.abort("one")
+    check_empty(engine)
+
+
+def test_an_interrupted_call_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = llm.engine.step, iter(range(3))
+
+    def interrupted() -> list[StepOutput]:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=30, ignore_eos=True), progress=False)
+    check_empty(llm.engine)
+
+
+def test_a_failed_step_ends_its_requests_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(batch: object) -> None:
+        raise RuntimeError("no such luck")
+
+    engine.add_request("fails", [1, 2, 3], SamplingParams(n=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "execute", fail)
+        told = [each for _ in range(2) for each in engine.step()]
+    assert {each.finish_reason for each in told} <= {"error"} and "no such luck" in told[0].error
+    check_empty(engine)
+    assert engine.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)).usage.completion_tokens == 2

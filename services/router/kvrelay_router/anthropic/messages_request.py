@@ -7,29 +7,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.schema.extension_fields import extension_fields
 from kvrelay_router.openai.schema.generation_fields import Flag, Stop
 from kvrelay_router.openai.schema.parsing import RequestModel
-
-EXTENSIONS = (
-    "allowed_token_ids",
-    "bad_words",
-    "cache_salt",
-    "chat_template_kwargs",
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "priority",
-    "repetition_penalty",
-    "seed",
-    "skip_special_tokens",
-    "speculation",
-    "stop_token_ids",
-    "structured_outputs",
-)
-"""Fields of chat completions that Anthropic's API lacks, and that mean the same here."""
 
 REFUSED = ("container", "mcp_servers")
 """Fields that ask for what runs on Anthropic's servers."""
@@ -67,7 +47,7 @@ def generation_fields(request: MessagesRequest, content: dict[str, Any]) -> dict
     for name in REFUSED:
         if content.get(name):
             raise wrong(name, "it is not supported")
-    fields: dict[str, Any] = {name: content[name] for name in EXTENSIONS if content.get(name) is not None}
+    fields = extension_fields(content)
     fields |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
     fields |= {"stop": request.stop_sequences, "stream": request.stream, "max_tokens": request.max_tokens}
     if (user := _part(request.metadata, "user_id", "metadata")) is not None:

@@ -31,6 +31,8 @@ from kvrelay_router.openai.schema.parsing import RequestModel
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
 from kvrelay_router.pending_memory import PendingMemory
+from kvrelay_router.responses.responses_endpoint import ResponsesEndpoint
+from kvrelay_router.responses.responses_request import ResponsesRequest
 from kvrelay_router.text.service import TextService
 
 SHOWN_HEADERS = (
@@ -91,6 +93,7 @@ def _add_posts(app: FastAPI, service: ApiService) -> None:
         ("/v1/chat/completions", ChatEndpoint(service).serve, ChatRequest),
         ("/v1/messages", messages.serve, MessagesRequest),
         ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
+        ("/v1/responses", ResponsesEndpoint(service).serve, ResponsesRequest),
         ("/tokenize", tokens.tokenize, TokenizeText),
         ("/detokenize", tokens.detokenize, DetokenizeTokens),
     ]

@@ -15,7 +15,12 @@ from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_trace
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.openai.generation import PromptRun
 
-OPERATION_BY_PATH = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/messages": "chat"}
+OPERATION_BY_PATH = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+}
 """The measured paths, with the name of their operation in OpenTelemetry's conventions."""
 
 PROVIDER = "kvrelay"

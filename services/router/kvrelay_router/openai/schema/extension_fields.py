@@ -1,0 +1,31 @@
+"""Fields of chat completions that other APIs lack. Requests of those APIs may have them, with the same meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXTENSIONS = (
+    "allowed_token_ids",
+    "bad_words",
+    "cache_salt",
+    "chat_template_kwargs",
+    "frequency_penalty",
+    "guided_whitespace_pattern",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "priority",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "speculation",
+    "stop_token_ids",
+    "structured_outputs",
+)
+
+
+def extension_fields(content: dict[str, Any]) -> dict[str, Any]:
+    """Those fields of a body that are set."""
+    return {name: content[name] for name in EXTENSIONS if content.get(name) is not None}

@@ -1,0 +1,126 @@
+"""Converts the input items of a response to the messages of a chat completion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.responses.responses_request import wrong
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_TYPES = ("input_text", "output_text", "text")
+
+ChatMessage = dict[str, Any]
+
+
+async def input_messages(items: Any, earlier: list[ChatMessage]) -> list[ChatMessage]:
+    """The messages of the items, which continue the conversation of the `earlier` ones. Other callbacks run between
+    the items. Raises ApiError."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise wrong("input", "it must be a string or a list of items")
+    reader, share = _Reader(earlier), LoopShare()
+    for index, item in enumerate(items):
+        reader.add(item, f"input[{index}]")
+        await share.pause()
+    return reader.finished()
+
+
+class _Reader:
+    def __init__(self, earlier: list[ChatMessage]) -> None:
+        calls = [call for message in earlier for call in message.get("tool_calls", ())]
+        self._tools = {call["id"]: call["function"]["name"] for call in calls}
+        self._messages: list[ChatMessage] = []
+        self._reasoning: list[str] = []  # belongs to the next message of the assistant
+
+    def finished(self) -> list[ChatMessage]:
+        """All messages. Reasoning without an answer is a message of its own."""
+        if self._reasoning:
+            self._add_assistant({"role": "assistant", "content": ""})
+        return self._messages
+
+    def add(self, item: Any, where: str) -> None:
+        if not isinstance(item, dict):
+            raise wrong(where, "it must be an object")
+        match item.get("type", "message"):
+            case "message":
+                self._add_message(item, where)
+            case "function_call":
+                self._add_call(item, where)
+            case "function_call_output":
+                self._add_output(item, where)
+            case "reasoning":
+                parts = item.get("content") or item.get("summary") or []
+                self._reasoning += [_text(part, f"{where}.content") for part in _as_list(parts, f"{where}.content")]
+            case kind:
+                raise wrong(f"{where}.type", f"items of the type {kind!r} are not supported")
+
+    def _add_message(self, item: dict[str, Any], where: str) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise wrong(f"{where}.role", f"{role!r} is unknown; known are {', '.join(ROLES)}")
+        message = {"role": role, "content": _content(item.get("content"), f"{where}.content")}
+        if role == "assistant":
+            self._add_assistant(message)
+        else:
+            self._messages.append(message)
+
+    def _add_assistant(self, message: ChatMessage) -> None:
+        if self._reasoning:
+            message["reasoning_content"] = "\n".join(self._reasoning)
+            self._reasoning = []
+        self._messages.append(message)
+
+    def _add_call(self, item: dict[str, Any], where: str) -> None:
+        call_id, name = _string(item, "call_id", where), _string(item, "name", where)
+        self._tools[call_id] = name
+        function = {"name": name, "arguments": _string(item, "arguments", where)}
+        last = self._messages[-1] if self._messages else {}
+        if self._reasoning or last.get("role") != "assistant":
+            self._add_assistant({"role": "assistant", "content": ""})
+        self._messages[-1].setdefault("tool_calls", []).append(
+            {"id": call_id, "type": "function", "function": function}
+        )
+
+    def _add_output(self, item: dict[str, Any], where: str) -> None:
+        call_id = _string(item, "call_id", where)
+        if call_id not in self._tools:
+            raise wrong(f"{where}.call_id", f"no earlier item is a function_call with the call_id {call_id!r}")
+        content = _content(item.get("output"), f"{where}.output")
+        message = {"role": "tool", "tool_call_id": call_id, "name": self._tools[call_id], "content": content}
+        self._messages.append(message)
+
+
+def _content(content: Any, where: str) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    parts = [
+        {"type": "text", "text": _text(part, f"{where}[{index}]")}
+        for index, part in enumerate(_as_list(content, where))
+    ]
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 else parts
+
+
+def _as_list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise wrong(where, "it must be a string or a list of content parts")
+    return value
+
+
+def _text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "refusal":
+        return _string(part, "refusal", where)
+    if kind not in (*TEXT_TYPES, "reasoning_text", "summary_text"):
+        raise wrong(where, f"content parts of the type {kind!r} are not supported")
+    return _string(part, "text", where)
+
+
+def _string(item: dict[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise wrong(f"{where}.{name}", "it must be a string")
+    return value

@@ -1,0 +1,118 @@
+"""The body of POST /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.schema.extension_fields import extension_fields
+from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, or_default
+from kvrelay_router.openai.schema.parsing import RequestModel, parse
+
+REFUSED = ("background", "conversation", "prompt", "max_tool_calls")
+"""Fields that would change the answer, and are not supported."""
+
+LOGPROBS = "message.output_text.logprobs"
+MAX_METADATA = 16
+
+
+class ResponsesRequest(RequestModel):
+    """`input`, `text`, `reasoning` and the tools are checked when they are converted."""
+
+    model: str
+    input: Any
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
+    include: Annotated[list[str], or_default([])] = Field(default_factory=list)
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    tools: Annotated[list[Any], or_default([])] = Field(default_factory=list)
+    tool_choice: Any = None
+    parallel_tool_calls: FlagOn = True
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    stream: Flag = False
+    store: FlagOn = True
+    previous_response_id: str | None = None
+    user: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in self.include or self.top_logprobs > 0
+
+    @property
+    def text_format(self) -> dict[str, Any]:
+        """The form of the output as OpenAI describes it."""
+        given = (self.text or {}).get("format")
+        if given is None:
+            return {"type": "text"}
+        if not isinstance(given, dict):
+            raise wrong("text.format", "it must be an object with a type")
+        return given
+
+
+def parse_response(content: dict[str, Any]) -> ResponsesRequest:
+    """Validates a request body. Raises ApiError."""
+    for name in REFUSED:
+        if content.get(name):
+            raise ApiError(f"The parameter '{name}' is not supported", param=name, code="unsupported_parameter")
+    return parse(ResponsesRequest, content)
+
+
+def generation_fields(request: ResponsesRequest, content: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a chat completion that determine the output. `content`: the body of the request."""
+    fields = extension_fields(content)
+    fields |= {"temperature": request.temperature, "top_p": request.top_p, "user": request.user}
+    fields["reasoning_effort"] = (request.reasoning or {}).get("effort")
+    fields["response_format"] = _response_format(request.text_format)
+    if request.wants_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    fields["stream"] = request.stream
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
+    match text_format.get("type"):
+        case "text" | "json_object" as kind:
+            return {"type": kind}
+        case "json_schema" if isinstance(text_format.get("schema"), dict):
+            described = {name: text_format[name] for name in ("name", "schema", "strict") if name in text_format}
+            return {"type": "json_schema", "json_schema": described}
+        case "json_schema":
+            raise wrong("text.format.schema", "it must be a JSON schema")
+        case kind:
+            raise wrong("text.format.type", f"{kind!r} is unknown; known are 'text', 'json_object' and 'json_schema'")
+
+
+def tool_fields(request: ResponsesRequest) -> dict[str, Any]:
+    """The fields of a chat completion about tools. Raises ApiError."""
+    if not request.tools:
+        return {}
+    tools = [_tool(tool, index) for index, tool in enumerate(request.tools)]
+    choice = request.tool_choice
+    if isinstance(choice, dict):
+        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+            raise wrong("tool_choice", "it must be 'auto', 'none', 'required', or a function with its name")
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    fields: dict[str, Any] = {"tools": tools, "parallel_tool_calls": request.parallel_tool_calls}
+    return fields if choice is None else {**fields, "tool_choice": choice}
+
+
+def _tool(tool: Any, index: int) -> dict[str, Any]:
+    where = f"tools[{index}]"
+    if not isinstance(tool, dict):
+        raise wrong(where, "it must be an object")
+    if tool.get("type") != "function":
+        raise wrong(f"{where}.type", f"tools of the type {tool.get('type')!r} are not supported, only functions")
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise wrong(f"{where}.name", "it must be a string that is not empty")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def wrong(param: str, reason: str) -> ApiError:
+    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code="invalid_value")

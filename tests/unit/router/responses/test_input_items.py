@@ -1,0 +1,98 @@
+"""Input items of the Responses API become messages of a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.responses.input_items import input_messages
+
+CALL = {"type": "function_call", "call_id": "call_1", "name": "define", "arguments": '{"word": "otter"}'}
+CHAT_CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "define", "arguments": '{"word": "otter"}'},
+}
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ("hi", [{"role": "user", "content": "hi"}]),
+        ([{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}]),
+        (
+            [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]}],
+            [{"role": "developer", "content": "Be brief."}],
+        ),
+        (
+            [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c"}]},
+            ],
+            [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": "assistant", "content": "c"},
+            ],
+        ),
+        (
+            [
+                {"role": "user", "content": "hi"},
+                {
+                    "type": "reasoning",
+                    "id": "rs",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": "Hm."}],
+                },
+                {"role": "assistant", "content": "One moment."},
+                CALL,
+                {"type": "function_call_output", "call_id": "call_1", "output": "a mammal"},
+            ],
+            [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "content": "One moment.",
+                    "reasoning_content": "Hm.",
+                    "tool_calls": [CHAT_CALL],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "name": "define", "content": "a mammal"},
+            ],
+        ),
+        (
+            [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}],
+            [{"role": "assistant", "content": "", "reasoning_content": "Hm."}],
+        ),
+    ],
+)
+async def test_items_become_messages(items: Any, messages: list[dict[str, Any]]) -> None:
+    assert await input_messages(items, []) == messages
+
+
+async def test_an_output_may_belong_to_an_earlier_call() -> None:
+    earlier = [{"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]}]
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "a mammal"}
+    (message,) = await input_messages([output], earlier)
+    assert message["name"] == "define"
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        (7, "input"),
+        ([7], "input[0]"),
+        ([{"role": "user"}], "input[0].content"),
+        ([{"role": "tool", "content": "x"}], "input[0].role"),
+        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
+        ([{"type": "item_reference", "id": "x"}], "input[0].type"),
+        ([{"type": "computer_call", "id": "x"}], "input[0].type"),
+        ([{"type": "function_call_output", "call_id": "call_1", "output": "x"}], "input[0].call_id"),
+        ([{"type": "function_call", "name": "f", "arguments": "{}"}], "input[0].call_id"),
+    ],
+)
+async def test_errors_name_the_item(items: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        await input_messages(items, [])
+    assert (caught.value.status, caught.value.param) == (400, param)

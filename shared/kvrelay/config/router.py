@@ -120,6 +120,13 @@ class RouterConfig(CommonConfig):
         le=1 << 28,  # a prompt's log-probabilities take 14 bytes each in one message of at most 64 MiB
         description="largest answer, as in 64MiB: 4 bytes per token of text, 8 per token id and 64 per log-probability",
     )
+    response_store_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        ge=0,
+        le=1 << 40,
+        description="bytes of responses that a process keeps for previous_response_id and GET /v1/responses/ID, as in "
+        "64MiB; those that were not used for the longest time are dropped; 0: none is kept",
+    )
     max_pending_bytes: ByteSize = Field(
         default=ByteSize(512 << 20),
         ge=1 << 20,

@@ -87,18 +87,20 @@ def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _add_posts(app: FastAPI, service: ApiService) -> None:
-    tokens, messages = TokenRoutes(service), MessagesEndpoint(service)
+    tokens, messages, responses = TokenRoutes(service), MessagesEndpoint(service), ResponsesEndpoint(service)
     routes: list[tuple[str, Any, type[RequestModel]]] = [
         ("/v1/completions", CompletionsEndpoint(service).serve, CompletionRequest),
         ("/v1/chat/completions", ChatEndpoint(service).serve, ChatRequest),
         ("/v1/messages", messages.serve, MessagesRequest),
         ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
-        ("/v1/responses", ResponsesEndpoint(service).serve, ResponsesRequest),
+        ("/v1/responses", responses.serve, ResponsesRequest),
         ("/tokenize", tokens.tokenize, TokenizeText),
         ("/detokenize", tokens.detokenize, DetokenizeTokens),
     ]
     for path, endpoint, model in routes:
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=_body_schema(model))
+    app.add_api_route("/v1/responses/{response_id}", responses.get, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"], response_model=None)
 
 
 def _add_operations(app: FastAPI, service: ApiService) -> None:

@@ -13,14 +13,22 @@ TEXT_TYPES = ("input_text", "output_text", "text")
 ChatMessage = dict[str, Any]
 
 
-async def input_messages(items: Any, earlier: list[ChatMessage]) -> list[ChatMessage]:
-    """The messages of the items, which continue the conversation of the `earlier` ones. Other callbacks run between
-    the items. Raises ApiError."""
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    if not isinstance(items, list):
+def as_items(value: Any) -> list[Any]:
+    """The field `input` as a list of items. Raises ApiError."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
         raise wrong("input", "it must be a string or a list of items")
-    reader, share = _Reader(earlier), LoopShare()
+    return value
+
+
+async def input_messages(items: list[Any], earlier: list[Any]) -> list[ChatMessage]:
+    """The messages of a conversation: of its `earlier` items, which have been checked, and of new ones. Other callbacks
+    run between the items. Raises ApiError."""
+    reader, share = _Reader(), LoopShare()
+    for item in earlier:
+        reader.add(item, "previous_response_id")
+        await share.pause()
     for index, item in enumerate(items):
         reader.add(item, f"input[{index}]")
         await share.pause()
@@ -28,9 +36,8 @@ async def input_messages(items: Any, earlier: list[ChatMessage]) -> list[ChatMes
 
 
 class _Reader:
-    def __init__(self, earlier: list[ChatMessage]) -> None:
-        calls = [call for message in earlier for call in message.get("tool_calls", ())]
-        self._tools = {call["id"]: call["function"]["name"] for call in calls}
+    def __init__(self) -> None:
+        self._tools: dict[str, str] = {}  # the names of the functions of all calls so far, by id
         self._messages: list[ChatMessage] = []
         self._reasoning: list[str] = []  # belongs to the next message of the assistant
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.responses.responses_request import ResponsesRequest
 
+Keep = Callable[[dict[str, Any]], None]
+
 
 class ResponseObject:
     """The fields that do not change, and those of each state."""
 
-    def __init__(self, unique: str, request: ResponsesRequest, run: PromptRun) -> None:
+    def __init__(self, unique: str, request: ResponsesRequest, run: PromptRun, keep: Keep | None) -> None:
+        """`keep` gets the response at its end, if it is to be stored."""
         self.unique = unique
-        self._run = run
+        self._run, self._keep = run, keep
         sampling = run.request.sampling
         self._head: dict[str, Any] = {
             "id": f"resp_{unique}",
@@ -30,7 +34,7 @@ class ResponseObject:
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
-            "store": request.store,
+            "store": keep is not None,
             "temperature": sampling.temperature,
             "text": {"format": request.text_format},
             "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
@@ -47,7 +51,10 @@ class ResponseObject:
     def ended(self, output: list[dict[str, Any]]) -> dict[str, Any]:
         """The object with its output. A text that was cut makes it incomplete."""
         reason = {"incomplete_details": {"reason": "max_output_tokens"}} if self.was_cut else {}
-        return self._object(self.status, output, usage=self._usage(), **reason)
+        response = self._object(self.status, output, usage=self._usage(), **reason)
+        if self._keep is not None:
+            self._keep(response)
+        return response
 
     def failed(self, code: str, message: str) -> dict[str, Any]:
         return self._object("failed", [], error={"code": code, "message": message})

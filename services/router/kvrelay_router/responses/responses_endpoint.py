@@ -1,21 +1,24 @@
-"""POST /v1/responses."""
+"""POST /v1/responses, and GET and DELETE of stored ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import ApiError, json_response
 from kvrelay_router.http.body import read_json_object
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
-from kvrelay_router.responses.input_items import input_messages
-from kvrelay_router.responses.response_object import ResponseObject
+from kvrelay_router.responses.input_items import as_items, input_messages
+from kvrelay_router.responses.response_object import Keep, ResponseObject
+from kvrelay_router.responses.response_store import ResponseStore, StoredResponse
 from kvrelay_router.responses.responses_format import ResponseAnswer, ResponseStream, TokenScores
 from kvrelay_router.responses.responses_request import (
     ResponsesRequest,
@@ -30,25 +33,81 @@ class ResponsesEndpoint:
 
     def __init__(self, service: ApiService) -> None:
         self._service = service
+        self._store = ResponseStore(service.settings.response_store_bytes)
 
     async def serve(self, http: Request) -> Response:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
         service = self._service
-        names = service.names(http)
+        names, owner = service.names(http), self._owner(http)
         content = await read_json_object(http, service.settings.max_body_bytes)
         request = parse_response(content)
-        if request.previous_response_id is not None:
-            raise _not_found(request.previous_response_id)
-        messages = await input_messages(request.input, [])
+        items, earlier = as_items(request.input), self._earlier_items(request, owner)
+        messages = await input_messages(items, await _parsed(earlier))
         chat = await _chat_content(request, messages)
         chat_request = parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
         output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
         plan = await plan_chat(service, names, chat_request, output, prompt_param="input")
+        keep = None
+        if request.store and self._store.is_open:
+            keep = self._keep(owner, (*earlier, *await _dumped(items)))
         (run,) = plan.runs
-        response = ResponseObject(names.unique, request, run)
+        response = ResponseObject(names.unique, request, run, keep)
         scores = TokenScores(service.text.tokenizer, request.top_logprobs if request.wants_logprobs else None)
         answer = ResponseStream if request.stream else ResponseAnswer
         return GenerationResponse(service, plan, answer(response, run, scores))
+
+    async def get(self, http: Request, response_id: str) -> Response:
+        """Returns a stored response, or 404."""
+        stored = self._store.get(self._owner(http), response_id)
+        if stored is None:
+            raise _not_found(response_id)
+        return Response(stored.response, media_type="application/json")
+
+    async def delete(self, http: Request, response_id: str) -> Response:
+        if not self._store.delete(self._owner(http), response_id):
+            raise _not_found(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    def _owner(self, http: Request) -> str:
+        service = self._service
+        return service.settings.tenants.of(service.names(http).key).owner
+
+    def _earlier_items(self, request: ResponsesRequest, owner: str) -> tuple[bytes, ...]:
+        """The items of the conversation that the request continues."""
+        if request.previous_response_id is None:
+            return ()
+        stored = self._store.get(owner, request.previous_response_id)
+        if stored is None:
+            raise ApiError(
+                f"Previous response with id '{request.previous_response_id}' not found: it was not stored, or it was "
+                "dropped for later ones",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return stored.items
+
+    def _keep(self, owner: str, items: tuple[bytes, ...]) -> Keep:
+        def keep(response: dict[str, Any]) -> None:
+            output = [orjson.dumps(item) for item in response["output"]]
+            self._store.put(owner, response["id"], StoredResponse(orjson.dumps(response), (*items, *output)))
+
+        return keep
+
+
+async def _parsed(items: tuple[bytes, ...]) -> list[Any]:
+    share, parsed = LoopShare(), []
+    for item in items:
+        parsed.append(orjson.loads(item))
+        await share.pause()
+    return parsed
+
+
+async def _dumped(items: list[Any]) -> list[bytes]:
+    share, dumped = LoopShare(), []
+    for item in items:
+        dumped.append(orjson.dumps(item))
+        await share.pause()
+    return dumped
 
 
 async def _chat_content(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -63,9 +122,4 @@ async def _chat_content(request: ResponsesRequest, messages: list[dict[str, Any]
 
 
 def _not_found(response_id: str) -> ApiError:
-    return ApiError(
-        f"Previous response with id '{response_id}' not found",
-        status=400,
-        param="previous_response_id",
-        code="previous_response_not_found",
-    )
+    return ApiError(f"Response with id '{response_id}' not found", status=404, code="response_not_found")

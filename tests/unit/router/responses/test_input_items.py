@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.responses.input_items import input_messages
+from kvrelay_router.responses.input_items import as_items, input_messages
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "define", "arguments": '{"word": "otter"}'}
 CHAT_CALL = {
@@ -67,14 +67,13 @@ CHAT_CALL = {
     ],
 )
 async def test_items_become_messages(items: Any, messages: list[dict[str, Any]]) -> None:
-    assert await input_messages(items, []) == messages
+    assert await input_messages(as_items(items), []) == messages
 
 
 async def test_an_output_may_belong_to_an_earlier_call() -> None:
-    earlier = [{"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]}]
     output = {"type": "function_call_output", "call_id": "call_1", "output": "a mammal"}
-    (message,) = await input_messages([output], earlier)
-    assert message["name"] == "define"
+    call, result = await input_messages([output], [CALL])
+    assert call["tool_calls"] == [CHAT_CALL] and result["name"] == "define"
 
 
 @pytest.mark.parametrize(
@@ -94,5 +93,5 @@ async def test_an_output_may_belong_to_an_earlier_call() -> None:
 )
 async def test_errors_name_the_item(items: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        await input_messages(items, [])
+        await input_messages(as_items(items), [])
     assert (caught.value.status, caught.value.param) == (400, param)

@@ -1,0 +1,77 @@
+"""Responses that are kept: GET, DELETE and `previous_response_id`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.component.router.rig import MODEL, Router
+
+QUESTION = "What is an otter?"
+FIRST = "<|im_start|>user\nWhat is an otter?<|im_end|>\n<|im_start|>assistant\n"
+SECOND = FIRST + "An otter is a mammal.<|im_end|>\n<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def answered(router: Router, *, stream: bool = False, **body: Any) -> Any:
+    """The response object at the end."""
+    values: dict[str, Any] = {"model": MODEL, "input": QUESTION} | body
+    if not stream:
+        return await router.openai.responses.create(**values)
+    *_, last = [event async for event in await router.openai.responses.create(**values, stream=True)]
+    return last.response
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_is_continued(router: Router, stream: bool) -> None:
+    first = await answered(router, stream=stream, instructions="Be brief.")
+    second = await answered(router, stream=stream, input="Where?", previous_response_id=first.id)
+    third = await answered(router, stream=stream, input=[], previous_response_id=second.id)
+    prompts = [request.prompt_ids for request in router.dispatcher.requests]
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert prompts[:2] == [router.tokens(system + FIRST), router.tokens(SECOND)]  # instructions are not inherited
+    answer = "An otter is a mammal.<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts[2] == router.tokens(SECOND + answer)
+    assert (second.previous_response_id, third.previous_response_id) == (first.id, second.id)
+
+
+async def test_a_response_can_be_read_and_deleted(router: Router) -> None:
+    responses = router.openai.responses
+    created = await answered(router, metadata={"a": "b"})
+    assert created.model_extra is not None and created.model_dump()["store"] is True
+    assert (await responses.retrieve(created.id)).model_dump() == created.model_dump()
+    await responses.delete(created.id)
+    for call in (responses.retrieve(created.id), responses.delete(created.id)):
+        with pytest.raises(openai.NotFoundError):
+            await call
+    with pytest.raises(openai.BadRequestError, match="Previous response"):
+        await answered(router, previous_response_id=created.id)
+
+
+async def test_a_response_is_not_kept_if_the_client_says_so(router: Router) -> None:
+    created = await answered(router, store=False)
+    assert created.model_dump()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        await router.openai.responses.retrieve(created.id)
+
+
+async def test_the_oldest_make_room(make_router: Any) -> None:
+    async with make_router(response_store_bytes=4096) as router:
+        kept = [await answered(router) for _ in range(12)]
+        await router.openai.responses.retrieve(kept[-1].id)
+        with pytest.raises(openai.NotFoundError):
+            await router.openai.responses.retrieve(kept[0].id)
+    async with make_router(response_store_bytes=0) as router:
+        assert (await answered(router)).model_dump()["store"] is False
+
+
+async def test_each_key_has_its_own(make_router: Any) -> None:
+    async with make_router(api_keys=("one", "two")) as router:
+        mine, other = router.openai.with_options(api_key="one"), router.openai.with_options(api_key="two")
+        created = await mine.responses.create(model=MODEL, input=QUESTION)
+        assert (await mine.responses.retrieve(created.id)).id == created.id
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.retrieve(created.id)
+        with pytest.raises(openai.BadRequestError):
+            await other.responses.create(model=MODEL, input="Where?", previous_response_id=created.id)

@@ -3,7 +3,8 @@
 The same rounds as router_path.py, which drives the whole application in one process. Counts do not depend on other work
 on the machine, so two checkouts can be compared within about a percent. A request's count is that of its part of a
 round with few tokens; an event's is the difference of rounds with few and with many tokens. What starts up, warms up or
-prepares a round is not counted. Needs valgrind (callgrind and its headers) and a C compiler.
+prepares a round is not counted. valgrind makes code some 50 times slower, so work would be cut into slices that is not
+cut otherwise: here slices do not end. Needs valgrind (callgrind and its headers) and a C compiler.
 
 Usage: python -m benchmarks.router_instructions [CHECKOUT ...] [--rounds 3] [--chat] [--keep FOLDER]
        CHECKOUT: worktrees to count, by default this one. With `--time`, no valgrind: checkouts take turns, and the
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ void stop(const char *name) { CALLGRIND_STOP_INSTRUMENTATION; CALLGRIND_DUMP_STA
 """
 DUMP = re.compile(r"Trigger: Client Request: (\w+).*?^totals: (\d+)", re.DOTALL | re.MULTILINE)
 WARM_ROUNDS = 3
+NEVER_S = 1e9
 
 
 def switch_library(folder: Path) -> Path:
@@ -113,6 +116,8 @@ class Clock:
 
 async def run_rounds(num_rounds: int, is_chat: bool, switch: Any) -> None:
     router_path: Any = import_module("benchmarks.router_path")  # that of the checkout that is measured
+    with suppress(ModuleNotFoundError):  # older checkouts have no slices
+        import_module("kvrelay_router.loop_share").SLICE_S = NEVER_S  # type: ignore[attr-defined]
     if is_chat:
         _ask_for_chats(router_path)
     clock = Clock(switch)

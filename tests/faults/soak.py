@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from tests.faults.storm.processes import Holding
 from tests.faults.test_redis_under_streams import MAX_TOKENS, PARAMETERS, PROFILE, expected, streamed
 
 NUM_CLIENTS = 16
+WARM_UP_SHARE = 0.25
+"""Of the run, which slopes leave out."""
 SAMPLE_EVERY_S = 5.0
 GROWTH_MB = 16.0
 GROWTH_SHARE = 0.05
@@ -47,6 +49,15 @@ class Soaked:
     requests: Counter[str]
     samples: dict[str, list[Holding]]
     growth: list[str] = field(default_factory=list)
+
+    def slope(self, name: str, quantity: str) -> float:
+        """Per hour, by least squares over what follows the warm-up; 0 with fewer than three samples."""
+        held = self.samples[name]
+        kept = [getattr(each, quantity) for each in held[int(len(held) * WARM_UP_SHARE) :]]
+        if len(kept) < 3:
+            return 0.0
+        hours_a_sample = self.took_s / 3600.0 / len(held)
+        return statistics.linear_regression(range(len(kept)), kept).slope / hours_a_sample
 
 
 def growth_of(samples: Samples) -> list[str]:
@@ -69,17 +80,20 @@ def growth_of(samples: Samples) -> list[str]:
     return lines
 
 
-async def soak(stack: Stack, seconds: float) -> Soaked:
-    """Raises AssertionError for a wrong token or an error that no request asked for."""
-    run = _Soak(stack, seconds)
+async def soak(stack: Stack, seconds: float, num_clients: int = NUM_CLIENTS, log: Path | None = None) -> Soaked:
+    """Writes each sample to `log` as a line of JSON. Raises AssertionError for a wrong token or an error that no
+    request asked for."""
+    run = _Soak(stack, seconds, num_clients, log)
     return await run.run()
 
 
 class _Soak:
     """Clients, and a watch over the processes."""
 
-    def __init__(self, stack: Stack, seconds: float) -> None:
+    def __init__(self, stack: Stack, seconds: float, num_clients: int, log: Path | None) -> None:
         self._stack = stack
+        self._num_clients = num_clients
+        self._log = log
         self._began = time.monotonic()
         self._ends_at = self._began + seconds
         self._counts: Counter[str] = Counter()
@@ -87,21 +101,30 @@ class _Soak:
 
     async def run(self) -> Soaked:
         async with httpx.AsyncClient(base_url=self._stack.base_url, timeout=300) as http, asyncio.TaskGroup() as group:
-            watch = group.create_task(self._watch())
-            clients = [group.create_task(self._client(http, number)) for number in range(NUM_CLIENTS)]
+            watch = group.create_task(self._watch(http))
+            clients = [group.create_task(self._client(http, number)) for number in range(self._num_clients)]
             await asyncio.wait(clients)
             watch.cancel()
         samples = dict(self._samples)
         return Soaked(time.monotonic() - self._began, self._counts, samples, growth_of(samples))
 
-    async def _watch(self) -> None:
+    async def _watch(self, http: httpx.AsyncClient) -> None:
+        supervisor = psutil.Process(self._stack.process.pid)
         while True:
-            for process in psutil.Process(self._stack.process.pid).children(recursive=True):
+            line: dict[str, Any] = {"at_s": round(time.monotonic() - self._began, 1)}
+            for process in (supervisor, *supervisor.children(recursive=True)):
                 try:
-                    name = _name_of(process)
-                    self._samples[name].append(Holding.of(process.pid))
+                    name = "supervisor" if process is supervisor else _name_of(process)
+                    held = Holding.of(process.pid)
                 except (psutil.NoSuchProcess, FileNotFoundError):
                     continue
+                self._samples[name].append(held)
+                line[name] = asdict(held)
+            if self._log is not None:
+                workers = (await http.get("/fleet")).json()["workers"]
+                line["blocks"] = {worker["worker_id"]: worker["blocks"] for worker in workers}
+                with self._log.open("a") as log:
+                    log.write(json.dumps(line | {"requests": self._counts.total()}) + "\n")
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def _client(self, http: httpx.AsyncClient, number: int) -> None:
@@ -150,13 +173,13 @@ def _name_of(process: psutil.Process) -> str:
     return "router" if "kvrelay_router" in words else Path(words[0]).name
 
 
-def run_soak(directory: Path, seconds: float) -> Soaked:
+def run_soak(directory: Path, seconds: float, num_clients: int = NUM_CLIENTS, log: Path | None = None) -> Soaked:
     """A whole system with simulated devices. Nothing is held at its end."""
     profile = directory / "profile.json"
     profile.write_text(json.dumps(PROFILE))
     fleet = ("--prefill", "2", "--decode", "2", "--backend", "simulated", "--profile", str(profile))
     with Stack(DEMO_MODEL, directory / "state", *fleet) as stack:
-        soaked = asyncio.run(soak(stack, seconds))
+        soaked = asyncio.run(soak(stack, seconds, num_clients, log))
         requests = stack.fleet()["requests"]
         assert not requests["failed"] and not requests["timed_out"] and not requests["protocol_errors"], requests
         stack.wait_until_clean()
@@ -167,7 +190,7 @@ def run_soak(directory: Path, seconds: float) -> Soaked:
 
 
 def print_report(soaked: Soaked) -> None:
-    """A line for each process: the medians of the first, middle and last third."""
+    """A line for each process: the medians of the first, middle and last third, and slopes after the warm-up."""
     print(f"{soaked.took_s:.0f} s, {soaked.requests.total()} requests: {dict(soaked.requests)}")
     for name, held in soaked.samples.items():
         third = max(1, len(held) // 3)
@@ -177,7 +200,11 @@ def print_report(soaked: Soaked) -> None:
             f"{statistics.median(each.descriptors for each in part):g} descriptors"
             for part in parts
         ]
-        print(f"{name:14} {' > '.join(figures)}")
+        slopes = ", ".join(
+            f"{soaked.slope(name, quantity):+.2f} {unit}"
+            for quantity, unit in (("resident_mb", "MB"), ("descriptors", "descriptors"), ("threads", "threads"))
+        )
+        print(f"{name:14} {' > '.join(figures)}; an hour: {slopes}")
     for line in soaked.growth:
         print(f"GREW {line}")
 
@@ -186,9 +213,11 @@ def main() -> int:
     """Returns 1 if something grew."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0, help="how long the load lasts (default: an hour)")
+    parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="how many ask at once (default: %(default)s)")
+    parser.add_argument("--log", type=Path, help="write each sample here as a line of JSON, with the workers' blocks")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvrelay-soak-") as directory:
-        soaked = run_soak(Path(directory), options.seconds)
+        soaked = run_soak(Path(directory), options.seconds, options.clients, options.log)
     print_report(soaked)
     return 1 if soaked.growth else 0
 

@@ -14,10 +14,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import repeat
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +31,17 @@ from kvrelay.engine.pending_tokens import PendingTokens
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 
-_RowTokens = tuple[tuple[int, ...], tuple[TokenLogprobs, ...], int]
-"""A row's new tokens, one entry for each of them if log-probabilities are asked for, and how many of the last ones a
-grammar forced."""
 
-_NO_TOKENS: _RowTokens = ((), (), 0)
+class _NewTokens(NamedTuple):
+    """What rows bring, by row: new tokens, one entry for each of them if log-probabilities are asked for, and how many
+    of the last ones a grammar forced. Rows that have none are left out."""
+
+    token_ids: Mapping[int, tuple[int, ...]]
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
+    num_forced: Mapping[int, int]
+
+
+_NO_TOKENS = _NewTokens({}, {}, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +148,13 @@ class StepInFlight:
         try:
             if self._is_to_run_again():
                 self._run_again()
-            tokens, forward_s = self._land_tokens()
+            new, forward_s = self._land_tokens()
         except Exception as error:
             self._failed(error)
             raise
         # References are dropped so that steps do not keep each other alive.
         asked, self._asked, self._ask, self.took_from = self._asked, Asked(), None, None
-        results = []
-        for index in range(len(self.batch.rows)):
-            token_ids, logprobs, num_forced = tokens.get(index, _NO_TOKENS)
-            scores, candidates = asked.prompt_logprobs.get(index, ()), asked.candidates.get(index)
-            results.append(
-                RowResult(token_ids, logprobs, scores, candidates, num_forced, is_late=index in asked.late_rows)
-            )
+        results = _results(len(self.batch.rows), new, asked)
         took_s = forward_s - asked.copy_s if results else 0.0
         work = asked.tokens.grammar_work if asked.tokens is not None else None
         return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured, work)
@@ -180,14 +182,14 @@ class StepInFlight:
         # No step should have taken a token of this one. One that did is stale as well.
         self.resampled = frozenset(self.batch.rows[index].key for index in self._asked.sampled_rows)
 
-    def _land_tokens(self) -> tuple[dict[int, _RowTokens], float]:
-        """Waits for the step, and ends it. Returns the new tokens by row, and the seconds that the step took."""
+    def _land_tokens(self) -> tuple[_NewTokens, float]:
+        """Waits for the step, and ends it. Returns its tokens, and the seconds that it took."""
         tokens, rows = self._asked.tokens, self._asked.sampled_rows
         if tokens is None:
             self._await()
             with self._steps.lock:
                 ended = self._steps.end(self)
-            return {}, self._took_s(*ended)
+            return _NO_TOKENS, self._took_s(*ended)
         with self._steps.lock:
             token_ids, logprobs = tokens.land()
             # The lock is held until the end of the step. A step that took its tokens from device memory before finds
@@ -195,18 +197,7 @@ class StepInFlight:
             changed = np.flatnonzero(tokens.resampled).tolist()
             self.resampled |= {self.batch.rows[rows[index]].key for index in changed}
             ended = self._steps.end(self)
-        if tokens.accepted is not None:  # rows of several tokens, without those behind rejected drafts
-            places = np.flatnonzero(tokens.accepted).tolist()
-            rows, logprobs, token_ids = [rows[at] for at in places], [logprobs[at] for at in places], token_ids[places]
-        by_row: dict[int, _RowTokens] = {}
-        for row, token_id, entry in zip(rows, token_ids.tolist(), logprobs, strict=True):
-            before, entries, _ = by_row.get(row, _NO_TOKENS)
-            by_row[row] = ((*before, token_id), entries if entry is None else (*entries, entry), 0)
-        for index, run in tokens.forced.items():
-            row = self._asked.sampled_rows[index]
-            token_ids_of_row, entries, _ = by_row[row]
-            by_row[row] = ((*token_ids_of_row, *run), entries, len(run))
-        return by_row, self._took_s(*ended)
+        return _by_row(rows, tokens, token_ids, logprobs), self._took_s(*ended)
 
     def _took_s(self, seconds: float, began_behind: bool) -> float:
         """The seconds that the step took: as the host measured them, or as the device did if that is more.
@@ -245,3 +236,42 @@ class StepInFlight:
 
 Ask = Callable[[StepInFlight, Asked], None]
 """Launches a step's work on the device, and notes it in `Asked` as it goes. Called once more if the step runs again."""
+
+
+def _by_row(
+    rows: list[int], tokens: PendingTokens, token_ids: NDArray[np.int64], logprobs: list[TokenLogprobs | None]
+) -> _NewTokens:
+    """Orders landed tokens, whose rows in the batch are `rows`, by row."""
+    if tokens.accepted is None and not tokens.forced and logprobs.count(None) == len(logprobs):
+        # Nearly always: one token for each row. `zip` makes them tuples of one.
+        return _NewTokens(dict(zip(rows, zip(token_ids.tolist()), strict=True)), {}, {})
+    by_row: dict[int, tuple[int, ...]] = {}
+    entries: dict[int, tuple[TokenLogprobs, ...]] = {}
+    # Rows of several tokens come without those behind rejected drafts.
+    places = range(len(rows)) if tokens.accepted is None else np.flatnonzero(tokens.accepted).tolist()
+    for at, token_id in zip(places, token_ids[places].tolist(), strict=True):
+        row, entry = rows[at], logprobs[at]
+        by_row[row] = (*by_row.get(row, ()), token_id)
+        if entry is not None:
+            entries[row] = (*entries.get(row, ()), entry)
+    for at, run in tokens.forced.items():
+        by_row[rows[at]] = (*by_row[rows[at]], *run)
+    return _NewTokens(by_row, entries, {rows[at]: len(run) for at, run in tokens.forced.items()})
+
+
+def _results(num_rows: int, new: _NewTokens, asked: Asked) -> list[RowResult]:
+    """The results of all rows of a step."""
+    if not (new.logprobs or new.num_forced or asked.prompt_logprobs or asked.candidates or asked.late_rows):
+        # Nearly always: tokens alone. No bytecode for each row.
+        return list(map(RowResult, map(new.token_ids.get, range(num_rows), repeat(()))))
+    return [
+        RowResult(
+            new.token_ids.get(row, ()),
+            new.logprobs.get(row, ()),
+            asked.prompt_logprobs.get(row, ()),
+            asked.candidates.get(row),
+            new.num_forced.get(row, 0),
+            is_late=row in asked.late_rows,
+        )
+        for row in range(num_rows)
+    ]

@@ -184,6 +184,10 @@ class Sampler:
         follows: NDArray[np.bool_] = parameters["follows"]
         return follows | self._penalised(parameters)
 
+    def can_sample_all(self, keys: Sequence[SequenceKey]) -> bool:
+        """Whether all keys are known and no sequence has a grammar, so that none is late."""
+        return self._masks.is_unused and self._state.has_all(keys)
+
     def late(self, keys: Sequence[SequenceKey], num_others: int) -> NDArray[np.bool_]:
         """The rows that cannot be sampled yet, `[rows]`, because the masks of their grammars are not ready. Waits a
         little for those, on which `sample` would wait long. `num_others`: rows that the step computes beside these.

@@ -6,7 +6,7 @@ sequences with a penalty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -66,6 +66,10 @@ class SamplerState:
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._slots
+
+    def has_all(self, keys: Iterable[SequenceKey]) -> bool:
+        """Whether all keys are known."""
+        return self._slots.keys() >= set(keys)
 
     def add(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         """Takes a slot for `key`. A known key keeps its state.
@@ -135,7 +139,7 @@ class SamplerState:
         Raises:
             KeyError: a key is unknown.
         """
-        slots = np.fromiter((self._slots[key] for key in keys), np.int64, len(keys))
+        slots = np.fromiter(map(self._slots.__getitem__, keys), np.int64, len(keys))
         return slots, self._parameters[slots]
 
     def holds(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_]:

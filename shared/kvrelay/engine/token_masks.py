@@ -132,6 +132,11 @@ class TokenMasks:
             self._computing.submit(jumping.values())
         return runs
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no sequence has a grammar."""
+        return not self._states
+
     def late(self, slots: NDArray[np.int64], num_others: int) -> NDArray[np.bool_]:
         """Waits a little for the masks of the rows. Returns the rows that get no token in this step, as their masks are
         not ready. `num_others`: rows that the step computes beside these."""

@@ -256,8 +256,10 @@ class TransformersRunner:
                 for row in drafted:
                     self._sampler.begin_masks(row.key, row.token_ids[-row.num_drafts :].tolist())
 
-    def _await_masks(self, rows: Sequence[WorkerRow], wanted: Sequence[int], asked: Asked) -> list[int]:
+    def _await_masks(self, rows: Sequence[WorkerRow], wanted: Sequence[int], asked: Asked) -> Sequence[int]:
         """Notes the rows whose masks are late. Returns the indices into `wanted` of other rows that are still known."""
+        if self._sampler.can_sample_all([rows[index].key for index in wanted]):
+            return range(len(wanted))
         at_known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
         num_others = len(rows) - len({wanted[at] for at in at_known})
         late = self._sampler.late([rows[wanted[at]].key for at in at_known], num_others)

@@ -96,7 +96,7 @@ class StepPlan:
     the head of the queue was not admitted. `delayed`: the prefill gate held it back, and is asked again in the next
     pass whether or not anything has changed. `swaps`: copies to and from the host, made even if there are no rows.
     `copies`: blocks that are copied after that and before the forward. `reservations`: handoffs whose blocks are
-    reserved now, so that their transfer may begin. They have no rows.
+    reserved now, so that their transfer may begin. They have no rows. `has_drafts`: some rows may have drafts.
     """
 
     step: int
@@ -109,6 +109,7 @@ class StepPlan:
     delayed: bool = False
     copies: Seq[BlockCopy] = ()
     reservations: Seq[Sequence] = ()
+    has_drafts: bool = False
 
     @property
     def has_work(self) -> bool:
@@ -123,7 +124,9 @@ class StepPlan:
     @property
     def num_decode_tokens(self) -> int:
         """Number of tokens of decoding sequences: one each, drafts, and more behind forced tokens."""
-        return sum(row.num_computed for row in self.rows if not row.is_prefill)
+        if self.has_drafts:
+            return sum(row.num_computed for row in self.rows if not row.is_prefill)
+        return sum(row.num_tokens for row in self.rows if not row.is_prefill)
 
 
 class NeedsCommit(Exception):
@@ -144,6 +147,7 @@ class PlanDraft:
         self.prompting: list[Sequence] | None = None  # running prompts; None: not collected yet
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
+        self.has_drafts = False  # rows were given drafts; they may have been dropped since
         self.is_short_of_blocks = False  # a running sequence was preempted to free blocks for another one
         self.is_shortened = False  # the budget was cut, as a light tenant's prompts are in the step
         self.served: Seq[Sequence] = ()  # sequences for which others are preempted: their copies stay on the host
@@ -204,6 +208,7 @@ class PlanDraft:
             *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
             copies=copies,
             reservations=reservations,
+            has_drafts=self.has_drafts,
         )
 
 

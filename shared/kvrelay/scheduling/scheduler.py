@@ -254,6 +254,8 @@ class BatchScheduler:
     def _expects_drafts(self) -> bool:
         """Whether to wait for the tokens of the step in flight, because drafts are likely to follow them."""
         plan, drafter = self._uncommitted[0], self.lifecycle.drafter
+        if not drafter.is_used:
+            return False
         drafted = [row.sequence for row in plan.rows if row.sequence.drafts is not None]
         if not drafted:
             return False
@@ -291,8 +293,9 @@ class BatchScheduler:
         self._landed(plan)
         self.blocks.copies.done(plan.copies)
         self.chunks.measured(plan, result.forward_s)
-        if any(row.sequence.drafts is not None for row in plan.rows):
-            self.lifecycle.drafter.measured(*work_of(plan.rows), result.forward_s)
+        drafter = self.lifecycle.drafter
+        if drafter.is_used and any(row.sequence.drafts is not None for row in plan.rows):
+            drafter.measured(*work_of(plan.rows), result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
         return self._commit.commit_rows(plan.rows, result.rows)

@@ -90,8 +90,9 @@ class StepPlanner:
             if sequence.state is SequenceState.RUNNING:
                 self._preemptor.make_room(sequence, sequence.next_position + runs.get(sequence, 1), draft)
         # What follows tokens of a step in flight cannot be guessed yet: `schedule_ahead` waits for these if it matters.
-        has_drafts = bool(speculating) and not draft.ahead and self._add_drafts(speculating, rows, draft)
-        draft.add_decodes(rows, has_runs=has_drafts or bool(runs))
+        if speculating and not draft.ahead:
+            draft.has_drafts = self._add_drafts(speculating, rows, draft)
+        draft.add_decodes(rows, has_runs=draft.has_drafts or bool(runs))
 
     def _add_drafts(self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft) -> bool:
         """Adds drafts to some of the rows. Returns whether there are any.

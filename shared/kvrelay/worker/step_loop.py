@@ -91,7 +91,7 @@ class StepTotals:
         self.num_prefill_steps += bool(num_prefill_tokens and not num_decode_tokens)
         self.num_decode_steps += bool(num_decode_tokens and not num_prefill_tokens)
         self.forward_s += result.forward_s
-        for row, given in zip(plan.rows, result.rows, strict=True):
+        for row, given in zip(plan.rows, result.rows, strict=True) if plan.has_drafts else ():
             if row.drafts is not None:
                 self.num_drafted_tokens += len(row.drafts)
                 self.num_accepted_tokens += given.num_accepted

@@ -273,23 +273,29 @@ async def test_many_tokens_are_taken_a_part_at_a_time() -> None:
     assert batches[-1] == [SequenceDelta(1, ids, finish=FinishReason.LENGTH)]
 
 
-async def test_pushes_to_many_requests_leave_room_for_other_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("token_ids", "pushes_per_slice"), [([], 1), ([7], 1000)], ids=["one token", "several"])
+async def test_pushes_to_many_requests_leave_room_for_other_callbacks(
+    monkeypatch: pytest.MonkeyPatch, token_ids: list[int], pushes_per_slice: int
+) -> None:
     monkeypatch.setattr("kvrelay_router.loop_share.SLICE_S", -1.0)  # each push uses a slice up
+    monkeypatch.setattr("kvrelay_router.dispatch.running_request.LIGHT_PUSHES", pushes_per_slice)
     pushes = PushQueue()
     several = [Calls(pushes=pushes) for _ in range(4)]
     readers = [Reader(calls) for calls in several]
     await turn()
     order: list[str] = []
     for number, (calls, reader) in enumerate(zip(several, readers, strict=True)):
-        monkeypatch.setattr(reader, "take", lambda deltas, name=number: order.append(f"{name}:{deltas[0].token_ids}"))
-        calls.handle.deliver(SequenceDelta(0, [number]))
+        monkeypatch.setattr(
+            reader, "take", lambda deltas, name=number: order.append(f"{name}:{deltas[0].token_ids[0]}")
+        )
+        calls.handle.deliver(SequenceDelta(0, [number, *token_ids]))
     for step in range(4):
         asyncio.get_running_loop().call_soon(order.append, f"other {step}")
         await asyncio.sleep(0)
         if step == 1:
             several[0].handle.deliver(SequenceDelta(0, [9]))
     await turn()
-    assert [each for each in order if not each.startswith("other")] == ["0:[0]", "1:[1]", "2:[2]", "3:[3]", "0:[9]"]
-    assert order.index("other 0") < order.index("1:[1]") < order.index("2:[2]")
+    assert [each for each in order if not each.startswith("other")] == ["0:0", "1:1", "2:2", "3:3", "0:9"]
+    assert order.index("other 0") < order.index("1:1") < order.index("2:2")
     for reader in readers:
         reader.task.cancel()

@@ -28,11 +28,13 @@ class WorkerLoad(msgspec.Struct):
 
     def add(self, other: WorkerLoad, sign: int = 1) -> None:
         """Adds another load, or subtracts it if `sign` is -1."""
-        self.num_tokens += sign * other.num_tokens
         self.num_sequences += sign * other.num_sequences
-        self.num_pairs += sign * other.num_pairs
-        self.num_pending += sign * other.num_pending
-        self.num_pending_blocks += sign * other.num_pending_blocks
+        if other.num_tokens:  # a decode worker's share has none
+            self.num_tokens += sign * other.num_tokens
+            self.num_pairs += sign * other.num_pairs
+        if other.num_pending:
+            self.num_pending += sign * other.num_pending
+            self.num_pending_blocks += sign * other.num_pending_blocks
 
 
 class InWork(msgspec.Struct, frozen=True):

@@ -114,13 +114,12 @@ class ApiService:
         """The first fields of every answer and of each of its chunks. `model`: the name that the request used."""
         return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
 
-    async def check_grammar(self, grammar: Grammar | None, param: str) -> None:
+    async def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Raises 400, about field `param`, if the output cannot be constrained so."""
-        if grammar is not None:
-            try:
-                await self.text.grammars.check(grammar)
-            except GrammarError as error:
-                raise ApiError(f"The output cannot be constrained: {error}", param=param) from None
+        try:
+            await self.text.grammars.check(grammar)
+        except GrammarError as error:
+            raise ApiError(f"The output cannot be constrained: {error}", param=param) from None
 
     async def encode_chat(self, messages: list[Message], options: ChatOptions) -> list[int]:
         """Returns a conversation as tokens. Raises 400 if the template refuses it."""

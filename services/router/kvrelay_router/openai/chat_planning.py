@@ -21,7 +21,8 @@ async def plan_chat(
     Raises ApiError for every mistake in the request.
     """
     limits = check_request(service, names, request)
-    await service.check_grammar(request.grammar, request.grammar_param)
+    if request.grammar is not None:
+        await service.check_grammar(request.grammar, request.grammar_param)
     fields = _endpoint_fields(request, output, prompt_param)
     token_ids = await service.encode_chat(request.messages, request.options)
     check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)

@@ -47,7 +47,8 @@ class CompletionsEndpoint:
         num_each = max(request.num_sequences, request.best_of or 1)
         if len(request.prompt) * num_each > service.settings.max_sequences:
             raise too_many_completions(service.settings.max_sequences)
-        await service.check_grammar(request.grammar, request.grammar_param)
+        if request.grammar is not None:
+            await service.check_grammar(request.grammar, request.grammar_param)
         fields = _endpoint_fields(request)
         prompts = await self._prompts(request, fields, limits)
         plan = await plan_generation(service, names, request, fields, prompts, limits)

@@ -60,6 +60,8 @@ class Drafter:
     """Makes drafts for the sequences of one scheduler."""
 
     def __init__(self, settings: SpeculationSettings) -> None:
+        self.is_used = False
+        """Whether a sequence had drafts since the start. Until then no step looks for any."""
         self._settings = settings
         self._lengths = DraftLength()
         self._cost = CalibratedCost()
@@ -80,6 +82,7 @@ class Drafter:
         if method == "suffix" and sequence.text_owner is not None:
             owner = sequence.text_owner, sequence.root
         sequence.drafts = SequenceDrafts(index, owner, with_shares=method == "suffix")
+        self.is_used = True
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence leaves. Its output is kept for later ones of the same owner."""

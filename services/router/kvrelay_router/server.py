@@ -86,7 +86,10 @@ class RouterServer:
         config = self.config
         started = time.monotonic()
         text = await asyncio.to_thread(
-            TextService.load, config.model, content_special_tokens=config.content_special_tokens
+            TextService.load,
+            config.model,
+            content_special_tokens=config.content_special_tokens,
+            max_grammar_cpu_s=config.max_grammar_cpu_s,
         )
         self._closing.callback(text.close)
         log.info("tokenizer of %s loaded in %.1f s", config.model, time.monotonic() - started)

@@ -105,6 +105,13 @@ class RouterConfig(CommonConfig):
         description="special tokens that message contents spell out become control tokens, so a content can end its "
         "turn and begin another; off: they are text, and only the chat template writes control tokens",
     )
+    max_grammar_cpu_s: float = Field(
+        default=0.2,
+        gt=0,
+        le=60,
+        description="CPU time that a request's grammar may take to compile, in a process beside the router's; one that "
+        "takes longer is refused",
+    )
     allowed_origins: tuple[str, ...] = Field(
         default=(),
         description="origins of web pages that may use the API, as in https://chat.example, or * for all; repeat the "

@@ -16,6 +16,7 @@ from kvrelay_router.openai.schema.chat_request import MAX_PARTS as MAX_TEXT_PART
 from kvrelay_router.text.service import TextService
 from tests.component.router.bulk_workers import MODEL, bulk_router
 from tests.component.router.loop_holds import LoopHolds, slowness
+from tests.fakes.hostile_grammars import ENDLESS
 from tests.fakes.waiting import PATIENCE_S
 
 LONGEST_HOLD_S = 0.05
@@ -298,6 +299,17 @@ async def check_holds(port: int, case: Case) -> None:
 async def test_no_input_holds_the_loop(name: str, text: TextService) -> None:
     async with bulk_router(text) as port:
         await check_holds(port, INPUTS[name])
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("name", list(ENDLESS))
+async def test_no_grammar_holds_the_loop(name: str, text: TextService) -> None:
+    strict = TextService(text.tokenizer, text.template, max_grammar_cpu_s=0.2)
+    try:
+        async with bulk_router(strict) as port:
+            await check_holds(port, (COMPLETION, lambda: body_of(prompt="x", **ENDLESS[name]), 400))
+    finally:
+        strict.close()
 
 
 @pytest.mark.everyday(2)

@@ -5,53 +5,63 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from hashlib import blake2b
 
-import numpy as np
+import msgspec
 
-from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
-from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
+from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar
+from kvrelay_router.text.grammar_process import CompilerSpec, GrammarProcess
 from kvrelay_router.text.tokenizer import Tokenizer
 
 MAX_KNOWN = 4096
 ANY_END_TOKEN = (0,)
 """Whether a grammar compiles does not depend on which token ends the output, and the router does not know it."""
+MAX_CPU_S = 0.2
 
 
 class GrammarCheck:
-    """Remembers what it found for the latest grammars. Compiles in a thread of its own."""
+    """Remembers what it found for the latest grammars."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_cpu_s: float = MAX_CPU_S) -> None:
+        """`max_cpu_s`: for one grammar."""
         self._tokenizer = tokenizer
-        self._known: OrderedDict[Grammar, str | None] = OrderedDict()  # the error, if any
+        self._max_cpu_s = max_cpu_s
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # refusals by digest; a grammar may have 128 KiB
+        self._running: dict[bytes, asyncio.Future[str]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
+        self._process: GrammarProcess | None = None
 
     async def check(self, grammar: Grammar) -> None:
         """Raises GrammarError for a grammar that workers could not follow. Does not block the event loop."""
-        if grammar in self._known:
-            self._known.move_to_end(grammar)
+        digest = blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()
+        refusal = self._known.get(digest)
+        if refusal is None:
+            refusal = await asyncio.shield(self._running.get(digest) or self._begin(digest, grammar))
         else:
-            reason = await asyncio.get_running_loop().run_in_executor(self._thread, self._reason, grammar)
-            self._known[grammar] = reason
-            while len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        reason = self._known.get(grammar)
-        if reason is not None:
-            raise GrammarError(reason)
+            self._known.move_to_end(digest)
+        if refusal:
+            raise GrammarError(refusal)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            self._process.close()
 
-    def _reason(self, grammar: Grammar) -> str | None:
-        try:
-            # Some limits are only met by the first mask.
-            self._compiler.compile(grammar).fill(np.zeros(self._compiler.mask_words, np.int32))
-        except GrammarError as error:
-            return str(error)
-        return None
+    def _begin(self, digest: bytes, grammar: Grammar) -> asyncio.Future[str]:
+        if self._process is None:
+            written = self._tokenizer.backend.to_str()
+            spec = CompilerSpec(written, self._tokenizer.vocab_size, ANY_END_TOKEN, self._max_cpu_s)
+            self._process = GrammarProcess(spec)
+        process = self._process
+        found = asyncio.get_running_loop().run_in_executor(self._thread, lambda: process.verdict(grammar).refusal)
+        self._running[digest] = found
+        found.add_done_callback(lambda _: self._ended(digest, found))
+        return found
 
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        """Made and used on the thread alone."""
-        return LLGuidanceCompiler(self._tokenizer.backend.to_str(), self._tokenizer.vocab_size, ANY_END_TOKEN)
+    def _ended(self, digest: bytes, found: asyncio.Future[str]) -> None:
+        del self._running[digest]
+        if not found.cancelled() and found.exception() is None:
+            self._known[digest] = found.result()
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)

@@ -14,7 +14,7 @@ import tokenizers
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
 from kvrelay_router.text.content_tokens import ContentTokens
 from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
-from kvrelay_router.text.grammar_check import GrammarCheck
+from kvrelay_router.text.grammar_check import MAX_CPU_S, GrammarCheck
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 from kvrelay_router.text.sources import TokenizerNotFound, load_source
 from kvrelay_router.text.tokenizer import Tokenizer
@@ -63,13 +63,15 @@ class TextService:
         num_threads: int = 2,
         content_special_tokens: bool = False,
         tokenizer_identity: str = "",
+        max_grammar_cpu_s: float = MAX_CPU_S,
     ) -> None:
-        """`content_special_tokens`: control tokens that message contents spell out are control tokens."""
+        """`content_special_tokens`: control tokens that message contents spell out are control tokens.
+        `max_grammar_cpu_s`: to compile a grammar."""
         self.tokenizer = tokenizer
         self.tokenizer_identity = tokenizer_identity
         self.template = template
         self.sampling_defaults = defaults
-        self.grammars = GrammarCheck(tokenizer)
+        self.grammars = GrammarCheck(tokenizer, max_grammar_cpu_s)
         self._contents = None
         if template is not None and not content_special_tokens:
             self._contents = _content_tokens(tokenizer, template)
@@ -77,7 +79,14 @@ class TextService:
         self._long = ThreadPoolExecutor(num_threads, thread_name_prefix="text-long")
 
     @classmethod
-    def load(cls, model: str, *, num_threads: int = 2, content_special_tokens: bool = False) -> TextService:
+    def load(
+        cls,
+        model: str,
+        *,
+        num_threads: int = 2,
+        content_special_tokens: bool = False,
+        max_grammar_cpu_s: float = MAX_CPU_S,
+    ) -> TextService:
         """Reads a model directory or hub name. Blocks. Raises TokenizerNotFound, ChatTemplateError."""
         source = load_source(model)
         try:
@@ -101,6 +110,7 @@ class TextService:
             num_threads=num_threads,
             content_special_tokens=content_special_tokens,
             tokenizer_identity=source.identity,
+            max_grammar_cpu_s=max_grammar_cpu_s,
         )
 
     def close(self) -> None:

@@ -1,0 +1,208 @@
+"""Compiles the grammars of requests in forks of a process of their own, under limits of CPU time and memory.
+
+Whether a grammar compiles in bounded time cannot be seen from its text: products of `multipleOf`, intersections of
+patterns and repetitions within terminals grow beyond any limit of the library. So each is compiled in a fork of
+`python -m kvrelay_router.text.grammar_process`, which the kernel ends at its limits. Its standard input brings a
+`CompilerSpec` and then grammars, each of which it answers with a `Verdict`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import IO, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
+from kvrelay.protocol.grammar import Grammar, GrammarKind
+
+MAX_MEMORY_BYTES = 128 << 20
+"""What compiling one grammar may add."""
+LONGEST_WAIT_S = 60.0
+"""For a verdict, if the machine has no time for the process. CPU time is limited to much less."""
+TOO_LONG = "it takes more than {:g} s of CPU time to compile"
+TOO_LARGE = "it takes too much memory or is nested too deeply to compile"
+
+_LENGTH_BYTES = 4
+_PIPE_BYTES = 32_768  # so much a pipe takes before it is read
+_FIRST = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"object","properties":{"a":{"pattern":"b"}}}')
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+class CompilerSpec(msgspec.Struct, frozen=True):
+    tokenizer_json: str
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    max_cpu_s: float
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """`refusal`: why the grammar is refused; empty if it can be followed."""
+
+    refusal: str = ""
+
+
+class GrammarProcess:
+    """Starts the process at the first grammar, and again if it has ended. Thread-safe; grammars are done in turns."""
+
+    def __init__(self, spec: CompilerSpec) -> None:
+        self._spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = Lock()
+        self._is_closed = False
+
+    def verdict(self, grammar: Grammar) -> Verdict:
+        """Blocks. Raises OSError if not even a new process gives a verdict, or after `close`."""
+        with self._lock:
+            try:
+                return self._ask(grammar)
+            except OSError:
+                self._end()
+            try:
+                return self._ask(grammar)
+            except OSError:
+                self._end()
+                raise
+
+    def close(self) -> None:
+        """A `verdict` that runs fails."""
+        self._is_closed = True
+        self._kill()
+        with self._lock:
+            self._end()
+
+    def _ask(self, grammar: Grammar) -> Verdict:
+        if self._is_closed:
+            raise BrokenPipeError("grammars are not compiled any more")
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        _write(process.stdin, grammar)
+        answer = select.poll()
+        answer.register(process.stdout, select.POLLIN)
+        if not answer.poll(LONGEST_WAIT_S * 1000):
+            raise TimeoutError(f"no verdict on a grammar within {LONGEST_WAIT_S:g} s")
+        return _read(process.stdout, Verdict)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvrelay_router.text.grammar_process"],
+            stdin=subprocess.PIPE,  # the process ends with it, so with the router too
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},  # threads would not survive a fork
+        )
+        assert process.stdin is not None
+        _write(process.stdin, self._spec)
+        return process
+
+    def _kill(self) -> None:
+        process = self._process
+        if process is not None and process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        self._kill()
+        process, self._process = self._process, None
+        if process is not None:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(OSError):  # what it did not read
+                    pipe.close()
+
+
+def _write(pipe: IO[bytes], message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    pipe.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes], kind: type[Message]) -> Message:
+    """Raises OSError at the end of the pipe."""
+    data = pipe.read(int.from_bytes(pipe.read(_LENGTH_BYTES), "big"))
+    if not data:
+        raise BrokenPipeError("the other process has ended")
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise BrokenPipeError(f"the other process has ended: {error}") from None
+
+
+def _refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
+    try:
+        # Some limits are only met by the first mask or run.
+        matcher = compiler.compile(grammar)
+        matcher.fill(np.zeros(compiler.mask_words, np.int32))
+        matcher.forced()
+    except GrammarError as error:
+        return str(error)
+    except MemoryError:
+        return TOO_LARGE
+    except BaseException as error:  # panics of the library are no Exceptions
+        return f"it cannot be compiled: {type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def _refusal_of_fork(compiler: GrammarCompiler, grammar: Grammar, max_cpu_s: float) -> str:
+    source, target = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _limit(max_cpu_s)
+            os.write(target, _refusal(compiler, grammar).encode(errors="replace")[:_PIPE_BYTES])
+        finally:
+            os._exit(0)
+    os.close(target)
+    with open(source, "rb") as pipe:
+        refusal = pipe.read().decode(errors="replace")
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        return refusal
+    is_too_long = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+    return TOO_LONG.format(max_cpu_s) if is_too_long else TOO_LARGE
+
+
+def _limit(max_cpu_s: float) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        most = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
+    signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF ends the process
+
+
+def main() -> None:
+    from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler  # the router itself does without
+
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    spec = _read(source, CompilerSpec)
+    compiler, reason = None, ""
+    try:
+        compiler = LLGuidanceCompiler(spec.tokenizer_json, spec.vocab_size, spec.end_token_ids)
+        _refusal(compiler, _FIRST)  # what the library makes at the first use is made once
+    except GrammarError as error:
+        reason = str(error)
+    gc.disable()
+    gc.freeze()
+    with suppress(BrokenPipeError):
+        while True:
+            grammar = _read(source, Grammar)
+            refusal = reason if compiler is None else _refusal_of_fork(compiler, grammar, spec.max_cpu_s)
+            _write(target, Verdict(refusal))
+
+
+if __name__ == "__main__":
+    main()

@@ -46,5 +46,5 @@ def test_hostile_grammars_are_refused_beside_streams(demo_stack: Stack) -> None:
         assert len(error["message"]) < 2000
     for name in HEAVY:
         assert answers[name].status_code in (200, 400), answers[name].text
-    assert all("CPU time" in answers[name].json()["error"]["message"] for name in ENDLESS)
+    assert all("to compile" in answers[name].json()["error"]["message"] for name in ENDLESS)  # time or memory
     demo_stack.wait_until_clean()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, allow_only
+from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex, shortened
 from kvrelay.grammar.regex_size import check_regex_sizes
 from kvrelay.grammar.schema_rewrite import rewritten
 from kvrelay.grammar.structural_tag import structural_tag_to_lark
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 256
 """Compiled grammars that a process keeps, about 0.1 to 1 MB each."""
-MAX_ERROR_CHARS = 1000
-_ASCII_CLASSES = "dw"
 LIMITS = LLParserLimits(max_lexer_states=50_000, precompute_large_lexemes=False)
 """The others are the library's: 20 ms to build a lexer, 14 ms of lexing and 3 ms of parsing for a mask."""
 
@@ -156,11 +154,7 @@ class LLGuidanceMatcher:
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise GrammarError(_shortened(matcher.get_error()))
-
-
-def _shortened(message: str) -> str:
-    return message if len(message) <= MAX_ERROR_CHARS else message[:MAX_ERROR_CHARS] + " ..."
+        raise GrammarError(shortened(matcher.get_error()))
 
 
 def _of_json_schema(grammar: Grammar) -> str:
@@ -175,8 +169,7 @@ def _of_json_schema(grammar: Grammar) -> str:
 
 
 def _of_regex(grammar: Grammar) -> str:
-    # \d and \w are ASCII's, as in JSON schemas: a model of random weights would find the digits of every script.
-    return str(LLMatcher.grammar_from_regex(regex_to_lark(grammar.text, _ASCII_CLASSES)))
+    return str(LLMatcher.grammar_from_regex(lark_of_regex(grammar.text)))
 
 
 def _of_choices(grammar: Grammar) -> str:
@@ -186,11 +179,7 @@ def _of_choices(grammar: Grammar) -> str:
 
 
 def _of_grammar(grammar: Grammar) -> str:
-    try:
-        lark = any_to_lark(grammar.text)
-    except Exception as error:  # the library raises plain exceptions here
-        raise GrammarError(_shortened(f"the grammar is neither in Lark's notation nor in GBNF: {error}")) from None
-    return str(LLMatcher.grammar_from_lark(lark))
+    return str(LLMatcher.grammar_from_lark(lark_of_grammar(grammar.text, "the grammar")))
 
 
 _NOTATIONS: dict[GrammarKind, Callable[[Grammar], str]] = {

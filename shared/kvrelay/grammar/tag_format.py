@@ -10,14 +10,11 @@ import json
 import re
 from typing import Any
 
-from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
-
 from kvrelay.grammar.grammar_compiler import GrammarError
+from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex
 
 MAX_DEPTH = 16
 MAX_FORMATS = 256
-ASCII_CLASSES = "dw"
 
 
 def tag_format_to_lark(tag_format: Any) -> str:
@@ -48,7 +45,7 @@ class _Written:
             case {"type": "json_schema", "json_schema": dict() | bool() as schema}:
                 return _joined(f"%json {json.dumps(schema if schema is not True else {})}", _quoted(end))
             case {"type": "regex", "pattern": str() as pattern}:
-                return _joined(f"/{_in_slashes(regex_to_lark(pattern, ASCII_CLASSES))}/", _quoted(end))
+                return _joined(f"/{_in_slashes(lark_of_regex(pattern))}/", _quoted(end))
             case {"type": "grammar", "grammar": str() as grammar}:
                 return _joined(self._side_grammar(grammar), _quoted(end))
             case {"type": "any_text"}:
@@ -107,11 +104,7 @@ class _Written:
 
     def _side_grammar(self, text: str) -> str:
         name = f"grammar_{len(self.side_grammars)}"
-        try:
-            lark = any_to_lark(text)
-        except Exception as error:  # the library raises plain exceptions here
-            raise GrammarError(f"a grammar is neither in Lark's notation nor in GBNF: {str(error)[:500]}") from None
-        self.side_grammars.append({"name": name, "lark_grammar": lark})
+        self.side_grammars.append({"name": name, "lark_grammar": lark_of_grammar(text, "a grammar")})
         return "@" + name
 
 

@@ -113,7 +113,8 @@ class RouterServer:
         limits = _limits(config)
         self._closing.push_async_callback(limits.close)
         metrics = RequestMetrics(config.model_name, self._instruments, export.tracer)
-        app = create_app(api, self._dispatcher, text, limits, metrics, self._memory)
+        page = self._metrics_page if config.metrics_on_api_port else None
+        app = create_app(api, self._dispatcher, text, limits, metrics, self._memory, page)
         export.start(self._metric_samples)
         await self._open_pages()
         await self._meet_workers(self._dispatcher)
@@ -155,12 +156,15 @@ class RouterServer:
             {
                 "/health": lambda: Page(b"ok\n"),
                 "/ready": self._readiness,
-                "/metrics": lambda: metrics_page(self._metric_samples()),
+                "/metrics": self._metrics_page,
             }
         )
         self._closing.push_async_callback(pages.close)
         await pages.start(config.metrics_host, config.metrics_port)
         log.info("metrics at http://%s:%d/metrics", config.metrics_host, pages.port)
+
+    def _metrics_page(self) -> Page:
+        return metrics_page(self._metric_samples())
 
     def _readiness(self) -> Page:
         if self._dispatcher is not None and self._dispatcher.ready():

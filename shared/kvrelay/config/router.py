@@ -81,6 +81,11 @@ class RouterConfig(CommonConfig):
         description="port of /metrics for Prometheus, /health and /ready; several processes use the following ports; "
         "0: any free one (default: none)",
     )
+    metrics_on_api_port: bool = Field(
+        default=False,
+        description="serve /metrics on port as well; if API keys are set, it needs one; with several processes it has "
+        "the numbers of the one that answers",
+    )
     metrics_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
 
     api_keys: tuple[SecretStr, ...] = Field(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
+from kvrelay.telemetry.pages import Page
 from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.anthropic.messages_endpoint import MessagesEndpoint
 from kvrelay_router.anthropic.messages_request import CountTokensRequest, MessagesRequest
@@ -53,8 +55,10 @@ def create_app(
     limits: SharedLimits | OwnLimits | None = None,
     metrics: RequestMetrics | None = None,
     memory: PendingMemory | None = None,
+    metrics_page: Callable[[], Page] | None = None,
 ) -> ASGIApp:
-    """The ASGI application. The caller closes dispatcher, text service and limits."""
+    """The ASGI application. The caller closes dispatcher, text service and limits. `metrics_page` is what /metrics
+    answers, if it is to be served."""
     rate_limiter = RateLimiter(settings.key_rules, settings.own_key_rules, limits)
     in_progress = InProgress(settings.max_requests, shares=settings.tenants.are_several)
     service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory or PendingMemory())
@@ -64,6 +68,8 @@ def create_app(
     app.add_exception_handler(HTTPException, on_http_exception)
     _add_posts(app, service)
     _add_operations(app, service)
+    if metrics_page is not None:
+        _add_metrics(app, metrics_page)
     fast_path = FastPathRouter(app, _endpoints(app, OPERATION_BY_PATH))
     named = AuthMiddleware(
         fast_path,
@@ -122,6 +128,15 @@ def _add_operations(app: FastAPI, service: ApiService) -> None:
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route("/ping", operations.health, methods=["POST"], response_model=None)
+
+
+def _add_metrics(app: FastAPI, metrics_page: Callable[[], Page]) -> None:
+    async def metrics() -> Response:
+        page = metrics_page()
+        return Response(page.body, page.status, media_type=page.content_type)
+
+    for method in ("GET", "HEAD"):
+        app.add_api_route("/metrics", metrics, methods=[method], response_model=None, include_in_schema=method == "GET")
 
 
 def _body_schema(model: type[RequestModel]) -> dict[str, Any]:

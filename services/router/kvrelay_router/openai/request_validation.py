@@ -24,6 +24,9 @@ from kvrelay_router.text.sampling_defaults import SamplingDefaults
 
 Number = TypeVar("Number", int, float)
 
+MAX_NAMED = 8
+"""Wrong token ids that an error names."""
+
 
 class RequestedOutput(msgspec.Struct, frozen=True, kw_only=True):
     """How many tokens to generate. If `asked` is None: `default`, or all that the context leaves if that is None too.
@@ -58,9 +61,11 @@ def known_limits(dispatcher: Dispatcher) -> ModelLimits:
 def check_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> None:
     """Raises 400 for ids outside the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
-        bad = next(each for each in token_ids if not 0 <= each < limits.vocab_size)
+        bad = [each for each in token_ids if not 0 <= each < limits.vocab_size]
+        more = f" and {len(bad) - MAX_NAMED} more" if len(bad) > MAX_NAMED else ""
+        named = f"id {bad[0]} is" if len(bad) == 1 else f"ids {', '.join(map(str, bad[:MAX_NAMED]))}{more} are"
         raise ApiError(
-            f"Token id {bad} is out of range; the vocabulary has {limits.vocab_size} tokens",
+            f"Token {named} out of range; the vocabulary has {limits.vocab_size} tokens",
             param=param,
             code="invalid_value",
         )

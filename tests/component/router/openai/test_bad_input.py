@@ -63,6 +63,7 @@ COMMON: list[tuple[dict[str, Any], str, str | None]] = [
     ({"logit_bias": {"400": 1}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"otter": 1}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"otter": 1, "7": 1, "x": 1}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"7": 101}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"7": "1"}}, "logit_bias", "invalid_type"),
     ({"logit_bias": [1]}, "logit_bias", "invalid_type"),

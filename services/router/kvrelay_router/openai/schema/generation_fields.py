@@ -43,16 +43,20 @@ def _bias_map(value: Any) -> dict[int, float]:
         raise wrong_type("it must map token ids to numbers")
     if len(value) > MAX_BIASED_TOKENS:
         raise invalid(f"at most {MAX_BIASED_TOKENS} tokens can be biased")
+    if unknown := [key for key in value if not _is_token_id(key)]:
+        raise invalid(f"unknown tokens {', '.join(map(repr, unknown[:8]))}; keys must be token ids")
     biases = {}
     for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31):
-            raise invalid(f"unknown token {key!r}; keys must be token ids")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise wrong_type(f"the bias of token {key} must be a number")
         if not -100 <= bias <= 100:
             raise invalid(f"the bias of token {key} must be between -100 and 100")
         biases[int(key)] = float(bias)
     return biases
+
+
+def _is_token_id(key: Any) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31
 
 
 def _bad_words(value: Any) -> list[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
-from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta
 from kvrelay_router.dispatch.running_request import MAX_TAKEN_TOKENS, PushQueue, RunningRequest
 from tests.fakes.delta_reader import read_batches
@@ -271,6 +271,34 @@ async def test_many_tokens_are_taken_a_part_at_a_time() -> None:
     assert all(len(batch) == 1 for batch in batches)  # two of them exceed the limit, and a single one never waits
     assert [token for (delta,) in batches if delta.sequence == 0 for token in delta.token_ids] == ids
     assert batches[-1] == [SequenceDelta(1, ids, finish=FinishReason.LENGTH)]
+
+
+@pytest.mark.parametrize("is_pushed", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, MAX_TAKEN_TOKENS // 4, 2 * MAX_TAKEN_TOKENS])
+async def test_long_texts_of_a_beam_search_are_taken_a_part_at_a_time(num_tokens: int, is_pushed: bool) -> None:
+    calls = Calls()
+    reader = Reader(calls) if is_pushed else None
+    await turn()
+    beams = [BeamResult([number] * num_tokens, -1.0, -1.0, FinishReason.LENGTH) for number in range(9)]
+    calls.handle.deliver(SequenceDelta(0, [], cached_tokens=3, finish=FinishReason.LENGTH, beams=beams))
+    taken = []
+    while calls.handle.has_deltas:
+        if reader is None:
+            taken += calls.handle.take()
+        else:
+            await turn()
+    if reader is not None:
+        taken = [delta for end, batch in reader.seen for delta in batch if end == "sink"]
+        calls.handle.finish(0)
+        await reader.task
+    assert [beam for delta in taken for beam in delta.beams] == beams
+    assert all(len(delta.beams) == 1 or len(delta.beams) * num_tokens <= MAX_TAKEN_TOKENS for delta in taken)
+    assert len(taken) == (1 if num_tokens == 1 else 3 if num_tokens < MAX_TAKEN_TOKENS else len(beams))
+    assert [delta.cached_tokens for delta in taken] == [3] + [None] * (len(taken) - 1)
+    seen = 0
+    for delta in taken:
+        seen += len(delta.beams)
+        assert delta.beams_left == len(beams) - seen
 
 
 @pytest.mark.parametrize(("token_ids", "pushes_per_slice"), [([], 1), ([7], 1000)], ids=["one token", "several"])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from kvrelay_router.dispatch.interface import (
     DeltaSink,
     GenerateRequest,
@@ -101,7 +103,7 @@ class RunningRequest:
     def take(self) -> list[SequenceDelta]:
         deltas, self._deltas = self._deltas, []
         if len(deltas) <= 1:
-            return deltas
+            return [self._first_texts(deltas[0])] if deltas and deltas[0].beams else deltas
         num_taken = num_tokens = 0
         for delta in deltas[:MAX_TAKEN]:
             num_tokens += len(delta.token_ids)
@@ -111,6 +113,20 @@ class RunningRequest:
         if num_taken < len(deltas):
             deltas, self._deltas = deltas[:num_taken], deltas[num_taken:]
         return self._joined(deltas)
+
+    def _first_texts(self, delta: SequenceDelta) -> SequenceDelta:
+        """Takes the first texts of a beam search. The others wait for the next call."""
+        num_taken = num_tokens = 0
+        for beam in delta.beams:
+            num_tokens += len(beam.token_ids)
+            if num_taken and num_tokens > MAX_TAKEN_TOKENS:
+                break
+            num_taken += 1
+        num_left = len(delta.beams) - num_taken
+        if not num_left:
+            return delta
+        self._deltas = [replace(delta, beams=delta.beams[num_taken:], cached_tokens=None, usage=None)]
+        return replace(delta, beams=delta.beams[:num_taken], beams_left=num_left)
 
     def _joined(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
         """Joins deltas to one per sequence."""
@@ -156,7 +172,7 @@ class RunningRequest:
         if not (sink.is_waiting and sink.can_take()):
             sink.wake()
             return False
-        if len(deltas) == 1:  # nearly always: as `take`, without the call
+        if len(deltas) == 1 and not deltas[0].beams:  # nearly always: as `take`, without the call
             self._deltas = []
             sink.take(deltas)
             return len(deltas[0].token_ids) > 1

@@ -277,7 +277,7 @@ class PromptSink:
         try:
             for delta in deltas:
                 choice = run.choices[delta.sequence]
-                if choice.finish_reason is not None:
+                if choice.finish_reason is not None and not delta.beams:
                     continue
                 if delta.cached_tokens is not None:
                     run.saw_cached(delta.cached_tokens)
@@ -300,14 +300,17 @@ class PromptSink:
             self._generation.fail(failure)
 
     def _feed_beams(self, delta: SequenceDelta) -> bytes:
-        """A beam search brings all texts at once, the best first."""
+        """A beam search brings all texts, the best first, in one delta or several."""
         run, events = self._run, b""
-        if len(delta.beams) != len(run.choices):
-            message = f"the beam search found {len(delta.beams)} texts, {len(run.choices)} were asked for"
+        unfinished = [choice for choice in run.choices if choice.finish_reason is None]
+        num_texts = len(delta.beams) + delta.beams_left
+        if num_texts != len(unfinished):
+            num_found = num_texts + len(run.choices) - len(unfinished)
+            message = f"the beam search found {num_found} texts, {len(run.choices)} were asked for"
             raise RequestFailed(message, FailureKind.PROTOCOL_ERROR)
-        for choice, beam in zip(run.choices, delta.beams, strict=True):
+        for choice, beam in zip(unfinished, delta.beams, strict=False):
             events += self._add(run, choice, choice.feed_beam(beam))
-        self._generation.choices_finished(len(run.choices))
+        self._generation.choices_finished(len(delta.beams))
         return events
 
 

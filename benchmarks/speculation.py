@@ -1,11 +1,12 @@
-"""What drafts by prompt lookup gain on edits, and what they cost on text that does not repeat.
+"""What drafts gain on edits and on outputs like earlier ones, and what they cost on text that does not repeat.
 
 Usage: python -m benchmarks.speculation [--rounds 5] [--write benchmarks/results/speculation.md]
 
 The model has random weights, and a head that makes it continue a fixed order of all tokens: its greedy output is the
 text of the prompt without the prompt's changes, as an edit is. Other outputs are sampled at temperature 1 from random
-weights: over the whole vocabulary nothing repeats; over a few tokens, repetitions are found that predict little. Runs
-with and without drafts take turns in one process on one thread; CPU time is the least of the rounds.
+weights: over the whole vocabulary nothing repeats; over a few tokens, repetitions are found that predict little. In
+"earlier outputs" requests come one after the other; their prompts do not contain their outputs, and the outputs
+overlap. Runs with the methods take turns in one process on one thread; CPU time is the least of the rounds.
 """
 
 from __future__ import annotations
@@ -44,20 +45,25 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 2048
 NUM_PROMPT, NUM_OUTPUT = 256, 192
 EVERY = 24  # one token in so many of the prompt differs from the output
-
+NUM_STARTS = 64
+Waves = list[list[list[int]]]
+"""Prompts that are decoded at once; the next ones begin when all of them have ended."""
 
 FEW_TOKENS = 12
+METHODS: tuple[SpeculationMethod, ...] = ("off", "ngram", "suffix")
 HEADER = (
-    "| Workload | Sequences | Steps per token, off | ngram | Drafted | Accepted | CPU s, off | ngram | Speedup |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| Workload | Sequences | At once | Steps per token, off | ngram | suffix | Accepted of drafted, ngram | suffix "
+    "| CPU s, off | ngram | suffix | Speedup, ngram | suffix |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
-REPORT = f"""# Drafts by prompt lookup
+REPORT = f"""# Drafts without a second model
 
 Written by `python -m benchmarks.speculation`. A Llama of 6 layers of width 512 with random weights in float32 on one
-thread of a CPU that other work shared; sequences of {NUM_PROMPT} prompt and {NUM_OUTPUT} output tokens, all at once.
-Edits repeat the prompt, of which one token in {EVERY} is changed. Runs with `speculation` off and `ngram` took turns;
-CPU time is the least of {{rounds}} runs, prompts included. Outputs were equal in every pair. Steps and drafts of the
-runs with `ngram` depend a little on the measured times of steps.
+thread of a CPU that other work shared; sequences of {NUM_PROMPT} prompt and {NUM_OUTPUT} output tokens.
+Edits repeat the prompt, of which one token in {EVERY} is changed. "Earlier outputs" begin at one of {NUM_STARTS} places
+of one text that the prompts do not contain. Runs with `speculation` off, `ngram` and `suffix` took turns; CPU time is
+the least of {{rounds}} runs, prompts included. Outputs were equal in all. Steps and drafts depend a little on the
+measured times of steps.
 
 {{table}}
 """
@@ -110,57 +116,82 @@ def edits(order: list[int], count: int) -> list[list[int]]:
     return prompts
 
 
-def run(model: CausalModel, prompts: list[list[int]], sampling: Sampling, method: SpeculationMethod) -> Result:
-    """Decodes all prompts at once."""
+def like_earlier_ones(order: list[int], count: int) -> Waves:
+    """Prompts that no output repeats, one after the other, whose outputs overlap."""
+    rng = random.Random(4)
+    waves: Waves = []
+    for _ in range(count):
+        start = rng.randrange(NUM_STARTS)
+        waves.append([[*rng.choices(order[NUM_STARTS + NUM_OUTPUT + 8 :], k=NUM_PROMPT), *order[start : start + 8]]])
+    return waves
+
+
+def run(model: CausalModel, waves: Waves, sampling: Sampling, method: SpeculationMethod) -> Result:
+    """Decodes each wave's prompts at once."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
     settings = SchedulerSettings(speculation=SpeculationSettings(method))
     limits = SchedulerLimits(2048, 64, 1024, frozenset())
     scheduler = make_scheduler("sarathi", limits, pool, NullCache(), settings)
     loop = StepLoop(TransformersRunner(model, NUM_BLOCKS), scheduler, overlap=False)
-    sequences = []
-    for number, prompt in enumerate(prompts):
-        sequence = Sequence(
-            key=(str(number), 1, 0),
-            tokens=TokenBuffer(np.array(prompt, np.int32)),
-            num_prompt=len(prompt),
-            sampling=sampling,
-            root=root_hash(model="benchmark", cache_salt=""),
-            table=BlockTable(BLOCK_SIZE),
-            router=PeerRef("", "", ""),
-        )
-        loop.add(sequence)
-        sequences.append(sequence)
+    sequences: list[Sequence] = []
+    left = list(waves)
+
+    def begin() -> None:
+        for prompt in left.pop(0):
+            sequences.append(sequence_of(str(len(sequences)), prompt, sampling))
+            loop.add(sequences[-1])
 
     def committed(outputs: list[SequenceOutput]) -> None:
-        if not scheduler.has_work:
+        if scheduler.has_work:
+            return
+        if left:
+            begin()
+        else:
             loop.stop()
 
     def failed(sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         raise RuntimeError(cause)
 
     started = time.process_time()
+    begin()
     asyncio.run(loop.run(StepCallbacks(lambda plan: None, committed, failed)))
     cpu_s, totals = time.process_time() - started, loop.totals
     outputs = [s.tokens.view(s.num_prompt, s.num_tokens).tolist() for s in sequences]
     return Result(cpu_s, totals.num_steps, totals.num_drafted_tokens, totals.num_accepted_tokens, outputs)
 
 
-def compare(name: str, model: CausalModel, prompts: list[list[int]], sampling: Sampling, rounds: int) -> str:
+def sequence_of(name: str, prompt: list[int], sampling: Sampling) -> Sequence:
+    return Sequence(
+        key=(name, 1, 0),
+        tokens=TokenBuffer(np.array(prompt, np.int32)),
+        num_prompt=len(prompt),
+        sampling=sampling,
+        root=root_hash(model="benchmark", cache_salt=""),
+        table=BlockTable(BLOCK_SIZE),
+        router=PeerRef("", "", ""),
+        text_owner="",
+    )
+
+
+def compare(name: str, model: CausalModel, waves: Waves, sampling: Sampling, rounds: int) -> str:
     """A line of the table. Raises RuntimeError if drafts change an output."""
     best: dict[SpeculationMethod, Result] = {}
     for _ in range(rounds):
-        for method in ("off", "ngram"):
-            result = run(model, prompts, sampling, method)
+        for method in METHODS:
+            result = run(model, waves, sampling, method)
             if method not in best or result.cpu_s < best[method].cpu_s:
                 best[method] = result
-    off, on = best["off"], best["ngram"]
-    if off.outputs != on.outputs:
+    off = best["off"]
+    if any(result.outputs != off.outputs for result in best.values()):
         raise RuntimeError(f"{name}: drafts changed an output")
-    num_tokens = sum(map(len, on.outputs)) / len(prompts)
-    return (
-        f"| {name} | {len(prompts)} | {off.num_steps / num_tokens:.3f} | {on.num_steps / num_tokens:.3f} | "
-        f"{on.num_drafted} | {on.num_accepted} | {off.cpu_s:.2f} | {on.cpu_s:.2f} | {off.cpu_s / on.cpu_s:.2f} |"
-    )
+    num_tokens = sum(map(len, off.outputs)) / len(waves[0])
+    cells = [
+        *(f"{best[method].num_steps / num_tokens:.3f}" for method in METHODS),
+        *(f"{best[method].num_accepted} of {best[method].num_drafted}" for method in METHODS[1:]),
+        *(f"{best[method].cpu_s:.2f}" for method in METHODS),
+        *(f"{off.cpu_s / best[method].cpu_s:.2f}" for method in METHODS[1:]),
+    ]
+    return f"| {name} | {len(off.outputs)} | {len(waves[0])} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -181,15 +212,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         copying = make_model(Path(place) / "copying", order)
         for count in (1, 8, 32):
-            lines.append(compare("edit", copying, edits(order, count), greedy, rounds))
+            lines.append(compare("edit", copying, [edits(order, count)], greedy, rounds))
             print(lines[-1], flush=True)
+        lines.append(compare("earlier outputs", copying, like_earlier_ones(order, 12), greedy, rounds))
+        print(lines[-1], flush=True)
         plain = make_model(Path(place) / "plain", None)
         for count in (1, 32):
             prompts = [rng.choices(range(VOCAB_SIZE), k=NUM_PROMPT) for _ in range(count)]
-            lines.append(compare("text without repetition", plain, prompts, sampled, rounds))
+            lines.append(compare("text without repetition", plain, [prompts], sampled, rounds))
             print(lines[-1], flush=True)
             prompts = [rng.choices(range(FEW_TOKENS), k=NUM_PROMPT) for _ in range(count)]
-            lines.append(compare(f"{FEW_TOKENS} tokens at random", plain, prompts, few, rounds))
+            lines.append(compare(f"{FEW_TOKENS} tokens at random", plain, [prompts], few, rounds))
             print(lines[-1], flush=True)
     if arguments.write is not None:
         arguments.write.write_text(REPORT.format(table="\n".join(lines), rounds=rounds), encoding="utf-8")

@@ -3,7 +3,8 @@
 Each case is `kvrelay up` on this machine with two API keys, which are two tenants. The light client sends one request
 after another. It runs alone, then beside each flood, in turns, `--rounds` times over, so both see the same machine.
 The flood is a process of its own, which keeps a number of requests open, each answer followed by the next request. The
-light client begins when tokens of the flood come; between turns the stack is left until no request holds a block.
+light client begins when tokens of the flood come, with a request that is not counted; between turns the stack is left
+until no request holds a block.
 
 By default the devices are simulated: steps take the time of a profile, five times that of an 8B model on an H100, so
 that the CPU time of all these processes counts for little. With `--device cpu` workers compute the demo model: then
@@ -137,12 +138,13 @@ class Sender:
 
 
 async def light_turn(url: str, model: str, num_requests: int, seed: int) -> list[Record]:
+    """Sends one request more than is counted: the first one meets a flood that comes all at once."""
     sender = Sender(url, "light", model, LIGHT, seed)
-    records = [Record(0.0) for _ in range(num_requests)]
+    records = [Record(0.0) for _ in range(num_requests + 1)]
     for record in records:
         await sender.send(record)
     await sender.client.close()
-    return records
+    return records[1:]
 
 
 async def flood(url: str, model: str, load: Load, seed: int) -> None:

@@ -213,6 +213,8 @@ class BatchScheduler:
             raise RuntimeError(f"{len(self._uncommitted)} steps are in flight or planned, 1 can be planned behind")
         if any(_needs_commit_first(row) for row in self._uncommitted[0].rows) or self._expects_drafts():
             return None
+        if self._delays_light_tenants():
+            return None
         self._refresh()
         draft = PlanDraft(self.limits.token_budget, ahead=True)
         try:
@@ -250,6 +252,16 @@ class BatchScheduler:
         for sequence in dict.fromkeys(_leader(row) for row in rows):
             if sequence.abort_requested and not sequence.num_planned:
                 self.lifecycle.leave(sequence)
+
+    def _delays_light_tenants(self) -> bool:
+        """Whether to plan the next step when the one in flight has ended, because a prompt of a light tenant that comes
+        meanwhile would wait for two steps with prompts of others. As long as short steps are made for such tenants."""
+        shares, rows = self.shares, self._uncommitted[0].rows
+        if not (shares.is_contested or shares.has_recent_tenant) or not rows:
+            return False
+        if not shares.is_contested and not rows[0].sequence.prefill_only:
+            return False
+        return rows[0].is_prefill or len(self.waiting) > self.waiting.num_remote  # prompt chunks are the first rows
 
     def _expects_drafts(self) -> bool:
         """Whether to wait for the tokens of the step in flight, because drafts are likely to follow them."""

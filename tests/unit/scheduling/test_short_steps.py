@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,16 +12,22 @@ from kvrelay.scheduling.queue.fair_shares import RECENT_TURNS
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import Bench
+from tests.unit.scheduling.overlapped import OverlappedBench
 
 pytestmark = pytest.mark.unit
 BUDGET, QUARTER = 64, 16
+BenchT = TypeVar("BenchT", bound=Bench)
 
 
-def new_bench() -> Bench:
-    bench = Bench(400, token_budget=BUDGET, max_running=8, cache=False, eos=99)
+def bench_of(kind: type[BenchT]) -> BenchT:
+    bench = kind(400, token_budget=BUDGET, max_running=8, cache=False, eos=99)
     shares = bench.scheduler.shares
     shares.prefill_short_step = shares.decode_short_step = 0
     return bench
+
+
+def new_bench() -> Bench:
+    return bench_of(Bench)
 
 
 def add(bench: Bench, tenant: str, num_tokens: int, max_tokens: int = 2, *, prefill_only: bool = True) -> Sequence:
@@ -98,6 +106,39 @@ def test_a_step_of_a_small_budget_is_short_as_it_is() -> None:
     visit(bench)
     add(bench, "flood", 400)
     assert [bench.step()[0].num_prefill_tokens for _ in range(3)] == [BUDGET] * 3
+
+
+@pytest.mark.parametrize("prefill_only", [True, False])
+def test_with_overlap_a_light_prompt_waits_only_for_the_step_in_flight(prefill_only: bool) -> None:
+    bench = bench_of(OverlappedBench)
+    visit(bench)
+    add(bench, "flood", 400, prefill_only=prefill_only)
+    if not prefill_only:  # on decode, steps are short only while the light tenant is there
+        add(bench, "light", 4, 20, prefill_only=False)
+        bench.plan()
+        bench.land()
+    bench.plan()
+    light = add(bench, "light", 10, prefill_only=prefill_only)
+    bench.land()
+    bench.plan()
+    assert bench.in_flight is not None
+    assert light in [row.sequence for row in bench.in_flight.rows]
+
+
+def test_decodes_of_several_tenants_are_planned_ahead() -> None:
+    bench = bench_of(OverlappedBench)
+    for tenant in ("light", "flood"):
+        add(bench, tenant, 4, 20, prefill_only=False)
+    bench.plan()
+    bench.land()
+    bench.plan()
+    assert bench.following is not None and bench.following.num_decode_tokens == 2
+
+
+def test_a_flood_alone_is_planned_ahead() -> None:
+    bench = bench_of(OverlappedBench)
+    add(bench, "flood", 400)
+    assert [plan.num_prefill_tokens for plan in bench.plan()] == [BUDGET] * 2
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -90,6 +90,8 @@ class RouterServer:
             config.model,
             content_special_tokens=config.content_special_tokens,
             max_grammar_cpu_s=config.max_grammar_cpu_s,
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         self._closing.callback(text.close)
         log.info("tokenizer of %s loaded in %.1f s", config.model, time.monotonic() - started)

@@ -117,6 +117,18 @@ class RouterConfig(CommonConfig):
         description="CPU time that a request's grammar may take to compile, in a process beside the router's; one that "
         "takes longer is refused",
     )
+    tool_parser: str = Field(
+        default="auto",
+        min_length=1,
+        description="how the model writes tool calls: hermes (also Qwen 2.5 and 3); auto: as its chat template shows; "
+        "none: tools are refused",
+    )
+    reasoning_parser: str = Field(
+        default="auto",
+        min_length=1,
+        description="how the model writes reasoning, which answers have apart from content: think (<think> tags), "
+        "mistral ([THINK]); auto: as its chat template shows; none: reasoning is content",
+    )
     allowed_origins: tuple[str, ...] = Field(
         default=(),
         description="origins of web pages that may use the API, as in https://chat.example, or * for all; repeat the "

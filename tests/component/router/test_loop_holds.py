@@ -183,10 +183,10 @@ INPUTS: dict[str, Case] = {
         lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", NUM_OBJECTS),
         400,
     ),
-    "tools": (
+    "too many tools": (
         CHAT,
         lambda: repeated(USER + b'"x"}],"tool_choice":"none","tools":[', TOOL, b"]}", NUM_OBJECTS // 4),
-        200,
+        400,
     ),
     "tool calls": (CHAT, lambda: repeated(CALLS, b'{"function":{"name":"f"}}', b"]}]}", NUM_OBJECTS), 400),
     "arguments as text": (

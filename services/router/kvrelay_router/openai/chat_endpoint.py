@@ -6,9 +6,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.body import read_json_object
-from kvrelay_router.openai.answers.chat_format import chat_format
+from kvrelay_router.openai.answers.parsed_chat_format import chat_format
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.chat_planning import plan_chat
+from kvrelay_router.openai.chat_planning import plan_parsed_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
 
@@ -26,5 +26,6 @@ class ChatEndpoint:
         content = await read_json_object(http, service.settings.max_body_bytes)
         await check_messages(content)
         request = parse_chat(content)
-        plan = await plan_chat(service, names, request)
-        return GenerationResponse(service, plan, chat_format(service, f"chatcmpl-{names.unique}", request, plan.runs))
+        chat = await plan_parsed_chat(service, names, request)
+        answer = chat_format(service, f"chatcmpl-{names.unique}", request, chat.plan.runs, chat.parsed)
+        return GenerationResponse(service, chat.plan, answer)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import msgspec
+
 from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import RequestedOutput, check_tokenized
 from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.output_parsing.dialect import Dialect
+from kvrelay_router.output_parsing.events import PlainParser
+
+
+class ParsedPlan(msgspec.Struct, frozen=True):
+    """A plan with the parsers of its output."""
+
+    plan: Plan
+    parsed: ParsedChoices
 
 
 async def plan_chat(
@@ -16,18 +31,77 @@ async def plan_chat(
     output: RequestedOutput | None = None,
     prompt_param: str = "messages",
 ) -> Plan:
-    """`output` replaces the length that the request asks for, and `prompt_param` is the field that errors name.
+    """A plan for an API whose answers have no reasoning and no calls: all text is content, and tools are refused.
 
+    `output` replaces the length that the request asks for, and `prompt_param` is the field that errors name.
     Raises ApiError for every mistake in the request.
     """
+    return await _plan(service, names, request, Dialect(), _endpoint_fields(request, output, prompt_param))
+
+
+async def plan_parsed_chat(
+    service: ApiService,
+    names: RequestNames,
+    request: ChatRequest,
+    output: RequestedOutput | None = None,
+    prompt_param: str = "messages",
+) -> ParsedPlan:
+    """As `plan_chat`, for an API whose answers have reasoning and calls."""
+    dialect = service.text.dialect
+    fields = _endpoint_fields(request, output, prompt_param)
+    if dialect.reasoning is None and not request.callable_tools:
+        plan = await _plan(service, names, request, dialect, fields)
+        return ParsedPlan(plan, ParsedChoices(PlainParser, is_plain=True))
+    plan = await _plan(service, names, request, dialect, msgspec.structs.replace(fields, is_parsed=True))
+    begins_inside = _begins_inside_reasoning(service, request, plan.runs[0].request.prompt_ids)
+    for choice in plan.runs[0].choices:
+        choice.count_reasoning(service.text.reasoning_counter(begins_inside=begins_inside))
+    parsed = ParsedChoices(
+        partial(dialect.new_parser, request.callable_tools, begins_inside=begins_inside),
+        parallel_calls=request.parallel_tool_calls,
+        include_reasoning=request.include_reasoning,
+    )
+    return ParsedPlan(plan, parsed)
+
+
+async def _plan(
+    service: ApiService, names: RequestNames, request: ChatRequest, dialect: Dialect, fields: EndpointFields
+) -> Plan:
     limits = check_request(service, names, request)
+    _check_tools(dialect, request)
     if request.grammar is not None:
         await service.check_grammar(request.grammar, request.grammar_param)
-    fields = _endpoint_fields(request, output, prompt_param)
     token_ids = await service.encode_chat(request.messages, request.options)
     check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
     prompt = TokenizedPrompt(request.truncated(token_ids, fields.output.prompt_room(limits)))
     return await plan_generation(service, names, request, fields, [prompt], limits)
+
+
+def _check_tools(dialect: Dialect, request: ChatRequest) -> None:
+    if not request.callable_tools:
+        return
+    if dialect.tools is None:
+        raise ApiError(
+            "Tool calls are not supported here, or how this model calls tools is not known; leave 'tools' out, set "
+            "'tool_choice' to \"none\", or start the router with --tool-parser",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if request.choice.mode == "required":
+        raise ApiError(
+            "The parameter 'tool_choice' with this value is not supported",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+
+
+def _begins_inside_reasoning(service: ApiService, request: ChatRequest, prompt_ids: list[int]) -> bool:
+    """A continued message says itself whether its reasoning is open."""
+    if not request.continue_final_message:
+        return service.text.begins_inside_reasoning(prompt_ids)
+    content = request.messages[-1].get("content")
+    final = content if isinstance(content, str) else content[-1]["text"] if content else ""
+    return service.text.dialect.begins_inside(final)
 
 
 def _endpoint_fields(request: ChatRequest, output: RequestedOutput | None, prompt_param: str) -> EndpointFields:

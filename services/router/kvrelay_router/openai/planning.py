@@ -55,6 +55,7 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     echo_logprobs: int | None = None  # alternatives of the echoed tokens in the answer
     has_echo: bool = False
     scores_in_choices: bool = False  # each choice has the log-probabilities of its prompt
+    is_parsed: bool = False  # reasoning or tool calls are looked for in the output
 
 
 def check_request(service: ApiService, names: RequestNames, request: BeamFields) -> ModelLimits:
@@ -89,7 +90,7 @@ async def plan_generation(
     service.aliases.remember(names, generates)
     runs: list[PromptRun] = []
     for number, (generate, prompt) in enumerate(zip(generates, prompts, strict=True)):
-        runs.append(PromptRun(generate, _choices(service, request, prompt, number * request.num_sequences)))
+        runs.append(PromptRun(generate, _choices(service, request, fields, prompt, number * request.num_sequences)))
         await share.pause()
     return Plan(runs, shape)
 
@@ -146,14 +147,21 @@ def _sampling(
     )
 
 
-def _choices(service: ApiService, request: BeamFields, prompt: TokenizedPrompt, first_index: int) -> list[Choice]:
+def _choices(
+    service: ApiService, request: BeamFields, fields: EndpointFields, prompt: TokenizedPrompt, first_index: int
+) -> list[Choice]:
+    text = service.text
     stop = StopRules(
         request.stop, frozenset(request.stop_token_ids), request.min_tokens, request.include_stop_str_in_output
     )
     return [
         Choice(
             first_index + sequence,
-            service.text.detokenizer(prompt.token_ids, skip_special_tokens=request.skip_special_tokens),
+            text.detokenizer(
+                prompt.token_ids,
+                skip_special_tokens=request.skip_special_tokens,
+                shows_markers=fields.is_parsed,
+            ),
             stop,
             text_offset=0 if prompt.echo is None else len(prompt.echo.text),
             keeps_token_ids=request.return_token_ids or request.running_usage,

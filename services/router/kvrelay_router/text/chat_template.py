@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -102,11 +102,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> str:
         """The prompt's text, special tokens included. Raises ChatTemplateError."""
         prepared = [self._prepare(message) for message in messages]
         final_text = self._tag_final(prepared) if continue_final_message else None
-        text = self._render(prepared, {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})})
+        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools or None, **(template_kwargs or {})}
+        text = self._render(prepared, variables)
         return text if final_text is None else _cut_at_tag(text, final_text)
 
     def between_turns(self) -> str:

@@ -47,9 +47,11 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """Decodes byte-level BPE exactly, in time linear in the number of bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._bytes_of = (tokenizer.visible_bytes_of if skip_special_tokens else tokenizer.bytes_of).__getitem__
-        self._text_of = tokenizer.visible_text_of if skip_special_tokens else tokenizer.text_of
+    def __init__(self, tokenizer: Tokenizer, *, hidden: frozenset[int]) -> None:
+        """`hidden`: tokens without text."""
+        texts = tokenizer.texts_without(hidden)
+        self._bytes_of = texts.bytes_of.__getitem__
+        self._text_of = texts.text_of
         self._withheld = b""
 
     def feed(self, token_ids: list[int]) -> str:
@@ -70,9 +72,11 @@ class ByteLevelDetokenizer:
 class WindowedDetokenizer:
     """Decodes with any other decoder, over a window that advances whenever text is complete."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], *, hidden: frozenset[int]) -> None:
+        """`hidden`: tokens without text."""
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden = hidden
+        self._skips_special = bool(hidden) and hidden == tokenizer.special_ids
         self._window = prompt_ids[_window_start(tokenizer, prompt_ids) :]
         self._num_read = len(self._window)  # tokens of the window whose text was returned
         self._read_text = self._decode(self._window)
@@ -102,7 +106,9 @@ class WindowedDetokenizer:
         return new_text
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        if self._hidden and not self._skips_special:
+            token_ids = [each for each in token_ids if each not in self._hidden]
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
 
 def _window_start(tokenizer: Tokenizer, prompt_ids: list[int]) -> int:
@@ -114,8 +120,12 @@ def _window_start(tokenizer: Tokenizer, prompt_ids: list[int]) -> int:
     return start
 
 
-def make_detokenizer(tokenizer: Tokenizer, prompt_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-    """Returns the detokenizer for a sequence that follows this prompt."""
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt_ids: list[int], *, skip_special_tokens: bool, shown: frozenset[int] = frozenset()
+) -> Detokenizer:
+    """Returns the detokenizer for a sequence that follows this prompt. `shown`: special tokens that have text even if
+    the others are skipped."""
+    hidden = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
     if tokenizer.byte_level:
-        return ByteLevelDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    return WindowedDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        return ByteLevelDetokenizer(tokenizer, hidden=hidden)
+    return WindowedDetokenizer(tokenizer, prompt_ids, hidden=hidden)

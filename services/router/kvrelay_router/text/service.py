@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 import tokenizers
 
+from kvrelay_router.output_parsing.dialect import AUTO, Dialect, find_dialect
+from kvrelay_router.output_parsing.reasoning_counter import ReasoningCounter
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
 from kvrelay_router.text.content_tokens import ContentTokens
 from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
@@ -28,6 +30,11 @@ SHORT_TEXT_CHARS = 4096
 
 SHORT_CHAT_MESSAGES = 8
 
+NO_DIALECT = Dialect()
+
+TAIL_TOKENS = 16
+"""The end of a prompt that may open the reasoning: a marker and whitespace."""
+
 _UNITS_PER_WORD = 64  # encoding a bad word twice costs about as much as so many characters
 
 LONG_TEXT_CHARS = 16_384
@@ -41,6 +48,7 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     template_kwargs: Mapping[str, Any] = {}
+    tools: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +72,12 @@ class TextService:
         content_special_tokens: bool = False,
         tokenizer_identity: str = "",
         max_grammar_cpu_s: float = MAX_CPU_S,
+        dialect: Dialect = NO_DIALECT,
     ) -> None:
         """`content_special_tokens`: control tokens that message contents spell out are control tokens.
         `max_grammar_cpu_s`: to compile a grammar."""
+        self.dialect = dialect
+        self._markers = tokenizer.special_ids_of(dialect.markers)
         self.tokenizer = tokenizer
         self.tokenizer_identity = tokenizer_identity
         self.template = template
@@ -86,8 +97,10 @@ class TextService:
         num_threads: int = 2,
         content_special_tokens: bool = False,
         max_grammar_cpu_s: float = MAX_CPU_S,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
     ) -> TextService:
-        """Reads a model directory or hub name. Blocks. Raises TokenizerNotFound, ChatTemplateError."""
+        """Reads a model directory or hub name. Blocks. Raises TokenizerNotFound, ChatTemplateError, UnknownParser."""
         source = load_source(model)
         try:
             backend = tokenizers.Tokenizer.from_str(source.tokenizer_json)
@@ -111,6 +124,7 @@ class TextService:
             content_special_tokens=content_special_tokens,
             tokenizer_identity=source.identity,
             max_grammar_cpu_s=max_grammar_cpu_s,
+            dialect=find_dialect(tool_parser, reasoning_parser, source.chat_template),
         )
 
     def close(self) -> None:
@@ -129,9 +143,10 @@ class TextService:
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
 
-        def render(contents: tuple[list[Message], Mapping[str, Any]]) -> str:
+        def render(contents: tuple[list[Message], Mapping[str, Any], list[dict[str, Any]]]) -> str:
             return template.render(
                 contents[0],
+                tools=contents[2],
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 template_kwargs=contents[1],
@@ -141,16 +156,16 @@ class TextService:
             return self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
 
         def render_and_encode() -> list[int]:
-            contents = messages, options.template_kwargs
+            contents = messages, options.template_kwargs, list(options.tools)
             if self._contents is None or is_plain:
                 return encode(render(contents))
             return self._contents.encode(render, contents, encode, add_special_tokens=options.add_special_tokens)
 
-        num_chars = _num_chars(messages, LONG_TEXT_CHARS + 1)
+        num_chars = _num_chars([*messages, *options.tools], LONG_TEXT_CHARS + 1)
         short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES and not options.template_kwargs
         is_plain = False  # no message can spell out a control token
         if short and self._contents is not None:
-            texts = self._contents.texts_with_first_chars(messages)
+            texts = self._contents.texts_with_first_chars([*messages, *options.tools])
             is_plain, short = not texts, not self._contents.are_spelled(texts)
         return await self._run(num_chars if short else max(num_chars, SHORT_TEXT_CHARS + 1), render_and_encode)
 
@@ -196,9 +211,38 @@ class TextService:
         pieces.append(detokenizer.flush())
         return DecodedPrompt("".join(pieces), offsets)
 
-    def detokenizer(self, prompt_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Returns the incremental detokenizer for a sequence that follows this prompt."""
-        return make_detokenizer(self.tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+    def detokenizer(
+        self, prompt_ids: list[int], *, skip_special_tokens: bool, shows_markers: bool = False
+    ) -> Detokenizer:
+        """Returns the incremental detokenizer for a sequence that follows this prompt. `shows_markers`: the special
+        tokens that an output parser reads have text."""
+        return make_detokenizer(
+            self.tokenizer,
+            prompt_ids,
+            skip_special_tokens=skip_special_tokens,
+            shown=self._markers if shows_markers else frozenset(),
+        )
+
+    def reasoning_counter(self, *, begins_inside: bool) -> ReasoningCounter | None:
+        """None if the model has no reasoning between single tokens."""
+        reasoning = self.dialect.reasoning
+        if reasoning is None:
+            return None
+        begin_id, end_id = map(self.tokenizer.backend.token_to_id, (reasoning.begin, reasoning.end))
+        if begin_id is None or end_id is None:
+            return None
+        return ReasoningCounter(begin_id, end_id, begins_inside=begins_inside)
+
+    def begins_inside_reasoning(self, prompt_ids: list[int]) -> bool:
+        """Whether the prompt ends with the beginning of reasoning."""
+        reasoning = self.dialect.reasoning
+        if reasoning is None:
+            return False
+        return (
+            self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+            .rstrip()
+            .endswith(reasoning.begin)
+        )
 
     async def _run(self, num_units: int, work: Callable[[], T]) -> T:
         """Runs `work` here or in a thread, depending on `num_units`, its input in characters or tokens."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import tokenizers
@@ -53,6 +54,14 @@ class _TokenTable(dict[int, Value]):
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTexts:
+    """What each token is in an output: its bytes, and its text if these are whole characters, else None."""
+
+    bytes_of: _TokenTable[bytes]
+    text_of: _TokenTable[str | None]
+
+
 def _whole_text(data: bytes) -> str | None:
     """Returns the text of bytes that begin and end between characters, else None."""
     try:
@@ -77,12 +86,9 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.bytes_of = _TokenTable(self.vocab_size, self._bytes_of)
-        self.visible_bytes_of = _TokenTable(self.vocab_size, self._visible_bytes_of)
         # The texts of tokens that consist of whole characters, None for the others.
         self.text_of = _TokenTable(self.vocab_size, lambda token_id: _whole_text(self.bytes_of[token_id]))
-        self.visible_text_of = _TokenTable(
-            self.vocab_size, lambda token_id: _whole_text(self.visible_bytes_of[token_id])
-        )
+        self._visible = {frozenset[int](): TokenTexts(self.bytes_of, self.text_of)}
         pieces = piece_cache_of(backend)
         self._spans = SpanCache(pieces.encode) if pieces is not None else None
         self._around = added_around(backend)
@@ -114,8 +120,19 @@ class Tokenizer:
         """The bytes of a token, or none for an id beyond the vocabulary."""
         return self.bytes_of[token_id]
 
-    def _visible_bytes_of(self, token_id: int) -> bytes:
-        return b"" if token_id in self.special_ids else self.bytes_of[token_id]
+    def texts_without(self, hidden: frozenset[int]) -> TokenTexts:
+        """The tables in which these tokens have no text. There are few such sets, and their tables are kept."""
+        texts = self._visible.get(hidden)
+        if texts is None:
+            bytes_of = _TokenTable(self.vocab_size, lambda each: b"" if each in hidden else self.bytes_of[each])
+            text_of = _TokenTable(self.vocab_size, lambda token_id: _whole_text(bytes_of[token_id]))
+            texts = self._visible.setdefault(hidden, TokenTexts(bytes_of, text_of))
+        return texts
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens among those that are spelled so."""
+        ids = {self.backend.token_to_id(text) for text in texts}
+        return self.special_ids & {each for each in ids if each is not None}
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = self.token_string(token_id)

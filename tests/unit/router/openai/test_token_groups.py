@@ -16,13 +16,15 @@ from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestHandle, SequenceDelta
 from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, EventFormat, usage_of
-from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.answers.choice import Choice, StopRules
 from kvrelay_router.openai.answers.completion_format import completion_format
+from kvrelay_router.openai.answers.parsed_chat_format import chat_format
+from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import Generation, PromptRun, PromptSink
 from kvrelay_router.openai.schema.chat_request import parse_chat
 from kvrelay_router.openai.schema.completion_request import parse_completion
+from kvrelay_router.output_parsing.events import PlainParser
 from kvrelay_router.text.detokenizer import make_detokenizer
 from kvrelay_router.text.service import DecodedPrompt
 from kvrelay_router.text.tokenizer import Tokenizer
@@ -117,7 +119,7 @@ def answer_of(tokenizer: Tokenizer, case: dict[str, Any], api: str, *, stream: b
     answer: AnswerFormat
     if api == "chat":
         body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": case["logprobs"]}
-        answer = chat_format(service, "a", parse_chat(body), [run])
+        answer = chat_format(service, "a", parse_chat(body), [run], ParsedChoices(PlainParser, is_plain=True))
     else:
         body |= {"prompt": "x", "echo": echo is not None} | ({"logprobs": 1} if case["logprobs"] else {})
         answer = completion_format(service, "a", parse_completion(body), [run], [echo] if echo is not None else [])

@@ -40,7 +40,7 @@ def run(detokenizer: Detokenizer, parts: list[list[int]]) -> str:
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200)))
 def test_byte_level_text_is_the_text(byte_level: Tokenizer, text: str, cuts: list[int]) -> None:
     token_ids = byte_level.encode(text, add_special_tokens=False)
-    assert run(ByteLevelDetokenizer(byte_level, skip_special_tokens=True), in_parts(token_ids, cuts)) == text
+    assert run(ByteLevelDetokenizer(byte_level, hidden=byte_level.special_ids), in_parts(token_ids, cuts)) == text
 
 
 @given(token_ids=st.lists(st.integers(0, 410), max_size=60), cuts=st.lists(st.integers(0, 200)), skip=st.booleans())
@@ -49,7 +49,7 @@ def test_byte_level_agrees_with_the_tokenizer_on_any_tokens(
 ) -> None:
     """Random tokens are mostly invalid UTF-8, hold special tokens, and some are beyond the vocabulary."""
     whole = byte_level.decode(token_ids, skip_special_tokens=skip)
-    assert run(ByteLevelDetokenizer(byte_level, skip_special_tokens=skip), in_parts(token_ids, cuts)) == whole
+    assert run(make_detokenizer(byte_level, [], skip_special_tokens=skip), in_parts(token_ids, cuts)) == whole
 
 
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200)))
@@ -58,7 +58,7 @@ def test_windowed_text_is_the_text_after_a_prompt(byte_fallback: Tokenizer, text
     prompt = byte_fallback.encode("otter", add_special_tokens=False)
     whole = byte_fallback.encode("otter" + text, add_special_tokens=False)
     assert whole[: len(prompt)] == prompt
-    detokenizer = WindowedDetokenizer(byte_fallback, prompt, skip_special_tokens=True)
+    detokenizer = WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids)
     expected = byte_fallback.decode(whole, skip_special_tokens=True).removeprefix("otter")
     assert run(detokenizer, in_parts(whole[len(prompt) :], cuts)) == expected
 
@@ -71,7 +71,7 @@ def test_windowed_text_is_the_text_after_any_prompt(
     prompt = byte_fallback.encode("otter" + before, add_special_tokens=False)
     whole = byte_fallback.encode("otter" + before + text, add_special_tokens=False)
     assert whole[: len(prompt)] == prompt
-    detokenizer = WindowedDetokenizer(byte_fallback, prompt, skip_special_tokens=True)
+    detokenizer = WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids)
     known = byte_fallback.decode(prompt, skip_special_tokens=True)
     expected = byte_fallback.decode(whole, skip_special_tokens=True).removeprefix(known)
     assert run(detokenizer, in_parts(whole[len(prompt) :], cuts)) == expected
@@ -81,15 +81,15 @@ def test_windowed_text_is_the_text_after_any_prompt(
 def test_a_character_is_whole_after_a_prompt_of_bytes(byte_fallback: Tokenizer, before: str) -> None:
     prompt = byte_fallback.encode(before, add_special_tokens=False)
     answer = byte_fallback.encode("京🦦", add_special_tokens=False)[-7:]
-    assert run(WindowedDetokenizer(byte_fallback, prompt, skip_special_tokens=True), [answer]) == "京🦦"
+    assert run(WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids), [answer]) == "京🦦"
 
 
 @given(token_ids=st.lists(st.integers(0, 360), max_size=60), cuts=st.lists(st.integers(0, 200)))
 def test_windowed_text_does_not_depend_on_the_cuts(
     byte_fallback: Tokenizer, token_ids: list[int], cuts: list[int]
 ) -> None:
-    together = run(WindowedDetokenizer(byte_fallback, [], skip_special_tokens=True), [token_ids])
-    apart = run(WindowedDetokenizer(byte_fallback, [], skip_special_tokens=True), in_parts(token_ids, cuts))
+    together = run(WindowedDetokenizer(byte_fallback, [], hidden=byte_fallback.special_ids), [token_ids])
+    apart = run(WindowedDetokenizer(byte_fallback, [], hidden=byte_fallback.special_ids), in_parts(token_ids, cuts))
     assert apart == together
 
 
@@ -113,7 +113,7 @@ def test_unfinished_bytes_end_as_a_replacement_character(kind: str, request: pyt
 
 def test_bytes_that_never_become_a_character_are_not_withheld_for_ever(byte_fallback: Tokenizer) -> None:
     alphabet = {byte_fallback.token_bytes(token): token for token in range(byte_fallback.vocab_size)}
-    detokenizer = WindowedDetokenizer(byte_fallback, [], skip_special_tokens=True)
+    detokenizer = WindowedDetokenizer(byte_fallback, [], hidden=byte_fallback.special_ids)
     pieces = [detokenizer.feed([alphabet[b"\xff"]]) for _ in range(MAX_WITHHELD_TOKENS)]
     assert pieces[:-1] == [""] * (MAX_WITHHELD_TOKENS - 1)
     assert set(pieces[-1]) == {"\ufffd"}
@@ -122,13 +122,13 @@ def test_bytes_that_never_become_a_character_are_not_withheld_for_ever(byte_fall
 def test_the_window_keeps_the_space_between_prompt_and_output(byte_fallback: Tokenizer) -> None:
     prompt = byte_fallback.encode("an", add_special_tokens=False)
     output = byte_fallback.encode("an otter", add_special_tokens=False)[len(prompt) :]
-    assert run(WindowedDetokenizer(byte_fallback, prompt, skip_special_tokens=True), [output]) == " otter"
+    assert run(WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids), [output]) == " otter"
 
 
 def test_the_window_stays_small_over_tokens_without_text(byte_fallback: Tokenizer) -> None:
     """Thousands of skipped tokens would otherwise be decoded again and again."""
     (eos,) = byte_fallback.encode("</s>", add_special_tokens=False)
-    detokenizer = WindowedDetokenizer(byte_fallback, [], skip_special_tokens=True)
+    detokenizer = WindowedDetokenizer(byte_fallback, [], hidden=byte_fallback.special_ids)
     assert detokenizer.feed([eos] * 1000) == ""
     assert len(detokenizer._window) <= 64
 
@@ -146,5 +146,6 @@ def test_no_more_tokens_are_kept_than_the_vocabulary_has() -> None:
         detokenizer.feed(list(range(3 * tokenizer.vocab_size)))
         for token_id in range(3 * tokenizer.vocab_size):
             make_detokenizer(tokenizer, [], skip_special_tokens=skip).feed([token_id])
-    assert len(tokenizer.bytes_of) == len(tokenizer.visible_bytes_of) == tokenizer.vocab_size
-    assert len(tokenizer.text_of) == len(tokenizer.visible_text_of) == tokenizer.vocab_size
+    visible = tokenizer.texts_without(tokenizer.special_ids)
+    assert len(tokenizer.bytes_of) == len(visible.bytes_of) == tokenizer.vocab_size
+    assert len(tokenizer.text_of) == len(visible.text_of) == tokenizer.vocab_size

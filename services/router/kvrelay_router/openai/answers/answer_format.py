@@ -89,12 +89,16 @@ def beam_scores(choice: Choice) -> dict[str, Any]:
 def usage_of(runs: Sequence[PromptRun]) -> dict[str, Any]:
     """Counts the tokens of all prompts, each prompt once, and of all sampled sequences."""
     prompt_tokens = sum(len(run.request.prompt_ids) for run in runs)
-    completion_tokens = sum(choice.num_tokens for run in runs for choice in run.choices)
+    choices = [choice for run in runs for choice in run.choices]
+    completion_tokens = sum(choice.num_tokens for choice in choices)
+    reasoning = [count for choice in choices if (count := choice.num_reasoning_tokens) is not None]
+    details = {"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else {}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(run.cached_tokens for run in runs)},
+        **details,
     }
 
 

@@ -10,7 +10,6 @@ import orjson
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.http.json_parts import dump_at_once
 from kvrelay_router.openai.answers.answer_format import (
-    AnswerFormat,
     CollectedTexts,
     DocumentFormat,
     EventFormat,
@@ -19,22 +18,12 @@ from kvrelay_router.openai.answers.answer_format import (
 )
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import chat_logprobs
-from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
-from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.answers.prompt_scores import PromptScores
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.text.tokenizer import Tokenizer
 
 NO_DETAILS = b',"logprobs":null,"finish_reason":null'
-
-
-def chat_format(service: ApiService, answer_id: str, request: ChatRequest, runs: Sequence[PromptRun]) -> AnswerFormat:
-    """Returns the format that the request asks for."""
-    tokenizer = service.text.tokenizer
-    if request.stream:
-        return ChatStream(service.answer_head(answer_id, "chat.completion.chunk", request.model), tokenizer, request)
-    head = service.answer_head(answer_id, "chat.completion", request.model)
-    return ChatAnswer(head, tokenizer, request, runs, prompt_scores(tokenizer, request))
 
 
 class ChatStream(EventFormat):
@@ -59,7 +48,7 @@ class ChatStream(EventFormat):
         opening = b"" if choice.index in self._opened else self._open(run, choice)
         if not text and choice.finish_reason is None:
             return opening
-        return opening + self._event_with_details(run, choice, text)
+        return opening + self._event_with_details(run, choice, orjson.dumps({"content": text}) if text else b"{}")
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, if it was asked for."""
@@ -79,21 +68,23 @@ class ChatStream(EventFormat):
             prompt = self._prompt_ids
         return self._event(choice, b'{"role":"assistant","content":""}', NO_DETAILS, usage + prompt)
 
-    def _event_with_details(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+    def _event_with_details(self, run: PromptRun, choice: Choice, delta: bytes) -> bytes:
         records = choice.take_records()
-        delta = b'{"content":' + orjson.dumps(text) + b"}" if text else b"{}"
         usage = self._usage.field(run, choice, len(records.token_ids))
         if not self._has_details and choice.finish_reason is None:
             return self._event(choice, delta, NO_DETAILS, usage)
         details: dict[str, Any] = {
             "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
             **beam_scores(choice),
         }
         if self._request.return_token_ids:
             details["token_ids"] = records.token_ids
         return self._event(choice, delta, b"," + dump_at_once(details)[1:-1], usage)
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        return choice.finish_reason
 
     def _event(self, choice: Choice, delta: bytes, details: bytes, end: bytes) -> bytes:
         return b'%b%d,"delta":%b%b}]%b}\n\n' % (self._prefix, choice.index, delta, details, end)
@@ -135,15 +126,21 @@ class ChatAnswer(DocumentFormat):
         records = choice.take_records()
         content: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": self._texts.of(choice), "refusal": None},
+            "message": self._message(choice),
             "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
             **beam_scores(choice),
         }
         if self._request.return_token_ids:
             content["token_ids"] = records.token_ids
         return content
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        return {"role": "assistant", "content": self._texts.of(choice), "refusal": None}
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        return choice.finish_reason
 
 
 def _logprobs(tokenizer: Tokenizer, request: ChatRequest, entries: list[TokenLogprobs]) -> dict[str, Any] | None:

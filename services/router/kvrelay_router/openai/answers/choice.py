@@ -10,6 +10,7 @@ import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.output_parsing.reasoning_counter import ReasoningCounter
 from kvrelay_router.text.detokenizer import Detokenizer
 from kvrelay_router.text.stop_strings import StopMatcher
 
@@ -63,11 +64,23 @@ class Choice:
         self._num_chars = text_offset
         self._keeps_token_ids = keeps_token_ids
         self._records = TokenRecords()
+        self._reasoning: ReasoningCounter | None = None
+
+    def count_reasoning(self, counter: ReasoningCounter | None) -> None:
+        """Has the tokens of the reasoning counted, if there is a counter."""
+        self._reasoning = counter
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """None if they are not counted."""
+        return None if self._reasoning is None else min(self._reasoning.num_tokens, self.num_tokens)
 
     def feed(self, delta: SequenceDelta) -> str:
         """Returns the text that can go out now. The delta's finish reason or a stop string finishes the choice."""
         token_ids, finish = delta.token_ids, delta.finish
         visible = token_ids if finish is None else self._visible(token_ids, finish)
+        if self._reasoning is not None:
+            self._reasoning.count(token_ids)
         if self._matcher is not None or delta.logprobs:
             text = self._feed_each(delta, len(visible))
         else:

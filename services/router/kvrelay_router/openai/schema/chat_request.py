@@ -11,9 +11,10 @@ from pydantic_core import PydanticCustomError
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.beam_fields import BeamFields
-from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, check_stream_options, or_default
-from kvrelay_router.openai.schema.parsing import RequestModel, invalid, parse, value_error, wrong_type
-from kvrelay_router.openai.schema.unsupported import CHAT, refuse_tools, refuse_unsupported
+from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
+from kvrelay_router.openai.schema.parsing import invalid, parse, value_error, wrong_type
+from kvrelay_router.openai.schema.tool_fields import ToolFields, check_tool_results
+from kvrelay_router.openai.schema.unsupported import CHAT, refuse_unsupported
 from kvrelay_router.text.chat_template import RESERVED_NAMES, Message
 from kvrelay_router.text.service import ChatOptions
 
@@ -153,7 +154,7 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
     return value
 
 
-class ChatFields(RequestModel):
+class ChatFields(ToolFields):
     """The fields that determine the prompt. POST /tokenize has them as well."""
 
     # `_messages` has checked them: pydantic would copy each.
@@ -178,6 +179,7 @@ class ChatFields(RequestModel):
             continue_final_message=self.continue_final_message,
             add_special_tokens=self.add_special_tokens,
             template_kwargs=self._variables,
+            tools=self.shown_tools,
         )
 
     @property
@@ -192,6 +194,7 @@ class ChatRequest(ChatFields, BeamFields):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
+    include_reasoning: FlagOn = True
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -201,9 +204,10 @@ class ChatRequest(ChatFields, BeamFields):
 
 def parse_chat(content: dict[str, Any]) -> ChatRequest:
     """Validates a request body. Raises ApiError."""
-    refuse_tools(content)
     refuse_unsupported(content, CHAT)
     request = parse(ChatRequest, content)
+    request.check_tools()
+    check_tool_results(request.messages)
     if reason := check_stream_options(content):
         raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
     request.check_beams(wants_logprobs=request.logprobs, max_tokens=request.wanted_tokens)

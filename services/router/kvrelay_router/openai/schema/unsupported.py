@@ -62,7 +62,6 @@ COMPLETION: dict[str, tuple[Any, ...]] = {**COMMON, "suffix": (None, "")}
 
 CHAT: dict[str, tuple[Any, ...]] = {
     **COMMON,
-    "tool_choice": (None, "none", "auto"),
     "functions": NOTHING,
     "function_call": (None, "none"),
     "modalities": (None, ["text"]),
@@ -83,16 +82,6 @@ def refuse_unsupported(content: dict[str, Any], table: dict[str, tuple[Any, ...]
                 param=name,
                 code="unsupported_parameter",
             )
-
-
-def refuse_tools(content: dict[str, Any]) -> None:
-    """Raises ApiError for tools, unless `tool_choice` is "none"."""
-    if content.get("tools") and content.get("tool_choice") != "none":
-        raise ApiError(
-            "Tool calls are not supported; leave 'tools' out or set 'tool_choice' to \"none\"",
-            param="tools",
-            code="unsupported_parameter",
-        )
 
 
 def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:

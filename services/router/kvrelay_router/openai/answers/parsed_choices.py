@@ -1,0 +1,61 @@
+"""What the texts of an answer's choices say: reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvrelay_router.openai.answers.choice import Choice
+from kvrelay_router.output_parsing.events import (
+    ContentText,
+    Event,
+    OutputParser,
+    ReasoningText,
+    ToolCallBegun,
+)
+
+TOOL_CALLS = "tool_calls"
+
+
+class ParsedChoices:
+    """One parser for each choice of an answer.
+
+    `parallel_calls`: an output may have several calls; otherwise those behind the first are dropped. `is_plain`: all
+    text is content.
+    """
+
+    def __init__(
+        self,
+        new_parser: Callable[[], OutputParser],
+        *,
+        is_plain: bool = False,
+        parallel_calls: bool = True,
+        include_reasoning: bool = True,
+    ) -> None:
+        self.is_plain = is_plain
+        self.include_reasoning = include_reasoning
+        self._new_parser = new_parser
+        self._parallel_calls = parallel_calls
+        self._parsers: dict[int, OutputParser] = {}
+        self._have_calls: set[int] = set()
+
+    def events(self, choice: Choice, text: str) -> list[Event]:
+        """The events of a choice's new text, and those of its end if it has finished."""
+        parser = self._parsers.get(choice.index)
+        if parser is None:
+            parser = self._parsers[choice.index] = self._new_parser()
+        events = parser.feed(text)
+        if choice.finish_reason is not None:
+            events += parser.finish()
+        if not self.include_reasoning:
+            events = [each for each in events if not isinstance(each, ReasoningText)]
+        if not self._parallel_calls:
+            events = [each for each in events if isinstance(each, ContentText | ReasoningText) or each.index == 0]
+        if any(isinstance(each, ToolCallBegun) for each in events):
+            self._have_calls.add(choice.index)
+        return events
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """The reason for clients: `tool_calls` for a choice with calls that was not cut."""
+        if choice.finish_reason == "stop" and choice.index in self._have_calls:
+            return TOOL_CALLS
+        return choice.finish_reason

@@ -1,0 +1,168 @@
+"""The request fields of tool calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+from pydantic import BeforeValidator, Field, SkipValidation
+
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.schema.generation_fields import FlagOn
+from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
+from kvrelay_router.output_parsing.tool import Tool
+
+MAX_TOOLS = 1024
+MAX_TOOLS_BYTES = 1 << 20
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+TOOL_SHOWN_FIELDS = ("name", "description", "parameters")
+
+
+class DefinedTools(list[dict[str, Any]]):
+    """Checked tools in the form for templates. `of_request`: what the output may call."""
+
+    of_request: tuple[Tool, ...] = ()
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`name`: the tool that must be called, if only one may."""
+
+    mode: Literal["none", "auto", "required"]
+    name: str | None = None
+
+
+AUTO_CHOICE = ToolChoice("auto")
+
+
+def _tools(value: Any) -> DefinedTools:
+    if value is None:
+        return DefinedTools()
+    if not isinstance(value, list):
+        raise wrong_type("it must be a list of tools")
+    if len(value) > MAX_TOOLS:
+        raise invalid(f"at most {MAX_TOOLS} tools are allowed")
+    if (num_bytes := len(orjson.dumps(value))) > MAX_TOOLS_BYTES:
+        raise invalid(f"the tools have {num_bytes} bytes as JSON; at most {MAX_TOOLS_BYTES} are allowed")
+    shown = DefinedTools()
+    found: dict[str, Tool] = {}
+    for index, each in enumerate(value):
+        tool = _tool(each, index)
+        if tool.name in found:
+            raise invalid(f"two tools have the name {tool.name!r}")
+        found[tool.name] = tool
+        function = {name: each["function"][name] for name in each["function"] if name in TOOL_SHOWN_FIELDS}
+        shown.append({"type": "function", "function": function})
+    shown.of_request = tuple(found.values())
+    return shown
+
+
+def _tool(value: Any, index: int) -> Tool:
+    if not isinstance(value, dict):
+        raise wrong_type(f"tool {index} must be an object")
+    if value.get("type", "function") != "function":
+        raise invalid(f"tool {index} has the unknown type {value['type']!r}; only 'function' is supported")
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise wrong_type(f"tool {index} must have an object 'function'")
+    name = function.get("name")
+    if not isinstance(name, str):
+        raise wrong_type(f"tool {index} has no name")
+    if not NAME.fullmatch(name):
+        raise invalid(f"the name of tool {index} must have 1 to 128 letters, digits and characters of '_.-'")
+    if not isinstance(function.get("description"), str | None):
+        raise wrong_type(f"the description of tool {name!r} must be a string")
+    if not isinstance(function.get("strict"), bool | None):
+        raise wrong_type(f"'strict' of tool {name!r} must be true or false")
+    parameters = function.get("parameters")
+    if reason := _wrong_parameters(parameters):
+        raise invalid(f"the parameters of tool {name!r} are no JSON schema of an object: {reason}")
+    return Tool(name=name, parameters=parameters or {}, is_strict=bool(function.get("strict")))
+
+
+def _wrong_parameters(schema: Any) -> str | None:
+    """The reason why this cannot be the schema of a tool's arguments. Whether a strict one can be followed is checked
+    with its grammar."""
+    if schema is None:
+        return None
+    if not isinstance(schema, dict):
+        return "it must be an object"
+    if schema.get("type", "object") != "object":
+        return "its type must be 'object'"
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        return "'properties' must be an object"
+    for name, each in properties.items():
+        if not isinstance(each, dict | bool):
+            return f"the property {name!r} must be a schema"
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+        return "'required' must be a list of names"
+    return None
+
+
+def _tool_choice(value: Any) -> ToolChoice | None:
+    match value:
+        case None | ToolChoice():
+            return value
+        case "none" | "auto" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str() as name}}:
+            return ToolChoice("required", name)
+        case str():
+            raise invalid(f"{value!r} is unknown; known are 'none', 'auto', 'required' and an object that names a tool")
+    raise wrong_type("it must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}")
+
+
+class ToolFields(RequestModel):
+    # Checked by the validators: pydantic would copy each tool.
+    tools: Annotated[SkipValidation[list[dict[str, Any]]], BeforeValidator(_tools)] = Field(
+        default_factory=DefinedTools
+    )
+    tool_choice: Annotated[Any, BeforeValidator(_tool_choice)] = None
+    parallel_tool_calls: FlagOn = True
+
+    @property
+    def choice(self) -> ToolChoice:
+        given: ToolChoice | None = self.tool_choice
+        return AUTO_CHOICE if given is None else given
+
+    @property
+    def shown_tools(self) -> Sequence[dict[str, Any]]:
+        """The tools that the template gets: none if none may be called."""
+        return () if self.choice.mode == "none" else self.tools
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        if self.choice.mode == "none" or not isinstance(self.tools, DefinedTools):
+            return ()
+        return self.tools.of_request
+
+    def check_tools(self) -> None:
+        """Raises ApiError for a choice that does not fit the tools."""
+        choice = self.choice
+        if choice.mode == "required" and not self.tools:
+            raise _wrong_choice("there are no 'tools'")
+        if choice.name is not None and choice.name not in {tool.name for tool in self.callable_tools}:
+            raise _wrong_choice(f"there is no tool {choice.name!r}")
+
+
+def check_tool_results(messages: Sequence[dict[str, Any]]) -> None:
+    """Raises ApiError for a message with the role `tool` that belongs to no earlier call."""
+    has_calls, called = False, set[str]()
+    for index, message in enumerate(messages):
+        if message["role"] == "tool":
+            call_id = message.get("tool_call_id")
+            if not has_calls or (called and call_id is not None and call_id not in called):
+                reason = f"message {index} is the result of a tool call that no assistant's message before it has"
+                raise ApiError(f"Invalid value for 'messages': {reason}", param="messages", code="invalid_value")
+        elif calls := message.get("tool_calls"):
+            has_calls = True
+            called |= {call["id"] for call in calls if isinstance(call.get("id"), str)}
+
+
+def _wrong_choice(reason: str) -> ApiError:
+    return ApiError(f"Invalid value for 'tool_choice': {reason}", param="tool_choice", code="invalid_value")

@@ -1,0 +1,63 @@
+"""The parts of a model's output, and the interface of the parsers that find them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+class ReasoningText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class ContentText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class ToolCallBegun(msgspec.Struct, frozen=True):
+    """`index` counts the calls of an output from 0."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+class ArgumentsDelta(msgspec.Struct, frozen=True):
+    """The next part of a call's arguments, which are JSON text."""
+
+    index: int
+    text: str
+
+
+class ToolCallEnded(msgspec.Struct, frozen=True):
+    index: int
+
+
+Event = ReasoningText | ContentText | ToolCallBegun | ArgumentsDelta | ToolCallEnded
+
+
+class OutputParser(Protocol):
+    """Parses one output while it grows. How the text is cut into pieces does not change the joined events.
+
+    No parser fails: text that is no reasoning and no well-formed call is content. After `ToolCallBegun`, calls get
+    their arguments as the model writes them, even if these are no valid JSON, and always end with `ToolCallEnded`.
+    """
+
+    def feed(self, text: str) -> list[Event]:
+        """Returns the events that the text up to here decides."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """Returns the events of the text that was withheld. Call it once, at the end."""
+        ...
+
+
+class PlainParser:
+    """All text is content."""
+
+    def feed(self, text: str) -> list[Event]:
+        return [ContentText(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []

@@ -1,0 +1,28 @@
+"""Hermes 2 and 3, Qwen 2.5 and Qwen 3: each call is a JSON object in `<tool_call>` tags."""
+
+from __future__ import annotations
+
+from kvrelay_router.output_parsing.json_calls import JsonReader
+from kvrelay_router.output_parsing.text_parser import Malformed, Markers, NewId, Steps, new_call_id
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(JsonReader):
+    _opens = Markers(OPEN)
+
+    def __init__(self, new_id: NewId = new_call_id) -> None:
+        super().__init__(CLOSE, new_id)
+
+    def _parse(self) -> Steps[None]:
+        while (yield from self._until(self._opens, self._content)) is not None:
+            self._begin_head(OPEN)
+            try:
+                yield from self._skip_spaces()
+                yield from self._json_call()
+                yield from self._skip_spaces()
+                yield from self._expect(CLOSE)
+            except Malformed:
+                self._give_up()
+            else:
+                self._end_call()

@@ -1,0 +1,238 @@
+"""The base of all parsers: they are generators that read the output as if it were complete, and are suspended where
+text is missing."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from kvrelay_router.output_parsing.events import (
+    ArgumentsDelta,
+    ContentText,
+    Event,
+    ToolCallBegun,
+    ToolCallEnded,
+)
+
+Value = TypeVar("Value")
+Steps = Generator[None, None, Value]
+Write = Callable[[str], None]
+NewId = Callable[[], str]
+
+MAX_HEAD_CHARS = 1 << 16
+"""Text that is withheld until it is known to be a call. Longer text is content."""
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class Malformed(Exception):
+    """The text that was read is not what the parser expected."""
+
+
+class Markers:
+    """Strings to search for. None may be a part of another."""
+
+    def __init__(self, *markers: str) -> None:
+        self.texts = markers
+        self.find = re.compile("|".join(map(re.escape, markers))).search
+        self._beginnings = frozenset(marker[:end] for marker in markers for end in range(1, len(marker)))
+        self._starts = re.compile(f"[{re.escape(''.join({marker[0] for marker in markers}))}]").finditer
+        self._longest = max(map(len, markers))
+
+    def held_from(self, text: str, start: int) -> int:
+        """Where, at or behind `start`, the end of the text begins that may be the beginning of a marker."""
+        for found in self._starts(text, max(start, len(text) - self._longest + 1)):
+            if text[found.start() :] in self._beginnings:
+                return found.start()
+        return len(text)
+
+
+class TextParser(ABC):
+    """An `OutputParser`. `_parse` reads with the methods below; what it leaves is content."""
+
+    def __init__(self, new_id: NewId = new_call_id) -> None:
+        self._new_id = new_id
+        self._text = ""
+        self._at = 0
+        self._is_over = False
+        self._events: list[Event] = []
+        self._spaces = ""  # whitespace behind the content, which is no content in front of a call
+        self._num_calls = 0
+        self._call_is_open = False
+        self._head: list[str] = []  # what was read of a call and did not become an event
+        self._head_chars = 0
+        self._steps = self._run()
+
+    def feed(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        return self._advance()
+
+    def finish(self) -> list[Event]:
+        self._is_over = True
+        return self._advance()
+
+    def _advance(self) -> list[Event]:
+        next(self._steps, None)
+        events, self._events = self._events, []
+        return events
+
+    @abstractmethod
+    def _parse(self) -> Steps[None]:
+        """Reads the output."""
+
+    def _run(self) -> Steps[None]:
+        try:
+            yield from self._parse()
+        except Malformed:
+            self._give_up()
+        while True:
+            self._content(self._take_rest())
+            if not (yield from self._more()):
+                break
+        if not self._num_calls:
+            self._flush_spaces()
+
+    # Reading
+
+    def _more(self) -> Steps[bool]:
+        """Waits for text. False at the end of the output."""
+        if self._is_over:
+            return False
+        yield
+        return not self._is_over
+
+    def _take_rest(self) -> str:
+        rest, self._at = self._text[self._at :], len(self._text)
+        return rest
+
+    def _pass(self, end: int, write: Write) -> None:
+        """Reads up to `end`, and passes it to `write`."""
+        if end > self._at:
+            text, self._at = self._text[self._at : end], end
+            write(text)
+
+    def _until(self, markers: Markers, write: Write) -> Steps[str | None]:
+        """Passes the text before the next marker to `write`, and reads the marker. None at the end of the output."""
+        while True:
+            found = markers.find(self._text, self._at)
+            if found is not None:
+                self._pass(found.start(), write)
+                self._at += len(found[0])
+                return found[0]
+            self._pass(markers.held_from(self._text, self._at), write)
+            if not (yield from self._more()):
+                self._pass(len(self._text), write)
+                return None
+
+    def _peek(self) -> Steps[str]:
+        """The next character, or an empty string at the end of the output."""
+        while self._at >= len(self._text):
+            if not (yield from self._more()):
+                return ""
+        return self._text[self._at]
+
+    def _starts_with(self, expected: str) -> Steps[bool]:
+        """Whether the text goes on so. Reads nothing."""
+        while True:
+            there = self._text[self._at : self._at + len(expected)]
+            if there == expected:
+                return True
+            if not expected.startswith(there) or not (yield from self._more()):
+                return False
+
+    def _skip(self, expected: str) -> Steps[bool]:
+        """Reads this text if it is next."""
+        is_next = yield from self._starts_with(expected)
+        if is_next:
+            self._read_head(len(expected))
+        return is_next
+
+    def _expect(self, expected: str) -> Steps[None]:
+        if not (yield from self._skip(expected)):
+            if self._is_over and expected.startswith(self._text[self._at :]):
+                self._read_head(len(self._text) - self._at)  # only its end is missing
+            raise Malformed
+
+    def _skip_spaces(self) -> Steps[str]:
+        """Reads whitespace. Returns the character behind it, unread."""
+        while (char := (yield from self._peek())) and char.isspace():
+            self._read_head(1)
+        return char
+
+    def _short_text(self, ends: Markers) -> Steps[tuple[str, str]]:
+        """Reads a short text and the marker behind it. Raises Malformed if there is none."""
+        num_before = len(self._head)
+        marker = yield from self._until(ends, self._keep)
+        if marker is None:
+            raise Malformed
+        text = "".join(self._head[num_before:])
+        self._keep(marker)
+        return text, marker
+
+    def _read_head(self, num_chars: int) -> None:
+        self._pass(self._at + num_chars, self._keep)
+
+    def _keep(self, text: str) -> None:
+        """Keeps text that was just read, for the case that it turns out to be malformed."""
+        self._head.append(text)
+        self._head_chars += len(text)
+        if self._head_chars > MAX_HEAD_CHARS:
+            # Where the text is cut must not depend on the pieces in which it came.
+            num_unread = self._head_chars - MAX_HEAD_CHARS
+            self._head[-1] = text[: len(text) - num_unread]
+            self._at -= num_unread
+            raise Malformed
+
+    # Writing
+
+    def _content(self, text: str) -> None:
+        if not text:
+            return
+        text = self._spaces + text
+        kept = text.rstrip()
+        self._spaces = text[len(kept) :]
+        if kept:
+            self._events.append(ContentText(kept))
+
+    def _flush_spaces(self) -> None:
+        if self._spaces:
+            self._events.append(ContentText(self._spaces))
+            self._spaces = ""
+
+    def _begin_head(self, text: str) -> None:
+        """A call may begin with this text."""
+        self._head, self._head_chars = [text], len(text)
+
+    def _begin_call(self, name: str, call_id: str | None = None) -> None:
+        self._spaces = ""
+        self._head, self._head_chars = [], 0
+        self._call_is_open = True
+        self._events.append(ToolCallBegun(self._num_calls, call_id or self._new_id(), name))
+        self._num_calls += 1
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._events.append(ArgumentsDelta(self._num_calls - 1, text))
+
+    def _end_call(self) -> None:
+        """Ends the open call, if there is one. What was read since its arguments belongs to it."""
+        if self._call_is_open:
+            self._call_is_open = False
+            self._events.append(ToolCallEnded(self._num_calls - 1))
+        self._head, self._head_chars = [], 0
+
+    def _give_up(self) -> None:
+        """What was read is malformed: the open call ends where its arguments do, and the rest is content. If only the
+        output's end is missing, an open call has no rest."""
+        is_cut = self._call_is_open and self._is_over and self._at == len(self._text)
+        rest = "" if is_cut else "".join(self._head)
+        self._end_call()
+        self._content(rest)

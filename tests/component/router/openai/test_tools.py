@@ -1,0 +1,196 @@
+"""Tool calls and reasoning in chat completions, as the stock client sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay_router.text.service import TextService
+from tests.component.router.rig import MODEL, Router, running_router
+from tests.fakes.scripted_dispatcher import Script
+from tests.fakes.text_model import CHATML, write_text_model
+
+HELLO: list[Any] = [{"role": "user", "content": "Weather in Zürich?"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Looks.", "parameters": PARAMETERS}}
+ARGUMENTS = '{"city": "Zürich \\"🦦\\""}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+THINKING = "<think>\nHm 🦦\n</think>\n\n"
+TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif -%}"
+CALLS = "{%- for m in messages %}{% for c in m.tool_calls or [] %}[{{ c.function.arguments.city }}]{% endfor %}"
+TEMPLATE = TOOLS + CALLS + "{% endfor -%}" + CHATML.replace("tool", "tool_") + '{# <tool_call> "name" </think> #}'
+
+
+@pytest.fixture(scope="module")
+def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
+    service = TextService.load(str(write_text_model(tmp_path_factory.mktemp("tools-model"), TEMPLATE)))
+    yield service
+    service.close()
+
+
+@pytest_asyncio.fixture
+async def router(tools_text: TextService) -> AsyncIterator[Router]:
+    async with running_router(tools_text) as running:
+        yield running
+
+
+def options(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": HELLO, "tools": [TOOL], **fields}
+
+
+async def test_a_call(router: Router) -> None:
+    router.answers(f"{THINKING}I look. {CALL}\n{CALL}")
+    answer = await router.openai.chat.completions.create(**options())
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+    assert choice.message.model_dump()["reasoning_content"] == "Hm 🦦"
+    first, second = choice.message.tool_calls or []
+    assert first.type == "function" and first.id != second.id
+    assert (first.function.name, first.function.arguments) == ("weather", ARGUMENTS)
+
+
+async def test_a_stream_says_what_the_whole_answer_says(router: Router) -> None:
+    router.answers(f"{THINKING}I look. {CALL}\n{CALL}")
+    chunks = [chunk async for chunk in await router.openai.chat.completions.create(**options(stream=True))]
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
+    assert "".join([each.get("reasoning_content", "") for each in deltas]) == "Hm 🦦"
+    assert "".join([each.get("content") or "" for each in deltas]) == "I look."
+    calls: dict[int, Any] = {}
+    for call in [call for each in deltas for call in each.get("tool_calls", [])]:
+        if "id" in call:
+            assert call["index"] not in calls and call["type"] == "function"
+            calls[call["index"]] = {"name": call["function"]["name"], "arguments": ""}
+        calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    assert calls == {index: {"name": "weather", "arguments": ARGUMENTS} for index in (0, 1)}
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "tool_calls"
+
+
+async def test_the_client_collects_the_calls_of_a_stream(router: Router) -> None:
+    router.answers(CALL)
+    async with router.openai.chat.completions.stream(**options()) as stream:
+        final = await stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls or []
+    assert json.loads(call.function.arguments) == {"city": 'Zürich "🦦"'}
+
+
+async def test_only_the_first_call_if_they_must_not_be_parallel(router: Router) -> None:
+    router.answers(CALL + CALL)
+    answer = await router.openai.chat.completions.create(**options(parallel_tool_calls=False))
+    assert len(answer.choices[0].message.tool_calls or []) == 1
+
+
+@pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
+async def test_without_tools_a_call_is_text(router: Router, fields: dict[str, Any]) -> None:
+    router.answers(CALL)
+    answer = await router.post("/v1/chat/completions", **options(**fields))
+    message = answer.json()["choices"][0]["message"]
+    assert message["content"] == CALL and "tool_calls" not in message
+    assert router.dispatcher.requests[0].prompt_ids == router.tokens(
+        "<|im_start|>user\nWeather in Zürich?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_reasoning_can_be_left_out(router: Router) -> None:
+    router.answers(f"{THINKING}It rains.")
+    answer = (await router.post("/v1/chat/completions", **options(include_reasoning=False))).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "It rains.", "refusal": None}
+    streamed = await router.http.post("/v1/chat/completions", json=options(include_reasoning=False, stream=True))
+    assert "Hm" not in streamed.text and "reasoning" not in streamed.text
+
+
+async def test_several_choices_are_parsed_apart(router: Router) -> None:
+    texts = [CALL, f"{THINKING}It rains.", "It is sunny."]
+    router.dispatcher.script = lambda request, sequence: Script([*router.tokens(texts[sequence]), 2])
+    answer = await router.openai.chat.completions.create(**options(n=3))
+    assert [choice.finish_reason for choice in answer.choices] == ["tool_calls", "stop", "stop"]
+    assert [choice.message.content for choice in answer.choices] == [None, "It rains.", "It is sunny."]
+
+
+async def test_a_call_that_is_cut_ends_with_length(router: Router) -> None:
+    tokens = router.tokens(CALL)[:-30]
+    router.dispatcher.script = lambda request, sequence: Script(tokens, FinishReason.LENGTH)
+    answer = await router.openai.chat.completions.create(**options())
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert answer.choices[0].finish_reason == "length" and ARGUMENTS.startswith(call.function.arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_and_logprobs_are_those_of_all_tokens(router: Router, stream: bool) -> None:
+    router.answers(f"{THINKING}{CALL}")
+    fields = options(logprobs=True, stream=stream, extra_body={"return_token_ids": True})
+    if stream:
+        chunks = [chunk.model_dump() async for chunk in await router.openai.chat.completions.create(**fields)]
+        found = [chunk["choices"][0] for chunk in chunks[1:]]
+    else:
+        found = [(await router.openai.chat.completions.create(**fields)).model_dump()["choices"][0]]
+    ids = [token for each in found for token in each["token_ids"]]
+    assert ids == [*router.tokens(f"{THINKING}{CALL}"), *router.tokens("<|im_end|>")]
+    assert sum(len(each["logprobs"]["content"]) for each in found) == len(ids)
+
+
+async def test_stop_strings_end_the_text_before_it_is_parsed(router: Router) -> None:
+    router.answers(f"I look. {CALL}")
+    answer = await router.openai.chat.completions.create(**options(stop=["Zürich"]))
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.function.arguments == '{"city": "'
+
+
+async def test_tools_and_calls_reach_the_template(router: Router) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    history = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    history += [{"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+    answer = await router.post("/v1/chat/completions", **options(messages=history))
+    assert answer.status_code == 200, answer.text
+    prompt = router.text.tokenizer.decode(router.dispatcher.requests[0].prompt_ids, skip_special_tokens=False)
+    assert json.dumps(TOOL, ensure_ascii=False) in prompt and '[Zürich "🦦"]' in prompt and "rain" in prompt
+
+
+@pytest.mark.parametrize(
+    ("bad", "param", "said"),
+    [
+        ({"tools": {}}, "tools", "list"),
+        ({"tools": [7]}, "tools", "tool 0"),
+        ({"tools": [{"type": "function"}]}, "tools", "'function'"),
+        ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools", "web_search"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools", "no name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
+        ({"tools": [TOOL, TOOL]}, "tools", "'weather'"),
+        ({"tools": [{"function": {"name": "f", "strict": 1}}]}, "tools", "strict"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools", "'f'"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools", "object"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"properties": {"a": 1}}}}]}, "tools", "'a'"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"required": "a"}}}]}, "tools", "required"),
+        ({"tools": [{"function": {"name": "f", "description": "x" * (1 << 20)}}]}, "tools", "bytes"),
+        ({"tools": [{"function": {"name": f"f{n}"}} for n in range(1025)]}, "tools", "1024"),
+        ({"tool_choice": "always"}, "tool_choice", "'always'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "'tools'"),
+        ({"tool_choice": 7}, "tool_choice", "required"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", ""),
+        ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages", "message 1"),
+        (
+            {
+                "messages": [
+                    *HELLO,
+                    {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f"}}]},
+                    {"role": "tool", "tool_call_id": "c2", "content": "x"},
+                ]
+            },
+            "messages",
+            "message 2",
+        ),
+    ],
+)
+async def test_bad_input_is_refused_before_anything_is_queued(
+    router: Router, bad: dict[str, Any], param: str, said: str
+) -> None:
+    answer = await router.http.post("/v1/chat/completions", json=options(**bad))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and said in error["message"], error
+    assert router.dispatcher.requests == []

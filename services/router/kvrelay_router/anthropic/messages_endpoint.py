@@ -20,7 +20,7 @@ from kvrelay_router.anthropic.tools import tool_fields
 from kvrelay_router.http.api_error import json_response
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.chat_planning import plan_chat
+from kvrelay_router.openai.chat_planning import plan_parsed_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput, check_model
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
@@ -43,9 +43,10 @@ class MessagesEndpoint:
         chat_request = parse_chat({**chat, **generation_fields(request, content)})
         # An output that the context has no room for is cut, as in Anthropic's API.
         output = RequestedOutput(asked=None, default=request.max_tokens)
-        plan = await plan_chat(service, names, chat_request, output)
-        (run,) = plan.runs
-        return GenerationResponse(service, plan, message_format(f"msg_{names.unique}", chat_request, run))
+        planned = await plan_parsed_chat(service, names, chat_request, output)
+        (run,) = planned.plan.runs
+        answer = message_format(f"msg_{names.unique}", chat_request, run, planned.parsed)
+        return GenerationResponse(service, planned.plan, answer)
 
     async def count_tokens(self, http: Request) -> Response:
         """Counts the tokens of a prompt, special tokens included."""

@@ -7,43 +7,52 @@ from typing import Any
 import orjson
 
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.answers.answer_format import AnswerFormat, CollectedTexts, DocumentFormat, EventFormat
+from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat
 from kvrelay_router.openai.answers.choice import Choice
+from kvrelay_router.openai.answers.parsed_choices import TOOL_CALLS, ParsedChoices
 from kvrelay_router.openai.anthropic_errors import anthropic_error
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-NEW_TEXT = {"type": "text", "text": ""}
 
 
-def message_format(answer_id: str, request: ChatRequest, run: PromptRun) -> AnswerFormat:
+def message_format(answer_id: str, request: ChatRequest, run: PromptRun, parsed: ParsedChoices) -> AnswerFormat:
     """Returns the format that the request asks for."""
     head = {"id": answer_id, "type": "message", "role": "assistant", "model": request.model}
-    format_class = MessageStream if request.stream else MessageAnswer
-    return format_class(head, run, request.wanted_tokens or 0)
+    ending = MessageEnding(run, parsed, request.wanted_tokens or 0)
+    return MessageStream(head, ending, parsed) if request.stream else MessageAnswer(head, ending, parsed)
 
 
-def message_usage(run: PromptRun, num_output_tokens: int) -> dict[str, Any]:
-    """Tokens that were read from the cache are not counted as input a second time."""
-    cached = run.cached_tokens
-    return {
-        "input_tokens": len(run.request.prompt_ids) - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": num_output_tokens,
-    }
+class MessageEnding:
+    """Usage, and why the output ended. `asked_tokens`: the `max_tokens` of the request, for which the context may lack
+    room."""
 
+    def __init__(self, run: PromptRun, parsed: ParsedChoices, asked_tokens: int) -> None:
+        self._run, self._parsed, self._asked_tokens = run, parsed, asked_tokens
+        (self._choice,) = run.choices
 
-def stop_fields(run: PromptRun, asked_tokens: int) -> dict[str, Any]:
-    """Why the output ended. `asked_tokens`: the `max_tokens` of the request, for which the context may lack room."""
-    (choice,) = run.choices
-    if choice.finish_reason == "length":
-        is_full = choice.num_tokens < asked_tokens
-        return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
-    if isinstance(choice.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        """Tokens that were read from the cache are not counted as input a second time."""
+        cached = self._run.cached_tokens
+        return {
+            "input_tokens": len(self._run.request.prompt_ids) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._choice.num_tokens if num_output_tokens is None else num_output_tokens,
+        }
+
+    def stop_fields(self) -> dict[str, Any]:
+        choice = self._choice
+        if self._parsed.finish_reason(choice) == TOOL_CALLS:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if choice.finish_reason == "length":
+            is_full = choice.num_tokens < self._asked_tokens
+            return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
+        if isinstance(choice.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 class MessageStream(EventFormat):
@@ -52,29 +61,25 @@ class MessageStream(EventFormat):
     life_sign = PING
     done = b""
 
-    def __init__(self, head: dict[str, Any], run: PromptRun, asked_tokens: int) -> None:
-        self._head, self._run, self._asked_tokens = head, run, asked_tokens
+    def __init__(self, head: dict[str, Any], ending: MessageEnding, parsed: ParsedChoices) -> None:
+        self._head, self._ending, self._parsed = head, ending, parsed
         self._has_started = False
         self._num_blocks = 0
-        self._around_text = b"", b""  # of the events of the open block
+        self._open_type = ""  # of the block that is open
+        self._around_text = b"", b""  # of the deltas of the open block
 
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
         """Returns the events for new text."""
         opening = b"" if self._has_started else self._start()
-        if not text:
-            return opening
-        if not self._num_blocks:
-            opening += self._open_text() + PING
-        return b"".join((opening, self._around_text[0], orjson.dumps(text), self._around_text[1]))
+        if not self._parsed.is_plain:
+            return opening + b"".join(map(self._part, self._parsed.events(choice, text)))
+        return opening + self._delta("text", "text_delta", "text", text) if text else opening
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the events after the last text."""
-        (choice,) = self._run.choices
         events = b"" if self._has_started else self._start()
-        if self._num_blocks:
-            events += event("content_block_stop", index=self._num_blocks - 1)
-        delta = stop_fields(self._run, self._asked_tokens)
-        events += event("message_delta", delta=delta, usage=message_usage(self._run, choice.num_tokens))
+        events += self._close()
+        events += event("message_delta", delta=self._ending.stop_fields(), usage=self._ending.usage())
         return events + event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
@@ -82,38 +87,98 @@ class MessageStream(EventFormat):
 
     def _start(self) -> bytes:
         self._has_started = True
-        usage = message_usage(self._run, 0)
+        usage = self._ending.usage(0)
         unfinished: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return event("message_start", message={**self._head, **unfinished})
 
-    def _open_text(self) -> bytes:
+    def _part(self, part: Event) -> bytes:
+        match part:
+            case ContentText(text):
+                return self._delta("text", "text_delta", "text", text)
+            case ReasoningText(text):
+                return self._delta("thinking", "thinking_delta", "thinking", text)
+            case ToolCallBegun(_, call_id, name):
+                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                return self._open(block, "input_json_delta", "partial_json")
+            case ArgumentsDelta(_, text):
+                return b"".join((self._around_text[0], orjson.dumps(text), self._around_text[1]))
+            case _:
+                return self._close()
+
+    def _delta(self, block_type: str, delta_type: str, field: str, text: str) -> bytes:
+        """New text of a block of this type, which is opened first if another one is open."""
+        opening = b""
+        if self._open_type != block_type:
+            signature = {"signature": ""} if block_type == "thinking" else {}
+            opening = self._open({"type": block_type, field: "", **signature}, delta_type, field)
+        return b"".join((opening, self._around_text[0], orjson.dumps(text), self._around_text[1]))
+
+    def _open(self, block: dict[str, Any], delta_type: str, field: str) -> bytes:
+        closing, ping = self._close(), b"" if self._num_blocks else PING
         index, self._num_blocks = self._num_blocks, self._num_blocks + 1
-        before = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,' % index
-        self._around_text = before + b'"delta":{"type":"text_delta","text":', b"}}\n\n"
-        return event("content_block_start", index=index, content_block=NEW_TEXT)
+        self._open_type = block["type"]
+        head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
+        self._around_text = head % (index, delta_type.encode(), field.encode()), b"}}\n\n"
+        return closing + event("content_block_start", index=index, content_block=block) + ping
+
+    def _close(self) -> bytes:
+        kind, self._open_type = self._open_type, ""
+        if not kind:
+            return b""
+        index, signing = self._num_blocks - 1, b""
+        if kind == "thinking":  # clients send it back and expect one
+            signature = {"type": "signature_delta", "signature": self._head["id"]}
+            signing = event("content_block_delta", index=index, delta=signature)
+        return signing + event("content_block_stop", index=index)
 
 
 class MessageAnswer(DocumentFormat):
     """One JSON object."""
 
-    def __init__(self, head: dict[str, Any], run: PromptRun, asked_tokens: int) -> None:
-        self._head, self._run, self._asked_tokens = head, run, asked_tokens
-        self._texts = CollectedTexts()
+    def __init__(self, head: dict[str, Any], ending: MessageEnding, parsed: ParsedChoices) -> None:
+        self._head, self._ending, self._parsed = head, ending, parsed
+        self._parts: list[Event] = []
 
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Keeps the text."""
-        self._texts.add(choice, text)
+        """Keeps what the text says."""
+        self._parts += self._parsed.events(choice, text)
         return b""
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
-        (choice,) = self._run.choices
-        text = self._texts.of(choice)
-        return {
-            **self._head,
-            "content": [{"type": "text", "text": text}] if text else [],
-            **stop_fields(self._run, self._asked_tokens),
-            "usage": message_usage(self._run, choice.num_tokens),
-        }
+        content = self._content()
+        return {**self._head, "content": content, **self._ending.stop_fields(), "usage": self._ending.usage()}
+
+    def _content(self) -> list[dict[str, Any]]:
+        blocks: list[tuple[dict[str, Any], list[str]]] = []
+        for part in self._parts:
+            match part:
+                case ContentText(text):
+                    _texts(blocks, {"type": "text"}).append(text)
+                case ReasoningText(text):
+                    _texts(blocks, {"type": "thinking", "signature": self._head["id"]}).append(text)
+                case ToolCallBegun(_, call_id, name):
+                    blocks.append(({"type": "tool_use", "id": call_id, "name": name}, []))
+                case ArgumentsDelta(_, text):
+                    blocks[-1][1].append(text)
+        return [_block(block, "".join(texts)) for block, texts in blocks]
+
+
+def _texts(blocks: list[tuple[dict[str, Any], list[str]]], block: dict[str, Any]) -> list[str]:
+    """The texts of the last block, if that is of the same type, else of a new one."""
+    if not blocks or blocks[-1][0]["type"] != block["type"]:
+        blocks.append((block, []))
+    return blocks[-1][1]
+
+
+def _block(block: dict[str, Any], text: str) -> dict[str, Any]:
+    if block["type"] != "tool_use":
+        return {**block, block["type"]: text}
+    try:
+        arguments = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        arguments = None
+    # What is no object keeps its text: clients show it to their users or to the model.
+    return {**block, "input": arguments if isinstance(arguments, dict) else {"arguments": text}}
 
 
 def event(kind: str, **fields: Any) -> bytes:

@@ -67,6 +67,7 @@ def template_fields(request: PromptFields, content: dict[str, Any]) -> dict[str,
     fields: dict[str, Any] = {
         "chat_template_kwargs": kwargs if thinks is None else {"enable_thinking": thinks, **kwargs}
     }
+    fields["include_reasoning"] = bool(thinks)
     if (effort := _part(request.output_config, "effort", "output_config")) is not None:
         fields["reasoning_effort"] = effort
     return fields

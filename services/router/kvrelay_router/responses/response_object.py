@@ -17,7 +17,6 @@ class ResponseObject:
 
     def __init__(self, unique: str, request: ResponsesRequest, run: PromptRun, keep: Keep | None) -> None:
         """`keep` gets the response at its end, if it is to be stored."""
-        self.unique = unique
         self._run, self._keep = run, keep
         sampling = run.request.sampling
         self._head: dict[str, Any] = {
@@ -80,6 +79,6 @@ class ResponseObject:
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": self._run.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": choice.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens or 0},
             "total_tokens": num_prompt + choice.num_tokens,
         }

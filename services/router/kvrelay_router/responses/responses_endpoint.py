@@ -12,14 +12,15 @@ from kvrelay_router.http.api_error import ApiError, json_response
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.chat_planning import plan_chat
+from kvrelay_router.openai.chat_planning import plan_parsed_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
 from kvrelay_router.responses.input_items import as_items, input_messages
+from kvrelay_router.responses.output_items import OutputItems, TokenScores
 from kvrelay_router.responses.response_object import Keep, ResponseObject
 from kvrelay_router.responses.response_store import ResponseStore, StoredResponse
-from kvrelay_router.responses.responses_format import ResponseAnswer, ResponseStream, TokenScores
+from kvrelay_router.responses.responses_format import ResponseAnswer, ResponseStream
 from kvrelay_router.responses.responses_request import (
     ResponsesRequest,
     generation_fields,
@@ -46,15 +47,16 @@ class ResponsesEndpoint:
         chat = await _chat_content(request, messages)
         chat_request = parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
         output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
-        plan = await plan_chat(service, names, chat_request, output, prompt_param="input")
+        planned = await plan_parsed_chat(service, names, chat_request, output, prompt_param="input")
         keep = None
         if request.store and self._store.is_open:
             keep = self._keep(owner, (*earlier, *await _dumped(items)))
-        (run,) = plan.runs
+        (run,) = planned.plan.runs
         response = ResponseObject(names.unique, request, run, keep)
         scores = TokenScores(service.text.tokenizer, request.top_logprobs if request.wants_logprobs else None)
+        items_of_output = OutputItems(names.unique, planned.parsed, scores)
         answer = ResponseStream if request.stream else ResponseAnswer
-        return GenerationResponse(service, plan, answer(response, run, scores))
+        return GenerationResponse(service, planned.plan, answer(response, run, items_of_output))
 
     async def get(self, http: Request, response_id: str) -> Response:
         """Returns a stored response, or 404."""

@@ -1,0 +1,190 @@
+"""The output items of a response: texts, reasoning and calls, in the order in which the model writes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from kvrelay_router.openai.answers.choice import Choice
+from kvrelay_router.openai.answers.logprob_format import chat_logprobs
+from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
+from kvrelay_router.output_parsing.events import (
+    ArgumentsDelta,
+    ContentText,
+    ReasoningText,
+    ToolCallBegun,
+    ToolCallEnded,
+)
+from kvrelay_router.text.tokenizer import Tokenizer
+
+Score = dict[str, Any]
+
+
+class TokenScores:
+    """The log-probabilities of an output, if they were asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int | None) -> None:
+        self._tokenizer, self._num_top = tokenizer, num_top
+        self.are_wanted = num_top is not None
+
+    def take(self, choice: Choice) -> list[Score]:
+        """Those of all tokens since the last call."""
+        if self._num_top is None:
+            return []
+        entries = choice.take_records().logprobs
+        scores: list[Score] = chat_logprobs(self._tokenizer, entries, self._num_top)["content"].all()
+        return scores
+
+
+class OutputItem(ABC):
+    """`events` is the common part of the names of its delta and done events. `has_part`: its text is a content part."""
+
+    events: str
+    has_part = True
+
+    def __init__(self, item_id: str) -> None:
+        self.id = item_id
+        self._texts: list[str] = []
+
+    def add(self, text: str, scores: list[Score]) -> None:
+        self._texts.append(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Its content part as it is by now, if it has one."""
+        raise NotImplementedError
+
+    @property
+    def done_fields(self) -> dict[str, Any]:
+        """The fields of the event after the last delta."""
+        return {"text": self.text}
+
+    @abstractmethod
+    def fields(self, status: str) -> dict[str, Any]:
+        """The item as it is by now."""
+
+
+class MessageItem(OutputItem):
+    events = "response.output_text"
+
+    def __init__(self, unique: str) -> None:
+        super().__init__(f"msg_{unique}")
+        self._scores: list[Score] = []
+
+    def add(self, text: str, scores: list[Score]) -> None:
+        super().add(text, scores)
+        self._scores += scores
+
+    @property
+    def part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self._scores}
+
+    @property
+    def done_fields(self) -> dict[str, Any]:
+        return {"text": self.text, "logprobs": self._scores}
+
+    def fields(self, status: str) -> dict[str, Any]:
+        content = [] if status == "in_progress" else [self.part]
+        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+class ReasoningItem(OutputItem):
+    events = "response.reasoning_text"
+
+    def __init__(self, unique: str) -> None:
+        super().__init__(f"rs_{unique}")
+
+    @property
+    def part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": self.text}
+
+    def fields(self, status: str) -> dict[str, Any]:
+        content = [] if status == "in_progress" else [self.part]
+        return {"id": self.id, "type": "reasoning", "summary": [], "status": status, "content": content}
+
+
+class CallItem(OutputItem):
+    events = "response.function_call_arguments"
+    has_part = False
+
+    def __init__(self, unique: str, call_id: str, name: str) -> None:
+        super().__init__(f"fc_{unique}")
+        self._call = {"call_id": call_id, "name": name}
+
+    @property
+    def done_fields(self) -> dict[str, Any]:
+        return {"arguments": self.text, "name": self._call["name"]}
+
+    def fields(self, status: str) -> dict[str, Any]:
+        return {"id": self.id, "type": "function_call", "status": status, **self._call, "arguments": self.text}
+
+
+Step = tuple[Literal["begun", "text", "ended"], OutputItem, str, list[Score]]
+
+
+class OutputItems:
+    """Collects the items of an output. Each step is reported once, so that a stream can write its event."""
+
+    def __init__(self, unique: str, parsed: ParsedChoices, scores: TokenScores) -> None:
+        self._unique, self._parsed, self.scores = unique, parsed, scores
+        self._is_open = False
+        self.items: list[OutputItem] = []
+
+    def feed(self, choice: Choice, text: str) -> Iterator[Step]:
+        """The steps that a new text makes."""
+        for part in self._parsed.events(choice, text):
+            match part:
+                case ContentText(content):
+                    if not self._is_in(MessageItem):
+                        yield from self._begin(MessageItem(self._new_id()))
+                    yield self._add(content, self.scores.take(choice))
+                case ReasoningText(content):
+                    if not self._is_in(ReasoningItem):
+                        yield from self._begin(ReasoningItem(self._new_id()))
+                    self.scores.take(choice)  # an answer has those of its text alone
+                    yield self._add(content, [])
+                case ToolCallBegun(_, call_id, name):
+                    yield from self._begin(CallItem(self._new_id(), call_id, name))
+                case ArgumentsDelta(_, arguments):
+                    yield self._add(arguments, [])
+                case ToolCallEnded():
+                    yield from self._end()
+
+    def end(self, choice: Choice) -> Iterator[Step]:
+        """The steps after the last text. An output without any is an empty text."""
+        if not self.items:
+            yield from self._begin(MessageItem(self._new_id()))
+        if self._is_in(MessageItem):
+            self.items[-1].add("", self.scores.take(choice))
+        yield from self._end()
+
+    def fields(self, last_status: str) -> list[dict[str, Any]]:
+        """All items at the end. Only the last one may be incomplete."""
+        return [item.fields("completed" if item is not self.items[-1] else last_status) for item in self.items]
+
+    def _new_id(self) -> str:
+        return f"{self._unique}_{len(self.items)}" if self.items else self._unique
+
+    def _is_in(self, kind: type[OutputItem]) -> bool:
+        return self._is_open and isinstance(self.items[-1], kind)
+
+    def _add(self, text: str, scores: list[Score]) -> Step:
+        item = self.items[-1]
+        item.add(text, scores)
+        return "text", item, text, scores
+
+    def _begin(self, item: OutputItem) -> Iterator[Step]:
+        yield from self._end()
+        self.items.append(item)
+        self._is_open = True
+        yield "begun", item, "", []
+
+    def _end(self) -> Iterator[Step]:
+        if self._is_open:
+            self._is_open = False
+            yield "ended", self.items[-1], "", []

@@ -1,0 +1,140 @@
+"""Tool calls and reasoning in Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from kvrelay_router.text.service import TextService
+from tests.component.router.openai.test_tools import ARGUMENTS, CALL, PARAMETERS, TEMPLATE, THINKING
+from tests.component.router.rig import MODEL, Router, running_router
+from tests.fakes.text_model import write_text_model
+
+TOOL = {"name": "weather", "description": "Looks.", "input_schema": PARAMETERS}
+HELLO = [{"role": "user", "content": "Weather in Zürich?"}]
+BODY: dict[str, Any] = {"messages": HELLO, "max_tokens": 300, "tools": [TOOL], "thinking": {"type": "enabled"}}
+
+
+@pytest.fixture(scope="module")
+def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
+    service = TextService.load(str(write_text_model(tmp_path_factory.mktemp("tools-model"), TEMPLATE)))
+    yield service
+    service.close()
+
+
+@pytest_asyncio.fixture
+async def router(tools_text: TextService) -> AsyncIterator[Router]:
+    async with running_router(tools_text) as running:
+        yield running
+
+
+async def created(router: Router, **body: Any) -> dict[str, Any]:
+    answer = await router.post("/v1/messages", **{**BODY, **body})
+    assert answer.status_code == 200, answer.text
+    message: dict[str, Any] = answer.json()
+    return message
+
+
+async def streamed(router: Router, **body: Any) -> dict[str, Any]:
+    """The message that a client puts together from the events."""
+    message: dict[str, Any] = {}
+    blocks: list[dict[str, Any]] = []
+    values = {"model": MODEL, "stream": True, **BODY, **body}
+    async with router.http.stream("POST", "/v1/messages", json=values) as answer:
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+    for event in map(json.loads, [line.removeprefix("data: ") for line in lines]):
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(blocks)
+                blocks.append({**event["content_block"], "is_open": True, "json": ""})
+            case "content_block_delta":
+                assert blocks[event["index"]]["is_open"] and event["index"] == len(blocks) - 1
+                _extend(blocks[-1], event["delta"])
+            case "content_block_stop":
+                assert blocks[event["index"]].pop("is_open")
+            case "message_delta":
+                message |= {**event["delta"], "usage": event["usage"]}
+    for block in blocks:
+        assert "is_open" not in block
+        text = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(text)
+    return {**message, "content": blocks}
+
+
+def _extend(block: dict[str, Any], delta: dict[str, Any]) -> None:
+    field = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}.get(delta["type"])
+    if field is None:
+        block["json"] += delta["partial_json"]
+    else:
+        block[field] += delta[field]
+
+
+def bare(message: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs from answer to answer."""
+    left_out = ("id", "signature")
+    blocks = [{name: block[name] for name in block if name not in left_out} for block in message["content"]]
+    return {**{name: message[name] for name in message if name not in left_out}, "content": blocks}
+
+
+@pytest.mark.parametrize("get", [created, streamed])
+async def test_thoughts_text_and_calls_are_blocks(router: Router, get: Any) -> None:
+    router.answers(f"{THINKING}I look. {CALL}\n{CALL}")
+    message = bare(await get(router))
+    call = {"type": "tool_use", "name": "weather", "input": json.loads(ARGUMENTS)}
+    assert message["content"] == [
+        {"type": "thinking", "thinking": "Hm 🦦"},
+        {"type": "text", "text": "I look."},
+        call,
+        call,
+    ]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+
+
+async def test_a_stream_is_the_whole_answer(router: Router) -> None:
+    for output in (f"{CALL}", f"{THINKING}Plain.", f"{THINKING}", "<tool_call>\nno call\n</tool_call> x", ""):
+        router.answers(output)
+        plain, stream = bare(await created(router)), bare(await streamed(router))
+        assert plain == stream, output
+
+
+async def test_ids_of_calls_differ_and_results_refer_to_them(router: Router) -> None:
+    router.answers(f"{CALL}\n{CALL}")
+    first, second = (await created(router))["content"]
+    assert first["id"] != second["id"]
+    results = [{"type": "tool_result", "tool_use_id": each["id"], "content": "sunny"} for each in (first, second)]
+    turns = [{"role": "assistant", "content": [first, second]}, {"role": "user", "content": results}]
+    await created(router, messages=[*HELLO, *turns])
+    prompt = router.text.tokenizer.backend.decode(router.dispatcher.requests[-1].prompt_ids)
+    assert prompt.count("sunny") == 2
+
+
+async def test_thoughts_are_hidden_unless_they_were_asked_for(router: Router) -> None:
+    router.answers(f"{THINKING}Plain.")
+    for thinking in (None, {"type": "disabled"}):
+        assert [block["type"] for block in (await created(router, thinking=thinking))["content"]] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"tools": [TOOL, TOOL]}, "weather"),
+        ({"tools": [{**TOOL, "name": ""}]}, "tools.0"),
+        ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "object"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ({"tool_choice": {"type": "tool", "name": "other"}}, "other"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+    ],
+)
+async def test_bad_tools_are_refused(router: Router, body: dict[str, Any], says: str) -> None:
+    answer = await router.post("/v1/messages", **{**BODY, **body})
+    error = answer.json()
+    assert (answer.status_code, error["error"]["type"]) == (400, "invalid_request_error"), error
+    assert says in error["error"]["message"]
+    assert router.dispatcher.requests == []

@@ -1,0 +1,96 @@
+"""Function calls and reasoning in the Responses API, as the stock client sees them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from kvrelay_router.text.service import TextService
+from tests.component.router.openai.test_tools import ARGUMENTS, CALL, PARAMETERS, TEMPLATE, THINKING
+from tests.component.router.rig import MODEL, Router, running_router
+from tests.fakes.text_model import write_text_model
+
+TOOL: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}
+BODY: dict[str, Any] = {"model": MODEL, "input": "Weather in Zürich?", "tools": [TOOL]}
+
+
+@pytest.fixture(scope="module")
+def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
+    service = TextService.load(str(write_text_model(tmp_path_factory.mktemp("tools-model"), TEMPLATE)))
+    yield service
+    service.close()
+
+
+@pytest_asyncio.fixture
+async def router(tools_text: TextService) -> AsyncIterator[Router]:
+    async with running_router(tools_text) as running:
+        yield running
+
+
+def bare(items: list[Any]) -> list[dict[str, Any]]:
+    """Items without what differs from answer to answer."""
+    dumped = [item if isinstance(item, dict) else item.model_dump(exclude_unset=True) for item in items]
+    return [{name: item[name] for name in item if name not in ("id", "call_id")} for item in dumped]
+
+
+async def test_reasoning_text_and_calls_are_items(router: Router) -> None:
+    router.answers(f"{THINKING}I look. {CALL}\n{CALL}")
+    response = await router.openai.responses.create(**BODY)
+    part = {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}
+    call = {"type": "function_call", "status": "completed", "name": "weather", "arguments": ARGUMENTS}
+    thought = {"type": "reasoning_text", "text": "Hm 🦦"}
+    assert bare(response.output) == [
+        {"type": "reasoning", "summary": [], "status": "completed", "content": [thought]},
+        {"type": "message", "role": "assistant", "status": "completed", "content": [part]},
+        call,
+        call,
+    ]
+    assert len({item.id for item in response.output}) == 4
+
+
+async def test_a_stream_says_what_the_whole_answer_says(router: Router) -> None:
+    for output in (f"{THINKING}I look. {CALL}\n{CALL}", CALL, f"{THINKING}Plain.", "<tool_call>\nno\n</tool_call>", ""):
+        router.answers(output)
+        whole = await router.openai.responses.create(**BODY)
+        events = [event async for event in await router.openai.responses.create(**BODY, stream=True)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        last = events[-1]
+        assert last.type == "response.completed"
+        assert bare(last.response.output) == bare(whole.output)
+        done = [event for event in events if event.type == "response.output_item.done"]
+        assert [event.item for event in done] == last.response.output
+        assert [event.output_index for event in done] == list(range(len(done)))
+        texts = dict.fromkeys(range(len(done)), "")
+        for event in events:
+            if event.type.endswith(".delta"):
+                texts[event.output_index] += event.delta
+            elif event.type in ("response.output_text.done", "response.reasoning_text.done"):
+                assert event.text == texts[event.output_index]
+            elif event.type == "response.function_call_arguments.done":
+                assert event.arguments == texts[event.output_index] == ARGUMENTS
+
+
+async def test_the_client_collects_the_calls_of_a_stream(router: Router) -> None:
+    router.answers(CALL)
+    async with router.openai.responses.stream(**BODY) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_response()
+    (call,) = final.output
+    assert call.type == "function_call" and call.arguments == ARGUMENTS
+
+
+async def test_a_result_continues_a_stored_response(router: Router) -> None:
+    router.answers(f"{THINKING}{CALL}")
+    first = await router.openai.responses.create(**BODY)
+    call = first.output[-1]
+    assert call.type == "function_call"
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    await router.openai.responses.create(**{**BODY, "input": [output], "previous_response_id": first.id})
+    prompt = router.text.tokenizer.backend.decode(router.dispatcher.requests[-1].prompt_ids)
+    assert "sunny" in prompt and 'Zürich "🦦"' in prompt
+    refused = await router.post("/v1/responses", input=[{**output, "call_id": "other"}], previous_response_id=first.id)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "input[0].call_id"

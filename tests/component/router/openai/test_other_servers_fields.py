@@ -128,7 +128,6 @@ async def test_truncations_that_make_no_sense(router: Router, path: str, field: 
         ("thinking_token_budget", 5, None),
         ("lora_path", "x", None),
         ("return_hidden_states", True, False),
-        ("return_tokens_as_token_ids", True, False),
         ("logprob_token_ids", [5], []),
         ("top_n_sigma", 1.0, -1),
         ("top_a", 0.1, 0),
@@ -247,3 +246,26 @@ async def test_requests_as_well_known_clients_send_them(router: Router, path: st
     assert sampling.max_tokens == 8
     assert sampling.ignore_eos is LOAD_GENERATORS[sender].get("ignore_eos", False)
     assert sampling.min_tokens == LOAD_GENERATORS[sender].get("min_tokens", 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_name_tokens_by_their_ids_if_asked_for(router: Router, stream: bool) -> None:
+    router.answers("é 🦦")
+    names = [f"token_id:{token_id}" for token_id in [*router.tokens("é 🦦"), *router.tokens("<|im_end|>")]]
+    wanted: dict[str, Any] = {"return_tokens_as_token_ids": True}
+    completed = router.openai.completions.create
+    chatted = router.openai.chat.completions.create
+    text: Any = {"model": MODEL, "prompt": "x", "logprobs": 1, "extra_body": wanted}
+    chat: Any = {"model": MODEL, "messages": HELLO, "logprobs": True, "top_logprobs": 1, "extra_body": wanted}
+    if stream:
+        texts: list[Any] = [chunk async for chunk in await completed(**text, stream=True)]
+        chats: list[Any] = [chunk async for chunk in await chatted(**chat, stream=True)]
+    else:
+        texts, chats = [await completed(**text)], [await chatted(**chat)]
+    of_texts = [each.choices[0].logprobs for each in texts if each.choices[0].logprobs]
+    assert [name for each in of_texts for name in each.tokens] == names
+    assert {name for each in of_texts for top in each.top_logprobs for name in top} == set(names)
+    of_chats = [entry for each in chats if each.choices[0].logprobs for entry in each.choices[0].logprobs.content]
+    assert [entry.token for entry in of_chats] == names
+    assert [bytes(entry.bytes).decode() for entry in of_chats] == names
+    assert [entry.top_logprobs[0].token for entry in of_chats] == names

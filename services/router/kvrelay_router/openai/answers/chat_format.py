@@ -17,7 +17,7 @@ from kvrelay_router.openai.answers.answer_format import (
     beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.logprob_format import chat_logprobs
+from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, chat_logprobs
 from kvrelay_router.openai.answers.prompt_scores import PromptScores
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
@@ -144,4 +144,7 @@ class ChatAnswer(DocumentFormat):
 
 
 def _logprobs(tokenizer: Tokenizer, request: ChatRequest, entries: list[TokenLogprobs]) -> dict[str, Any] | None:
-    return chat_logprobs(tokenizer, entries, request.top_logprobs) if request.logprobs else None
+    if not request.logprobs:
+        return None
+    texts = TOKEN_IDS if request.return_tokens_as_token_ids else tokenizer
+    return chat_logprobs(texts, entries, request.top_logprobs)

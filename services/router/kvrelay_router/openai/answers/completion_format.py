@@ -17,7 +17,7 @@ from kvrelay_router.openai.answers.answer_format import (
     beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
-from kvrelay_router.openai.answers.logprob_format import EchoedRows, ScoredTokens, completion_logprobs
+from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, EchoedRows, ScoredTokens, completion_logprobs
 from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
@@ -190,14 +190,15 @@ class _ChoiceFields:
         num_top = self._request.logprobs
         if num_top is None:
             return None
+        texts = TOKEN_IDS if self._request.return_tokens_as_token_ids else self._tokenizer
         token_ids = [entry.token_id for entry in records.logprobs]
         offsets, logprobs = records.offsets, records.logprobs
         if echo is None:
-            return completion_logprobs(self._tokenizer, ScoredTokens(token_ids, offsets, logprobs), num_top)
+            return completion_logprobs(texts, ScoredTokens(token_ids, offsets, logprobs), num_top)
         prompt_ids = run.request.prompt_ids[: 1 + len(run.prompt_logprobs)]
         entries = EchoedRows(run.prompt_logprobs, logprobs)
         scored = ScoredTokens(prompt_ids + token_ids, echo.offsets[: len(prompt_ids)] + offsets, entries)
-        return completion_logprobs(self._tokenizer, scored, num_top)
+        return completion_logprobs(texts, scored, num_top)
 
 
 def _mean_logprob(choice: Choice) -> float:

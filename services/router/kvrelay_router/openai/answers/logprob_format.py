@@ -9,10 +9,25 @@ from typing import Any, Protocol
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.dispatch.collected_logprobs import LogprobRows
 from kvrelay_router.http.json_parts import Rows
-from kvrelay_router.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Written for minus infinity, which JSON cannot represent."""
+
+
+class TokenTexts(Protocol):
+    """Gives the bytes of tokens, as `Tokenizer` does."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class TokenIdTexts:
+    """Writes `token_id:123` in place of the text, which several tokens may share."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"token_id:%d" % token_id
+
+
+TOKEN_IDS = TokenIdTexts()
 
 
 class OptionalRows(Protocol):
@@ -51,7 +66,7 @@ class ScoredTokens:
     logprobs: OptionalRows
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: ScoredTokens, num_top: int) -> dict[str, Any]:
+def completion_logprobs(tokenizer: TokenTexts, tokens: ScoredTokens, num_top: int) -> dict[str, Any]:
     """The legacy form: parallel lists; the alternatives always contain the token itself."""
     ids, offsets, logprobs = tokens.token_ids, tokens.offsets, tokens.logprobs
 
@@ -72,7 +87,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: ScoredTokens, num_top: int
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
+def chat_logprobs(tokenizer: TokenTexts, entries: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
     """The chat form: one object a token, with its bytes."""
 
     def content(start: int, stop: int) -> list[Any]:
@@ -81,7 +96,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs], num_top: i
     return {"content": Rows(len(entries), content, 2 * (num_top + 1)), "refusal": None}
 
 
-def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
+def _chat_entry(tokenizer: TokenTexts, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
     top = [
         _chat_token(tokenizer, token_id, logprob)
         for token_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
@@ -89,13 +104,13 @@ def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dic
     return {**_chat_token(tokenizer, entry.token_id, entry.logprob), "top_logprobs": top}
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(tokenizer: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
     token_bytes = tokenizer.token_bytes(token_id)
     text = token_bytes.decode(errors="backslashreplace")
     return {"token": text, "logprob": finite(logprob), "bytes": list(token_bytes)}
 
 
-def _completion_token(tokenizer: Tokenizer, token_id: int) -> str:
+def _completion_token(tokenizer: TokenTexts, token_id: int) -> str:
     """Text, or the escaped bytes of a token that is part of a character."""
     token_bytes = tokenizer.token_bytes(token_id)
     try:
@@ -104,7 +119,7 @@ def _completion_token(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
-def _completion_top(tokenizer: Tokenizer, entry: TokenLogprobs | None, num_top: int) -> dict[str, float] | None:
+def _completion_top(tokenizer: TokenTexts, entry: TokenLogprobs | None, num_top: int) -> dict[str, float] | None:
     if entry is None:
         return None
     top: dict[str, float] = {}

@@ -142,6 +142,7 @@ class GenerationFields(RequestModel):
     ignore_eos: Flag = False
     skip_special_tokens: FlagOn = True
     return_token_ids: Flag = False
+    return_tokens_as_token_ids: Flag = False
     cache_salt: Annotated[str, Field(max_length=1024), or_default("")] = ""
     user: Annotated[str, Field(max_length=1024), or_default("")] = ""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -47,7 +47,6 @@ COMMON: dict[str, tuple[Any, ...]] = {
     # Fields that change the model, the prompt or the form of the answer.
     "lora_path": NOTHING,
     "return_hidden_states": NOTHING,
-    "return_tokens_as_token_ids": NOTHING,
     "logprob_token_ids": NOTHING,
     "logits_processors": NOTHING,
     "logit_processors": NOTHING,

@@ -249,10 +249,13 @@ async def test_bytes_that_are_no_text_and_deep_nesting_do_not_end_the_receiver(
 async def test_a_receiver_that_refuses_the_handshake_fails_its_pushes_alone(rig: Rig) -> None:
     """libzmq ends the queue to it, so a send that waited would hold the thread, and its close, for ever."""
 
+    hung_up = asyncio.Event()
+
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer):
             writer.write(CURVE_GREETING)
             await reader.read()
+            hung_up.set()
 
     source, target = rig.sender(source_pool(8, BLOCK_BYTES)), rig.receiver(target_pool(8, BLOCK_BYTES))
     plan = Plan("r", 0, (1, 2), (3, 4))
@@ -260,10 +263,11 @@ async def test_a_receiver_that_refuses_the_handshake_fails_its_pushes_alone(rig:
     server = await asyncio.start_server(greet, "127.0.0.1", 0)
     async with server:
         refusing = {"address": tcp_address("127.0.0.1", server.sockets[0].getsockname()[1])}
+        source.push("refused", refusing, [BlockPush(0, 0, 0)])
         async with asyncio.timeout(PATIENCE_S):
-            while not source.failures("refused"):  # the handshake fails in the background, after the first push
-                source.push("refused", refusing, [BlockPush(0, 0, 0)])
-                await source.until_begun()
+            await hung_up.wait()  # libzmq ends the queue before it closes the connection
+        source.push("refused", refusing, [BlockPush(1, 1, 1)])
+        await source.log.until(lambda: bool(source.failures("refused")))
     assert "refuses the connection" in source.failures("refused")[0]
     await source.abort("refused")
     source.push("r", target.endpoint, plan.copies)

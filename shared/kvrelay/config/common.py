@@ -23,8 +23,8 @@ LogFormat = Literal["text", "json"]
 MASK = "**********"
 
 NO_REDIS = "none"
-MAX_MODEL_NAME_CHARS = 200
 """Value of `redis_url` for a process without Redis."""
+MAX_MODEL_NAME_CHARS = 200
 
 
 def mask_password(url: str) -> str:

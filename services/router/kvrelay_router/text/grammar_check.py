@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
@@ -20,15 +21,23 @@ ANY_END_TOKEN = (0,)
 MAX_CPU_S = 0.2
 
 
+@dataclass(slots=True)
+class _Compilation:
+    job: Future[str]
+    refusal: asyncio.Future[str]
+    num_waiting: int = 0
+
+
 class GrammarCheck:
     """Remembers what it found for the latest grammars."""
 
     def __init__(self, tokenizer: Tokenizer, max_cpu_s: float = MAX_CPU_S) -> None:
         """`max_cpu_s`: for one grammar."""
-        self._tokenizer = tokenizer
-        self._max_cpu_s = max_cpu_s
+        # Writing a large vocabulary takes 0.1 s with the GIL held, so it is done before requests come.
+        written = tokenizer.backend.to_str()
+        self._spec = CompilerSpec(written, tokenizer.vocab_size, ANY_END_TOKEN, max_cpu_s)
         self._known: OrderedDict[bytes, str] = OrderedDict()  # refusals by digest; a grammar may have 128 KiB
-        self._running: dict[bytes, asyncio.Future[str]] = {}
+        self._running: dict[bytes, _Compilation] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
         self._process: GrammarProcess | None = None
 
@@ -37,7 +46,7 @@ class GrammarCheck:
         digest = blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()
         refusal = self._known.get(digest)
         if refusal is None:
-            refusal = await asyncio.shield(self._running.get(digest) or self._begin(digest, grammar))
+            refusal = await self._wait(digest, self._running.get(digest) or self._begin(digest, grammar))
         else:
             self._known.move_to_end(digest)
         if refusal:
@@ -48,20 +57,28 @@ class GrammarCheck:
         if self._process is not None:
             self._process.close()
 
-    def _begin(self, digest: bytes, grammar: Grammar) -> asyncio.Future[str]:
-        if self._process is None:
-            written = self._tokenizer.backend.to_str()
-            spec = CompilerSpec(written, self._tokenizer.vocab_size, ANY_END_TOKEN, self._max_cpu_s)
-            self._process = GrammarProcess(spec)
-        process = self._process
-        found = asyncio.get_running_loop().run_in_executor(self._thread, lambda: process.verdict(grammar).refusal)
-        self._running[digest] = found
-        found.add_done_callback(lambda _: self._ended(digest, found))
-        return found
+    async def _wait(self, digest: bytes, compilation: _Compilation) -> str:
+        compilation.num_waiting += 1
+        try:
+            return await asyncio.shield(compilation.refusal)
+        finally:
+            compilation.num_waiting -= 1
+            # Clients that leave must not fill the queue. One that runs goes on: its refusal is worth knowing.
+            if not compilation.num_waiting and compilation.job.cancel():
+                del self._running[digest]
 
-    def _ended(self, digest: bytes, found: asyncio.Future[str]) -> None:
+    def _begin(self, digest: bytes, grammar: Grammar) -> _Compilation:
+        process = self._process = self._process or GrammarProcess(self._spec)
+        job = self._thread.submit(lambda: process.verdict(grammar).refusal)
+        compilation = self._running[digest] = _Compilation(job, asyncio.wrap_future(job))
+        compilation.refusal.add_done_callback(lambda refusal: self._ended(digest, refusal))
+        return compilation
+
+    def _ended(self, digest: bytes, refusal: asyncio.Future[str]) -> None:
+        if refusal.cancelled():
+            return
         del self._running[digest]
-        if not found.cancelled() and found.exception() is None:
-            self._known[digest] = found.result()
+        if refusal.exception() is None:
+            self._known[digest] = refusal.result()
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)

@@ -86,6 +86,8 @@ class GrammarProcess:
         if self._is_closed:
             raise BrokenPipeError("grammars are not compiled any more")
         process = self._process or self._start()
+        if self._is_closed:  # since; `close` may have found no process to kill
+            raise BrokenPipeError("grammars are not compiled any more")
         assert process.stdin is not None and process.stdout is not None
         _write(process.stdin, grammar)
         answer = select.poll()
@@ -159,11 +161,13 @@ def _refusal_of_fork(compiler: GrammarCompiler, grammar: Grammar, max_cpu_s: flo
     source, target = os.pipe()
     child = os.fork()
     if child == 0:
+        status = os.EX_SOFTWARE  # also if there is no memory for an error's text: no text would mean no refusal
         try:
             _limit(max_cpu_s)
             os.write(target, _refusal(compiler, grammar).encode(errors="replace")[:_PIPE_BYTES])
+            status = os.EX_OK
         finally:
-            os._exit(0)
+            os._exit(status)
     os.close(target)
     with open(source, "rb") as pipe:
         refusal = pipe.read().decode(errors="replace")
@@ -179,6 +183,8 @@ def _limit(max_cpu_s: float) -> None:
     with suppress(OSError):
         num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         most = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
     signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF ends the process

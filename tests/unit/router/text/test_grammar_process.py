@@ -87,6 +87,21 @@ def test_close_ends_a_compilation() -> None:
         os.kill(pid, 0)
 
 
+def test_a_process_that_starts_while_it_is_closed_is_not_asked(
+    process: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = process._start
+
+    def start_late() -> subprocess.Popen[bytes]:
+        process._is_closed = True  # `close` finds no process, and waits for the end of `verdict`
+        return start()
+
+    monkeypatch.setattr(process, "_start", start_late)
+    with pytest.raises(OSError, match="not compiled any more"):
+        process.verdict(GOOD)
+    assert process._process is None
+
+
 def test_a_tokenizer_that_the_library_cannot_read_refuses_all() -> None:
     process = GrammarProcess(CompilerSpec("{}", 10, (0,), max_cpu_s=1.0))
     try:
@@ -102,6 +117,7 @@ COMPILERS = {
     "os.kill(os.getpid(), 11)": TOO_LARGE,
     "exec('while True: pass')": TOO_LONG.format(0.1),
     "sys.exit(1)": "it cannot be compiled: SystemExit: 1",
+    "raise_(Unprintable())": TOO_LARGE,
     "raise_(GrammarError('no ' + 'x' * 100_000))": "no x",
 }
 SCRIPT = """
@@ -109,6 +125,8 @@ import os, sys
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay_router.text.grammar_process import _refusal_of_fork
 def raise_(error): raise error
+class Unprintable(Exception):
+    def __str__(self): raise MemoryError
 class Compiler:
     def compile(self, grammar): {action}
 print(_refusal_of_fork(Compiler(), None, 0.1)[:80])
@@ -148,6 +166,41 @@ async def test_a_grammar_is_compiled_once_for_all_who_wait_for_it(monkeypatch: p
         await check.check(GOOD)
         assert asked == [BAD, GOOD]
     finally:
+        check.close()
+
+
+async def test_grammars_whose_clients_have_all_gone_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else clients that leave at once could fill the queue without bound."""
+    asked: list[str] = []
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(GrammarProcess):
+        def verdict(self, grammar: Grammar) -> grammar_process.Verdict:
+            asked.append(grammar.text)
+            has_begun.set()
+            assert may_go_on.wait(PATIENCE_S)
+            return grammar_process.Verdict()
+
+    monkeypatch.setattr("kvrelay_router.text.grammar_check.GrammarProcess", Slow)
+    check = GrammarCheck(TOKENIZER)
+    try:
+        checks = [
+            asyncio.ensure_future(check.check(Grammar(kind=GrammarKind.REGEX, text=text))) for text in "abcdefghb"
+        ]
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(has_begun.wait, PATIENCE_S)
+        for each in checks[:7]:  # the last "b" and "h" are still waited for
+            each.cancel()
+        await asyncio.gather(*checks[:7], return_exceptions=True)
+        again = asyncio.ensure_future(check.check(Grammar(kind=GrammarKind.REGEX, text="c")))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await asyncio.gather(*checks[7:], again)
+        assert asked == ["a", "b", "h", "c"]
+        await check.check(Grammar(kind=GrammarKind.REGEX, text="a"))  # its refusal was kept
+        assert asked == ["a", "b", "h", "c"]
+    finally:
+        may_go_on.set()
         check.close()
 
 

@@ -19,7 +19,7 @@ from kvrelay.protocol.messages import Header, PeerRef, pack_tokens
 from kvrelay.protocol.messages import Prompt as PromptMessage
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.plan import SequenceOutput
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.worker import factory
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.sequences import make_sequence
@@ -142,7 +142,7 @@ class Engine:
         """Computes one step, and returns what it brought. Returns nothing if there is nothing to do.
 
         A step that fails ends its requests with `finish_reason` "error"; the engine goes on. Raises DeviceLost if it
-        cannot.
+        cannot. A forward that is interrupted (KeyboardInterrupt) ends its requests too, which no output tells.
         """
         told: list[StepOutput] = []
         started = time.perf_counter()
@@ -157,11 +157,10 @@ class Engine:
         except DeviceLost:
             raise
         except Exception as error:
-            self.totals.num_failed_steps += 1
-            keys = error.keys if isinstance(error, RowsFailed) else None
-            for sequence in self._scheduler.fail_step(plan, keys):
-                told += self._failed(sequence.key, f"{type(error).__name__}: {error}")
-            return told
+            return self._step_failed(plan, error)
+        except BaseException as interrupt:  # Ctrl-C, nearly always during the forward
+            self._step_failed(plan, interrupt)
+            raise
         started = time.perf_counter()
         outputs = self._scheduler.commit(plan, result)
         self.totals.add(plan, result, ahead=False)
@@ -194,7 +193,7 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Ends all requests and the engine's threads."""
+        """Ends all requests and the threads for text. Others end with the last reference to this."""
         for name in list(self._open):
             self.abort(name)
         self._text.close()
@@ -261,7 +260,7 @@ class Engine:
                 self._runner.add_sequence(sequence.key, sampling, opened.prompt_ids, len(opened.prompt_ids))
                 opened.keys.append(sequence.key)
                 self._scheduler.add(sequence)
-            except ValueError:
+            except BaseException:
                 for key in opened.keys:
                     self._drop(key)
                 raise
@@ -276,6 +275,14 @@ class Engine:
             self._drop(key)
         if opened.has_ended:
             self._leave(opened)
+        return told
+
+    def _step_failed(self, plan: StepPlan, error: BaseException) -> list[StepOutput]:
+        self.totals.num_failed_steps += 1
+        keys = error.keys if isinstance(error, RowsFailed) else None
+        told: list[StepOutput] = []
+        for sequence in self._scheduler.fail_step(plan, keys):
+            told += self._failed(sequence.key, f"{type(error).__name__}: {error}")
         return told
 
     def _failed(self, key: SequenceKey, cause: str) -> list[StepOutput]:

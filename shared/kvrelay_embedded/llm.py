@@ -39,22 +39,17 @@ class LLM:
         if len(each) != len(listed):
             raise ValueError(f"{len(listed)} prompts with {len(each)} sampling parameters")
         place: dict[str, int] = {}
+        answers: list[RequestOutput | None] = [None] * len(listed)
         try:
             for number, (prompt, one) in enumerate(zip(listed, each, strict=True)):
                 place[self.engine.add_request(None, prompt, one)] = number
-        except ValueError:
-            for request_id in place:
-                self.engine.abort(request_id)
-            raise
-        answers: list[RequestOutput | None] = [None] * len(listed)
-        try:
             with _bar(shown=progress and len(listed) > 1) as bar:
                 task = bar.add_task("prompts", total=len(listed))
                 for output in self.engine.run(list(place)):
                     answers[place.pop(output.request_id)] = output
                     bar.advance(task)
         finally:
-            for request_id in place:  # interrupted
+            for request_id in place:  # refused or interrupted
                 self.engine.abort(request_id)
         return [answer for answer in answers if answer is not None]
 
@@ -76,7 +71,7 @@ class LLM:
         return self.generate(prompts, params, progress=progress)
 
     def close(self) -> None:
-        """Ends the engine's threads. The model's memory is freed with the last reference to this."""
+        """Ends the requests and the threads for text. The rest is freed with the last reference to this."""
         self.engine.close()
 
     def __enter__(self) -> Self:

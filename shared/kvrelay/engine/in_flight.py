@@ -138,7 +138,7 @@ class StepInFlight:
         self._steps.add(self)
         try:
             ask(self, self._asked)
-        except Exception as error:
+        except BaseException as error:  # also an interrupt, behind which an embedded engine goes on
             self._failed(error)
             raise
 
@@ -149,7 +149,7 @@ class StepInFlight:
             if self._is_to_run_again():
                 self._run_again()
             new, forward_s = self._land_tokens()
-        except Exception as error:
+        except BaseException as error:
             self._failed(error)
             raise
         # References are dropped so that steps do not keep each other alive.
@@ -220,7 +220,7 @@ class StepInFlight:
         if self._asked.end is not None:
             self._asked.end.wait()
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         """Waits until nothing of the step is running, and drops its results. Raises DeviceLost."""
         # Work that was launched before the error may still write into blocks that are about to be freed.
         settled = is_settled(self._steps.device)

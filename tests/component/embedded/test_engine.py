@@ -205,6 +205,39 @@ def test_an_interrupted_call_leaves_nothing(llm: LLM, monkeypatch: pytest.Monkey
     check_empty(llm.engine)
 
 
+@pytest.mark.parametrize("place", ["_begin_sampling", "_find_candidates"])
+def test_an_interrupted_forward_leaves_nothing(
+    model: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Before and after its tokens are launched."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [list(range(1, 60)), [4, 5]]
+    work, calls = getattr(llm.engine._runner, place), iter(range(3))
+
+    def interrupted(*given: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return work(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine._runner, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params, progress=False)
+    check_empty(llm.engine)
+    for prompt, answer in zip(prompts, llm.generate(prompts, params, progress=False), strict=True):
+        assert answer.outputs[0].token_ids == reference.greedy(model, prompt, 12)
+
+
+def test_what_has_a_wrong_type_queues_nothing(llm: LLM) -> None:
+    wrong: Any = None
+    with pytest.raises(TypeError):
+        llm.generate([[1, 2], wrong], progress=False)
+    wrong = {"n": 1}
+    with pytest.raises(AttributeError):
+        llm.generate([[1, 2], [3]], [SamplingParams(), wrong], progress=False)
+    check_empty(llm.engine)
+
+
 def test_a_failed_step_ends_its_requests_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(batch: object) -> None:
         raise RuntimeError("no such luck")

@@ -65,6 +65,7 @@ def fetch(port: int, path: str) -> bytes:
 
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 TEXT = "An otter is a playful animal. "
 USER = b'"max_tokens":1,"messages":[{"role":"user","content":'
 MESSAGE = b'{"role":"user","content":"x"}'
@@ -204,6 +205,35 @@ INPUTS: dict[str, Case] = {
     "tokenize messages": ("/tokenize", lambda: repeated(b'"messages":[', MESSAGE, b"]}", NUM_OBJECTS // 2), 200),
     "detokenize": ("/detokenize", lambda: repeated(b'"tokens":[', b"260", b"]}"), 200),
     "detokenize what are no ids": ("/detokenize", lambda: repeated(b'"tokens":[', b"-1", b"]}"), 400),
+    "turns of one role": (MESSAGES, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}", NUM_OBJECTS), 400),
+    "content blocks": (
+        MESSAGES,
+        lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", NUM_OBJECTS),
+        400,
+    ),
+    "tools of a message": (
+        MESSAGES,
+        lambda: repeated(USER + b'"x"}],"tools":[', b'{"name":"f","input_schema":{}}', b"]}", NUM_OBJECTS // 2),
+        400,
+    ),
+    "counted content blocks": (
+        COUNT,
+        lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", MAX_TEXT_PARTS),
+        200,
+    ),
+    "input items": (RESPONSES, lambda: repeated(b'"max_output_tokens":1,"input":[', MESSAGE, b"]}", NUM_OBJECTS), 200),
+    "content parts of an item": (
+        RESPONSES,
+        lambda: repeated(
+            b'"input":[{"role":"user","content":[', b'{"type":"input_text","text":"x"}', b"]}]}", NUM_OBJECTS
+        ),
+        400,
+    ),
+    "tools of a response": (
+        RESPONSES,
+        lambda: repeated(b'"input":"x","tools":[', b'{"type":"function","name":"f"}', b"]}", NUM_OBJECTS),
+        400,
+    ),
     "an unknown path": ("/x", lambda: repeated(b'"tokens":[', b"1", b"]}"), 404),
 }
 
@@ -262,6 +292,7 @@ OPERATIONS: dict[str, tuple[str, int]] = {
     "fleet": ("/fleet", 200),
     "models": ("/v1/models", 200),
     "a model": (f"/v1/models/{MODEL}", 200),
+    "an unknown response": (f"/v1/responses/{LONG_NAME}", 404),
     "an unknown model": (f"/v1/models/{LONG_NAME}", 404),
     "health": ("/health", 200),
     "ping": ("/ping", 200),

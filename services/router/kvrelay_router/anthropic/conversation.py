@@ -10,6 +10,7 @@ from typing import Any
 
 from kvrelay_router.anthropic.messages_request import PromptFields, wrong
 from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.openai.schema.chat_request import MAX_PARTS
 
 BILLING_LINES = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 """Claude Code begins its system text with a line that has a hash of the request, so no two requests would share a
@@ -109,7 +110,9 @@ class Conversation:
             return
         last = self.messages[-1] if self.messages else {}
         if not extra and last.keys() == {"role", "content"} and last["role"] == role:
-            last["content"] = [*_as_parts(last["content"]), *parts]
+            if isinstance(last["content"], str):
+                last["content"] = [{"type": "text", "text": last["content"]}]
+            last["content"] += parts  # in place: a copy for each of many turns would take quadratic time
         else:
             self.messages.append({"role": role, "content": _content(parts), **(extra or {})})
 
@@ -120,6 +123,8 @@ def _blocks(content: Any, where: str) -> list[tuple[dict[str, Any], str]]:
         return [({"type": "text", "text": content}, where)]
     if not isinstance(content, list):
         raise wrong(where, "it must be a string or a list of content blocks")
+    if len(content) > MAX_PARTS:
+        raise wrong(where, f"it has {len(content)} content blocks; at most {MAX_PARTS} are allowed")
     for index, block in enumerate(content):
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise wrong(f"{where}.{index}", "it must be an object with a type")
@@ -147,10 +152,6 @@ def _content(parts: list[TextPart]) -> str | list[TextPart]:
     if not parts:
         return ""
     return parts[0]["text"] if len(parts) == 1 else parts
-
-
-def _as_parts(content: str | list[TextPart]) -> list[TextPart]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _without_billing(part: TextPart) -> TextPart:

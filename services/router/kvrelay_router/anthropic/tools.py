@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvrelay_router.anthropic.messages_request import PromptFields, wrong
+from kvrelay_router.openai.schema.tool_fields import MAX_TOOLS
 
 
 def tool_fields(request: PromptFields) -> dict[str, Any]:
@@ -13,6 +14,8 @@ def tool_fields(request: PromptFields) -> dict[str, Any]:
         return {}
     if not isinstance(request.tools, list):
         raise wrong("tools", "it must be a list")
+    if len(request.tools) > MAX_TOOLS:
+        raise wrong("tools", f"at most {MAX_TOOLS} tools are allowed")
     return {"tools": [_tool(tool, index) for index, tool in enumerate(request.tools)], **_choice(request.tool_choice)}
 
 

@@ -61,7 +61,7 @@ class TextParser(ABC):
         self._at = 0
         self._is_over = False
         self._events: list[Event] = []
-        self._spaces = ""  # whitespace behind the content, which is no content in front of a call
+        self._spaces: list[str] = []  # whitespace behind the content, which is no content in front of a call
         self._num_calls = 0
         self._call_is_open = False
         self._head: list[str] = []  # what was read of a call and did not become an event
@@ -194,25 +194,33 @@ class TextParser(ABC):
     # Writing
 
     def _content(self, text: str) -> None:
-        if not text:
-            return
-        text = self._spaces + text
-        kept = text.rstrip()
-        self._spaces = text[len(kept) :]
-        if kept:
+        if kept := self._without_end(text):
             self._events.append(ContentText(kept))
+
+    def _without_end(self, text: str) -> str:
+        """The text with the whitespace that was withheld before it. Its own last whitespace is withheld."""
+        kept = text.rstrip()
+        spaces = text[len(kept) :]
+        if kept:
+            kept = self._take_spaces() + kept
+        if spaces:
+            self._spaces.append(spaces)  # joined later: an output may go on with whitespace for long
+        return kept
+
+    def _take_spaces(self) -> str:
+        spaces, self._spaces = "".join(self._spaces), []
+        return spaces
 
     def _flush_spaces(self) -> None:
         if self._spaces:
-            self._events.append(ContentText(self._spaces))
-            self._spaces = ""
+            self._events.append(ContentText(self._take_spaces()))
 
     def _begin_head(self, text: str) -> None:
         """A call may begin with this text."""
         self._head, self._head_chars = [text], len(text)
 
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
-        self._spaces = ""
+        self._spaces = []
         self._head, self._head_chars = [], 0
         self._call_is_open = True
         self._events.append(ToolCallBegun(self._num_calls, call_id or self._new_id(), name))

@@ -36,16 +36,13 @@ class ThinkingParser(TextParser):
             ended = yield from self._until(self._ends, self._reasoning)
             if ended is None:
                 if self._spaces:
-                    self._events.append(ReasoningText(self._spaces))
+                    self._events.append(ReasoningText(self._take_spaces()))
             else:
                 yield from self._skip_spaces()
-            self._head, self._spaces = [], ""
+            self._head, self._spaces = [], []
         self._is_behind = True
         self._events += self._inner.feed("".join(self._head) + self._take_rest())
 
     def _reasoning(self, text: str) -> None:
-        text = self._spaces + text
-        kept = text.rstrip()
-        self._spaces = text[len(kept) :]
-        if kept:
+        if kept := self._without_end(text):
             self._events.append(ReasoningText(kept))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.openai.schema.chat_request import MAX_PARTS
 from kvrelay_router.responses.responses_request import wrong
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -114,6 +115,8 @@ def _content(content: Any, where: str) -> str | list[dict[str, str]]:
 def _as_list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise wrong(where, "it must be a string or a list of content parts")
+    if len(value) > MAX_PARTS:
+        raise wrong(where, f"it has {len(value)} content parts; at most {MAX_PARTS} are allowed")
     return value
 
 

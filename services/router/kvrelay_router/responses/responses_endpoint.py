@@ -26,6 +26,7 @@ from kvrelay_router.responses.responses_request import (
     generation_fields,
     parse_response,
     tool_fields,
+    wrong,
 )
 
 
@@ -106,8 +107,11 @@ async def _parsed(items: tuple[bytes, ...]) -> list[Any]:
 
 async def _dumped(items: list[Any]) -> list[bytes]:
     share, dumped = LoopShare(), []
-    for item in items:
-        dumped.append(orjson.dumps(item))
+    for index, item in enumerate(items):
+        try:
+            dumped.append(orjson.dumps(item))
+        except TypeError:
+            raise wrong(f"input[{index}]", "it is nested too deeply to be stored") from None
         await share.pause()
     return dumped
 

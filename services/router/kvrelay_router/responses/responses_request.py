@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import orjson
 from pydantic import Field
 
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.schema.extension_fields import extension_fields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, or_default
 from kvrelay_router.openai.schema.parsing import RequestModel, parse
+from kvrelay_router.openai.schema.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
 
 REFUSED = ("background", "conversation", "prompt", "max_tool_calls")
 """Fields that would change the answer, and are not supported."""
@@ -60,7 +62,23 @@ def parse_response(content: dict[str, Any]) -> ResponsesRequest:
     for name in REFUSED:
         if content.get(name):
             raise ApiError(f"The parameter '{name}' is not supported", param=name, code="unsupported_parameter")
-    return parse(ResponsesRequest, content)
+    request = parse(ResponsesRequest, content)
+    _check_repeated(request)
+    return request
+
+
+def _check_repeated(request: ResponsesRequest) -> None:
+    """Checks the fields that the answer, and several events of a stream, repeat as they are."""
+    if len(request.tools) > MAX_TOOLS:
+        raise wrong("tools", f"at most {MAX_TOOLS} tools are allowed")
+    for name in ("tools", "tool_choice", "text"):
+        try:
+            # As deep as in an event: what can be read may be nested too deeply to be written.
+            num_bytes = len(orjson.dumps({"response": {name: getattr(request, name)}}))
+        except TypeError:
+            raise wrong(name, "it is nested too deeply") from None
+        if num_bytes > MAX_TOOLS_BYTES:
+            raise wrong(name, f"it has {num_bytes} bytes as JSON; at most {MAX_TOOLS_BYTES} are allowed")
 
 
 def generation_fields(request: ResponsesRequest, content: dict[str, Any]) -> dict[str, Any]:

@@ -111,3 +111,14 @@ async def test_errors_name_the_block(message: Any, where: str) -> None:
         await converted(message)
     assert (caught.value.status, caught.value.param) == (400, where)
     assert f"'{where}'" in caught.value.message
+
+
+async def test_many_turns_of_one_role_become_one() -> None:
+    (message,) = await converted(*[user(text(str(number))) for number in range(100_000)])
+    assert message["role"] == "user"
+    assert [part["text"] for part in message["content"]] == [str(number) for number in range(100_000)]
+
+
+async def test_too_many_blocks_are_refused() -> None:
+    with pytest.raises(ApiError, match=r"messages\.0\.content.*20000 content blocks"):
+        await converted(user(*[text("")] * 20_000))

@@ -115,3 +115,10 @@ def test_any_text_survives_in_any_pieces(text: str, cuts: list[int]) -> None:
     for char in "é🦦":  # is neither structure nor whitespace, so it is never lost
         if "name" not in text and "arguments" not in text:
             assert kept.count(char) == text.count(char)
+
+
+def test_whitespace_without_end_is_kept_at_its_place() -> None:
+    """Models get into such loops. The work for each piece must not grow with what is withheld."""
+    parser, pieces = HermesParser(), ["I", *["\n" * 8] * 200_000, "saw"]
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    assert content_of(events) == "".join(pieces)

@@ -95,3 +95,9 @@ async def test_errors_name_the_item(items: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         await input_messages(as_items(items), [])
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+async def test_too_many_parts_are_refused() -> None:
+    parts = [{"type": "input_text", "text": ""}] * 20_000
+    with pytest.raises(ApiError, match=r"input\[0\]\.content.*20000 content parts"):
+        await input_messages([{"role": "user", "content": parts}], [])

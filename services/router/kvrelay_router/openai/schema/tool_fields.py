@@ -45,7 +45,11 @@ def _tools(value: Any) -> DefinedTools:
         raise wrong_type("it must be a list of tools")
     if len(value) > MAX_TOOLS:
         raise invalid(f"at most {MAX_TOOLS} tools are allowed")
-    if (num_bytes := len(orjson.dumps(value))) > MAX_TOOLS_BYTES:
+    try:
+        num_bytes = len(orjson.dumps(value))
+    except TypeError:
+        raise invalid("the tools are nested too deeply") from None
+    if num_bytes > MAX_TOOLS_BYTES:
         raise invalid(f"the tools have {num_bytes} bytes as JSON; at most {MAX_TOOLS_BYTES} are allowed")
     shown = DefinedTools()
     found: dict[str, Tool] = {}

@@ -71,9 +71,9 @@ class Router:
             raise SystemExit(f"{run.seen['failures']} requests failed: {run.seen['failure']}")
         return run
 
-    def wait_ready(self, workers: dict[str, int]) -> None:
+    def wait_ready(self, workers: dict[str, int], timeout_s: float = START_WITHIN_S) -> None:
         """Until it knows all workers."""
-        deadline = time.monotonic() + START_WITHIN_S
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
                 with urlopen(f"http://127.0.0.1:{self.port}/ready") as answer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,6 @@ from kvrelay.backends.backend import (
 )
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
 
-_SPLIT_KEYS = 512  # keys per piece of a decoding row; fixed, so that results depend on the row alone
-_TILE_ROWS = 96  # query tokens times heads of a group that share a tile of keys
 _HEADS_MULTIPLE = 16
 _MAX_HEAD_DIM = 256
 # The index of a dtype in this tuple is its number in cpu_kernel.c.
@@ -63,6 +62,10 @@ class _Attention(ctypes.Structure):
         ("scaling", c_double),
         ("softcap", c_double),
     ]
+
+
+class _WorkSize(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("num_items", "num_split_rows", "num_partials", "max_rows", "max_states")]
 
 
 class CpuBackend:
@@ -217,83 +220,21 @@ class CpuStep:
 
 
 def cut_work(rows: PackedRows, num_kv_heads: int, group: int, num_threads: int) -> _Work:
-    """Cuts rows into items: tiles of a chunk's queries per KV head, pieces of a decoding row's keys.
-
-    The cut of a row depends on the row alone, with one exception: heads are taken together if there is enough work, so
-    that a block is read from end to end.
-    """
-    num_keys = (rows.positions + rows.query_lens).astype(np.int64)
-    decoding = np.flatnonzero((rows.query_lens == 1) & (group <= _TILE_ROWS))
-    chunks = np.flatnonzero((rows.query_lens > 1) | (group > _TILE_ROWS))
-    tile_tokens = max(1, _TILE_ROWS // group)
-    chunk_items = _cut_chunks(rows, chunks, num_keys, num_kv_heads, tile_tokens)
-    num_splits = -(-num_keys[decoding] // _SPLIT_KEYS)
-    heads = _heads_together(num_kv_heads, int(num_splits.sum()), num_threads)
-    decode_items, split_rows, num_partials = _cut_decodes(decoding, num_splits, num_keys, num_kv_heads, group, heads)
-    items = np.concatenate([chunk_items, decode_items])
-    # The longest items first, so that no thread begins a long one while the others are done.
-    cost = (items["key_end"] - items["key_begin"]) * (items["query_end"] - items["query_begin"])
-    items = items[np.argsort(-cost * (items["head_end"] - items["head_begin"]), kind="stable")]
-    item_rows = -(-(items["query_end"] - items["query_begin"]) * group // 8) * 8
-    states = item_rows * (items["head_end"] - items["head_begin"])
-    return _Work(items, split_rows, num_partials, int(item_rows.max()), int(states.max()))
+    """Cuts rows into items: tiles of a chunk's queries per KV head, pieces of a decoding row's keys. See cpu_work.c."""
+    cut, size = _cut_function(), _WorkSize()
+    lens, positions = (np.ascontiguousarray(array, np.int32) for array in (rows.query_lens, rows.positions))
+    shape = (lens.ctypes.data, positions.ctypes.data, len(lens), num_kv_heads, group, num_threads)
+    cut(*shape, None, None, ctypes.byref(size))
+    items, split_rows = np.empty(size.num_items, _ITEM), np.empty(size.num_split_rows, _SPLIT_ROW)
+    if not cut(*shape, items.ctypes.data, split_rows.ctypes.data, ctypes.byref(size)):
+        raise MemoryError("no memory to sort the pieces of a step's attention")
+    return _Work(items, split_rows, size.num_partials, size.max_rows, size.max_states)
 
 
-def _heads_together(num_kv_heads: int, num_pieces: int, num_threads: int) -> int:
-    """KV heads that an item takes: as many as leave two items for each thread."""
-    groups = (each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0)
-    return num_kv_heads // next((each for each in groups if num_pieces * each >= 2 * num_threads), num_kv_heads)
-
-
-def _cut_chunks(
-    rows: PackedRows, chunks: NDArray[np.int64], num_keys: NDArray[np.int64], num_kv_heads: int, tile_tokens: int
-) -> NDArray[np.void]:
-    """Yields every tile of queries of every chunk, once per KV head."""
-    num_tiles = -(-rows.query_lens[chunks] // tile_tokens)
-    row = np.repeat(chunks, num_tiles)
-    tile = _count_up(num_tiles)
-    items = np.zeros((len(row), num_kv_heads), _ITEM)
-    items["row"] = row[:, None]
-    items["head_begin"] = np.arange(num_kv_heads)
-    items["head_end"] = items["head_begin"] + 1
-    items["query_begin"] = (tile * tile_tokens)[:, None]
-    items["query_end"] = np.minimum((tile + 1) * tile_tokens, rows.query_lens[row])[:, None]
-    items["key_end"] = rows.positions[row][:, None] + items["query_end"]
-    items["partial"] = -1
-    return items.reshape(-1)
-
-
-def _cut_decodes(
-    decoding: NDArray[np.int64],
-    num_splits: NDArray[np.int64],
-    num_keys: NDArray[np.int64],
-    num_kv_heads: int,
-    group: int,
-    heads: int,
-) -> tuple[NDArray[np.void], NDArray[np.void], int]:
-    """Yields every piece of every decoding row, `heads` KV heads at a time, and the rows whose pieces are joined."""
-    row, split = np.repeat(decoding, num_splits), _count_up(num_splits)
-    wide = num_kv_heads * group  # partial results of a piece
-    several = num_splits > 1
-    starts = np.cumsum(np.where(several, num_splits * wide, 0))
-    first_partial = starts - np.where(several, num_splits * wide, 0)
-    items = np.zeros((len(row), num_kv_heads // heads), _ITEM)
-    items["row"] = row[:, None]
-    items["head_begin"] = np.arange(0, num_kv_heads, heads)
-    items["head_end"] = items["head_begin"] + heads
-    items["query_end"] = 1
-    items["key_begin"] = (split * _SPLIT_KEYS)[:, None]
-    items["key_end"] = np.minimum((split + 1) * _SPLIT_KEYS, num_keys[row])[:, None]
-    partial = (np.repeat(first_partial, num_splits) + split * wide)[:, None] + items["head_begin"] * group
-    items["partial"] = np.where(np.repeat(several, num_splits)[:, None], partial, -1)
-    joined = np.zeros(int(several.sum()), _SPLIT_ROW)
-    joined["row"], joined["num_splits"] = decoding[several], num_splits[several]
-    joined["partial"] = first_partial[several]
-    return items.reshape(-1), joined, int(starts[-1]) if len(starts) else 0
-
-
-def _count_up(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """0, 1, .. counts[0] - 1, 0, 1, .. counts[1] - 1, and so on."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts).astype(np.int64)
+@cache
+def _cut_function() -> Any:
+    function = load_kernel().kvrelay_cut_work
+    pointer, number = c_void_p, c_int64
+    function.argtypes = [pointer, pointer, number, number, number, number, pointer, pointer, ctypes.POINTER(_WorkSize)]
+    function.restype = number
+    return function

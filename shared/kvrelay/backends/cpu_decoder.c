@@ -11,6 +11,7 @@
 #include "cpu_linear.c"
 #include "cpu_kernel.c"
 #include "cpu_masks.c"
+#include "cpu_work.c"
 
 typedef struct {
     Linear qkv, output, gate_up, down;
@@ -30,7 +31,8 @@ typedef struct {
 typedef struct {
     int64_t num_tokens;
     float *hidden;           /* [tokens, hidden_size]: embeddings before, the last layer's output after */
-    const float *cos, *sin;  /* [tokens, head_dim / 2] */
+    const float *cos, *sin;  /* [angles, head_dim / 2] */
+    const int64_t *angles;   /* [tokens]: each token's row of cos and sin */
     Attention *attention;    /* planned for this step; pool, query, output and layer parameters are filled per layer */
     char *pool;              /* the first layer's keys of block 0 */
     int64_t layer_bytes;     /* from a layer's keys to the next layer's */
@@ -77,15 +79,15 @@ INLINE void rotate(char *head, const float *cos, const float *sin, int64_t dim, 
     }
 }
 
-INLINE void norm_and_rotate(const Decoder *d, const DecoderLayer *layer, char *qkv, int64_t token, const float *cos,
-                            const float *sin, const int type) {
+INLINE void norm_and_rotate(const Decoder *d, const DecoderLayer *layer, char *qkv, int64_t token, int64_t angle,
+                            const float *cos, const float *sin, const int type) {
     const int64_t bytes = bytes_of(type), dim = d->head_dim;
     char *heads = qkv + token * (d->num_heads + 2 * d->num_kv_heads) * dim * bytes;
     for (int64_t head = 0; head < d->num_heads + d->num_kv_heads; head++) {
         char *at = heads + head * dim * bytes;
         const float *weight = head < d->num_heads ? layer->query_norm : layer->key_norm;
         if (weight) norm_vector(at, type, weight, at, type, dim, d->norm_eps);
-        rotate(at, cos + token * (dim / 2), sin + token * (dim / 2), dim, type);
+        rotate(at, cos + angle * (dim / 2), sin + angle * (dim / 2), dim, type);
     }
 }
 
@@ -114,12 +116,42 @@ void kvrelay_add_and_norm(float *hidden, const char *delta, const float *weight,
     }
 }
 
-/* Norms and rotates the queries and keys of `qkv` in place. */
-void kvrelay_norm_and_rotate(const Decoder *d, int64_t layer, char *qkv, int64_t num_tokens, const float *cos,
-                             const float *sin, int64_t threads) {
+/* out [tokens, num_in] = rows of a weight in panels, as float. Returns 0 if a token has no row. */
+int64_t kvrelay_embed_from_panels(const Linear *l, const int64_t *token_ids, int64_t num_tokens, float *out) {
+    const int64_t rows = (l->num_in + 31) / 32 * 32; /* of K, of a panel of bfloat16 */
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const int64_t id = token_ids[token], panel = id / PANEL, column = id % PANEL;
+        if (id < 0 || id >= l->num_out) return 0;
+        if (l->format == BFLOAT16)
+            for (int64_t k = 0; k < l->num_in; k++)
+                out[token * l->num_in + k] =
+                    element(l->panels, (panel * rows / 2 + k / 2) * PANEL * 2 + column * 2 + k % 2, BFLOAT16);
+        else
+            for (int64_t k = 0; k < l->num_in; k++)
+                out[token * l->num_in + k] = element(l->panels, (panel * l->num_in + k) * PANEL + column, FLOAT32);
+    }
+    return 1;
+}
+
+/* out [tokens, size] = rows of a table [num_rows, size] of `type`, as float. Returns 0 if a token has no row. */
+int64_t kvrelay_embed(const char *table, int64_t num_rows, int64_t size, int64_t type, const int64_t *token_ids,
+                      int64_t num_tokens, float *out) {
+    for (int64_t token = 0; token < num_tokens; token++) {
+        if (token_ids[token] < 0 || token_ids[token] >= num_rows) return 0;
+#define EMBED(type)                             \
+    for (int64_t i = 0; i < size; i++)          \
+        out[token * size + i] = element(table, token_ids[token] * size + i, type)
+        FOR_TYPE(type, EMBED);
+    }
+    return 1;
+}
+
+/* Norms and rotates the queries and keys of `qkv` in place, each token by its row of cos and sin. */
+void kvrelay_norm_and_rotate(const Decoder *d, int64_t layer, char *qkv, int64_t num_tokens, const int64_t *angles,
+                             const float *cos, const float *sin, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (num_tokens > 2)
     for (int64_t token = 0; token < num_tokens; token++) {
-#define NORM_AND_ROTATE(type) norm_and_rotate(d, &d->layers[layer], qkv, token, cos, sin, type)
+#define NORM_AND_ROTATE(type) norm_and_rotate(d, &d->layers[layer], qkv, token, angles[token], cos, sin, type)
         FOR_TYPE(d->type, NORM_AND_ROTATE);
     }
 }
@@ -139,7 +171,7 @@ void kvrelay_decoder_layers(const Decoder *d, const DecoderStep *s, int64_t thre
         const DecoderLayer *layer = &d->layers[i];
         kvrelay_add_and_norm(s->hidden, NULL, layer->input_norm, s->normed, n, d->hidden_size, d->norm_eps, type, threads);
         linear(&layer->qkv, s->normed, n, s->qkv, STORE, type, 1, (int)threads);
-        kvrelay_norm_and_rotate(d, i, s->qkv, n, s->cos, s->sin, threads);
+        kvrelay_norm_and_rotate(d, i, s->qkv, n, s->angles, s->cos, s->sin, threads);
         char *pool = s->pool + i * s->layer_bytes;
         const char *keys = s->qkv + d->num_heads * dim * bytes, *values = keys + d->num_kv_heads * dim * bytes;
         kvrelay_write(pool, &a->stride, keys, heads * dim, dim, s->write_blocks, s->write_slots, n, d->num_kv_heads,

@@ -330,6 +330,8 @@ class TransformersRunner:
 
     def _last_logits(self, forward: _Forward, places: list[int], drafts: DraftRows | None = None) -> torch.Tensor:
         """The logits after the last token of these rows of a forward, or at the places of drafts, `[rows, vocab]`."""
+        if drafts is None and len(places) == len(forward.hidden):
+            return self._model.logits(forward.hidden)  # rows of one token, all of which sample
         last = forward.packed.query_starts[1:][places].astype(np.int64) - 1
         if drafts is not None:
             last += drafts.offsets

@@ -175,6 +175,58 @@ def test_pieces_of_a_step_cover_every_query_head_and_key_once() -> None:
             assert not seen[row, :, tokens:].any()
 
 
+@settings(max_examples=examples(60))
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2000), st.one_of(st.just(1), st.integers(1, 300))), min_size=1, max_size=9),
+    num_kv_heads=st.sampled_from((1, 2, 3, 8)),
+    group=st.sampled_from((1, 2, 7, 97)),
+    num_threads=st.integers(1, 9),
+)
+def test_steps_are_cut_as_by_the_slow_way(
+    rows: list[tuple[int, int]], num_kv_heads: int, group: int, num_threads: int
+) -> None:
+    positions, query_lens = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    packed = PackedRows(query_lens, positions, np.zeros((len(rows), 1), np.int32))
+    work = cut_work(packed, num_kv_heads, group, num_threads)
+    items, split_rows, num_partials = cut_slowly(rows, num_kv_heads, group, num_threads)
+    assert work.items.tolist() == items
+    assert work.split_rows.tolist() == split_rows
+    assert work.num_partials == num_partials
+    padded = [(-(-(end - begin) * group // 8) * 8, to - first) for _, first, to, begin, end, *_ in items]
+    assert work.max_rows == max(count for count, _ in padded)
+    assert work.max_states == max(count * heads for count, heads in padded)
+
+
+Cut = tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]
+
+
+def cut_slowly(rows: list[tuple[int, int]], num_kv_heads: int, group: int, num_threads: int) -> Cut:
+    """Items, rows of several pieces, and the number of partial results."""
+    decoding = [group <= 96 and tokens == 1 for _, tokens in rows]
+    num_pieces = sum(-(-(position + 1) // 512) for (position, _), alone in zip(rows, decoding, strict=True) if alone)
+    parts = [each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]
+    heads = num_kv_heads // next((each for each in parts if num_pieces * each >= 2 * num_threads), num_kv_heads)
+    items: list[tuple[int, ...]] = []
+    split_rows: list[tuple[int, ...]] = []
+    num_partials, tile = 0, max(1, 96 // group)
+    for row, (position, tokens) in enumerate(rows):
+        for begin in range(0, 0 if decoding[row] else tokens, tile):
+            end = min(begin + tile, tokens)
+            items += [(row, head, head + 1, begin, end, 0, position + end, -1) for head in range(num_kv_heads)]
+    for row, (position, _) in enumerate(rows):
+        starts = range(0, position + 1, 512) if decoding[row] else range(0)
+        several = len(starts) > 1
+        for piece, start in enumerate(starts):
+            for head in range(0, num_kv_heads, heads):
+                partial = num_partials + (piece * num_kv_heads + head) * group if several else -1
+                items.append((row, head, head + heads, 0, 1, start, min(start + 512, position + 1), partial))
+        if several:
+            split_rows.append((row, len(starts), num_partials))
+            num_partials += len(starts) * num_kv_heads * group
+    items.sort(key=lambda item: -(item[6] - item[5]) * (item[4] - item[3]) * (item[2] - item[1]))
+    return items, split_rows, num_partials
+
+
 def test_kernel_refuses_what_it_does_not_know() -> None:
     for case in (Case([(0, 1)], head_dim=40), Case([(0, 1)], dtype=torch.float16), Case([(0, 1)], head_dim=272)):
         with pytest.raises(ValueError, match="cannot hold"):

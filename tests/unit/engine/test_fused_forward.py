@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from kvrelay.backends.backend import AttentionParams, PackedRows, allocate_pool
 from kvrelay.engine.causal_model import CausalModel, load_model, open_source
 from kvrelay.engine.fused.forward import FusedForward
+from kvrelay.engine.fused.kernel import DecoderKernel
 from kvrelay.engine.fused.weights import FAMILIES, NotFusable, WeightPacker, decoder_weights, require_fusable
 from tests.tiny_models import ARCHITECTURES, build_model
 
@@ -105,7 +106,7 @@ def test_packed_weights_leave_the_modules_and_return_to_them(architecture: str, 
     weights = decoder_weights(model, [AttentionParams(1.0)] * model.config.num_hidden_layers, packer)
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert {module.weight.numel() for module in modules} == {0}
-    assert torch.equal(weights.embed(torch.arange(9)), embeddings[:9])
+    assert torch.equal(DecoderKernel(weights).embed(torch.arange(9)), embeddings[:9])
     packer.restore()
     assert torch.equal(model(torch.arange(20)[None]).logits, before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,8 +14,9 @@ from torch.nn import functional
 
 from kvrelay.backends.backend import AttentionParams
 from kvrelay.backends.cpu_build import KernelBuildError
+from kvrelay.engine.fused.angles import Angles
 from kvrelay.engine.fused.kernel import DecoderKernel
-from kvrelay.engine.fused.panels import PackedLinear, pack, rows_of, unpack
+from kvrelay.engine.fused.panels import PackedLinear, pack, unpack
 from kvrelay.engine.fused.weights import DecoderWeights, LayerWeights
 from tests.thoroughness import examples
 
@@ -142,9 +144,22 @@ def test_packed_weights_come_back_bit_by_bit(dtype: torch.dtype, sizes: list[int
     weights = [torch.randn(size, num_in).to(dtype) for size in sizes]
     packed = pack(weights, None, gated=gated)
     assert all(map(torch.equal, unpack(packed, sizes), weights))
-    if not gated:
-        indices = torch.randint(0, sum(sizes), (9,))
-        assert torch.equal(rows_of(packed, indices), torch.cat(weights)[indices])
+
+
+@settings(max_examples=examples(30))
+@given(dtype=DTYPES, num_in=st.integers(1, 70), num_tokens=st.integers(1, 70), tied=st.booleans())
+def test_embeddings_are_rows_of_the_table_or_of_the_tied_head(
+    dtype: torch.dtype, num_in: int, num_tokens: int, tied: bool
+) -> None:
+    table = torch.randn(num_tokens, num_in).to(dtype)
+    _, weights = make_kernel(dtype, num_in=num_in, num_out=num_tokens)
+    embedding = {"embedding": None, "head": pack([table], None)} if tied else {"embedding": table}
+    kernel = DecoderKernel(replace(weights, **embedding))
+    token_ids = torch.randint(0, num_tokens, (9,))
+    assert torch.equal(kernel.embed(token_ids), table[token_ids].float())
+    for beyond in (-1, num_tokens):
+        with pytest.raises(IndexError, match=f"beyond the {num_tokens}"):
+            kernel.embed(torch.tensor([0, beyond]))
 
 
 @settings(max_examples=examples(30))
@@ -168,9 +183,10 @@ def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(
 ) -> None:
     kernel, weights = make_kernel(dtype, head_dim=head_dim, norms=norms)
     qkv = torch.randn(num_tokens, 5, head_dim).to(dtype)
-    angles = torch.randn(num_tokens, head_dim // 2)
+    table, rows = torch.randn(num_tokens + 3, head_dim // 2), torch.randint(0, num_tokens + 3, (num_tokens,))
     found = qkv.clone().view(num_tokens, -1)
-    kernel.norm_and_rotate(0, found, angles.cos(), angles.sin())
+    kernel.norm_and_rotate(0, found, Angles(table.cos(), table.sin(), rows))
+    angles = table[rows]
     expected, layer = qkv.double(), weights.layers[0]
     if layer.query_norm is not None and layer.key_norm is not None:
         normed = expected * torch.rsqrt(expected.pow(2).mean(-1, keepdim=True) + EPS)

@@ -6,6 +6,7 @@ import torch
 
 from kvrelay.backends.backend import StepAttention
 from kvrelay.backends.cpu import CpuStep
+from kvrelay.engine.fused.angles import Angles, AngleTable
 from kvrelay.engine.fused.kernel import DecoderKernel
 from kvrelay.engine.fused.weights import DecoderWeights
 
@@ -23,6 +24,7 @@ class FusedForward:
         """
         self._weights = weights
         self._kernel = DecoderKernel(weights)
+        self._angles = AngleTable(weights.rotary, weights.head_dim // 2)
 
     @property
     def instructions(self) -> str:
@@ -43,23 +45,19 @@ class FusedForward:
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         weights = self._weights
-        hidden = weights.embed(token_ids)
-        cos, sin = (
-            each[0, :, : weights.head_dim // 2].contiguous() for each in weights.rotary(hidden[None], positions[None])
-        )
+        hidden = self._kernel.embed(token_ids)
+        angles = self._angles.at(positions)
         call = step.call_from_c(weights.num_heads, weights.dtype) if isinstance(step, CpuStep) else None
         if call is not None:
-            self._kernel.layers(hidden, cos, sin, call)
+            self._kernel.layers(hidden, angles, call)
             delta = None
         else:
-            delta = self._run_layers(hidden, cos, sin, step)
+            delta = self._run_layers(hidden, angles, step)
         out = torch.empty(hidden.shape, dtype=weights.dtype)
         self._kernel.add_and_norm(hidden, delta, weights.norm, out)
         return out
 
-    def _run_layers(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: StepAttention
-    ) -> torch.Tensor | None:
+    def _run_layers(self, hidden: torch.Tensor, angles: Angles, step: StepAttention) -> torch.Tensor | None:
         """All layers, piece by piece; returns the last MLP's output, which is not added to `hidden` yet."""
         weights, kernel, count = self._weights, self._kernel, len(hidden)
         normed = torch.empty(hidden.shape, dtype=weights.dtype)
@@ -68,7 +66,7 @@ class FusedForward:
         for index, layer in enumerate(weights.layers):
             kernel.add_and_norm(hidden, delta, layer.input_norm, normed)
             qkv = kernel.products.linear(layer.qkv, normed)
-            kernel.norm_and_rotate(index, qkv, cos, sin)
+            kernel.norm_and_rotate(index, qkv, angles)
             query, key, value = qkv.view(count, -1, weights.head_dim).split(num_heads, dim=1)
             attended = step.attend(index, query, key, value, layer.attention)
             delta = kernel.products.linear(layer.output, attended.view(count, -1))

@@ -10,6 +10,7 @@ import torch
 
 from kvrelay.backends.cpu import AttentionCall
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
+from kvrelay.engine.fused.angles import Angles
 from kvrelay.engine.fused.products import LinearStruct, PanelProducts, linear_struct, tokens_with_room
 from kvrelay.engine.fused.weights import DTYPES, DecoderWeights, LayerWeights
 
@@ -38,7 +39,7 @@ class _Decoder(ctypes.Structure):
 class _DecoderStep(ctypes.Structure):
     _fields_ = [
         ("num_tokens", c_int64),
-        *((name, c_void_p) for name in ("hidden", "cos", "sin", "attention", "pool")),
+        *((name, c_void_p) for name in ("hidden", "cos", "sin", "angles", "attention", "pool")),
         ("layer_bytes", c_int64),
         *((name, c_void_p) for name in ("write_blocks", "write_slots", "normed", "qkv", "attended", "activated")),
     ]
@@ -84,14 +85,31 @@ class DecoderKernel:
             *(*hidden.shape, self._weights.norm_eps, self._type, torch.get_num_threads()),
         )
 
-    def norm_and_rotate(self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Norms and rotates the queries and keys of `qkv` in place; `cos` and `sin` are `[tokens, head_dim / 2]`."""
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings of tokens `[tokens]` int64, in float32 `[tokens, hidden_size]`.
+
+        Raises:
+            IndexError: a token without an embedding.
+        """
+        weights, library = self._weights, self._library
+        out = torch.empty(len(token_ids), weights.hidden_size)
+        ids = (token_ids.data_ptr(), len(token_ids), out.data_ptr())
+        if (table := weights.embedding) is None:
+            found = library.kvrelay_embed_from_panels(ctypes.byref(linear_struct(weights.head)), *ids)
+        else:
+            found = library.kvrelay_embed(table.data_ptr(), *table.shape, self._type, *ids)
+        if not found:
+            raise IndexError(f"a token is beyond the {weights.head.num_out} of the vocabulary")
+        return out
+
+    def norm_and_rotate(self, layer: int, qkv: torch.Tensor, angles: Angles) -> None:
+        """Norms and rotates the queries and keys of `qkv` in place."""
         self._library.kvrelay_norm_and_rotate(
-            *(ctypes.byref(self._decoder), layer, qkv.data_ptr(), len(qkv), cos.data_ptr(), sin.data_ptr()),
-            torch.get_num_threads(),
+            *(ctypes.byref(self._decoder), layer, qkv.data_ptr(), len(qkv), angles.rows.data_ptr()),
+            *(angles.cos.data_ptr(), angles.sin.data_ptr(), torch.get_num_threads()),
         )
 
-    def layers(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionCall) -> None:
+    def layers(self, hidden: torch.Tensor, angles: Angles, attention: AttentionCall) -> None:
         """Runs all layers over a step's tokens in one call: `hidden` becomes the last layer's output.
 
         `attention` is the step's plan; the pool has the weights' type.
@@ -101,8 +119,9 @@ class DecoderKernel:
         widths = (weights.hidden_size, all_heads * weights.head_dim, weights.num_heads * weights.head_dim)
         buffers = self._carve(tokens_with_room(count), (*widths, weights.intermediate_size))
         step = _DecoderStep(
-            *(count, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), attention.plan, attention.pool),
-            *(attention.layer_bytes, attention.write_blocks, attention.write_slots, *buffers),
+            *(count, hidden.data_ptr(), angles.cos.data_ptr(), angles.sin.data_ptr(), angles.rows.data_ptr()),
+            *(attention.plan, attention.pool, attention.layer_bytes),
+            *(attention.write_blocks, attention.write_slots, *buffers),
         )
         self._library.kvrelay_decoder_layers(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads())
 
@@ -121,13 +140,16 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = c_void_p, c_int64
     signatures: dict[str, list[Any]] = {
         "add_and_norm": [pointer, pointer, pointer, pointer, number, number, c_double, number, number],
-        "norm_and_rotate": [pointer, number, pointer, number, pointer, pointer, number],
+        "norm_and_rotate": [pointer, number, pointer, number, pointer, pointer, pointer, number],
         "decoder_layers": [pointer, pointer, number],
     }
     for name, types in signatures.items():
         function = getattr(library, f"kvrelay_{name}")
         function.argtypes, function.restype = types, None
-    library.kvrelay_decoder_struct_bytes.restype = c_int64
+    library.kvrelay_embed_from_panels.argtypes = [pointer, pointer, number, pointer]
+    library.kvrelay_embed.argtypes = [pointer, number, number, number, pointer, number, pointer]
+    for function in (library.kvrelay_embed_from_panels, library.kvrelay_embed, library.kvrelay_decoder_struct_bytes):
+        function.restype = c_int64
     sizes = [ctypes.sizeof(struct) for struct in (LinearStruct, _DecoderLayer, _Decoder, _DecoderStep)]
     ours = sizes[0] * 10**9 + sizes[1] * 10**6 + sizes[2] * 10**3 + sizes[3]
     if library.kvrelay_decoder_struct_bytes() != ours:

@@ -158,11 +158,5 @@ def unpack(packed: PackedLinear, sizes: Sequence[int]) -> list[torch.Tensor]:
     return [halves[:, half].reshape(-1, packed.num_in)[:size].contiguous() for half, size in enumerate(sizes)]
 
 
-def rows_of(packed: PackedLinear, indices: torch.Tensor) -> torch.Tensor:
-    """Some rows of the weight, `[indices, num_in]`: how a head looks up the embeddings that it shares."""
-    taken = packed.panels[indices // PANEL, :, indices % PANEL]
-    return taken.reshape(len(indices), -1)[:, : packed.num_in]
-
-
 def _pad_rows(weight: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % multiple))

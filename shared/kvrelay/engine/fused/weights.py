@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrelay.backends.backend import AttentionParams
-from kvrelay.engine.fused.panels import PackedLinear, pack, pack_integers, rows_of, share_layout, unpack
+from kvrelay.engine.fused.panels import PackedLinear, pack, pack_integers, share_layout, unpack
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.quantized.integer_weight import IntegerWeight
 
@@ -68,12 +68,6 @@ class DecoderWeights:
         """All linear layers, the head last."""
         inside = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return [*inside, self.head]
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The tokens' embeddings in float32, `[tokens, hidden_size]`."""
-        if self.embedding is None:
-            return rows_of(self.head, token_ids).float()
-        return torch.nn.functional.embedding(token_ids, self.embedding).float()
 
 
 class WeightPacker:

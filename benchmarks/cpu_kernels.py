@@ -6,6 +6,10 @@ SDPA over contiguous keys and values. A time is the least of many, by the thread
 wall's clock with several.
 
 Usage: python -m benchmarks.cpu_kernels [--threads 1] [--repeats 20] [--model DIR ...] [--write FILE]
+
+Only steps, of the shape of Qwen3-0.6B with random weights, in a few minutes of an idle machine with 8 GiB free:
+    python -m benchmarks.cpu_kernels --threads 2 --only-steps --shape qwen3-0.6b --quantization none
+        --decode 1 8 32 --prompts 512 2048 --repeats 10
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,10 +27,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from benchmarks.peers.make_model import SHAPES, make_config
 from kvrelay.backends.backend import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.causal_model import CausalModel, load_model, open_source
+from kvrelay.engine.causal_model import CausalModel, LoadFormat, load_model, open_source
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.panels import pack
 from kvrelay.engine.fused.products import PanelProducts
@@ -34,6 +40,7 @@ from kvrelay.engine.fused.quantization import Quantization
 CONTEXT = 1024
 DTYPE = torch.bfloat16
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+VOCAB_SIZE = 151_936  # of Qwen3's models
 NUM_LAYERS = 8  # taken in turns, so that a layer's KV is not in the cache
 
 
@@ -191,18 +198,27 @@ def linear_shape(
         )
 
 
-def model_steps(directory: str, clock: Clock, machine: Machine) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps that are timed: sequences that decode together, and lengths of prompts."""
+
+    quantizations: tuple[Quantization, ...]
+    decode: tuple[int, ...]
+    prompts: tuple[int, ...]
+
+
+def model_steps(directory: str, load_format: LoadFormat, steps: Steps, clock: Clock, machine: Machine) -> Iterator[str]:
     """Lines of the table of whole steps of a model. A step's floor is the slower of reading weights and KV once and
     computing products at the GEMM rate."""
     yield "| model | quantization | step | ms | floor ms | ratio |"
     yield "|---|---|---|---|---|---|"
-    methods: tuple[Quantization, ...] = ("none", "int8", "int4")
-    for quantization in methods:
-        model = load_model(
-            open_source(directory, "bfloat16", max_model_len=4096, quantization=quantization), block_size=16
+    for quantization in steps.quantizations:
+        source = open_source(
+            directory, "bfloat16", max_model_len=4096, quantization=quantization, load_format=load_format
         )
-        cases = [(f"decode {batch}", [1] * batch, [CONTEXT] * batch) for batch in (1, 8, 16, 32, 64)]
-        cases += [(f"prompt of {tokens}", [tokens], [0]) for tokens in (512, 1024, 2048)]
+        model = load_model(source, block_size=16)
+        cases = [(f"decode {batch}", [1] * batch, [CONTEXT] * batch) for batch in steps.decode]
+        cases += [(f"prompt of {tokens}", [tokens], [0]) for tokens in steps.prompts]
         for name, query_lens, positions in cases:
             taken = time_step(model, query_lens, positions, clock)
             floor = step_floor(model, query_lens, positions, machine)
@@ -260,15 +276,23 @@ def tables(arguments: argparse.Namespace) -> Iterator[str]:
         f"{PanelProducts(DTYPE).instructions}. At the start: {machine.read_gb_s():.1f} GB/s read, "
         f"{machine.gemm_gflop_s(DTYPE):.0f} GFLOP/s bfloat16, {machine.gemm_gflop_s(torch.float32):.0f} float32.\n"
     )
-    yield f"## Attention of decoding, one layer, context {CONTEXT}, bfloat16\n"
-    yield from decode_attention(clock, machine)
-    yield "\n## Attention of prompts, one layer, bfloat16\n"
-    yield from prompt_attention(clock, machine)
-    yield "\n## Linear layers\n"
-    yield from linear_layers(clock, machine)
+    if not arguments.only_steps:
+        yield f"## Attention of decoding, one layer, context {CONTEXT}, bfloat16\n"
+        yield from decode_attention(clock, machine)
+        yield "\n## Attention of prompts, one layer, bfloat16\n"
+        yield from prompt_attention(clock, machine)
+        yield "\n## Linear layers\n"
+        yield from linear_layers(clock, machine)
+    steps = Steps(tuple(arguments.quantization), tuple(arguments.decode), tuple(arguments.prompts))
     for directory in arguments.model:
         yield f"\n## Steps of {Path(directory).name}, context {CONTEXT}, bfloat16\n"
-        yield from model_steps(directory, clock, machine)
+        yield from model_steps(directory, "auto", steps, clock, machine)
+    for shape in arguments.shape:
+        with tempfile.TemporaryDirectory() as parent:
+            directory = str(Path(parent) / shape)
+            make_config(shape, VOCAB_SIZE).save_pretrained(directory)
+            yield f"\n## Steps of the shape {shape}, context {CONTEXT}, bfloat16\n"
+            yield from model_steps(directory, "dummy", steps, clock, machine)
 
 
 def main() -> None:
@@ -277,6 +301,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--model", action="append", default=[], help="a model's directory, for whole steps")
+    parser.add_argument("--shape", action="append", default=[], choices=sorted(SHAPES), help="random weights instead")
+    parser.add_argument("--only-steps", action="store_true", help="no tables of single kernels")
+    parser.add_argument("--quantization", nargs="+", default=["none", "int8", "int4"])
+    parser.add_argument("--decode", type=int, nargs="+", default=[1, 8, 16, 32, 64], help="sequences of a step")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 1024, 2048], help="tokens")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -59,12 +59,11 @@ def make_tokenizer(vocab_size: int) -> Any:
     return made
 
 
-def make_model(shape: str, vocab_size: int) -> Any:
-    """Returns a model in bfloat16. Each call makes the same weights."""
-    import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+def make_config(shape: str, vocab_size: int) -> Any:
+    """The configuration of a model of one of `SHAPES`."""
+    from transformers import Qwen3Config
 
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=vocab_size,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
@@ -74,8 +73,15 @@ def make_model(shape: str, vocab_size: int) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         **SHAPES[shape],
     )
+
+
+def make_model(shape: str, vocab_size: int) -> Any:
+    """Returns a model in bfloat16. Each call makes the same weights."""
+    import torch
+    from transformers import GenerationConfig, Qwen3ForCausalLM
+
     torch.manual_seed(0)
-    model: Any = Qwen3ForCausalLM(config)
+    model: Any = Qwen3ForCausalLM(make_config(shape, vocab_size))
     model = model.to(dtype=torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     return model

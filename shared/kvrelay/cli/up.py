@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,8 @@ def make_plan(
         for role, total in (("prefill", own.prefill), ("decode", own.decode))
         for number, num_workers in enumerate(_shared_out(total, own.workers_per_process))
     ]
-    threads = max(1, len(os.sched_getaffinity(0)) // len(processes))
+    num_cores = len(os.sched_getaffinity(0))
+    threads = num_cores if own.cores == "shared" else max(1, num_cores // len(processes))
     passed = {name: value for name, value in flags.items() if name not in UpConfig.model_fields}
     decided = {"host": LOOPBACK, "advertise_host": LOOPBACK}
     if own.redis_url:
@@ -288,6 +289,8 @@ class _Run:
             check = WorkerReady(registry, worker.model_name, names)
             environ = plan.environ_of(worker)
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
+            if worker.role == "prefill":
+                spec = replace(spec, nice=plan.up.prefill_nice)
             others.append(Service(spec, self._display))
         host = LOOPBACK if is_wildcard(plan.up.host) else plan.up.host
         expected: Counter[str] = Counter()

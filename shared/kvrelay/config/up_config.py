@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -71,6 +71,19 @@ class UpConfig(BaseModel):
     )
     decode_memory_utilization: float | None = Field(
         default=None, gt=0, le=1, description="share of a GPU's memory for each decode worker, with devices"
+    )
+    cores: Literal["split", "shared"] = Field(
+        default="split",
+        description="how the workers get the cores, unless threads is set: split gives each an equal number of "
+        "threads; shared gives each a thread per core, which the system schedules, so a worker may use the cores of "
+        "an idle one (experimental)",
+    )
+    prefill_nice: int = Field(
+        default=0,
+        ge=0,
+        le=19,
+        description="niceness of the prefill workers' processes: if workers share cores, a decode step waits less for "
+        "prompts",
     )
     state_dir: Path = Field(default=Path(".kvrelay"), description="directory of the services' logs")
     verbose: bool = Field(default=False, description="show the services' logs on the terminal instead of writing files")

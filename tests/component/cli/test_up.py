@@ -230,7 +230,7 @@ def test_logs_go_to_files_or_to_the_terminal(start: Start, tmp_path: Path) -> No
 
 
 def test_flags_reach_the_services_and_passwords_do_not_show(start: Start, tmp_path: Path) -> None:
-    up = start("--token-budget=1024", "--no-prefix-cache", "--max-attempts=7", "--threads=1")
+    up = start("--token-budget=1024", "--no-prefix-cache", "--max-attempts=7", "--threads=1", "--prefill-nice=3")
     up.wait_ready()
     logs = {path.name: path.read_text() for path in (tmp_path / "state").glob("*/*.log")}
     assert "'token_budget': 1024" in logs["prefill-0.log"]
@@ -240,6 +240,7 @@ def test_flags_reach_the_services_and_passwords_do_not_show(start: Start, tmp_pa
     (password,) = re.findall(r"redis://:(\w+)@", up.child("kvrelay_router").environ()["KVRELAY_REDIS_URL"])
     shown = up.output + "".join(logs.values()) + " ".join(" ".join(child.cmdline()) for child in up.family)
     assert password not in shown
+    assert up.child("kvrelay_prefill").nice() == min(19, up.child("kvrelay_decode").nice() + 3)
 
 
 def test_workers_are_placed_on_gpus(start: Start, tmp_path: Path) -> None:

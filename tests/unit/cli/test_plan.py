@@ -17,6 +17,8 @@ def test_cores_are_split_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> N
     assert [worker.threads for worker in make_plan({"port": "1"}, ENVIRON).workers] == [4, 4]
     assert {worker.threads for worker in make_plan({"decode": "20"}, ENVIRON).workers} == {1}
     assert {worker.threads for worker in make_plan({"threads": "3"}, ENVIRON).workers} == {3}
+    assert {worker.threads for worker in make_plan({"cores": "shared"}, ENVIRON).workers} == {8}
+    assert {worker.threads for worker in make_plan({"cores": "shared", "threads": "3"}, ENVIRON).workers} == {3}
 
 
 def test_workers_stay_on_the_loopback_whatever_the_environment_says() -> None:

@@ -20,7 +20,7 @@ from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, allow_only
 from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex, shortened
 from kvrelay.grammar.regex_size import check_regex_sizes
 from kvrelay.grammar.schema_rewrite import rewritten
-from kvrelay.grammar.structural_tag import structural_tag_to_lark
+from kvrelay.grammar.structural_tag import rewritten_tag, structural_tag_to_lark
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -90,8 +90,9 @@ class LLGuidanceCompiler:
 
 def _equivalents(grammar: Grammar) -> Iterator[Grammar]:
     """The grammar in other words, with fewer keywords that the library refuses."""
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        texts = (rewritten(grammar.text, splits_one_of=splits_one_of) for splits_one_of in (False, True))
+    in_words = {GrammarKind.JSON_SCHEMA: rewritten, GrammarKind.STRUCTURAL_TAG: rewritten_tag}.get(grammar.kind)
+    if in_words is not None:
+        texts = (in_words(grammar.text, splits_one_of=splits_one_of) for splits_one_of in (False, True))
         for text in dict.fromkeys(texts):
             if text is not None:
                 yield msgspec.structs.replace(grammar, text=text)
@@ -187,6 +188,6 @@ _NOTATIONS: dict[GrammarKind, Callable[[Grammar], str]] = {
     GrammarKind.REGEX: _of_regex,
     GrammarKind.CHOICE: _of_choices,
     GrammarKind.GRAMMAR: _of_grammar,
-    GrammarKind.STRUCTURAL_TAG: lambda grammar: structural_tag_to_lark(grammar.text),
+    GrammarKind.STRUCTURAL_TAG: lambda grammar: structural_tag_to_lark(grammar.text, grammar.whitespace),
 }
 """How to write each kind of grammar for the library."""

@@ -13,15 +13,17 @@ from typing import Any
 from llguidance import StructTag
 
 from kvrelay.grammar.grammar_compiler import GrammarError
+from kvrelay.grammar.schema_rewrite import rewritten
 from kvrelay.grammar.tag_format import tag_format_to_lark
 
 
-def structural_tag_to_lark(text: str) -> str:
-    """The tag, given as JSON in either form, as a Lark grammar. Raises GrammarError."""
+def structural_tag_to_lark(text: str, whitespace: str | None = None) -> str:
+    """The tag, given as JSON in either form, as a Lark grammar. `whitespace` limits the whitespace of the JSON in the
+    newer form. Raises GrammarError."""
     try:
         tag = json.loads(text)
         if isinstance(tag, dict) and "format" in tag:
-            return tag_format_to_lark(tag["format"])
+            return tag_format_to_lark(tag["format"], whitespace)
         triggers = [_string(trigger, "triggers") for trigger in tag["triggers"]]
         tags = [_structure(structure, triggers) for structure in tag["structures"]]
     except KeyError as error:
@@ -33,6 +35,30 @@ def structural_tag_to_lark(text: str) -> str:
     if not tags:
         raise GrammarError("a structural tag needs at least one structure")
     return str(StructTag.to_grammar(tags, assume_special=False))
+
+
+def rewritten_tag(text: str, *, splits_one_of: bool = False) -> str | None:
+    """A tag of the newer form with its schemas `rewritten`. None if no rule changes any of them."""
+    try:
+        tag = json.loads(text)
+        num_changed = _rewrite_schemas(tag.get("format"), splits_one_of)
+    except (AttributeError, ValueError, RecursionError):
+        return None
+    return json.dumps(tag) if num_changed else None
+
+
+def _rewrite_schemas(tag_format: Any, splits_one_of: bool) -> int:
+    if isinstance(tag_format, list):
+        return sum(_rewrite_schemas(each, splits_one_of) for each in tag_format)
+    if not isinstance(tag_format, dict):
+        return 0
+    if tag_format.get("type") != "json_schema":
+        return sum(_rewrite_schemas(each, splits_one_of) for each in tag_format.values())
+    changed = rewritten(json.dumps(tag_format.get("json_schema")), splits_one_of=splits_one_of)
+    if changed is None:
+        return 0
+    tag_format["json_schema"] = json.loads(changed)
+    return 1
 
 
 def _structure(structure: dict[str, Any], triggers: list[str]) -> StructTag:

@@ -1,7 +1,11 @@
 """The newer form of structural tags, `{"type": "structural_tag", "format": {...}}`, as Lark.
 
 Its formats, as in XGrammar: `const_string`, `json_schema`, `regex`, `grammar`, `any_text`, `sequence`, `or`, `tag`,
-`triggered_tags` and `tags_with_separator`. Free text ends at the first place where the string behind it stands.
+`triggered_tags`, `tags_with_separator` and `token`. Free text ends at the first place where what follows it stands.
+
+`begin`, `end` and triggers are strings, or the format `{"type": "token", "token": ID}` for a special token, which no
+text matches. If it has a `text`, free text ends before this text as well as before the token. A tag with
+`"lazy_begin": true` is taken as soon as its `begin` is there, even if free text may stand there too.
 """
 
 from __future__ import annotations
@@ -16,10 +20,14 @@ from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex
 MAX_DEPTH = 16
 MAX_FORMATS = 256
 
+Marker = str | dict[str, Any]
+"""A text, or a token."""
 
-def tag_format_to_lark(tag_format: Any) -> str:
-    """The library's grammar. Raises GrammarError for what is malformed or not supported."""
-    written = _Written()
+
+def tag_format_to_lark(tag_format: Any, whitespace: str | None = None) -> str:
+    """The library's grammar. `whitespace`: a regex for the whitespace between JSON's tokens; None: any. Raises
+    GrammarError for what is malformed or not supported."""
+    written = _Written(whitespace)
     start = written.expression(tag_format, "", 0)
     lark = "\n".join(["%llguidance {}", f"start: {start}", "TAG_TEXT: /(.|\\n)*/", *written.rules])
     grammars = [{"name": "structural_tag", "lark_grammar": lark}, *written.side_grammars]
@@ -27,13 +35,14 @@ def tag_format_to_lark(tag_format: Any) -> str:
 
 
 class _Written:
-    def __init__(self) -> None:
+    def __init__(self, whitespace: str | None) -> None:
+        self._whitespace = whitespace
         self.rules: list[str] = []
         self.side_grammars: list[dict[str, str]] = []
         self._num_formats = 0
 
-    def expression(self, tag_format: Any, end: str, depth: int) -> str:
-        """What a format stands for, followed by the string `end`."""
+    def expression(self, tag_format: Any, end: Marker, depth: int) -> str:
+        """What a format stands for, followed by `end`."""
         self._num_formats += 1
         if self._num_formats > MAX_FORMATS or depth > MAX_DEPTH:
             raise GrammarError(f"a structural tag has at most {MAX_FORMATS} formats, {MAX_DEPTH} deep")
@@ -43,7 +52,9 @@ class _Written:
             case {"type": "const_string", "value": str() as value}:
                 return _joined(_quoted(value), _quoted(end))
             case {"type": "json_schema", "json_schema": dict() | bool() as schema}:
-                return _joined(f"%json {json.dumps(schema if schema is not True else {})}", _quoted(end))
+                return _joined(self._json(schema), _quoted(end))
+            case {"type": "token"}:
+                return _joined(_quoted(tag_format), _quoted(end))
             case {"type": "regex", "pattern": str() as pattern}:
                 return _joined(f"/{_in_slashes(lark_of_regex(pattern))}/", _quoted(end))
             case {"type": "grammar", "grammar": str() as grammar}:
@@ -66,21 +77,34 @@ class _Written:
         kind = tag_format.get("type")
         raise GrammarError(f"the format {kind!r} of a structural tag is malformed, or not supported")
 
-    def _tag(self, tag: Any, trigger: str, depth: int) -> str:
+    def _json(self, schema: dict[str, Any] | bool) -> str:
+        if self._whitespace is not None and schema is not False:
+            schema = ({} if schema is True else schema) | {"x-guidance": {"whitespace_pattern": self._whitespace}}
+        return f"%json {json.dumps(schema if schema is not True else {})}"
+
+    def _tag(self, tag: Any, trigger: Marker, depth: int) -> str:
         """A tag without the `trigger` that it begins with."""
         match tag:
-            case {"begin": str() as begin, "content": content, "end": str() as end}:
-                return _joined(_quoted(begin[len(trigger) :]), self.expression(content, end, depth + 1))
-        raise GrammarError("a tag of a structural tag needs the texts 'begin' and 'end', and 'content'")
+            case {"begin": str() | dict() as begin, "content": content, "end": str() | dict() as end}:
+                rest = "" if isinstance(begin, dict) and begin == trigger else begin
+                if isinstance(begin, str) and isinstance(trigger, str):
+                    rest = begin[len(trigger) :]
+                opening = self._lazy(rest) if tag.get("lazy_begin") is True else _quoted(rest)
+                return _joined(opening, self.expression(content, end, depth + 1))
+        raise GrammarError(
+            "a tag of a structural tag needs 'begin' and 'end', which are texts or tokens, and 'content'"
+        )
 
-    def _triggered(self, tag_format: dict[str, Any], triggers: list[Any], tags: list[Any], end: str, depth: int) -> str:
+    def _triggered(
+        self, tag_format: dict[str, Any], triggers: list[Any], tags: list[Any], end: Marker, depth: int
+    ) -> str:
         if tag_format.get("excludes"):
             raise GrammarError("'excludes' of a structural tag is not supported")
         choices = []
         for tag in tags:
             begin = tag.get("begin") if isinstance(tag, dict) else None
-            found = [each for each in triggers if isinstance(each, str) and each and str(begin).startswith(each)]
-            if not isinstance(begin, str) or not found:
+            found = [each for each in triggers if _begins_with(begin, each)]
+            if not found:
                 raise GrammarError(f"no trigger is the beginning of {begin!r}")
             choices.append(_joined(self._text_until(found[0]), self._tag(tag, found[0], depth)))
         one = _either(choices)
@@ -96,8 +120,21 @@ class _Written:
         expression = _joined(one, more)
         return expression if tag_format.get("at_least_one") else f"({expression})?"
 
-    def _text_until(self, end: str) -> str:
-        """Free text to the first `end`, which is a token of its own for the lexer."""
+    def _lazy(self, text: Marker) -> str:
+        """A text that the lexer takes as soon as it is there."""
+        if isinstance(text, dict):
+            return _either([_quoted(text), *filter(None, [self._lazy(_text_of(text))])])
+        if not text:
+            return ""
+        name = f"lazy_{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: {_quoted(text)}")
+        return name
+
+    def _text_until(self, end: Marker) -> str:
+        """Free text to the first `end`. Both are one lexeme, unless `end` is a token."""
+        if isinstance(end, dict):
+            until_token, text = _joined("TAG_TEXT", _quoted(end)), _text_of(end)
+            return _either([until_token, self._text_until(text)]) if text else until_token
         name = f"until_{len(self.rules)}"
         self.rules.append(f"{name}[lazy]: TAG_TEXT {_quoted(end)}")
         return name
@@ -122,8 +159,26 @@ def _is_open(tag_format: Any) -> bool:
     return False
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+def _text_of(token: dict[str, Any]) -> str:
+    text = token.get("text", "")
+    if not isinstance(text, str):
+        raise GrammarError("the text of a token of a structural tag must be a string")
+    return text
+
+
+def _begins_with(begin: Any, trigger: Any) -> bool:
+    if isinstance(begin, str) and isinstance(trigger, str):
+        return bool(trigger) and begin.startswith(trigger)
+    return isinstance(begin, dict) and begin == trigger
+
+
+def _quoted(marker: Marker) -> str:
+    if isinstance(marker, str):
+        return json.dumps(marker, ensure_ascii=False) if marker else ""
+    token_id = marker.get("token")
+    if marker.get("type") != "token" or type(token_id) is not int or token_id < 0:
+        raise GrammarError("a token of a structural tag must have the type 'token' and the id 'token'")
+    return f"<[{token_id}]>"
 
 
 def _joined(*parts: str) -> str:

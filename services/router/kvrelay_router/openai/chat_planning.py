@@ -13,6 +13,7 @@ from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import RequestedOutput, check_tokenized
 from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.openai.tool_grammar import check_tool_grammar, tool_grammar
 from kvrelay_router.output_parsing.dialect import Dialect
 from kvrelay_router.output_parsing.events import PlainParser
 
@@ -68,16 +69,20 @@ async def _plan(
     service: ApiService, names: RequestNames, request: ChatRequest, dialect: Dialect, fields: EndpointFields
 ) -> Plan:
     limits = check_request(service, names, request)
-    _check_tools(dialect, request)
+    _check_tools(service, dialect, request)
     if request.grammar is not None:
         await service.check_grammar(request.grammar, request.grammar_param)
     token_ids = await service.encode_chat(request.messages, request.options)
     check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
     prompt = TokenizedPrompt(request.truncated(token_ids, fields.output.prompt_room(limits)))
+    if request.callable_tools:
+        begins_inside = _begins_inside_reasoning(service, request, prompt.token_ids)
+        grammar = await tool_grammar(service, request, begins_inside=begins_inside)
+        fields = msgspec.structs.replace(fields, grammar=grammar)
     return await plan_generation(service, names, request, fields, [prompt], limits)
 
 
-def _check_tools(dialect: Dialect, request: ChatRequest) -> None:
+def _check_tools(service: ApiService, dialect: Dialect, request: ChatRequest) -> None:
     if not request.callable_tools:
         return
     if dialect.tools is None:
@@ -87,12 +92,7 @@ def _check_tools(dialect: Dialect, request: ChatRequest) -> None:
             param="tools",
             code="unsupported_parameter",
         )
-    if request.choice.mode == "required":
-        raise ApiError(
-            "The parameter 'tool_choice' with this value is not supported",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
+    check_tool_grammar(service, request)
 
 
 def _begins_inside_reasoning(service: ApiService, request: ChatRequest, prompt_ids: list[int]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
@@ -55,6 +56,7 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     echo_logprobs: int | None = None  # alternatives of the echoed tokens in the answer
     has_echo: bool = False
     scores_in_choices: bool = False  # each choice has the log-probabilities of its prompt
+    grammar: Grammar | None = None  # in place of the request's own
     is_parsed: bool = False  # reasoning or tool calls are looked for in the output
 
 
@@ -144,6 +146,7 @@ def _sampling(
         logprobs=fields.logprobs,
         prompt_logprobs=fields.prompt_logprobs,
         seed=make_seed(request.seed),
+        grammar=fields.grammar,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.kv.table import blocks_for_group
+from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import BadWords, Sampling
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
@@ -189,8 +190,11 @@ def make_sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
     seed: int,
+    grammar: Grammar | None = None,
 ) -> Sampling:
-    """Returns the sampling parameters for workers, with `defaults` for fields that are not set. Raises 400."""
+    """Returns the sampling parameters for workers, with `defaults` for fields that are not set. `grammar`: in place of
+    the request's own. Raises 400."""
+    grammar = grammar or fields.grammar
     if fields.min_tokens > max_tokens:
         raise ApiError(
             f"Invalid value for 'min_tokens': {fields.min_tokens} is more than the {max_tokens} tokens to generate",
@@ -198,7 +202,7 @@ def make_sampling(
         )
     if fields.use_beam_search:
         defaults = replace(defaults, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-    ends_with_grammar = fields.ignore_eos and fields.grammar is not None
+    ends_with_grammar = fields.ignore_eos and grammar is not None
     return Sampling(
         temperature=_or(fields.temperature, defaults.temperature),
         top_p=_or(fields.top_p, defaults.top_p),
@@ -219,7 +223,7 @@ def make_sampling(
         ignore_eos=fields.ignore_eos and not ends_with_grammar,
         beams=fields.beams,
         speculation=fields.speculation,
-        grammar=fields.grammar,
+        grammar=grammar,
     )
 
 

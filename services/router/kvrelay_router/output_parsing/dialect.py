@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrelay_router.output_parsing.call_grammar import CallGrammar, CallSyntax, Marker, Thinking
 from kvrelay_router.output_parsing.events import OutputParser, PlainParser
-from kvrelay_router.output_parsing.hermes import HermesParser
+from kvrelay_router.output_parsing.hermes import SYNTAX, HermesParser
 from kvrelay_router.output_parsing.thinking import ThinkingParser
 from kvrelay_router.output_parsing.tool import Tool
 
@@ -20,12 +21,14 @@ class UnknownParser(ValueError):
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How calls are written. `signs`: texts in the chat templates of these models; all of one row must be there."""
+    """How calls are written. `signs`: texts in the chat templates of these models; all of one row must be there.
+    `syntax`: how a grammar makes a model write calls; None if no grammar can."""
 
     name: str
     new_parser: Callable[[Sequence[Tool]], OutputParser]
     markers: tuple[str, ...]  # control tokens that the parser reads, special in some tokenizers
     signs: tuple[tuple[str, ...], ...]
+    syntax: CallSyntax | None = None
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +46,7 @@ TOOL_FORMATS = (
         new_parser=lambda tools: HermesParser(),
         markers=("<tool_call>", "</tool_call>"),
         signs=(("<tool_call>", '"name"'),),
+        syntax=SYNTAX,
     ),
 )
 
@@ -77,6 +81,14 @@ class Dialect(msgspec.Struct, frozen=True):
         if self.reasoning is None:
             return inner
         return ThinkingParser(inner, begin=self.reasoning.begin, end=self.reasoning.end, begins_inside=begins_inside)
+
+    def call_grammar(self, marker_of: Callable[[str], Marker], *, begins_inside: bool) -> CallGrammar | None:
+        """None if no grammar can make this model call tools."""
+        if self.tools is None or self.tools.syntax is None:
+            return None
+        reasoning = self.reasoning
+        thinking = None if reasoning is None else Thinking(reasoning.begin, reasoning.end, begins_inside)
+        return CallGrammar(syntax=self.tools.syntax, thinking=thinking, marker_of=marker_of)
 
 
 Format = TypeVar("Format", ToolFormat, ReasoningFormat)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
+from kvrelay_router.output_parsing.call_grammar import CallSyntax, Format
 from kvrelay_router.output_parsing.json_calls import JsonReader
 from kvrelay_router.output_parsing.text_parser import Malformed, Markers, NewId, Steps, new_call_id
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def _call(name: str, arguments: Format) -> Format:
+    begin = f'\n{{"name": {json.dumps(name)}, "arguments": '
+    return {"type": "tag", "begin": begin, "content": arguments, "end": "}\n"}
+
+
+SYNTAX = CallSyntax(begin=OPEN, content=_call, end=CLOSE, separator="\n")
 
 
 class HermesParser(JsonReader):

@@ -129,6 +129,11 @@ class Tokenizer:
             texts = self._visible.setdefault(hidden, TokenTexts(bytes_of, text_of))
         return texts
 
+    def added_id_of(self, text: str) -> int | None:
+        """The added token that is spelled so."""
+        token_id = self.backend.token_to_id(text)
+        return token_id if token_id in self._added else None
+
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """The special tokens among those that are spelled so."""
         ids = {self.backend.token_to_id(text) for text in texts}

@@ -1,0 +1,98 @@
+"""The grammar of an output that must call tools, or whose calls must follow strict tools' schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from kvrelay.grammar.grammar_compiler import GrammarError
+from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.openai.schema.grammar_fields import MAX_GRAMMAR_BYTES
+from kvrelay_router.output_parsing.call_grammar import WHITESPACE, CallGrammar, Marker
+from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.text.tokenizer import Tokenizer
+
+MAX_GRAMMAR_TOOLS = 100
+
+
+def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
+    """Raises ApiError for calls that cannot be constrained, or not together with the request's other fields."""
+    if not _wants_grammar(request):
+        return
+    tool_format = service.text.dialect.tools
+    if tool_format is None or tool_format.syntax is None:
+        if request.choice.mode == "required":
+            raise _refused(
+                "for this model only 'auto' and 'none' are supported", "tool_choice", "unsupported_parameter"
+            )
+        return
+    if request.grammar is not None:
+        what = "a required call" if request.choice.mode == "required" else "the call of a strict tool"
+        raise _refused(f"the output cannot follow {what} and another constraint", request.grammar_param)
+    if request.use_beam_search:
+        raise _refused("the output of a beam search cannot be constrained to calls", "use_beam_search")
+    if len(request.callable_tools) > MAX_GRAMMAR_TOOLS and request.choice.name is None:
+        reason = f"at most {MAX_GRAMMAR_TOOLS} are allowed if one must be called, or if one is strict"
+        raise _refused(reason, "tools")
+
+
+async def tool_grammar(service: ApiService, request: ChatRequest, *, begins_inside: bool) -> Grammar | None:
+    """None if the output is free. `begins_inside`: the prompt has opened the reasoning. Raises 400 if a schema cannot
+    be followed."""
+    calls = service.text.dialect.call_grammar(_Markers(service.text.tokenizer), begins_inside=begins_inside)
+    if calls is None or not _wants_grammar(request):
+        return None
+    name, is_required = request.choice.name, request.choice.mode == "required"
+    tools = [tool for tool in request.callable_tools if name in (None, tool.name)]
+    is_parallel = request.parallel_tool_calls
+    grammar = _grammar(calls.required(tools, is_parallel=is_parallel) if is_required else calls.allowed(tools))
+    num_bytes = len(grammar.text.encode())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise _refused(f"their grammar has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", "tools")
+    try:
+        await service.text.grammars.check(grammar)
+    except GrammarError as error:
+        await _check_each(service, calls, [tool for tool in tools if is_required or tool.is_strict])
+        raise _refused(f"calls cannot be constrained to them: {error}", "tools") from None
+    return grammar
+
+
+async def _check_each(service: ApiService, calls: CallGrammar, tools: Sequence[Tool]) -> None:
+    """Raises 400 for the first tool that cannot be followed."""
+    for tool in tools:
+        try:
+            await service.text.grammars.check(_grammar(calls.required([tool], is_parallel=False)))
+        except GrammarError as error:
+            raise _refused(
+                f"calls of {tool.name!r} cannot be constrained to its parameters: {error}", "tools"
+            ) from None
+
+
+class _Markers:
+    """The added tokens among texts, as formats of a structural tag. Not all need be special: the library takes some of
+    the others for special ones, which texts in a grammar do not match."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> Marker:
+        token_id = self._tokenizer.added_id_of(text)
+        return text if token_id is None else {"type": "token", "token": token_id, "text": text}
+
+
+def _wants_grammar(request: ChatRequest) -> bool:
+    return request.choice.mode == "required" or any(tool.is_strict for tool in request.callable_tools)
+
+
+def _grammar(tag_format: dict[str, Any]) -> Grammar:
+    text = orjson.dumps({"type": "structural_tag", "format": tag_format}).decode()
+    return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text, whitespace=WHITESPACE)
+
+
+def _refused(reason: str, param: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code=code)

@@ -1,0 +1,134 @@
+"""Calls that must be made, and calls of strict tools: the grammar that workers get, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay_router.text.service import TextService
+from tests.component.router.openai.test_tools import CALL, HELLO, PARAMETERS, TEMPLATE, TOOL
+from tests.component.router.rig import Router, running_router
+from tests.fakes.text_model import write_text_model
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+OTHER: Any = {"type": "function", "function": {"name": "now"}}
+NO_SUCH = {"$ref": "#/$defs/missing"}
+BROKEN: Any = {"type": "function", "function": {"name": "broken", "parameters": {"properties": {"a": NO_SUCH}}}}
+STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
+    model = write_text_model(tmp_path_factory.mktemp("tools-model"), TEMPLATE)
+    service = TextService.load(str(model), max_grammar_cpu_s=10.0)
+    yield service
+    service.close()
+
+
+@pytest_asyncio.fixture
+async def router(tools_text: TextService) -> AsyncIterator[Router]:
+    async with running_router(tools_text) as running:
+        running.answers(CALL)
+        yield running
+
+
+async def grammar_of(router: Router, path: str = "/v1/chat/completions", **fields: Any) -> Grammar | None:
+    """The grammar that a worker gets for this request."""
+    answer = await router.post(path, **fields)
+    assert answer.status_code == 200, answer.text
+    return router.dispatcher.requests[-1].sampling.grammar
+
+
+def text_of(grammar: Grammar | None) -> str:
+    assert grammar is not None and grammar.kind is GrammarKind.STRUCTURAL_TAG
+    return grammar.text
+
+
+async def test_required_and_named_calls_are_of_the_tools_that_may_be_called(router: Router) -> None:
+    fields: dict[str, Any] = {"messages": HELLO, "tools": [TOOL, OTHER]}
+    required = text_of(await grammar_of(router, **fields, tool_choice="required"))
+    named = text_of(await grammar_of(router, **fields, tool_choice=NAMED))
+    assert "weather" in required and "now" in required
+    assert "weather" in named and "now" not in named
+    assert json.dumps(PARAMETERS["properties"], separators=(",", ":")) in named
+
+
+async def test_parallel_calls(router: Router) -> None:
+    fields: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "tool_choice": "required"}
+    assert '"stop_after_first":false' in text_of(await grammar_of(router, **fields))
+    assert '"stop_after_first":true' in text_of(await grammar_of(router, **fields, parallel_tool_calls=False))
+
+
+async def test_auto_has_a_grammar_if_a_tool_is_strict(router: Router) -> None:
+    fields: dict[str, Any] = {"messages": HELLO}
+    assert await grammar_of(router, **fields, tools=[TOOL]) is None
+    assert await grammar_of(router, **fields, tools=[STRICT], tool_choice="none") is None
+    assert '"triggered_tags"' in text_of(await grammar_of(router, **fields, tools=[STRICT, OTHER]))
+
+
+async def test_the_grammar_begins_where_the_reasoning_of_the_prompt_ends(router: Router) -> None:
+    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required"}
+    opened = [*HELLO, {"role": "assistant", "content": "<think>Hm"}]
+    more: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    assert '"begin":"<think>"' in text_of(await grammar_of(router, messages=HELLO, **fields))
+    assert '"begin":""' in text_of(await grammar_of(router, messages=opened, **fields, **more))
+
+
+async def test_the_other_apis_ask_for_the_same(router: Router) -> None:
+    fields: dict[str, Any] = {"tools": [TOOL], "messages": HELLO}
+    expected = await grammar_of(router, **fields, tool_choice="required")
+    anthropic = {"messages": HELLO, "max_tokens": 99, "tools": [{"name": "weather", "input_schema": PARAMETERS}]}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        assert await grammar_of(router, "/v1/messages", **anthropic, tool_choice=choice) == expected
+    response = {"input": "hi", "tools": [{"type": "function", "name": "weather", "parameters": PARAMETERS}]}
+    for named in ("required", {"type": "function", "name": "weather"}):
+        assert await grammar_of(router, "/v1/responses", **response, tool_choice=named) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_required_call_ends_with_tool_calls(router: Router, stream: bool) -> None:
+    fields: Any = {"model": "test-model", "messages": HELLO, "tools": [TOOL], "tool_choice": NAMED}
+    if stream:
+        async with router.openai.chat.completions.stream(**fields) as events:
+            answer: Any = await events.get_final_completion()
+    else:
+        answer = await router.openai.chat.completions.create(**fields)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "param", "said"),
+    [
+        ({"tools": [TOOL, BROKEN], "tool_choice": "required"}, "tools", "'broken'"),
+        ({"tools": [TOOL, {**BROKEN, "function": {**BROKEN["function"], "strict": True}}]}, "tools", "'broken'"),
+        ({"response_format": {"type": "json_object"}, "tool_choice": "required"}, "response_format", "required call"),
+        ({"structured_outputs": {"regex": "a"}, "tool_choice": NAMED}, "structured_outputs", "required call"),
+        ({"tools": [STRICT], "guided_regex": "a"}, "guided_regex", "strict"),
+        ({"tool_choice": "required", "use_beam_search": True, "n": 2}, "use_beam_search", "beam search"),
+        (
+            {"tools": [{"function": {"name": f"f{n}"}} for n in range(101)], "tool_choice": "required"},
+            "tools",
+            "at most 100",
+        ),
+    ],
+)
+async def test_what_cannot_be_constrained_is_refused_before_anything_is_queued(
+    router: Router, bad: dict[str, Any], param: str, said: str
+) -> None:
+    answer = await router.post("/v1/chat/completions", **{"messages": HELLO, "tools": [TOOL], **bad})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and said in error["message"], error
+    assert router.dispatcher.requests == []
+
+
+async def test_a_tool_that_is_not_called_is_not_compiled(router: Router) -> None:
+    fields: dict[str, Any] = {"messages": HELLO, "tools": [TOOL, BROKEN]}
+    assert await grammar_of(router, **fields, tool_choice=NAMED) is not None
+    assert await grammar_of(router, **fields) is None

@@ -216,6 +216,11 @@ INPUTS: dict[str, Case] = {
         lambda: repeated(USER + b'"x"}],"tools":[', b'{"name":"f","input_schema":{}}', b"]}", NUM_OBJECTS // 2),
         400,
     ),
+    "system blocks": (
+        MESSAGES,
+        lambda: repeated(USER + b'"x"}],"system":[', b'{"type":"text","text":"x"}', b"]}", NUM_OBJECTS),
+        400,
+    ),
     "counted content blocks": (
         COUNT,
         lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", MAX_TEXT_PARTS),

@@ -48,7 +48,8 @@ class ChatStream(EventFormat):
         opening = b"" if choice.index in self._opened else self._open(run, choice)
         if not text and choice.finish_reason is None:
             return opening
-        return opening + self._event_with_details(run, choice, orjson.dumps({"content": text}) if text else b"{}")
+        delta = b'{"content":' + orjson.dumps(text) + b"}" if text else b"{}"  # without a dictionary for each event
+        return opening + self._event_with_details(run, choice, delta)
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, if it was asked for."""

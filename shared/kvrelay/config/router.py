@@ -120,8 +120,8 @@ class RouterConfig(CommonConfig):
     tool_parser: str = Field(
         default="auto",
         min_length=1,
-        description="how the model writes tool calls: hermes (also Qwen 2.5 and 3); auto: as its chat template shows; "
-        "none: tools are refused",
+        description="how the model writes tool calls: hermes (also Qwen 2.5 and 3), llama3_json; auto: as its chat "
+        "template shows; none: tools are refused",
     )
     reasoning_parser: str = Field(
         default="auto",

@@ -10,6 +10,7 @@ import msgspec
 from kvrelay_router.output_parsing.call_grammar import CallGrammar, CallSyntax, Marker, Thinking
 from kvrelay_router.output_parsing.events import OutputParser, PlainParser
 from kvrelay_router.output_parsing.hermes import SYNTAX, HermesParser
+from kvrelay_router.output_parsing.llama3_json import TAG, Llama3JsonParser
 from kvrelay_router.output_parsing.thinking import ThinkingParser
 from kvrelay_router.output_parsing.tool import Tool
 
@@ -21,13 +22,14 @@ class UnknownParser(ValueError):
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How calls are written. `signs`: texts in the chat templates of these models; all of one row must be there.
-    `syntax`: how a grammar makes a model write calls; None if no grammar can."""
+    """How calls are written. `signs`: texts in the chat templates of these models; all of one row must be there,
+    and no `foreign_signs`. `syntax`: how a grammar makes a model write calls; None if no grammar can."""
 
     name: str
     new_parser: Callable[[Sequence[Tool]], OutputParser]
     markers: tuple[str, ...]  # control tokens that the parser reads, special in some tokenizers
     signs: tuple[tuple[str, ...], ...]
+    foreign_signs: tuple[str, ...] = ()
     syntax: CallSyntax | None = None
 
 
@@ -38,6 +40,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     begin: str
     end: str
     signs: tuple[tuple[str, ...], ...]
+    foreign_signs: tuple[str, ...] = ()
 
 
 TOOL_FORMATS = (
@@ -46,7 +49,14 @@ TOOL_FORMATS = (
         new_parser=lambda tools: HermesParser(),
         markers=("<tool_call>", "</tool_call>"),
         signs=(("<tool_call>", '"name"'),),
+        foreign_signs=("<function=", "<arg_key>"),  # Qwen3-Coder's and GLM's calls have the same tags around XML
         syntax=SYNTAX,
+    ),
+    ToolFormat(
+        name="llama3_json",
+        new_parser=Llama3JsonParser,
+        markers=(TAG,),
+        signs=(("<|start_header_id|>", '"parameters": '),),
     ),
 )
 
@@ -103,7 +113,7 @@ def _find(name: str, formats: Sequence[Format], template: str | None) -> Format 
     if name == NONE:
         return None
     if name == AUTO:
-        return next((each for each in formats if _shows(template or "", each.signs)), None)
+        return next((each for each in formats if _shows(template or "", each)), None)
     for each in formats:
         if each.name == name:
             return each
@@ -111,5 +121,7 @@ def _find(name: str, formats: Sequence[Format], template: str | None) -> Format 
     raise UnknownParser(f"{name!r} is no parser; known are {known}")
 
 
-def _shows(template: str, signs: tuple[tuple[str, ...], ...]) -> bool:
-    return any(all(sign in template for sign in row) for row in signs)
+def _shows(template: str, format_: ToolFormat | ReasoningFormat) -> bool:
+    if any(sign in template for sign in format_.foreign_signs):
+        return False
+    return any(all(sign in template for sign in row) for row in format_.signs)

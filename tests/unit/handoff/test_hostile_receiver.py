@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol.messages import Handoff
@@ -94,14 +94,31 @@ class Oracle:
                 assert granted & set(range(num_whole)) <= self._landed, "an incomplete block would be cached"
                 may_free = self.num_committed or not self._opened.needs_quarantine
                 assert may_free or (self._is_quarantined and isinstance(event, decode.WritesDrained))
+            case decode.RecheckBlocks(_, doubted):
+                assert self._opened.needs_quarantine and set(doubted) <= granted & self._landed
+                self._landed -= set(doubted)
             case decode.SendResend(_, wanted, number, _):
                 self._num_resends += 1
                 assert number == self._num_resends and set(wanted) <= granted - self._landed
                 assert wanted or self._opened.needs_quarantine
 
 
+@example(  # asked again while a repeated block is compared
+    is_opened=True,
+    one_sided=True,
+    events=[
+        Landed("r1", (1,)),
+        Corrupted("r1", (2,)),
+        Landed("r1", (2, 3)),
+        decode.HandoffReceived(
+            Handoff(reservation="r1", index=0, token_id=1, num_tokens=16, num_blocks=3, cached_tokens=0, resend=1)
+        ),
+        decode.HandoffOverdue(),
+        Landed("r1", (2,)),
+    ],
+)
 @settings(max_examples=examples(1000), deadline=None)
-@given(st.booleans(), st.booleans(), st.lists(EVENTS, max_size=30))
+@given(is_opened=st.booleans(), one_sided=st.booleans(), events=st.lists(EVENTS, max_size=30))
 def test_any_events_in_any_order_commit_what_has_landed_and_free_once(
     is_opened: bool, one_sided: bool, events: list[Any]
 ) -> None:

@@ -25,14 +25,14 @@ from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.sequences import make_sequence
 from kvrelay.worker.step_loop import StepTotals, worker_batch
 from kvrelay.worker.worker_main import load_runner
-from kvrelay_embedded.open_request import OpenRequest
+from kvrelay_embedded.engine_request import EngineRequest
 from kvrelay_embedded.outputs import CompletionOutput, RequestOutput, StepOutput
 from kvrelay_embedded.sampling_params import SamplingParams
 from kvrelay_embedded.settings import engine_config
 from kvrelay_embedded.text import EmbeddedText
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.answers.choice import Choice, StopRules
+from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.request_validation import (
     RequestedOutput,
     allowed_output,
@@ -43,6 +43,7 @@ from kvrelay_router.openai.request_validation import (
     check_vocabulary,
     make_sampling,
     make_seed,
+    stop_rules,
 )
 from kvrelay_router.openai.schema.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
 
@@ -73,8 +74,8 @@ class Engine:
         if config.chunking == "dynamic" or config.speculation != "off":
             calibrate(self._scheduler, self._runner, config.token_budget)
         self._limits = _limits(config, spec)
-        self._open: dict[str, OpenRequest] = {}
-        self._by_key: dict[str, OpenRequest] = {}  # by the first part of its sequences' keys
+        self._open: dict[str, EngineRequest] = {}
+        self._by_key: dict[str, EngineRequest] = {}  # by the first part of its sequences' keys
         self._numbers = itertools.count()
         self.totals = StepTotals()
         """What the steps computed since the start."""
@@ -118,7 +119,7 @@ class Engine:
             sampling = self._sampling(request, prompt_ids)
         except ApiError as error:
             raise ValueError(error.message) from None
-        opened = OpenRequest(
+        opened = EngineRequest(
             name, prompt if isinstance(prompt, str) else None, prompt_ids, self._choices(request, prompt_ids), []
         )
         self._queue(number, opened, request, sampling)
@@ -231,16 +232,13 @@ class Engine:
         return msgspec.structs.replace(sampling, bad_words=bad_words)
 
     def _choices(self, request: CompletionRequest, prompt_ids: list[int]) -> list[Choice]:
-        stop = StopRules(
-            request.stop, frozenset(request.stop_token_ids), request.min_tokens, request.include_stop_str_in_output
-        )
-        text = self._text.service
+        stop, text = stop_rules(request), self._text.service
         return [
             Choice(index, text.detokenizer(prompt_ids, skip_special_tokens=request.skip_special_tokens), stop)
             for index in range(request.n)
         ]
 
-    def _queue(self, number: str, opened: OpenRequest, request: CompletionRequest, sampling: Sampling) -> None:
+    def _queue(self, number: str, opened: EngineRequest, request: CompletionRequest, sampling: Sampling) -> None:
         """Raises ValueError, and queues nothing, if the worker's own checks refuse a sequence."""
         num_samples = 1 if request.use_beam_search else request.n
         prompt = PromptMessage(
@@ -297,7 +295,7 @@ class Engine:
         self._scheduler.abort(key)
         self._runner.drop_sequence(key)
 
-    def _leave(self, opened: OpenRequest) -> None:
+    def _leave(self, opened: EngineRequest) -> None:
         del self._open[opened.request_id]
         del self._by_key[opened.keys[0][0]]
 

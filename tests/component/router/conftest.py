@@ -9,6 +9,7 @@ import uvloop
 
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import Router, running_router
+from tests.component.router.tools import TEMPLATE
 from tests.fakes.text_model import write_text_model
 
 
@@ -21,6 +22,15 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
     model = write_text_model(tmp_path_factory.mktemp("text-model"))
     service = TextService.load(str(model), max_grammar_cpu_s=60.0)  # a slow machine refuses nothing
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="session")
+def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
+    """Of a model that calls tools and reasons."""
+    model = write_text_model(tmp_path_factory.mktemp("tools-model"), TEMPLATE)
+    service = TextService.load(str(model), max_grammar_cpu_s=60.0)
     yield service
     service.close()
 

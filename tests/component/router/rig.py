@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -51,6 +52,18 @@ class Router:
     async def post(self, path: str, **body: Any) -> httpx.Response:
         """A request to the served model."""
         return await self.http.post(path, json={"model": MODEL, **body})
+
+    async def typed_events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The data of all events of a stream. Their names are the types of the data."""
+        events = []
+        async with self.http.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as answer:
+            assert answer.status_code == 200
+            lines = [line async for line in answer.aiter_lines() if line]
+        for name, data in zip(lines[::2], lines[1::2], strict=True):
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            events.append(event)
+        return events
 
     async def close(self) -> None:
         """Clients first, so that the server has no connection to wait for."""

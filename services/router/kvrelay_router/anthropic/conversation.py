@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvrelay_router.anthropic.messages_request import PromptFields, wrong
+from kvrelay_router.anthropic.messages_request import PromptFields
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.chat_request import MAX_PARTS
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.schema.extension_fields import extension_fields
 from kvrelay_router.openai.schema.generation_fields import Flag, Stop
 from kvrelay_router.openai.schema.parsing import RequestModel
@@ -93,7 +93,3 @@ def _part(value: Any, name: str, param: str) -> Any:
     if not isinstance(value, dict):
         raise wrong(param, "it must be an object")
     return value.get(name)
-
-
-def wrong(param: str, reason: str) -> ApiError:
-    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code="invalid_value")

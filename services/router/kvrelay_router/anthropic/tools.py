@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay_router.anthropic.messages_request import PromptFields, wrong
+from kvrelay_router.anthropic.messages_request import PromptFields
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.schema.tool_fields import MAX_TOOLS
 
 

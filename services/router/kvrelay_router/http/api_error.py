@@ -42,3 +42,8 @@ class ApiError(Exception):
     def response(self, body: dict[str, Any] | None = None) -> Response:
         """`body`: the error object of another API, in place of OpenAI's."""
         return json_response(self.body() if body is None else body, self.status, self.headers)
+
+
+def wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
+    """The 400 for a field of the request."""
+    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code=code)

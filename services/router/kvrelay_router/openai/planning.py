@@ -12,7 +12,7 @@ from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_size import AnswerShape, check_answer
-from kvrelay_router.openai.answers.choice import Choice, StopRules
+from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.request_validation import (
@@ -27,6 +27,7 @@ from kvrelay_router.openai.request_validation import (
     make_requests,
     make_sampling,
     make_seed,
+    stop_rules,
 )
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.text.service import DecodedPrompt
@@ -154,9 +155,7 @@ def _choices(
     service: ApiService, request: BeamFields, fields: EndpointFields, prompt: TokenizedPrompt, first_index: int
 ) -> list[Choice]:
     text = service.text
-    stop = StopRules(
-        request.stop, frozenset(request.stop_token_ids), request.min_tokens, request.include_stop_str_in_output
-    )
+    stop = stop_rules(request)
     return [
         Choice(
             first_index + sequence,

@@ -16,6 +16,7 @@ from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.openai.answers.choice import StopRules
 from kvrelay_router.openai.error_mapping import context_length_exceeded, model_not_found, no_worker_ready
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import GenerationFields
@@ -224,6 +225,13 @@ def make_sampling(
         beams=fields.beams,
         speculation=fields.speculation,
         grammar=grammar,
+    )
+
+
+def stop_rules(fields: GenerationFields) -> StopRules:
+    """What ends a text, as its router applies it."""
+    return StopRules(
+        fields.stop, frozenset(fields.stop_token_ids), fields.min_tokens, fields.include_stop_str_in_output
     )
 
 

@@ -9,7 +9,7 @@ import orjson
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.grammar_fields import MAX_GRAMMAR_BYTES
@@ -27,18 +27,16 @@ def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
     tool_format = service.text.dialect.tools
     if tool_format is None or tool_format.syntax is None:
         if request.choice.mode == "required":
-            raise _refused(
-                "for this model only 'auto' and 'none' are supported", "tool_choice", "unsupported_parameter"
-            )
+            raise wrong("tool_choice", "for this model only 'auto' and 'none' are supported", "unsupported_parameter")
         return
     if request.grammar is not None:
         what = "a required call" if request.choice.mode == "required" else "the call of a strict tool"
-        raise _refused(f"the output cannot follow {what} and another constraint", request.grammar_param)
+        raise wrong(request.grammar_param, f"the output cannot follow {what} and another constraint")
     if request.use_beam_search:
-        raise _refused("the output of a beam search cannot be constrained to calls", "use_beam_search")
+        raise wrong("use_beam_search", "the output of a beam search cannot be constrained to calls")
     if len(request.callable_tools) > MAX_GRAMMAR_TOOLS and request.choice.name is None:
         reason = f"at most {MAX_GRAMMAR_TOOLS} are allowed if one must be called, or if one is strict"
-        raise _refused(reason, "tools")
+        raise wrong("tools", reason)
 
 
 async def tool_grammar(service: ApiService, request: ChatRequest, *, begins_inside: bool) -> Grammar | None:
@@ -53,12 +51,12 @@ async def tool_grammar(service: ApiService, request: ChatRequest, *, begins_insi
     grammar = _grammar(calls.required(tools, is_parallel=is_parallel) if is_required else calls.allowed(tools))
     num_bytes = len(grammar.text.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise _refused(f"their grammar has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", "tools")
+        raise wrong("tools", f"their grammar has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
     try:
         await service.text.grammars.check(grammar)
     except GrammarError as error:
         await _check_each(service, calls, [tool for tool in tools if is_required or tool.is_strict])
-        raise _refused(f"calls cannot be constrained to them: {error}", "tools") from None
+        raise wrong("tools", f"calls cannot be constrained to them: {error}") from None
     return grammar
 
 
@@ -68,9 +66,7 @@ async def _check_each(service: ApiService, calls: CallGrammar, tools: Sequence[T
         try:
             await service.text.grammars.check(_grammar(calls.required([tool], is_parallel=False)))
         except GrammarError as error:
-            raise _refused(
-                f"calls of {tool.name!r} cannot be constrained to its parameters: {error}", "tools"
-            ) from None
+            raise wrong("tools", f"calls of {tool.name!r} cannot be constrained to its parameters: {error}") from None
 
 
 class _Markers:
@@ -92,7 +88,3 @@ def _wants_grammar(request: ChatRequest) -> bool:
 def _grammar(tag_format: dict[str, Any]) -> Grammar:
     text = orjson.dumps({"type": "structural_tag", "format": tag_format}).decode()
     return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text, whitespace=WHITESPACE)
-
-
-def _refused(reason: str, param: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code=code)

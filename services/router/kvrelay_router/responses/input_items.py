@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.chat_request import MAX_PARTS
-from kvrelay_router.responses.responses_request import wrong
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")

@@ -8,7 +8,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay_router.http.api_error import ApiError, json_response
+from kvrelay_router.http.api_error import ApiError, json_response, wrong
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService
@@ -26,7 +26,6 @@ from kvrelay_router.responses.responses_request import (
     generation_fields,
     parse_response,
     tool_fields,
-    wrong,
 )
 
 

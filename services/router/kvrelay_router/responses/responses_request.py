@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.openai.schema.extension_fields import extension_fields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, or_default
 from kvrelay_router.openai.schema.parsing import RequestModel, parse
@@ -130,7 +130,3 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
         raise wrong(f"{where}.name", "it must be a string that is not empty")
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
-
-
-def wrong(param: str, reason: str) -> ApiError:
-    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code="invalid_value")

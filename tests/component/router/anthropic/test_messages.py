@@ -24,17 +24,7 @@ async def created(router: Router, **body: Any) -> dict[str, Any]:
 
 
 async def streamed(router: Router, **body: Any) -> list[dict[str, Any]]:
-    """The data of all events. Their names are the types of the data."""
-    values = {"model": MODEL, "messages": HELLO, "max_tokens": 64, "stream": True, **body}
-    events = []
-    async with router.http.stream("POST", "/v1/messages", json=values) as answer:
-        assert answer.status_code == 200
-        lines = [line async for line in answer.aiter_lines() if line]
-    for name, data in zip(lines[::2], lines[1::2], strict=True):
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
-    return events
+    return await router.typed_events("/v1/messages", **{"messages": HELLO, "max_tokens": 64, **body})
 
 
 async def test_a_plain_answer(router: Router) -> None:

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from kvrelay_router.text.service import TextService
-from tests.component.router.openai.test_tools import ARGUMENTS, CALL, PARAMETERS, TEMPLATE, THINKING
-from tests.component.router.rig import MODEL, Router, running_router
-from tests.fakes.text_model import write_text_model
+from tests.component.router.rig import MODEL, Router
+from tests.component.router.tools import ARGUMENTS, CALL, PARAMETERS, THINKING
 
 TOOL = {"name": "weather", "description": "Looks.", "input_schema": PARAMETERS}
 HELLO = [{"role": "user", "content": "Weather in Zürich?"}]
 BODY: dict[str, Any] = {"messages": HELLO, "max_tokens": 300, "tools": [TOOL], "thinking": {"type": "enabled"}}
 
 
-@pytest.fixture(scope="module")
-def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
-    service = TextService.load(str(write_text_model(tmp_path_factory.mktemp("tools-model"), TEMPLATE)))
-    yield service
-    service.close()
-
-
-@pytest_asyncio.fixture
-async def router(tools_text: TextService) -> AsyncIterator[Router]:
-    async with running_router(tools_text) as running:
-        yield running
+@pytest.fixture
+def text(tools_text: TextService) -> TextService:
+    """Of the router."""
+    return tools_text
 
 
 async def created(router: Router, **body: Any) -> dict[str, Any]:

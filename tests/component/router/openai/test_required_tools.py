@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay_router.text.service import TextService
-from tests.component.router.openai.test_tools import CALL, HELLO, PARAMETERS, TEMPLATE, TOOL
 from tests.component.router.rig import Router, running_router
-from tests.fakes.text_model import write_text_model
+from tests.component.router.tools import CALL, HELLO, PARAMETERS, TOOL
 
 NAMED = {"type": "function", "function": {"name": "weather"}}
 OTHER: Any = {"type": "function", "function": {"name": "now"}}
@@ -22,15 +20,7 @@ BROKEN: Any = {"type": "function", "function": {"name": "broken", "parameters": 
 STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 
 
-@pytest.fixture(scope="module")
-def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
-    model = write_text_model(tmp_path_factory.mktemp("tools-model"), TEMPLATE)
-    service = TextService.load(str(model), max_grammar_cpu_s=10.0)
-    yield service
-    service.close()
-
-
-@pytest_asyncio.fixture
+@pytest.fixture
 async def router(tools_text: TextService) -> AsyncIterator[Router]:
     async with running_router(tools_text) as running:
         running.answers(CALL)

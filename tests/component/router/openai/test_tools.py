@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.text.service import TextService
-from tests.component.router.rig import MODEL, Router, running_router
+from tests.component.router.rig import MODEL, Router
+from tests.component.router.tools import ARGUMENTS, CALL, HELLO, THINKING, TOOL
 from tests.fakes.scripted_dispatcher import Script
-from tests.fakes.text_model import CHATML, write_text_model
-
-HELLO: list[Any] = [{"role": "user", "content": "Weather in Zürich?"}]
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Looks.", "parameters": PARAMETERS}}
-ARGUMENTS = '{"city": "Zürich \\"🦦\\""}'
-CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-THINKING = "<think>\nHm 🦦\n</think>\n\n"
-TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif -%}"
-CALLS = "{%- for m in messages %}{% for c in m.tool_calls or [] %}[{{ c.function.arguments.city }}]{% endfor %}"
-TEMPLATE = TOOLS + CALLS + "{% endfor -%}" + CHATML.replace("tool", "tool_") + '{# <tool_call> "name" </think> #}'
 
 
-@pytest.fixture(scope="module")
-def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
-    service = TextService.load(str(write_text_model(tmp_path_factory.mktemp("tools-model"), TEMPLATE)))
-    yield service
-    service.close()
-
-
-@pytest_asyncio.fixture
-async def router(tools_text: TextService) -> AsyncIterator[Router]:
-    async with running_router(tools_text) as running:
-        yield running
+@pytest.fixture
+def text(tools_text: TextService) -> TextService:
+    """Of the router."""
+    return tools_text
 
 
 def options(**fields: Any) -> dict[str, Any]:

@@ -19,16 +19,7 @@ PROMPT = "<|im_start|>user\nWhat is an otter?<|im_end|>\n<|im_start|>assistant\n
 
 
 async def streamed(router: Router, **body: Any) -> list[dict[str, Any]]:
-    """The data of all events. Their names are the types of the data."""
-    values = {"model": MODEL, "input": QUESTION, "stream": True, **body}
-    events = []
-    async with router.http.stream("POST", "/v1/responses", json=values) as answer:
-        assert answer.status_code == 200
-        lines = [line async for line in answer.aiter_lines() if line]
-    for name, data in zip(lines[::2], lines[1::2], strict=True):
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
+    events = await router.typed_events("/v1/responses", **{"input": QUESTION, **body})
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

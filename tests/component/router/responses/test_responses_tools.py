@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from kvrelay_router.text.service import TextService
-from tests.component.router.openai.test_tools import ARGUMENTS, CALL, PARAMETERS, TEMPLATE, THINKING
-from tests.component.router.rig import MODEL, Router, running_router
-from tests.fakes.text_model import write_text_model
+from tests.component.router.rig import MODEL, Router
+from tests.component.router.tools import ARGUMENTS, CALL, PARAMETERS, THINKING
 
 TOOL: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}
 BODY: dict[str, Any] = {"model": MODEL, "input": "Weather in Zürich?", "tools": [TOOL]}
 
 
-@pytest.fixture(scope="module")
-def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
-    service = TextService.load(str(write_text_model(tmp_path_factory.mktemp("tools-model"), TEMPLATE)))
-    yield service
-    service.close()
-
-
-@pytest_asyncio.fixture
-async def router(tools_text: TextService) -> AsyncIterator[Router]:
-    async with running_router(tools_text) as running:
-        yield running
+@pytest.fixture
+def text(tools_text: TextService) -> TextService:
+    """Of the router."""
+    return tools_text
 
 
 def bare(items: list[Any]) -> list[dict[str, Any]]:

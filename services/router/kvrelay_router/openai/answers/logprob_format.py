@@ -14,7 +14,7 @@ LOWEST = -9999.0
 """Written for minus infinity, which JSON cannot represent."""
 
 
-class TokenTexts(Protocol):
+class TokenSpellings(Protocol):
     """Gives the bytes of tokens, as `Tokenizer` does."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -66,7 +66,7 @@ class ScoredTokens:
     logprobs: OptionalRows
 
 
-def completion_logprobs(tokenizer: TokenTexts, tokens: ScoredTokens, num_top: int) -> dict[str, Any]:
+def completion_logprobs(tokenizer: TokenSpellings, tokens: ScoredTokens, num_top: int) -> dict[str, Any]:
     """The legacy form: parallel lists; the alternatives always contain the token itself."""
     ids, offsets, logprobs = tokens.token_ids, tokens.offsets, tokens.logprobs
 
@@ -87,7 +87,7 @@ def completion_logprobs(tokenizer: TokenTexts, tokens: ScoredTokens, num_top: in
     }
 
 
-def chat_logprobs(tokenizer: TokenTexts, entries: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
+def chat_logprobs(tokenizer: TokenSpellings, entries: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
     """The chat form: one object a token, with its bytes."""
 
     def content(start: int, stop: int) -> list[Any]:
@@ -96,7 +96,7 @@ def chat_logprobs(tokenizer: TokenTexts, entries: list[TokenLogprobs], num_top: 
     return {"content": Rows(len(entries), content, 2 * (num_top + 1)), "refusal": None}
 
 
-def _chat_entry(tokenizer: TokenTexts, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
+def _chat_entry(tokenizer: TokenSpellings, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
     top = [
         _chat_token(tokenizer, token_id, logprob)
         for token_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
@@ -104,13 +104,13 @@ def _chat_entry(tokenizer: TokenTexts, entry: TokenLogprobs, num_top: int) -> di
     return {**_chat_token(tokenizer, entry.token_id, entry.logprob), "top_logprobs": top}
 
 
-def _chat_token(tokenizer: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(tokenizer: TokenSpellings, token_id: int, logprob: float) -> dict[str, Any]:
     token_bytes = tokenizer.token_bytes(token_id)
     text = token_bytes.decode(errors="backslashreplace")
     return {"token": text, "logprob": finite(logprob), "bytes": list(token_bytes)}
 
 
-def _completion_token(tokenizer: TokenTexts, token_id: int) -> str:
+def _completion_token(tokenizer: TokenSpellings, token_id: int) -> str:
     """Text, or the escaped bytes of a token that is part of a character."""
     token_bytes = tokenizer.token_bytes(token_id)
     try:
@@ -119,7 +119,7 @@ def _completion_token(tokenizer: TokenTexts, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
-def _completion_top(tokenizer: TokenTexts, entry: TokenLogprobs | None, num_top: int) -> dict[str, float] | None:
+def _completion_top(tokenizer: TokenSpellings, entry: TokenLogprobs | None, num_top: int) -> dict[str, float] | None:
     if entry is None:
         return None
     top: dict[str, float] = {}

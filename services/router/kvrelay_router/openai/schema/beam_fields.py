@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WrapValidator
 
 from kvrelay.protocol.sampling import BeamSpec
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.schema.generation_fields import MAX_CHOICES, Flag
 from kvrelay_router.openai.schema.grammar_fields import GrammarFields
 from kvrelay_router.openai.schema.parsing import wrong_type
@@ -56,29 +56,25 @@ class BeamFields(GrammarFields):
     def check_beams(self, *, wants_logprobs: bool, max_tokens: int | None) -> None:
         """Raises ApiError for fields that contradict a beam search, or that need one."""
         if self.prompt_logprobs is not None and self.stream:
-            raise _wrong("prompt_logprobs", "scores of a prompt cannot be streamed")
+            raise wrong("prompt_logprobs", "scores of a prompt cannot be streamed")
         if self.best_of is not None and self.best_of < self.n:
-            raise _wrong("best_of", "it must not be less than 'n'")
+            raise wrong("best_of", "it must not be less than 'n'")
         if not self.use_beam_search:
             for name, harmless in NO_BEAMS.items():
                 if getattr(self, name) not in harmless:
-                    raise _wrong(name, "it needs 'use_beam_search' to be true")
+                    raise wrong(name, "it needs 'use_beam_search' to be true")
             return
         for name, unused in UNUSED_VALUES.items():
             if getattr(self, name) not in (None, unused):
-                raise _wrong(name, f"a beam search draws nothing: leave it out, or set it to {unused:g}")
+                raise wrong(name, f"a beam search draws nothing: leave it out, or set it to {unused:g}")
         for name in ("allowed_token_ids", "bad_words"):
             if getattr(self, name):
-                raise _wrong(name, "the tokens of a beam search cannot be limited; 'logit_bias' can make them unlikely")
+                raise wrong(name, "the tokens of a beam search cannot be limited; 'logit_bias' can make them unlikely")
         if self.stop:
-            raise _wrong("stop", "stop strings do not end beams; 'stop_token_ids' do")
+            raise wrong("stop", "stop strings do not end beams; 'stop_token_ids' do")
         if self.prompt_logprobs is not None:
-            raise _wrong("prompt_logprobs", "a beam search does not score its prompt")
+            raise wrong("prompt_logprobs", "a beam search does not score its prompt")
         if wants_logprobs:
-            raise _wrong("logprobs", "a beam search has no log-probabilities of tokens, but a score of each text")
+            raise wrong("logprobs", "a beam search has no log-probabilities of tokens, but a score of each text")
         if max_tokens == 0:
-            raise _wrong("max_tokens", "a beam search needs at least 1")
-
-
-def _wrong(param: str, reason: str) -> ApiError:
-    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code="invalid_value")
+            raise wrong("max_tokens", "a beam search needs at least 1")

@@ -12,7 +12,7 @@ import orjson
 from pydantic import Field
 
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.schema.generation_fields import GenerationFields
 
 MAX_GRAMMAR_BYTES = 128 * 1024
@@ -46,7 +46,7 @@ class GrammarFields(GenerationFields):
             return None
         if len(given) > 1:
             first, second = list(given)[:2]
-            raise _wrong(second, f"the output is constrained by '{first}' already")
+            raise wrong(second, f"the output is constrained by '{first}' already")
         ((param, value),) = given.items()
         whitespace = _whitespace(self.guided_whitespace_pattern, "guided_whitespace_pattern")
         if param in _OBJECT_READERS:
@@ -77,7 +77,7 @@ class GrammarFields(GenerationFields):
         if grammar is None:
             return
         if is_beam_search:
-            raise _wrong("use_beam_search", "the output of a beam search cannot be constrained")
+            raise wrong("use_beam_search", "the output of a beam search cannot be constrained")
 
 
 GRAMMAR_FIELDS = frozenset(GrammarFields.model_fields.keys() - GenerationFields.model_fields.keys())
@@ -86,7 +86,7 @@ GRAMMAR_FIELDS = frozenset(GrammarFields.model_fields.keys() - GenerationFields.
 def _of_response_format(value: Any, whitespace: str | None) -> Grammar:
     param = "response_format"
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-        raise _wrong(param, "it must be an object with a type")
+        raise wrong(param, "it must be an object with a type")
     match value["type"]:
         case "json_object" | "json_schema" if isinstance(value.get("schema"), dict):  # of llama.cpp's server
             return _of_schema(value["schema"], f"{param}.schema", whitespace)
@@ -95,10 +95,10 @@ def _of_response_format(value: Any, whitespace: str | None) -> Grammar:
         case "json_schema":
             described = value.get("json_schema")
             if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
-                raise _wrong(f"{param}.json_schema", "it must be an object with a 'schema'")
+                raise wrong(f"{param}.json_schema", "it must be an object with a 'schema'")
             # Every schema is enforced, so `strict` changes nothing.
             if not isinstance(described.get("strict"), bool | None):
-                raise _wrong(f"{param}.json_schema.strict", "it must be true or false")
+                raise wrong(f"{param}.json_schema.strict", "it must be true or false")
             return _of_schema(described["schema"], f"{param}.json_schema.schema", whitespace)
         case "structural_tag":
             return _of_tag(value, param, None)
@@ -106,7 +106,7 @@ def _of_response_format(value: Any, whitespace: str | None) -> Grammar:
             return _READERS["guided_grammar" if kind == "grammar" else "regex"](value[kind], f"{param}.{kind}", None)
         case kind:
             known = "'text', 'json_object', 'json_schema', 'structural_tag', 'regex' and 'grammar'"
-            raise _wrong(f"{param}.type", f"{kind!r} is unknown; known are {known}")
+            raise wrong(f"{param}.type", f"{kind!r} is unknown; known are {known}")
 
 
 def _of_structured_outputs(value: Any, whitespace: str | None) -> Grammar:
@@ -116,12 +116,12 @@ def _of_structured_outputs(value: Any, whitespace: str | None) -> Grammar:
     """
     param = "structured_outputs"
     if not isinstance(value, dict):
-        raise _wrong(param, "it must be an object")
+        raise wrong(param, "it must be an object")
     own_whitespace = _whitespace(value.get("whitespace_pattern"), f"{param}.whitespace_pattern")
     whitespace = whitespace if own_whitespace is None else own_whitespace
     given = [name for name in _OF_STRUCTURED_OUTPUTS if _is_set(value.get(name))]
     if len(given) != 1:
-        raise _wrong(param, f"it must have one of {', '.join(map(repr, _OF_STRUCTURED_OUTPUTS))}")
+        raise wrong(param, f"it must have one of {', '.join(map(repr, _OF_STRUCTURED_OUTPUTS))}")
     (name,) = given
     if _flag(value, "disable_any_whitespace", param) and whitespace is None:
         whitespace = ""
@@ -129,7 +129,7 @@ def _of_structured_outputs(value: Any, whitespace: str | None) -> Grammar:
         try:
             value = value | {"json": _closed(_schema_of(value["json"], f"{param}.json"))}
         except RecursionError:
-            raise _wrong(f"{param}.json", "it is nested too deeply") from None
+            raise wrong(f"{param}.json", "it is nested too deeply") from None
     return _READERS[_OF_STRUCTURED_OUTPUTS[name]](value[name], f"{param}.{name}", whitespace)
 
 
@@ -146,9 +146,9 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
-            raise _wrong(param, f"it is not valid JSON: {error}") from None
+            raise wrong(param, f"it is not valid JSON: {error}") from None
     if not isinstance(value, dict | bool):
-        raise _wrong(param, "it must be a JSON schema")
+        raise wrong(param, "it must be a JSON schema")
     return value
 
 
@@ -174,7 +174,7 @@ def _closed_part(keyword: str, value: Any) -> Any:
 
 def _of_any_object(value: Any, param: str, whitespace: str | None) -> Grammar:
     if value is not True:
-        raise _wrong(param, "it must be true or false")
+        raise wrong(param, "it must be true or false")
     return _of_schema(ANY_OBJECT, param, whitespace)
 
 
@@ -184,9 +184,9 @@ def _of_regex(value: Any, param: str, _: str | None) -> Grammar:
 
 def _of_choice(value: Any, param: str, _: str | None) -> Grammar:
     if isinstance(value, list) and len(value) > MAX_CHOICE_STRINGS:
-        raise _wrong(param, f"at most {MAX_CHOICE_STRINGS} choices are allowed")
+        raise wrong(param, f"at most {MAX_CHOICE_STRINGS} choices are allowed")
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
-        raise _wrong(param, "it must be a list of strings that are not empty")
+        raise wrong(param, "it must be a list of strings that are not empty")
     return _grammar(GrammarKind.CHOICE, orjson.dumps(list(dict.fromkeys(value))).decode(), param)
 
 
@@ -196,7 +196,7 @@ def _of_grammar(value: Any, param: str, _: str | None) -> Grammar:
 
 def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
     if not isinstance(value, dict | str):
-        raise _wrong(param, "it must be an object, or JSON text")
+        raise wrong(param, "it must be an object, or JSON text")
     text = value if isinstance(value, str) else orjson.dumps(value).decode()
     return _grammar(GrammarKind.STRUCTURAL_TAG, text, param)
 
@@ -235,32 +235,28 @@ def _grammar(kind: GrammarKind, text: str, param: str, whitespace: str | None = 
 def _check_size(text: str, param: str) -> None:
     num_bytes = len(text.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise _wrong(param, f"it has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+        raise wrong(param, f"it has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
 
 
 def _text(value: Any, param: str) -> str:
     if not isinstance(value, str):
-        raise _wrong(param, "it must be a string")
+        raise wrong(param, "it must be a string")
     return value
 
 
 def _flag(fields: dict[str, Any], name: str, param: str) -> bool:
     value = fields.get(name)
     if not isinstance(value, bool | None):
-        raise _wrong(f"{param}.{name}", "it must be true or false")
+        raise wrong(f"{param}.{name}", "it must be true or false")
     return bool(value)
 
 
 def _whitespace(value: Any, param: str) -> str | None:
     if value is None or (isinstance(value, str) and len(value) <= 1024):
         return value
-    raise _wrong(param, "it must be a string of at most 1024 characters")
+    raise wrong(param, "it must be a string of at most 1024 characters")
 
 
 def _is_set(value: Any) -> bool:
     """Front ends send empty texts and lists for what is switched off. An empty schema allows any JSON."""
     return value is not None and value is not False and value not in ("", [])
-
-
-def _wrong(param: str, reason: str) -> ApiError:
-    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code="invalid_value")

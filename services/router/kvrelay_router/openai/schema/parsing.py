@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare
 
 
@@ -51,7 +51,7 @@ def _as_api_error(detail: ErrorDetails) -> ApiError:
         return ApiError(f"Missing required parameter: '{param}'", param=param, code="missing_required_parameter")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     reason = "Input should be an integer of 64 bits" if _is_whole(detail) else detail["msg"]
-    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code=code)
+    return wrong(param, reason, code)
 
 
 MANY_INTEGERS = 1 << 16
@@ -74,8 +74,7 @@ async def check_integers(value: Any, param: str) -> Any:
         types = list(map(type, value[start : start + MANY_INTEGERS]))
         if set(types) != {int}:
             param = f"{param}[{start + next(index for index, each in enumerate(types) if each is not int)}]"
-            reason = "Input should be a valid integer"
-            raise ApiError(f"Invalid value for '{param}': {reason}", param=param, code="invalid_type")
+            raise wrong(param, "Input should be a valid integer", "invalid_type")
         await share.pause()
     return CheckedIntegers(value)
 
@@ -83,7 +82,7 @@ async def check_integers(value: Any, param: str) -> Any:
 def value_error(param: str, error: PydanticCustomError) -> ApiError:
     """The error of a validator that was called outside of a model."""
     code = "invalid_type" if error.type.endswith("_type") else "invalid_value"
-    return ApiError(f"Invalid value for '{param}': {error.message()}", param=param, code=code)
+    return wrong(param, error.message(), code)
 
 
 def _param_name(location: tuple[int | str, ...]) -> str:

@@ -14,7 +14,7 @@ from kvrelay_router.openai.answers.choice import Choice
 
 
 @dataclass(slots=True)
-class OpenRequest:
+class EngineRequest:
     """`choices` are its texts; each of `keys` is a sequence, one for each text or one for a whole beam search."""
 
     request_id: str

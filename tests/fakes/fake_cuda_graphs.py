@@ -209,7 +209,7 @@ class BatchDecodeWithPagedKVCacheWrapper(fake_flashinfer.BatchDecodeWithPagedKVC
         out = options["out"]
         num_qo_heads, num_kv_heads, head_dim, page_size = self._plan["shape"]
         assert q.shape == out.shape == (len(self._buffers[2]), num_qo_heads, head_dim)
-        assert keys.shape[1:] == values.shape[1:] == (page_size, num_kv_heads, head_dim)
+        assert keys.shape[1:] == values.shape[1:] == (num_kv_heads, page_size, head_dim)
         assert q.dtype == out.dtype == self._plan["q_data_type"]
         assert keys.dtype == values.dtype == self._plan["kv_data_type"]
         assert keys.dtype in (q.dtype, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -236,15 +236,15 @@ def _decode(
     out: torch.Tensor,
 ) -> None:
     scale, window_left, cap = numbers
-    page_size, num_kv_heads = keys.shape[1:3]
-    planned = _plan_of(plan_memory, page_starts)
+    num_kv_heads, page_size = keys.shape[1:3]
+    planned, group = _plan_of(plan_memory, page_starts), q.shape[1] // num_kv_heads
     assert planned.tolist() == page_starts.diff().tolist(), "the plan is of another step"
     for row in range(len(last_page_lens)):
         pages = page_ids[int(page_starts[row]) : int(page_starts[row + 1])].long()
         length = (len(pages) - 1) * page_size + int(last_page_lens[row])
         first = 0 if window_left < 0 else max(0, length - 1 - window_left)
         row_keys, row_values = (
-            cache[pages].flatten(0, 1)[first:length].double().repeat_interleave(q.shape[1] // num_kv_heads, 1)
+            cache[pages].transpose(1, 2).flatten(0, 1)[first:length].double().repeat_interleave(group, 1)
             for cache in (keys, values)
         )
         scores = (q[row].double() * row_keys).sum(-1) * scale

@@ -43,7 +43,7 @@ class _Wrapper:
         workspace, kv_layout = args
         assert workspace.dtype == torch.uint8
         assert not workspace[: 1 << 16].count_nonzero()  # asked for by the documentation
-        assert kv_layout == "NHD"
+        assert kv_layout == "HND"
         assert options.get("backend", "auto") in self.backends
         self.options = options
         self._workspace = workspace
@@ -86,7 +86,7 @@ class _Wrapper:
         assert keys.shape == values.shape
         assert keys.stride() == values.stride()
         assert keys.stride(-1) == q.stride(-1) == 1
-        assert tuple(keys.shape[1:]) == (page_size, num_kv_heads, head_dim)
+        assert tuple(keys.shape[1:]) == (num_kv_heads, page_size, head_dim)
         assert q.shape == (int(plan["indptr"][-1]), num_qo_heads, head_dim)
         assert q.dtype == plan["q_data_type"]
         assert keys.dtype == plan["kv_data_type"]
@@ -106,7 +106,9 @@ class _Wrapper:
             pages = page_indices[page_indptr[row] : page_indptr[row + 1]]
             num_keys = (len(pages) - 1) * page_size + int(last_page_len[row])
             first, last = int(plan["indptr"][row]), int(plan["indptr"][row + 1])
-            row_keys, row_values = (cache[pages].flatten(0, 1)[:num_keys].double() for cache in (keys, values))
+            row_keys, row_values = (
+                cache[pages].transpose(1, 2).flatten(0, 1)[:num_keys].double() for cache in (keys, values)
+            )
             for token in range(first, last):
                 # The queries stand where the row's last keys stand, causal or not: so the window is counted.
                 at = num_keys - (last - token)
@@ -153,23 +155,23 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 def append_paged_kv_cache(*args: Any, **options: Any) -> None:
     check_call("append_paged_kv_cache", *args, **options)
     key, value, batch_indices, positions, (keys, values), page_ids, page_starts, last_page_lens, kv_layout = args
-    assert kv_layout == "NHD"
+    assert kv_layout == "HND"
     assert keys.stride() == values.stride()
     assert key.dtype == value.dtype == keys.dtype, "their bytes are copied as they are"
     assert key.stride(-1) == value.stride(-1) == 1
-    assert key.shape[1:] == value.shape[1:] == keys.shape[2:]
-    _check_threads(*keys.shape[2:])
+    assert key.shape[1:] == value.shape[1:] == (keys.shape[1], keys.shape[3])
+    _check_threads(*key.shape[1:])
     for tensor in (batch_indices, positions, page_ids, page_starts, last_page_lens):
         assert tensor.dtype == torch.int32
         assert tensor.device == keys.device
         assert tensor.is_contiguous()
-    page_size = keys.shape[1]
+    page_size = keys.shape[2]
     for token, (row, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
         length = (int(page_starts[row + 1] - page_starts[row]) - 1) * page_size + int(last_page_lens[row])
         assert 0 <= position < length
         page = int(page_ids[int(page_starts[row]) + position // page_size])
-        keys[page, position % page_size] = key[token]
-        values[page, position % page_size] = value[token]
+        keys[page, :, position % page_size] = key[token]
+        values[page, :, position % page_size] = value[token]
 
 
 def merge_state_in_place(*args: Any, **options: Any) -> None:

@@ -75,7 +75,7 @@ class _OnDevice(fake_flashinfer._Wrapper):
         plan = self._plan
         num_qo_heads, num_kv_heads, head_dim, page_size = plan["shape"]
         assert keys.stride() == values.stride() and keys.stride(-1) == q.stride(-1) == 1
-        assert tuple(keys.shape[1:]) == (page_size, num_kv_heads, head_dim)
+        assert tuple(keys.shape[1:]) == (num_kv_heads, page_size, head_dim)
         assert tuple(q.shape) == (int(plan["indptr"][-1]), num_qo_heads, head_dim)
         assert q.dtype == plan["q_data_type"] and keys.dtype == plan["kv_data_type"]
         out = options["out"]
@@ -114,7 +114,7 @@ def _attend(
     lse: torch.Tensor,
 ) -> None:
     query_starts, page_starts, page_ids, last_page_lens = (each.tolist() for each in planned)
-    num_rows, page_size, group = len(last_page_lens), keys.shape[1], q.shape[1] // keys.shape[2]
+    num_rows, page_size, group = len(last_page_lens), keys.shape[2], q.shape[1] // keys.shape[1]
     work = plan[: num_rows + 1].tolist()
     assert work == [num_rows, *planned[1].diff().tolist()], "the plan is of another step"
     left, cap = numbers["window_left"], numbers["logits_soft_cap"]
@@ -122,7 +122,8 @@ def _attend(
         pages = page_ids[page_starts[row] : page_starts[row + 1]]
         num_keys = (len(pages) - 1) * page_size + last_page_lens[row]
         row_keys, row_values = (
-            cache[pages].flatten(0, 1)[:num_keys].double().repeat_interleave(group, 1) for cache in (keys, values)
+            cache[pages].transpose(1, 2).flatten(0, 1)[:num_keys].double().repeat_interleave(group, 1)
+            for cache in (keys, values)
         )
         for token in range(query_starts[row], query_starts[row + 1]):
             at = num_keys - (query_starts[row + 1] - token)

@@ -54,16 +54,17 @@ class _DenseStep:
         tables = torch.from_numpy(rows.block_tables[:, :width].astype(np.int64))
         self._blocks[:, :width].copy_(tables)
         self._positions.copy_(torch.from_numpy(rows.positions.astype(np.int64)))
-        self._last_blocks.copy_(torch.from_numpy(rows.token_blocks(self._pool.shape[3]).astype(np.int64)))
+        self._last_blocks.copy_(torch.from_numpy(rows.token_blocks(self._pool.shape[4]).astype(np.int64)))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        block_size, group = self._pool.shape[3], query.shape[1] // key.shape[1]
+        block_size, group = self._pool.shape[4], query.shape[1] // key.shape[1]
         cache = self._pool[:, layer]
-        cache[self._last_blocks, 0, self._positions % block_size] = key
-        cache[self._last_blocks, 1, self._positions % block_size] = value
-        keys, values = (cache[:, which][self._blocks].flatten(1, 2).repeat_interleave(group, 2) for which in (0, 1))
+        cache[self._last_blocks, 0, :, self._positions % block_size] = key
+        cache[self._last_blocks, 1, :, self._positions % block_size] = value
+        gathered = (cache[:, which][self._blocks].transpose(2, 3).flatten(1, 2) for which in (0, 1))
+        keys, values = (each.repeat_interleave(group, 2) for each in gathered)
         scores = torch.einsum("nhd,nkhd->nhk", query, keys) * params.scaling
         if params.softcap is not None:
             scores = params.softcap * torch.tanh(scores / params.softcap)

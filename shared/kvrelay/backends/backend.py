@@ -21,7 +21,11 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of a block: `[num_layers, 2, block_size, num_kv_heads, head_dim]`, keys before values."""
+    """The shape of a block: `[num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values.
+
+    The tokens of a head are adjacent, so a range of heads is one run of memory for each layer's keys, and one for its
+    values.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -37,13 +41,24 @@ class KVLayout:
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         """The shape of one block of all layers."""
-        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
         """The bytes of one block of all layers, which are contiguous."""
         elements = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
         return elements * self.pool_dtype.itemsize
+
+
+class PoolShape(NamedTuple):
+    """The dimensions of a pool: `PoolShape(*pool.shape)`."""
+
+    num_blocks: int
+    num_layers: int
+    num_kinds: int  # 2: keys, values
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvrelay.backends.backend import (
     AttentionParams,
     PackedRows,
+    PoolShape,
     StepAttention,
     computed_in,
     is_eight_bit,
@@ -139,7 +140,7 @@ class CpuStep:
         self._kernel = kernel
         self._pool = pool
         self._rows = rows
-        block_size = pool.shape[3]
+        block_size = PoolShape(*pool.shape).block_size
         self._write_blocks = rows.token_blocks(block_size)
         self._write_slots = rows.token_positions % block_size
         self._call = _Attention()
@@ -192,13 +193,14 @@ class CpuStep:
         if dtype not in _DTYPES:
             raise ValueError(f"the CPU kernel knows no queries of {dtype}")
         pool, rows, call = self._pool, self._rows, self._call
-        num_kv_heads, head_dim = pool.shape[4], pool.shape[5]
+        _, _, _, num_kv_heads, block_size, head_dim = pool.shape
         num_threads = torch.get_num_threads()
         work = cut_work(rows, num_kv_heads, num_heads // num_kv_heads, num_threads)
         partials = np.empty(work.num_partials * (head_dim + 2), np.float32)
-        call.stride = _PoolStrides(pool.stride(0), pool.stride(2), pool.stride(3), pool.stride(4))
+        block, _, key_to_value, head, token, _ = pool.stride()
+        call.stride = _PoolStrides(block=block, key_to_value=key_to_value, token=token, head=head)
         call.pool_type, call.query_type = _POOL_DTYPES.index(pool.dtype), _POOL_DTYPES.index(dtype)
-        call.head_dim, call.block_size = head_dim, pool.shape[3]
+        call.head_dim, call.block_size = head_dim, block_size
         call.num_kv_heads, call.group = num_kv_heads, num_heads // num_kv_heads
         call.num_threads, call.num_items, call.num_split_rows = num_threads, len(work.items), len(work.split_rows)
         call.max_rows, call.max_states = work.max_rows, work.max_states

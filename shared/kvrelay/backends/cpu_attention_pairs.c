@@ -107,20 +107,27 @@ INLINE float soften_pairs(const Attention *a, const float *score, int64_t part, 
  * and more at once than the CPU can wait for would hold up everything behind them. */
 typedef struct {
     const char *keys; /* of the item's first head, in block 0 */
-    int64_t value_bytes, row_bytes; /* from keys to values; of a token's heads in the item */
-    int64_t offsets[KEY_TILE];
-    int64_t row, byte; /* the next line: rows are the tile's keys, then its values */
+    int64_t heads, head_bytes, value_bytes, token_bytes; /* of the item; strides, from keys to values */
+    int64_t offsets[KEY_TILE], count, block_size;
+    /* The next line: `first` and `tokens` are the tile's keys in a block, whose runs are each head's keys, then values. */
+    int64_t first, tokens, run, byte;
 } Ahead;
 
-enum { NOTHING_AHEAD = 2 * KEY_TILE };
+INLINE int nothing_ahead(const Ahead *ahead) { return ahead->first >= ahead->count; }
 
 INLINE void fetch_ahead(Ahead *ahead, int64_t bytes) {
-    while (bytes > 0 && ahead->row < 2 * KEY_TILE) {
-        const char *row = ahead->keys + ahead->offsets[ahead->row % KEY_TILE] * 2 + (ahead->row < KEY_TILE ? 0 : ahead->value_bytes);
-        const int64_t some = at_most(bytes, ahead->row_bytes - ahead->byte);
-        for (int64_t byte = 0; byte < some; byte += 64) __builtin_prefetch(row + ahead->byte + byte, 0, 2);
+    while (bytes > 0 && !nothing_ahead(ahead)) {
+        const int64_t head = ahead->run < ahead->heads ? ahead->run : ahead->run - ahead->heads;
+        const char *run = ahead->keys + ahead->offsets[ahead->first] * 2 + head * ahead->head_bytes +
+                          (ahead->run < ahead->heads ? 0 : ahead->value_bytes);
+        const int64_t run_bytes = ahead->tokens * ahead->token_bytes, some = at_most(bytes, run_bytes - ahead->byte);
+        for (int64_t byte = 0; byte < some; byte += 64) __builtin_prefetch(run + ahead->byte + byte, 0, 2);
         bytes -= some, ahead->byte += some;
-        if (ahead->byte == ahead->row_bytes) ahead->row++, ahead->byte = 0;
+        if (ahead->byte < run_bytes) continue;
+        ahead->byte = 0;
+        if (++ahead->run < 2 * ahead->heads) continue;
+        ahead->run = 0, ahead->first += ahead->tokens;
+        ahead->tokens = at_most(ahead->block_size, ahead->count - ahead->first);
     }
 }
 
@@ -226,13 +233,15 @@ INLINE int64_t end_key(const Attention *a, const Item *item) {
 /* Looks ahead to the tile of an item that begins at a key, if there is one. */
 INLINE void look_ahead(const Attention *a, const Item *item, int64_t begin, const int64_t dim, Ahead *ahead) {
     const int64_t end = end_key(a, item);
-    ahead->row = NOTHING_AHEAD;
+    ahead->first = ahead->run = ahead->byte = ahead->count = 0;
     if (begin >= end) return;
-    find_tile(a, item->row, begin, at_most(KEY_TILE, end - begin), ahead->offsets);
+    ahead->count = at_most(KEY_TILE, end - begin);
+    find_tile(a, item->row, begin, ahead->count, ahead->offsets);
     ahead->keys = a->pool + item->head_begin * a->stride.head * 2;
-    ahead->value_bytes = a->stride.key_to_value * 2;
-    ahead->row_bytes = ((item->head_end - item->head_begin - 1) * a->stride.head + dim) * 2;
-    ahead->row = ahead->byte = 0;
+    ahead->heads = item->head_end - item->head_begin;
+    ahead->head_bytes = a->stride.head * 2, ahead->value_bytes = a->stride.key_to_value * 2, ahead->token_bytes = dim * 2;
+    ahead->block_size = a->block_size;
+    ahead->tokens = at_most(ahead->count, a->block_size - begin % a->block_size);
 }
 
 /* One query token of one row: some heads, some keys. `following` is the item that this thread is likely to take next, or
@@ -255,10 +264,10 @@ INLINE void decode_item(const Attention *a, const PairScratch *s, const Item *it
         const int64_t count = at_most(KEY_TILE, end - begin), start = at_least(0, visible - begin);
         Ahead ahead;
         look_ahead(a, item, begin + KEY_TILE, dim, &ahead);
-        if (ahead.row == NOTHING_AHEAD && following) look_ahead(a, following, first_key(a, following), dim, &ahead);
+        if (nothing_ahead(&ahead) && following) look_ahead(a, following, first_key(a, following), dim, &ahead);
         for (int64_t head = item->head_begin; head < item->head_end; head++)
             decode_tile(a, s, (head - item->head_begin) * a->group, head, start, count, offsets, &ahead, dim);
-        memcpy(offsets, ahead.offsets, sizeof offsets);
+        if (begin + KEY_TILE < end) memcpy(offsets, ahead.offsets, sizeof offsets);
     }
     for (int64_t state = 0; state < states; state++) {
         const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(s->sum + state * LANES));

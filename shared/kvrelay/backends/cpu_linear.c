@@ -207,13 +207,15 @@ INLINE void put_row(const Linear *l, const float *sums, int64_t row, int64_t pan
 
 /* ---- products ---- */
 
-/* Columns of one panel, for `num_rows` tokens from `first` on. */
+/* Columns of one panel, for `num_rows` tokens from `first` on. `type` is that of the layer's activations; those of x may
+ * be widened. */
 INLINE void linear_panel(const Linear *l, const char *x, int64_t first, int64_t num_rows, int64_t panel, char *out,
                          const int mode, const int type, int padded) {
+    const int product = type == BFLOAT16 && WIDENS_ACTIVATIONS ? WIDENED : type;
     float sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
     char widened[SUM_BLOCK * PANEL * 4] __attribute__((aligned(64)));
     float scales[PANEL] __attribute__((aligned(64)));
-    const int64_t row_bytes = l->num_in * bytes_of(type);
+    const int64_t row_bytes = activation_bytes(l->num_in, product);
     const int64_t whole = type == BFLOAT16 ? rounded_up(l->num_in, K_MULTIPLE) : l->num_in;
     const int64_t step = l->scales ? at_most(SUM_BLOCK, l->group) : SUM_BLOCK;
     const char *weights = l->panels + panel * stored_bytes(whole, l->format);
@@ -224,8 +226,8 @@ INLINE void linear_panel(const Linear *l, const char *x, int64_t first, int64_t 
             widen_block(l, block, k, panel, count, widened, scales, type);
             block = widened;
         }
-        add_block(x + first * row_bytes + k * bytes_of(type), row_bytes, num_rows, block, count, sums, k > 0,
-                  l->scales ? scales : NULL, type, padded);
+        add_block(x + first * row_bytes + activation_bytes(k, product), row_bytes, num_rows, block, count, sums, k > 0,
+                  l->scales ? scales : NULL, product, padded);
     }
     for (int64_t m = 0; m < num_rows; m++) put_row(l, sums + m * PANEL, first + m, panel, out, mode, type);
 }
@@ -247,10 +249,40 @@ static void linear_item(const Linear *l, const char *x, int64_t first, int64_t n
         }
 }
 
+/* Memory of this thread for `bytes` of widened activations, kept until its next call: new pages cost more than the
+ * widening. Null if there is none. */
+static char *widened_space(int64_t bytes) {
+    static __thread char *space;
+    static __thread int64_t space_bytes;
+    if (bytes > space_bytes) {
+        free(space);
+        space = aligned_alloc(64, (size_t)rounded_up(bytes, 64));
+        space_bytes = space ? bytes : 0;
+    }
+    return space;
+}
+
+static void widen_activations(const char *x, int64_t count, char *widened, int threads) {
+    enum { AT_ONCE = 4096 };
+#pragma omp parallel for schedule(static) num_threads(threads) if (count > 4 * AT_ONCE)
+    for (int64_t first = 0; first < count; first += AT_ONCE) {
+        const int64_t end = at_most(count, first + AT_ONCE);
+        int64_t i = first;
+        for (; i + LANES <= end; i += LANES) store(widened, i, load(x, i, BFLOAT16), FLOAT32);
+        for (; i < end; i++) ((float *)widened)[i] = element(x, i, BFLOAT16);
+    }
+}
+
 /* out = x . weights + bias, by `mode`. If `padded`, x has room for a multiple of 2 * TILE_UNIT tokens. */
 static void linear(const Linear *l, const char *x, int64_t num_tokens, char *out, int mode, int type, int padded, int threads) {
     const int64_t num_panels = rounded_up(l->num_out, PANEL) / PANEL;
     const int64_t items = rounded_up(num_tokens, ROWS_AT_ONCE) / ROWS_AT_ONCE * num_panels;
+    if (type == BFLOAT16 && WIDENS_ACTIVATIONS) {
+        char *widened = widened_space(num_tokens * l->num_in * (int64_t)sizeof(float));
+        if (!widened) abort(); /* as torch does when memory for a step is missing */
+        widen_activations(x, num_tokens * l->num_in, widened, threads);
+        x = widened;
+    }
 #pragma omp parallel num_threads(threads)
     {
         begin_tiles();

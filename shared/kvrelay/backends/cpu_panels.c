@@ -11,13 +11,21 @@
 
 #define PANEL 32
 #define VECTORS (PANEL / LANES)
-#define TILE_ROWS (LANES == 16 ? 12 : 3) /* rows of a product kept in registers */
+/* Sums kept in registers: TILE_ROWS rows by TILE_VECTORS vectors of columns, or up to WIDE_ROWS rows by a whole panel. */
+#define TILE_ROWS (LANES == 16 ? 12 : 6)
+#define TILE_VECTORS 2
+#define WIDE_ROWS (LANES == 16 ? 12 : 2)
 #define SUM_BLOCK 512
 #define K_MULTIPLE 32
 #define PREFETCH_BYTES 4096 /* how far ahead of the product a panel is fetched */
 
-/* Bytes of one element of a panel of this type, and of `count` rows of a panel. */
-INLINE int64_t panel_bytes(int64_t count, const int type) { return count * PANEL * bytes_of(type); }
+/* A type of products beside FLOAT32 and BFLOAT16: panels of bfloat16 times activations that were widened to float. It is
+ * for CPUs that do not multiply bfloat16: they would widen each activation again for every panel, and with 16 registers
+ * there is no room to do so. Sums are those of BFLOAT16 on such a CPU, in the same order. */
+enum { WIDENED = 10 };
+
+/* Bytes of `count` rows of a panel for products of this type. */
+INLINE int64_t panel_bytes(int64_t count, const int type) { return count * PANEL * (type == FLOAT32 ? 4 : 2); }
 
 INLINE int64_t whole_panel_bytes(int64_t num_in, const int type) {
     return panel_bytes(type == BFLOAT16 ? rounded_up(num_in, K_MULTIPLE) : num_in, type);
@@ -34,16 +42,16 @@ INLINE vfloat add_pair(vfloat sum, uint32_t pair, vuint w) {
 #endif
 }
 
-/* One step over a row of floats or a pair of rows of bfloat16: acc[r] += a[r] . w, for `rows` rows. Rows are addressed
- * from every third one: that takes few enough registers. */
+/* One step over a row of floats or a pair of rows of bfloat16: acc[r] += a[r] . w, for `rows` rows and `vectors` vectors of
+ * columns. Rows are addressed from every third one: that takes few enough registers. */
 INLINE void add_step(vfloat acc[TILE_ROWS][VECTORS], const char *const a[TILE_ROWS / 3], int64_t row_bytes, const char *panel,
-                     const int64_t a_bytes, const int type, const int rows) {
+                     const int64_t a_bytes, const int type, const int rows, const int vectors) {
     vuint w[VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; v++) memcpy(&w[v], panel + v * sizeof w[v], sizeof w[v]);
+    UNROLL for (int v = 0; v < vectors; v++) memcpy(&w[v], panel + v * sizeof w[v], sizeof w[v]);
     UNROLL for (int r = 0; r < rows; r++) {
         uint32_t bits = 0;
         memcpy(&bits, a[r / 3] + r % 3 * row_bytes, a_bytes);
-        UNROLL for (int v = 0; v < VECTORS; v++) {
+        UNROLL for (int v = 0; v < vectors; v++) {
             if (type == BFLOAT16) {
                 acc[r][v] = add_pair(acc[r][v], bits, w[v]);
             } else {
@@ -55,27 +63,71 @@ INLINE void add_step(vfloat acc[TILE_ROWS][VECTORS], const char *const a[TILE_RO
     }
 }
 
-/* sums[r] = a[r] . block, or that times `scales` added to sums[r], for `rows` rows and `count` of the product's K. */
-INLINE void block_of_rows(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
-                          const float *scales, const int type, const int rows) {
+/* The second rows of pairs of bfloat16. Two shifts, where GCC would make a mask of them, which takes the register of a sum. */
+INLINE vfloat upper_half(vuint pair) {
+    pair >>= 16;
+#if defined(__AVX2__) && LANES == 8
+    __asm__("" : "+x"(pair));
+#endif
+    return (vfloat)(pair << 16);
+}
+
+/* One step over a pair of rows of bfloat16 by widened activations, of which the second counts if a has `a_bytes` for it. */
+INLINE void add_widened_step(vfloat acc[TILE_ROWS][VECTORS], const char *const a[TILE_ROWS / 3], int64_t row_bytes,
+                             const char *panel, const int64_t a_bytes, const int rows, const int vectors) {
+    UNROLL for (int half = 0; half < a_bytes / 4; half++) {
+        vfloat w[VECTORS];
+        UNROLL for (int v = 0; v < vectors; v++) {
+            vuint pair;
+            memcpy(&pair, panel + v * sizeof pair, sizeof pair);
+            w[v] = half ? upper_half(pair) : (vfloat)(pair << 16);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            float x;
+            memcpy(&x, a[r / 3] + r % 3 * row_bytes + half * 4, sizeof x);
+            UNROLL for (int v = 0; v < vectors; v++) acc[r][v] += x * w[v];
+        }
+        __asm__ volatile("" ::: "memory"); /* else GCC loads for the next half early, and spills sums for want of registers */
+    }
+}
+
+/* Bytes of `count` activations of a row in a product of this type. */
+INLINE int64_t activation_bytes(int64_t count, const int type) { return count * (type == BFLOAT16 ? 2 : 4); }
+
+/* sums[r] = a[r] . block, or that times `scales` added to sums[r], for `rows` rows, `vectors` vectors of columns, and
+ * `count` of the product's K. */
+INLINE void block_of_columns(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
+                             const float *scales, const int type, const int rows, const int vectors) {
     vfloat acc[TILE_ROWS][VECTORS] = {};
-    const int64_t steps = type == BFLOAT16 ? count / 2 : count;
+    const int64_t steps = type == FLOAT32 ? count : count / 2;
+    const int64_t a_bytes = activation_bytes(type == FLOAT32 ? 1 : 2, type);
     const char *thirds[TILE_ROWS / 3];
     UNROLL for (int r = 0; r < TILE_ROWS / 3; r++) thirds[r] = a + 3 * r * row_bytes;
     for (int64_t step = 0; step < steps; step++, block += sizeof(vfloat) * VECTORS) {
-        UNROLL for (int line = 0; line < VECTORS * (int)sizeof(vfloat); line += 64)
+        UNROLL for (int line = 0; line < vectors * (int)sizeof(vfloat); line += 64)
             __builtin_prefetch(block + PREFETCH_BYTES + line, 0, 3);
-        add_step(acc, thirds, row_bytes, block, 4, type, rows);
-        UNROLL for (int r = 0; r < TILE_ROWS / 3; r++) thirds[r] += 4;
+        if (type == WIDENED) add_widened_step(acc, thirds, row_bytes, block, a_bytes, rows, vectors);
+        else add_step(acc, thirds, row_bytes, block, a_bytes, type, rows, vectors);
+        UNROLL for (int r = 0; r < TILE_ROWS / 3; r++) thirds[r] += a_bytes;
     }
-    if (type == BFLOAT16 && (count & 1)) add_step(acc, thirds, row_bytes, block, 2, type, rows);
+    if (type == BFLOAT16 && (count & 1)) add_step(acc, thirds, row_bytes, block, 2, type, rows, vectors);
+    if (type == WIDENED && (count & 1)) add_widened_step(acc, thirds, row_bytes, block, 4, rows, vectors);
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < VECTORS; v++) {
+        UNROLL for (int v = 0; v < vectors; v++) {
             vfloat sum = acc[r][v];
             if (scales) sum *= load((const char *)scales, v * LANES, FLOAT32);
             if (add) sum += load((const char *)sums, r * PANEL + v * LANES, FLOAT32);
             memcpy(sums + r * PANEL + v * LANES, &sum, sizeof sum);
         }
+}
+
+/* The same for a whole panel. */
+INLINE void block_of_rows(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
+                          const float *scales, const int type, const int rows) {
+    const int vectors = rows <= WIDE_ROWS ? VECTORS : TILE_VECTORS;
+    UNROLL for (int v = 0; v < VECTORS; v += vectors)
+        block_of_columns(a, row_bytes, block + v * sizeof(vfloat), count, sums + v * LANES, add,
+                         scales ? scales + v * LANES : NULL, type, rows, vectors);
 }
 
 #define ROWS_CASE(n) \
@@ -84,10 +136,9 @@ INLINE void block_of_rows(const char *a, int64_t row_bytes, const char *block, i
 INLINE void block_sums(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
                        const float *scales, const int type, int rows) {
     switch (rows) {
-        ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3)
+        ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6)
 #if LANES == 16
-        ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6) ROWS_CASE(7) ROWS_CASE(8)
-        ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12)
+        ROWS_CASE(7) ROWS_CASE(8) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12)
 #endif
         default: __builtin_unreachable();
     }
@@ -103,7 +154,19 @@ static void block_sums_bfloat16(const char *a, int64_t row_bytes, const char *bl
     block_sums(a, row_bytes, block, count, sums, add, scales, BFLOAT16, rows);
 }
 
+static void block_sums_widened(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
+                               const float *scales, int rows) {
+    block_sums(a, row_bytes, block, count, sums, add, scales, WIDENED, rows);
+}
+
 #include "cpu_tiles.c"
+
+/* Whether bfloat16 activations are widened before a product. */
+#if defined(__AVX512BF16__) || HAS_TILES
+#define WIDENS_ACTIVATIONS 0
+#else
+#define WIDENS_ACTIVATIONS 1
+#endif
 
 /* sums[m] = a[m] . block, or that times `scales` added to sums[m], for any number of rows and `count` of the product's K.
  * Rows are taken in tiles of about the same height. If `padded`, a and sums have room for rows up to a multiple of
@@ -119,6 +182,7 @@ static void add_block(const char *a, int64_t row_bytes, int64_t num_rows, const 
         const int rows = (int)((num_rows - first + tiles - 1) / tiles);
         const char *from = a + first * row_bytes;
         if (type == BFLOAT16) block_sums_bfloat16(from, row_bytes, block, count, sums + first * PANEL, add, scales, rows);
+        else if (type == WIDENED) block_sums_widened(from, row_bytes, block, count, sums + first * PANEL, add, scales, rows);
         else block_sums_float32(from, row_bytes, block, count, sums + first * PANEL, add, scales, rows);
         first += rows;
     }

@@ -20,6 +20,7 @@ from kvrelay.backends.backend import (
     KVLayout,
     LayerKind,
     PackedRows,
+    PoolShape,
     StepAttention,
     computed_in,
     is_eight_bit,
@@ -36,7 +37,7 @@ _HEAD_DIMS = (64, 128, 256)
 _MAX_ELEMENTS = 8192  # elements of a token's keys: the kernel that writes them has a thread for 8, and 1024 threads
 _LEAST_WORKSPACE_BYTES = 256 * 2**20  # twice FlashInfer's recommendation: prefill of 8192 tokens splits long rows
 _TENSOR_CORE_GROUP = 4  # from this many query heads per KV head on, decoding on tensor cores is faster
-_LAYOUT = "NHD"  # token dimension before heads, as in the pool
+_LAYOUT = "HND"  # head dimension before tokens, as in the pool
 
 
 def workspace_bytes(num_sms: int, group: int, head_dim: int) -> int:
@@ -91,7 +92,7 @@ class FlashInferBackend:
         Raises:
             ValueError: the pool's dtype or heads are not among the kernels'.
         """
-        _, num_layers, _, block_size, num_kv_heads, head_dim = pool.shape
+        _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
         # Beside a pool of 8 bits, the first layer gives the dtype of the queries.
         dtype, stored = (torch.bfloat16, pool.dtype) if is_eight_bit(pool.dtype) else (pool.dtype, None)
         if not self.can_hold(KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype, stored)):
@@ -117,7 +118,7 @@ class FlashInferBackend:
         if self._shared is None or self._shared[0] is not rows:
             first = num_chunk_rows(rows)
             tables, num_keys = rows.block_tables[first:], rows.positions[first:] + 1
-            self._shared = rows, plan_cascade(tables, num_keys, pool.shape[3], self._cascade)
+            self._shared = rows, plan_cascade(tables, num_keys, PoolShape(*pool.shape).block_size, self._cascade)
         return self._shared[1]
 
     def prefers_launches(self, pool: torch.Tensor, rows: PackedRows) -> bool:
@@ -202,7 +203,8 @@ class FlashInferStep:
         self._backend = backend
         self._pool = pool
         self._rows = rows
-        self._paged = page_rows(rows, pool.shape[3])
+        self._shape = PoolShape(*pool.shape)
+        self._paged = page_rows(rows, self._shape.block_size)
         self._num_chunks = num_chunk_rows(rows)
         self._num_chunk_tokens = int(rows.query_starts[self._num_chunks])
         self._written = _to_device(
@@ -285,7 +287,7 @@ class FlashInferStep:
 
     @property
     def _heads(self) -> tuple[int, int]:
-        return self._pool.shape[4], self._pool.shape[5]
+        return self._shape.num_kv_heads, self._shape.head_dim
 
     def _plan_queries(
         self, wrapper: Any, kind: LayerKind, paged: PagedRows, page_ids: torch.Tensor, *, causal: bool
@@ -294,7 +296,7 @@ class FlashInferStep:
             *_on_host(paged.query_starts, paged.page_starts),
             page_ids,
             *_on_host(paged.last_page_lens),
-            *(kind.num_heads, *self._heads, self._pool.shape[3]),
+            *(kind.num_heads, *self._heads, self._shape.block_size),
             causal=causal,
             **plan_options(kind, self._dtype, self._pool.dtype),
         )
@@ -304,7 +306,7 @@ class FlashInferStep:
             *_on_host(paged.page_starts),
             page_ids,
             *_on_host(paged.last_page_lens),
-            *(kind.num_heads, *self._heads, self._pool.shape[3]),
+            *(kind.num_heads, *self._heads, self._shape.block_size),
             **plan_options(kind, self._dtype, self._pool.dtype),
         )
 

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvrelay.backends.backend import AttentionParams, LayerKind, NotCapturable, PackedRows, computed_in, last_contiguous
+from kvrelay.backends.backend import (
+    AttentionParams,
+    LayerKind,
+    NotCapturable,
+    PackedRows,
+    PoolShape,
+    computed_in,
+    last_contiguous,
+)
 from kvrelay.backends.paging import page_rows
 
 if TYPE_CHECKING:
@@ -33,6 +41,7 @@ class FlashInferFixedSteps:
 
         self.backend = backend
         self.pool = pool
+        self.shape = PoolShape(*pool.shape)
         self.max_rows = max_rows
         self.rows = torch.arange(max_rows, dtype=torch.int32, device=pool.device)
         self.page_starts = zeros(max_rows + 1)
@@ -69,7 +78,7 @@ class FlashInferFixedStep:
         self._dtype = shared.pool.dtype  # dtype of queries; with an 8-bit pool it is taken from the first layer
 
     def replan(self, rows: PackedRows) -> None:
-        paged = page_rows(rows, self._shared.pool.shape[3])
+        paged = page_rows(rows, self._shared.shape.block_size)
         starts, lens, pages = paged.page_starts, paged.last_page_lens, paged.page_ids
         num_lens, num_starts, first_page = aligned(len(lens)), aligned(len(starts)), aligned(self._num_rows)
         # In pinned memory, so that the copies do not wait. The caching host allocator keeps it until they are done.
@@ -124,7 +133,7 @@ class FlashInferFixedStep:
         return self._wrappers[kind]
 
     def _make_wrapper(self, kind: LayerKind) -> Any:
-        _, _, _, _, num_kv_heads, head_dim = self._shared.pool.shape
+        num_kv_heads, head_dim = self._shared.shape.num_kv_heads, self._shared.shape.head_dim
         backend = self._shared.backend
         wrapper = backend.make_decode(
             kind,
@@ -144,12 +153,12 @@ class FlashInferFixedStep:
     def _plan(self, kind: LayerKind, wrapper: Any) -> None:
         assert self._host is not None, "a fixed step attends before it is planned"
         page_starts, last_page_lens, num_pages = self._host
-        pool = self._shared.pool
+        shape = self._shared.shape
         wrapper.plan(
             # The pages are on the device already. From the host, plan would copy them and wait.
             *(page_starts, self._page_ids[:num_pages], last_page_lens),
-            *(kind.num_heads, pool.shape[4], pool.shape[5], pool.shape[3]),
-            **plan_options(kind, self._dtype, pool.dtype),
+            *(kind.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size),
+            **plan_options(kind, self._dtype, self._shared.pool.dtype),
         )
 
 

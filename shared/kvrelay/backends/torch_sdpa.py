@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvrelay.backends.backend import AttentionParams, PackedRows, StepAttention, as_stored, bits
+from kvrelay.backends.backend import AttentionParams, PackedRows, PoolShape, StepAttention, as_stored, bits
 
 
 class TorchBackend:
@@ -25,7 +25,7 @@ class TorchStep:
     """One step of `TorchBackend`."""
 
     def __init__(self, pool: torch.Tensor, rows: PackedRows) -> None:
-        block_size = pool.shape[3]
+        block_size = PoolShape(*pool.shape).block_size
         self._pool = pool
         self._block_size = block_size
         self._rows = rows
@@ -40,7 +40,7 @@ class TorchStep:
         cache = self._pool[:, layer]
         for kind, new in enumerate((key, value)):
             stored = as_stored(new, cache.dtype)
-            bits(cache)[self._write_blocks, kind, self._write_offsets] = bits(stored)
+            bits(cache)[:, kind][self._write_blocks, :, self._write_offsets] = bits(stored)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         starts = self._rows.query_starts
         for row in range(len(self._rows.query_lens)):
@@ -56,14 +56,14 @@ class TorchStep:
         query_positions: torch.Tensor,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Attention of one row. `cache` is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`."""
+        """Attention of one row. `cache` is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""
         num_keys = int(self._rows.positions[row] + self._rows.query_lens[row])
         first = 0
         if params.sliding_window is not None:
             first = max(0, int(self._rows.positions[row]) + 1 - params.sliding_window) // self._block_size
         blocks = self._tables[row, first : -(-num_keys // self._block_size)]
         stored = bits(cache)[blocks].view(cache.dtype)
-        gathered = stored.transpose(0, 1).flatten(1, 2)[:, : num_keys - first * self._block_size]
+        gathered = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : num_keys - first * self._block_size]
         keys, values = gathered.float().unbind(0)
         key_positions = torch.arange(first * self._block_size, num_keys, device=query.device)
         distance = query_positions[:, None] - key_positions[None, :]
@@ -76,20 +76,20 @@ class TorchStep:
 def _softmax_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
-    """`[queries, num_heads, head_dim]` from keys and values `[keys, num_kv_heads, head_dim]`, all float32."""
-    num_kv_heads = keys.shape[1]
+    """`[queries, num_heads, head_dim]` from keys and values `[num_kv_heads, keys, head_dim]`, all float32."""
+    num_kv_heads = len(keys)
     if params.softcap is None and params.sinks is None:
         attended = torch.nn.functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
+            keys[None],
+            values[None],
             attn_mask=visible[None, None],
             scale=params.scaling,
             enable_gqa=query.shape[1] != num_kv_heads,
         )
         return attended[0].transpose(0, 1)
     grouped = query.unflatten(1, (num_kv_heads, -1))
-    scores = torch.einsum("qhgd,khd->qhgk", grouped, keys) * params.scaling
+    scores = torch.einsum("qhgd,hkd->qhgk", grouped, keys) * params.scaling
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
     scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
@@ -98,7 +98,7 @@ def _softmax_attention(
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = scores.softmax(dim=-1)
-    return torch.einsum("qhgk,khd->qhgd", weights, values).flatten(1, 2)
+    return torch.einsum("qhgk,hkd->qhgd", weights, values).flatten(1, 2)
 
 
 def _to_index(array: np.ndarray[tuple[int, ...], np.dtype[np.int32]], device: torch.device) -> torch.Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvrelay.engine.device import use_on_this_thread
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.pool_memory import Segment
 from kvrelay.transfer.wire import Bytes, Indices
 
@@ -50,30 +51,49 @@ class DevicePool:
         memory: Bytes = torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_cuda).numpy()
         return memory
 
-    def gather(self, blocks: Indices, out: Bytes) -> None:
+    def gather(self, blocks: Indices, out: Bytes, part: BlockPart | None = None) -> None:
         """See `PoolMemory.gather`. Several blocks are copied as one transfer."""
         with self._on_stream():
-            found = self._blocks.index_select(0, self._indices(blocks))
+            found = self._runs(part).index_select(0, self._indices(blocks)).flatten(1)
             torch.from_numpy(out[: len(blocks)]).view(found.dtype).copy_(found, non_blocking=True)
         self._wait()
 
-    def scatter(self, slots: Indices, rows: Bytes) -> None:
+    def scatter(self, slots: Indices, rows: Bytes, part: BlockPart | None = None) -> None:
+        runs, buffer = self._runs(part), self._rows_of_buffer(part)
         with self._lock:
-            for first in range(0, len(slots), len(self._staged)):
-                some = slots[first : first + len(self._staged)]
-                staged = self._staged[: len(some)]
+            for first in range(0, len(slots), len(buffer)):
+                some = slots[first : first + len(buffer)]
+                staged = buffer[: len(some)]
                 staged[:] = rows[first : first + len(some)]
                 with self._on_stream():
-                    moved = torch.from_numpy(staged).to(self._device, non_blocking=True)
-                    self._blocks.index_copy_(0, self._indices(some), moved.view(self._blocks.dtype))
+                    moved = torch.from_numpy(staged).to(self._device, non_blocking=True).view(runs.dtype)
+                    runs.index_copy_(0, self._indices(some), moved.view(len(some), *runs.shape[1:]))
                 self._wait()
 
-    def rows(self, blocks: Indices) -> Iterator[Bytes]:
+    def rows(self, blocks: Indices, part: BlockPart | None = None) -> Iterator[Bytes]:
+        buffer = self._rows_of_buffer(part)
         with self._lock:
-            for first in range(0, len(blocks), len(self._staged)):
-                some = blocks[first : first + len(self._staged)]
-                self.gather(some, self._staged)
-                yield from self._staged[: len(some)]
+            for first in range(0, len(blocks), len(buffer)):
+                some = blocks[first : first + len(buffer)]
+                self.gather(some, buffer, part)
+                yield from buffer[: len(some)]
+
+    def _runs(self, part: BlockPart | None) -> torch.Tensor:
+        """A view of the blocks, [num_blocks, words], or of a part of each, [num_blocks, num_rows, words]."""
+        if part is None:
+            return self._blocks
+        is_in_words = part.row_bytes % 8 == part.first_byte % 8 == part.num_bytes % 8 == 0
+        blocks = self._blocks if is_in_words else self._blocks.view(torch.uint8)
+        word = blocks.element_size()
+        by_row = blocks.view(self.num_blocks, part.num_rows, part.row_bytes // word)
+        return by_row.narrow(2, part.first_byte // word, part.num_bytes // word)
+
+    def _rows_of_buffer(self, part: BlockPart | None) -> Bytes:
+        """The staging buffer, with a block or part in each row."""
+        if part is None:
+            return self._staged
+        count = self._staged.size // part.size
+        return self._staged.reshape(-1)[: count * part.size].reshape(count, part.size)
 
     def _indices(self, blocks: Indices) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(blocks, np.int64)).to(self._device, non_blocking=True)

@@ -45,7 +45,7 @@ def check_graphs(graphs: DecodeGraphs, model: CausalModel, pool: torch.Tensor) -
         block.copy_(torch.randn(block.shape, device=pool.device))  # torch has no random 8-bit floats
     errors = []
     for size in graphs.sizes:
-        token_ids, rows = _step(rng, min(size, most_rows), model, pool.shape[3])
+        token_ids, rows = _step(rng, min(size, most_rows), model, model.layout.block_size)
         found = _errors(graphs, model, pool, token_ids, rows, size)
         if not found.mean() <= _OF_ONE_SIZE * tolerance:
             raise _differ(f"steps of {size} sequences", found)

@@ -194,7 +194,7 @@ def capture_graphs(
     if not isinstance(backend, CapturableBackend):
         raise NotCapturable(f"attention by the {backend.name} backend depends on the host at each step")
     largest = max(sizes)
-    steps = backend.fixed_steps(pool, largest, blocks_for(model.source.max_model_len, pool.shape[3]))
+    steps = backend.fixed_steps(pool, largest, blocks_for(model.source.max_model_len, model.layout.block_size))
     inputs = torch.zeros(2 * largest, dtype=torch.int64, device=pool.device)
     hidden: torch.Tensor | None = None
     graphs = {}

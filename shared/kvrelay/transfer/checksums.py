@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.pool_memory import PoolLike, as_pool
 from kvrelay.transfer.wire import Bytes, Checksums, Indices
 
@@ -22,9 +23,10 @@ class PoolChecksums:
     def __init__(self, pool: PoolLike) -> None:
         self._pool = as_pool(pool)
 
-    def of(self, blocks: Indices) -> Checksums:
-        """uint32 of shape [num_blocks], in the order of `blocks`. Reads them all: not for an event loop."""
-        return checksums_of(self._pool.rows(blocks))
+    def of(self, blocks: Indices, part: BlockPart | None = None) -> Checksums:
+        """Of blocks, or of a part of each: uint32 of shape [num_blocks], in the order of `blocks`. Reads them all: not
+        for an event loop."""
+        return checksums_of(self._pool.rows(blocks, part))
 
 
 def checksums_of(rows: Iterable[Bytes]) -> Checksums:

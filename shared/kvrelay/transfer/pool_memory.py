@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.wire import Bytes, Indices
 
 Segment = Literal["DRAM", "VRAM"]
@@ -52,16 +53,19 @@ class PoolMemory(Protocol):
         """Host memory to gather into, [num_blocks, block_bytes], of the kind that copies fastest."""
         ...
 
-    def gather(self, blocks: Indices, out: Bytes) -> None:
-        """Copies blocks into the first rows of `out`. The caller has checked that they are there."""
+    def gather(self, blocks: Indices, out: Bytes, part: BlockPart | None = None) -> None:
+        """Copies blocks, or a part of each, into the first rows of `out`. The caller has checked that they are there.
+
+        A row of `out` has as many bytes as a block or part.
+        """
         ...
 
-    def scatter(self, slots: Indices, rows: Bytes) -> None:
-        """Copies rows into blocks. The caller has checked that they are there."""
+    def scatter(self, slots: Indices, rows: Bytes, part: BlockPart | None = None) -> None:
+        """Copies rows into blocks, or into a part of each. The caller has checked that they are there."""
         ...
 
-    def rows(self, blocks: Indices) -> Iterator[Bytes]:
-        """Yields the bytes of each block, contiguous. Each is valid only until the next one is taken."""
+    def rows(self, blocks: Indices, part: BlockPart | None = None) -> Iterator[Bytes]:
+        """Yields the bytes of each block or part, contiguous. Each is valid only until the next one is taken."""
         ...
 
 
@@ -95,19 +99,37 @@ class HostPool:
     def buffer(self, num_blocks: int) -> Bytes:
         return np.empty((num_blocks, self.block_bytes), np.uint8)
 
-    def gather(self, blocks: Indices, out: Bytes) -> None:
-        # mode="clip" writes straight into `out`; "raise" would copy once more.
-        np.take(self._memory, blocks, axis=0, out=out[: len(blocks)], mode="clip")
+    def gather(self, blocks: Indices, out: Bytes, part: BlockPart | None = None) -> None:
+        if part is None:
+            # mode="clip" writes straight into `out`; "raise" would copy once more.
+            np.take(self._memory, blocks, axis=0, out=out[: len(blocks)], mode="clip")
+            return
+        runs = self._runs(part)
+        for row, block in enumerate(blocks.tolist()):
+            np.copyto(out[row].reshape(part.num_rows, part.num_bytes), runs[block])
 
-    def scatter(self, slots: Indices, rows: Bytes) -> None:
+    def scatter(self, slots: Indices, rows: Bytes, part: BlockPart | None = None) -> None:
+        if part is not None:
+            runs = self._runs(part)
+            for row, slot in enumerate(slots.tolist()):
+                np.copyto(runs[slot], rows[row].reshape(part.num_rows, part.num_bytes))
+            return
         first, last = int(slots[0]), int(slots[-1])
         if last - first + 1 == slots.size and (np.diff(slots) == 1).all():
             self._memory[first : last + 1] = rows
         else:
             self._memory[slots] = rows
 
-    def rows(self, blocks: Indices) -> Iterator[Bytes]:
-        return (self._memory[block] for block in blocks.tolist())
+    def rows(self, blocks: Indices, part: BlockPart | None = None) -> Iterator[Bytes]:
+        if part is None:
+            return (self._memory[block] for block in blocks.tolist())
+        runs = self._runs(part)
+        return (np.ascontiguousarray(runs[block]).reshape(-1) for block in blocks.tolist())
+
+    def _runs(self, part: BlockPart) -> Bytes:
+        """A view of the part of all blocks, [num_blocks, num_rows, num_bytes]."""
+        by_row = self._memory.reshape(self.num_blocks, part.num_rows, part.row_bytes)
+        return by_row[:, :, part.first_byte : part.first_byte + part.num_bytes]
 
 
 PoolLike = Bytes | PoolMemory

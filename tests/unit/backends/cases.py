@@ -67,7 +67,7 @@ def dense_attention(case: Case) -> torch.Tensor:
     for row, (position, tokens) in enumerate(case.rows):
         start = int(case.packed.query_starts[row])
         slots = [(case.packed.block_tables[row, at // case.block_size], at % case.block_size) for at in range(position)]
-        old = [case.pool[block, case.layer, :, slot].double() for block, slot in slots]
+        old = [case.pool[block, case.layer, :, :, slot].double() for block, slot in slots]
         new = [torch.stack([case.key[start + i], case.value[start + i]]) for i in range(tokens)]
         new = [each.to(case.pool.dtype).double() for each in new]  # those of the step itself are seen as stored, too
         keys, values = torch.stack(old + new).unbind(1)

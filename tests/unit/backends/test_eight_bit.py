@@ -104,8 +104,8 @@ def values_read(backend: AttentionBackend, stored: torch.dtype) -> torch.Tensor:
     """What attention reads of all 256 codes, as values of one token that has all the weight."""
     pool = allocate_pool(KVLayout(1, 256, 16, 8, torch.float32, stored), 1, CPU)
     rows = PackedRows(np.ones(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32))
-    bits(pool)[0, 0, 1, 0] = torch.arange(256, dtype=torch.uint8)[:, None]
-    pool[0, 0, 0, 0] = 16.0  # the first token's keys; the second one's are negative
+    bits(pool)[0, 0, 1, :, 0] = torch.arange(256, dtype=torch.uint8)[:, None]
+    pool[0, 0, 0, :, 0] = 16.0  # the first token's keys; the second one's are negative
     zeros = torch.zeros(1, 256, 16)
     out = backend.plan(pool, rows).attend(0, zeros + 16, zeros - 16, zeros, AttentionParams(1.0))
     return out[0, :, 0]

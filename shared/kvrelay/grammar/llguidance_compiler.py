@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, allow_only
 from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex, shortened
 from kvrelay.grammar.regex_size import check_regex_sizes
+from kvrelay.grammar.schema_narrowing import narrowed
 from kvrelay.grammar.schema_rewrite import rewritten
 from kvrelay.grammar.structural_tag import rewritten_tag, structural_tag_to_lark
 from kvrelay.protocol.grammar import Grammar, GrammarKind
@@ -89,10 +90,12 @@ class LLGuidanceCompiler:
 
 
 def _equivalents(grammar: Grammar) -> Iterator[Grammar]:
-    """The grammar in other words, with fewer keywords that the library refuses."""
+    """The grammar in other words, with fewer keywords that the library refuses; at last a narrower one."""
     in_words = {GrammarKind.JSON_SCHEMA: rewritten, GrammarKind.STRUCTURAL_TAG: rewritten_tag}.get(grammar.kind)
     if in_words is not None:
-        texts = (in_words(grammar.text, splits_one_of=splits_one_of) for splits_one_of in (False, True))
+        texts = [in_words(grammar.text, splits_one_of=splits_one_of) for splits_one_of in (False, True)]
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            texts += [narrowed(text or grammar.text) for text in texts]
         for text in dict.fromkeys(texts):
             if text is not None:
                 yield msgspec.structs.replace(grammar, text=text)

@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from kvrelay.grammar.schema_evaluation import UNEVALUATED, UnknownEvaluation, without_unevaluated
 from kvrelay.grammar.schema_negation import TYPES, negation
 
 MAX_NODES = 4000
@@ -25,7 +26,6 @@ _SCHEMAS = (
 )
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _APPLICATORS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 """Keywords whose schemas evaluate properties and items of the same value."""
 
@@ -55,6 +55,7 @@ def rewritten(text: str, *, splits_one_of: bool = False) -> str | None:
 
 class _Rewriter:
     def __init__(self, root: Any, splits_one_of: bool) -> None:
+        self._root = root
         self._num_nodes = 0
         self._splits_one_of = splits_one_of
         self._dynamic_names = _dynamic_names(root)
@@ -71,11 +72,10 @@ class _Rewriter:
         if not self._has_min_contains:
             result.pop("minContains", None)
             result.pop("maxContains", None)
-        for rule in (_round_counts, _unevaluated, _drop_unused, self._dynamic):
+        for rule in (_round_counts, self._dynamic, _unevaluated):
             rule(result)
-        if not result.keys().isdisjoint(_UNEVALUATED):
-            raise _GivenUp  # it depends on which keywords there are, not only on what is valid
-        extra: list[Any] = []  # schemas that have to hold too
+        extra = self._evaluated(result)  # schemas that have to hold too
+        _drop_unused(result)
         for exchange in (_conditional, _dependent, _negated, _contained, _names, self._one_of):
             extra += exchange(result)
         for name in _SCHEMAS:
@@ -104,6 +104,19 @@ class _Rewriter:
         is_pointer = reference == "#" or reference.startswith("#/")
         if is_pointer or (reference.startswith("#") and self._dynamic_names.get(reference[1:], 0) <= 1):
             schema["$ref"] = schema.pop("$dynamicRef")
+
+    def _evaluated(self, schema: Schema) -> list[Any]:
+        """Exchanged before all others: what is evaluated depends on which keywords there are, not only on what is
+        valid."""
+        if schema.keys().isdisjoint(UNEVALUATED):
+            return []
+        try:
+            extra = without_unevaluated(schema, self._root)
+        except UnknownEvaluation:
+            raise _GivenUp from None
+        for name in UNEVALUATED:
+            schema.pop(name, None)
+        return extra
 
     def _one_of(self, schema: Schema) -> list[Any]:
         alternatives = schema.get("oneOf")

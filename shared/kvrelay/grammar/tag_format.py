@@ -18,7 +18,7 @@ from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex
 
 MAX_DEPTH = 16
-MAX_FORMATS = 256
+MAX_FORMATS = 4096
 
 Marker = str | dict[str, Any]
 """A text, or a token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -97,7 +98,9 @@ def test_a_negation_takes_the_values_that_the_schema_refuses(schema: Any, values
         {"not": {"items": {"type": "null"}}},
         {"contains": {"type": "null"}},
         {"uniqueItems": True},
-        {"anyOf": [{"properties": {"a": True}}], "unevaluatedProperties": False},
+        {"anyOf": [{"contains": {"type": "null"}}], "unevaluatedItems": False},
+        {"if": {"pattern": "^a"}, "unevaluatedProperties": False},
+        {"$ref": "other.json", "unevaluatedProperties": False},
         {"if": {"pattern": "^a"}, "then": {"maxLength": 3}},
         {"$dynamicRef": "#node", "$defs": {name: {"$dynamicAnchor": "node", "$id": name} for name in "ab"}},
         {"type": "object"},
@@ -114,6 +117,39 @@ def test_a_dynamic_reference_with_one_anchor_is_an_ordinary_one() -> None:
         "$anchor": "node",
         "properties": {"child": {"$ref": "#node"}},
     }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a", "properties": {"b": True}, "unevaluatedProperties": False},
+        {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "unevaluatedProperties": {"type": "null"}},
+        {"oneOf": [{"$ref": "#/$defs/b"}, {"properties": {"a": {"type": "null"}}}], "unevaluatedProperties": False},
+        {"dependentSchemas": {"a": {"$ref": "#/$defs/b"}}, "properties": {"a": True}, "unevaluatedProperties": False},
+        {"$ref": "#/$defs/c", "unevaluatedItems": False},
+    ],
+    ids=json.dumps,
+)
+def test_what_references_evaluate_counts(schema: dict[str, Any]) -> None:
+    schema = schema | {
+        "$defs": {
+            "a": {"properties": {"a": {"type": "integer"}}},
+            "b": {"patternProperties": {"^b": True}, "required": ["b"]},
+            "c": {"anyOf": [{"prefixItems": [True, {"type": "null"}]}, {"prefixItems": [{"type": "integer"}]}]},
+        }
+    }
+    text = rewritten(json.dumps(schema))
+    assert text is not None
+    before, after = Draft202012Validator(schema), Draft202012Validator(json.loads(text))
+    objects = [
+        dict(zip(names, values, strict=False))
+        for names in ("", "a", "b", "c", "ab", "abc", "bc")
+        for values in ([1, 2, 3], [None, None, None], [1, None, None])
+    ]
+    arrays = [list(each) for count in range(4) for each in product([1, None], repeat=count)]
+    verdicts = [before.is_valid(value) for value in (*objects, *arrays)]
+    assert verdicts == [after.is_valid(value) for value in (*objects, *arrays)]
+    assert True in verdicts and False in verdicts
 
 
 def test_properties_may_have_the_names_of_keywords() -> None:

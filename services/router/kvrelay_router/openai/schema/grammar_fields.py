@@ -46,7 +46,7 @@ class GrammarFields(GenerationFields):
             return None
         if len(given) > 1:
             first, second = list(given)[:2]
-            raise wrong(second, f"the output is constrained by '{first}' already")
+            raise wrong(second, f"'{first}' and '{second}' both constrain the output; give one of them")
         ((param, value),) = given.items()
         whitespace = _whitespace(self.guided_whitespace_pattern, "guided_whitespace_pattern")
         if param in _OBJECT_READERS:
@@ -57,6 +57,13 @@ class GrammarFields(GenerationFields):
     def grammar_param(self) -> str:
         """The field that constrains the output, for error messages."""
         return next(iter(self._constraints), "")
+
+    @property
+    def whitespace_param(self) -> str:
+        """The field that gives the regex for the whitespace of JSON."""
+        own = self.structured_outputs
+        is_own = isinstance(own, dict) and own.get("whitespace_pattern") is not None
+        return "structured_outputs.whitespace_pattern" if is_own else "guided_whitespace_pattern"
 
     @cached_property
     def _constraints(self) -> dict[str, Any]:
@@ -96,6 +103,8 @@ def _of_response_format(value: Any, whitespace: str | None) -> Grammar:
             described = value.get("json_schema")
             if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
                 raise wrong(f"{param}.json_schema", "it must be an object with a 'schema'")
+            if not isinstance(described.get("name"), str):
+                raise wrong(f"{param}.json_schema.name", "it must be a string")
             # Every schema is enforced, so `strict` changes nothing.
             if not isinstance(described.get("strict"), bool | None):
                 raise wrong(f"{param}.json_schema.strict", "it must be true or false")
@@ -120,7 +129,9 @@ def _of_structured_outputs(value: Any, whitespace: str | None) -> Grammar:
     own_whitespace = _whitespace(value.get("whitespace_pattern"), f"{param}.whitespace_pattern")
     whitespace = whitespace if own_whitespace is None else own_whitespace
     given = [name for name in _OF_STRUCTURED_OUTPUTS if _is_set(value.get(name))]
-    if len(given) != 1:
+    if len(given) > 1:
+        raise wrong(param, f"{given[0]!r} and {given[1]!r} both constrain the output; give one of them")
+    if not given:
         raise wrong(param, f"it must have one of {', '.join(map(repr, _OF_STRUCTURED_OUTPUTS))}")
     (name,) = given
     if _flag(value, "disable_any_whitespace", param) and whitespace is None:

@@ -120,14 +120,15 @@ class RouterConfig(CommonConfig):
     tool_parser: str = Field(
         default="auto",
         min_length=1,
-        description="how the model writes tool calls: hermes (also Qwen 2.5 and 3), llama3_json; auto: as its chat "
+        description="how the model writes tool calls: hermes (also Qwen 2.5 and 3), qwen3_coder, llama3_json, "
+        "pythonic, mistral, mistral_json, deepseek_v3, deepseek_v31, glm45, kimi_k2, harmony; auto: as its chat "
         "template shows; none: tools are refused",
     )
     reasoning_parser: str = Field(
         default="auto",
         min_length=1,
         description="how the model writes reasoning, which answers have apart from content: think (<think> tags), "
-        "mistral ([THINK]); auto: as its chat template shows; none: reasoning is content",
+        "mistral ([THINK]), harmony; auto: as its chat template shows; none: reasoning is content",
     )
     allowed_origins: tuple[str, ...] = Field(
         default=(),

@@ -101,7 +101,7 @@ async def test_what_waits_comes_at_once_merged_per_sequence() -> None:
     batches = [batch async for batch in read_batches(calls.handle)]
     assert batches == [
         [
-            SequenceDelta(0, [1, 2], logprobs, [], 3, FinishReason.STOP_TOKEN, usage),
+            SequenceDelta(0, [1, 2], logprobs, (), 3, FinishReason.STOP_TOKEN, usage),
             SequenceDelta(1, [7], finish=FinishReason.LENGTH),
         ]
     ]

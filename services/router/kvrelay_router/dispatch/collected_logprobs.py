@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,11 +13,11 @@ from kvrelay.protocol.sampling import TokenLogprobs
 
 
 class LogprobRows(Protocol):
-    """A list of `TokenLogprobs`, or something that makes slices of one."""
+    """A sequence of `TokenLogprobs`, or something that makes slices of one."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: slice, /) -> list[TokenLogprobs]: ...
+    def __getitem__(self, index: slice, /) -> Sequence[TokenLogprobs]: ...
 
 
 class CollectedLogprobs(msgspec.Struct):

@@ -6,6 +6,8 @@ until it is filled. Decode's first entry repeats prefill's first token: the one 
 
 from __future__ import annotations
 
+from typing import final
+
 import msgspec
 
 from kvrelay.protocol.messages import PromptLogprobs, SequenceUsage, TokenEntry
@@ -15,6 +17,7 @@ from kvrelay_router.dispatch.collected_logprobs import CollectedLogprobs
 from kvrelay_router.dispatch.interface import SequenceDelta, join_deltas
 
 
+@final
 class ScoresReceived(msgspec.Struct, frozen=True):
     """A part of the prompt's log-probabilities came."""
 
@@ -46,7 +49,7 @@ class TokenIntake:
 
         `entry` must be of the current attempt or of a new one. Raises IllegalEvent, and then nothing has changed.
         """
-        if isinstance(entry, ScoresReceived):
+        if type(entry) is ScoresReceived:  # `isinstance` takes ten times as long for a struct that is none
             return self._handle_scores(entry)
         output, token_ids = self.output, entry.token_ids
         if (
@@ -104,11 +107,11 @@ class TokenIntake:
             self._sequence,
             token_ids,
             logprobs,
-            (entry.prompt_logprobs or self._scores) if self._scores_due else [],
+            (entry.prompt_logprobs or self._scores) if self._scores_due else (),
             self._cached_tokens,
             finish,
             self._usage,
-            entry.beams if self._is_beam_search else [],
+            entry.beams if self._is_beam_search else (),
         )
         if self._scores_due:
             self._scores_due = self.lacks_scores = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,7 +61,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     text_owner: str | None = None  # drafts may come from earlier outputs of the same owner; None: from none
 
 
-class SequenceDelta(msgspec.Struct, frozen=True):
+class SequenceDelta(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one sequence, in order, none twice. `logprobs` has one entry per token if asked for.
 
     `prompt_logprobs` (for prompt tokens 1, 2, ...) and `cached_tokens` come with a sequence's first delta.
@@ -72,12 +72,12 @@ class SequenceDelta(msgspec.Struct, frozen=True):
 
     sequence: int
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: LogprobRows = []
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: LogprobRows = ()
     cached_tokens: int | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
-    beams: list[BeamResult] = []
+    beams: Sequence[BeamResult] = ()
     beams_left: int = 0
 
 
@@ -97,7 +97,7 @@ def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
         if delta.usage is not None:
             usage = delta.usage
     return SequenceDelta(
-        first.sequence, token_ids, logprobs, first.prompt_logprobs, cached_tokens, last.finish, usage, last.beams
+        first.sequence, token_ids, logprobs or (), first.prompt_logprobs, cached_tokens, last.finish, usage, last.beams
     )
 
 

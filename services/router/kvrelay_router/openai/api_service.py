@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from kvrelay.grammar.grammar_compiler import GrammarError
-from kvrelay.protocol.grammar import Grammar
+from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest
@@ -23,6 +23,7 @@ from kvrelay_router.text.service import ChatOptions, TextService
 
 MAX_ALIASES = 4096
 FREE_SHARE = 8.0
+_ANY_ARRAY = '{"type":"array"}'
 
 
 class RequestAliases:
@@ -114,11 +115,15 @@ class ApiService:
         """The first fields of every answer and of each of its chunks. `model`: the name that the request used."""
         return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
 
-    async def check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Raises 400, about field `param`, if the output cannot be constrained so."""
+    async def check_grammar(self, grammar: Grammar, param: str, whitespace_param: str) -> None:
+        """Raises 400, about field `param` or `whitespace_param`, if the output cannot be constrained so."""
         try:
             await self.text.grammars.check(grammar)
         except GrammarError as error:
+            if grammar.whitespace is not None and param != whitespace_param:
+                # Any array is a correct schema, so an error is about the whitespace.
+                alone = Grammar(kind=GrammarKind.JSON_SCHEMA, text=_ANY_ARRAY, whitespace=grammar.whitespace)
+                await self.check_grammar(alone, whitespace_param, whitespace_param)
             raise ApiError(f"The output cannot be constrained: {error}", param=param) from None
 
     async def encode_chat(self, messages: list[Message], options: ChatOptions) -> list[int]:

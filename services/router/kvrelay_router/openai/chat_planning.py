@@ -14,7 +14,7 @@ from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt
 from kvrelay_router.openai.request_validation import RequestedOutput, check_tokenized
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.tool_grammar import check_tool_grammar, tool_grammar
-from kvrelay_router.output_parsing.dialect import Dialect
+from kvrelay_router.output_parsing.dialect import Dialect, MarkedDialect
 from kvrelay_router.output_parsing.events import PlainParser
 
 
@@ -37,7 +37,7 @@ async def plan_chat(
     `output` replaces the length that the request asks for, and `prompt_param` is the field that errors name.
     Raises ApiError for every mistake in the request.
     """
-    return await _plan(service, names, request, Dialect(), _endpoint_fields(request, output, prompt_param))
+    return await _plan(service, names, request, MarkedDialect(), _endpoint_fields(request, output, prompt_param))
 
 
 async def plan_parsed_chat(
@@ -50,7 +50,7 @@ async def plan_parsed_chat(
     """As `plan_chat`, for an API whose answers have reasoning and calls."""
     dialect = service.text.dialect
     fields = _endpoint_fields(request, output, prompt_param)
-    if dialect.reasoning is None and not request.callable_tools:
+    if dialect.is_plain and not request.callable_tools:
         plan = await _plan(service, names, request, dialect, fields)
         return ParsedPlan(plan, ParsedChoices(PlainParser, is_plain=True))
     plan = await _plan(service, names, request, dialect, msgspec.structs.replace(fields, is_parsed=True))
@@ -71,7 +71,7 @@ async def _plan(
     limits = check_request(service, names, request)
     _check_tools(service, dialect, request)
     if request.grammar is not None:
-        await service.check_grammar(request.grammar, request.grammar_param)
+        await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
     token_ids = await service.encode_chat(request.messages, request.options)
     check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
     prompt = TokenizedPrompt(request.truncated(token_ids, fields.output.prompt_room(limits)))
@@ -85,7 +85,7 @@ async def _plan(
 def _check_tools(service: ApiService, dialect: Dialect, request: ChatRequest) -> None:
     if not request.callable_tools:
         return
-    if dialect.tools is None:
+    if not dialect.calls_tools:
         raise ApiError(
             "Tool calls are not supported here, or how this model calls tools is not known; leave 'tools' out, set "
             "'tool_choice' to \"none\", or start the router with --tool-parser",
@@ -101,7 +101,7 @@ def _begins_inside_reasoning(service: ApiService, request: ChatRequest, prompt_i
         return service.text.begins_inside_reasoning(prompt_ids)
     content = request.messages[-1].get("content")
     final = content if isinstance(content, str) else content[-1]["text"] if content else ""
-    return service.text.dialect.begins_inside(final)
+    return service.text.dialect.is_open_in(final)
 
 
 def _endpoint_fields(request: ChatRequest, output: RequestedOutput | None, prompt_param: str) -> EndpointFields:

@@ -48,7 +48,7 @@ class CompletionsEndpoint:
         if len(request.prompt) * num_each > service.settings.max_sequences:
             raise too_many_completions(service.settings.max_sequences)
         if request.grammar is not None:
-            await service.check_grammar(request.grammar, request.grammar_param)
+            await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
         fields = _endpoint_fields(request)
         prompts = await self._prompts(request, fields, limits)
         plan = await plan_generation(service, names, request, fields, prompts, limits)

@@ -277,14 +277,14 @@ class PromptSink:
         try:
             for delta in deltas:
                 choice = run.choices[delta.sequence]
-                if choice.finish_reason is not None and not delta.beams:
-                    continue
                 if delta.cached_tokens is not None:
                     run.saw_cached(delta.cached_tokens)
                 if delta.prompt_logprobs:
                     run.prompt_logprobs = delta.prompt_logprobs
                 if delta.beams:
                     events += self._feed_beams(delta)
+                    continue
+                if choice.finish_reason is not None:
                     continue
                 text = choice.feed(delta)
                 if choice.finish_reason is not None:

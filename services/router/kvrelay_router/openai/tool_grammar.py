@@ -13,7 +13,8 @@ from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.grammar_fields import MAX_GRAMMAR_BYTES
-from kvrelay_router.output_parsing.call_grammar import WHITESPACE, CallGrammar, Marker
+from kvrelay_router.output_parsing.call_grammar import WHITESPACE, CallGrammar
+from kvrelay_router.output_parsing.grammar_formats import Marker, Unconstrainable
 from kvrelay_router.output_parsing.tool import Tool
 from kvrelay_router.text.tokenizer import Tokenizer
 
@@ -24,8 +25,7 @@ def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
     """Raises ApiError for calls that cannot be constrained, or not together with the request's other fields."""
     if not _wants_grammar(request):
         return
-    tool_format = service.text.dialect.tools
-    if tool_format is None or tool_format.syntax is None:
+    if service.text.dialect.call_grammar(_Markers(service.text.tokenizer), begins_inside=False) is None:
         if request.choice.mode == "required":
             raise wrong("tool_choice", "for this model only 'auto' and 'none' are supported", "unsupported_parameter")
         return
@@ -48,7 +48,11 @@ async def tool_grammar(service: ApiService, request: ChatRequest, *, begins_insi
     name, is_required = request.choice.name, request.choice.mode == "required"
     tools = [tool for tool in request.callable_tools if name in (None, tool.name)]
     is_parallel = request.parallel_tool_calls
-    grammar = _grammar(calls.required(tools, is_parallel=is_parallel) if is_required else calls.allowed(tools))
+    try:
+        tag_format = calls.required(tools, is_parallel=is_parallel) if is_required else calls.allowed(tools)
+    except Unconstrainable as error:
+        raise wrong("tools", f"calls cannot be constrained to them: {error}") from None
+    grammar = _grammar(tag_format)
     num_bytes = len(grammar.text.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise wrong("tools", f"their grammar has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")

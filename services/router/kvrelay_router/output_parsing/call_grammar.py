@@ -1,33 +1,55 @@
-"""Grammars of outputs with calls that follow their tools' schemas, as structural tags: `kvrelay.grammar.tag_format`."""
+"""Grammars of outputs with calls that follow their tools' schemas, as structural tags."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
+from kvrelay_router.output_parsing.grammar_formats import (
+    ANY_TEXT,
+    NOTHING,
+    Format,
+    MarkerOf,
+    either,
+    sequence,
+    tag,
+    text,
+)
 from kvrelay_router.output_parsing.tool import Tool
-
-Format = dict[str, Any]
-Marker = str | Format
-"""A text, or the format of a token, which is no text for grammars."""
 
 WHITESPACE = " ?"
 """Between the tokens of JSON in arguments: a weak model would fill calls with spaces."""
-ANY_TEXT: Format = {"type": "any_text"}
-NOTHING: Format = {"type": "const_string", "value": ""}
-NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class CallGrammar(Protocol):
+    """Writes the formats of a model's outputs. Both methods raise Unconstrainable."""
+
+    def required(self, tools: Sequence[Tool], *, is_parallel: bool) -> Format:
+        """The output is a call of these tools, or several if they may be parallel, behind the reasoning if there is
+        any. All follow their schemas."""
+        ...
+
+    def allowed(self, tools: Sequence[Tool]) -> Format:
+        """The output is free text in which calls may stand. Those of strict tools follow their schemas."""
+        ...
 
 
 class CallSyntax(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family writes a call: `begin`, what `content` returns for the tool's name and the format of its arguments,
-    and `end`. Several calls have `separator` between them."""
+    """How a family writes calls: each is `begin`, what `content` returns for the tool, and `end`, and several have
+    `separator` between them. `content` also gets whether the call must follow the tool's schema.
+
+    `around`: pairs of markers around all calls, the outer ones first. `starts_output`: calls stand at the beginning of
+    an output alone; then its first characters, which are `begin` or the first of `around`, are no free text.
+    """
 
     begin: str
-    content: Callable[[str, Format], Format]
+    content: Callable[[Tool, bool, MarkerOf], Format]
     end: str
     separator: str
+    around: tuple[tuple[str, str], ...] = ()
+    starts_output: str = ""
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -38,60 +60,57 @@ class Thinking(msgspec.Struct, frozen=True):
     is_open: bool
 
 
-class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """Writes the formats of a model's outputs. `marker_of`: returns the format of a token for the text of an added
-    token, and other texts as they are."""
+class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """A `CallGrammar` of calls that stand behind the reasoning."""
 
     syntax: CallSyntax
     thinking: Thinking | None
-    marker_of: Callable[[str], Marker]
+    marker_of: MarkerOf
 
     def required(self, tools: Sequence[Tool], *, is_parallel: bool) -> Format:
-        """The output is a call of these tools, or several if they may be parallel, behind the reasoning if there is
-        any. All follow their schemas."""
-        calls = {
+        calls = self._calls(tools, all_strict=True, is_parallel=is_parallel)
+        if self.thinking is None:
+            return calls
+        gap = either([text("\n" * count) for count in range(3)])
+        return sequence(self._optional(sequence(self._reasoning(self.thinking), gap)), calls)
+
+    def allowed(self, tools: Sequence[Tool]) -> Format:
+        output = self._text_with_calls(tools)
+        if self.thinking is None:
+            return output
+        return sequence(self._optional(self._reasoning(self.thinking)), output)
+
+    def _text_with_calls(self, tools: Sequence[Tool]) -> Format:
+        if self.syntax.starts_output:
+            free: Format = {"type": "regex", "pattern": rf"[^\s\{self.syntax.starts_output}](.|\n)*"}
+            return either([self._calls(tools, all_strict=False, is_parallel=True), free, NOTHING])
+        if self.syntax.around:
+            outer = self._calls(tools, all_strict=False, is_parallel=True)
+        else:
+            outer = self._call(tools, all_strict=False)
+        return {"type": "triggered_tags", "triggers": [outer["begin"]], "tags": [outer]}
+
+    def _calls(self, tools: Sequence[Tool], *, all_strict: bool, is_parallel: bool) -> Format:
+        calls: Format = {
             "type": "tags_with_separator",
-            "tags": [self._call(tools, all_strict=True)],
+            "tags": [self._call(tools, all_strict=all_strict)],
             "separator": self.syntax.separator,
             "at_least_one": True,
             "stop_after_first": not is_parallel,
         }
-        if self.thinking is None:
-            return calls
-        gap = {"type": "or", "elements": [{"type": "const_string", "value": "\n" * count} for count in range(3)]}
-        return _sequence(self._optional(_sequence(self._reasoning(self.thinking), gap)), calls)
-
-    def allowed(self, tools: Sequence[Tool]) -> Format:
-        """The output is free text in which calls may stand. Those of strict tools follow their schemas."""
-        begin = self.marker_of(self.syntax.begin)
-        calls = {"type": "triggered_tags", "triggers": [begin], "tags": [self._call(tools, all_strict=False)]}
-        if self.thinking is None:
-            return calls
-        return _sequence(self._optional(self._reasoning(self.thinking)), calls)
+        for begin, end in reversed(self.syntax.around):
+            calls = tag(self.marker_of(begin), calls, self.marker_of(end))
+        return calls
 
     def _call(self, tools: Sequence[Tool], *, all_strict: bool) -> Format:
-        choices = [self.syntax.content(tool.name, _arguments(tool, all_strict or tool.is_strict)) for tool in tools]
-        content = choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
-        return self._tag(self.syntax.begin, content, self.syntax.end)
+        content = either([self.syntax.content(tool, all_strict or tool.is_strict, self.marker_of) for tool in tools])
+        return tag(self.marker_of(self.syntax.begin), content, self.marker_of(self.syntax.end))
 
     def _reasoning(self, thinking: Thinking) -> Format:
-        tag = self._tag("" if thinking.is_open else thinking.begin, ANY_TEXT, thinking.end)
-        return tag if thinking.is_open else {**tag, "lazy_begin": True}
+        begin = "" if thinking.is_open else thinking.begin
+        reasoning = tag(self.marker_of(begin), ANY_TEXT, self.marker_of(thinking.end))
+        return reasoning if thinking.is_open else {**reasoning, "lazy_begin": True}
 
     def _optional(self, reasoning: Format) -> Format:
         is_open = self.thinking is not None and self.thinking.is_open
-        return reasoning if is_open else {"type": "or", "elements": [reasoning, NOTHING]}
-
-    def _tag(self, begin: str, content: Format, end: str) -> Format:
-        return {"type": "tag", "begin": self.marker_of(begin), "content": content, "end": self.marker_of(end)}
-
-
-def _sequence(*formats: Format) -> Format:
-    return {"type": "sequence", "elements": list(formats)}
-
-
-def _arguments(tool: Tool, is_strict: bool) -> Format:
-    schema: dict[str, Any] = {"type": "object"}
-    if is_strict:
-        schema = {"type": "object", **tool.parameters} if tool.parameters else NO_ARGUMENTS
-    return {"type": "json_schema", "json_schema": schema}
+        return reasoning if is_open else either([reasoning, NOTHING])

@@ -1,90 +1,95 @@
-"""How a model writes reasoning and tool calls: families of formats, found by name or by the chat template."""
+"""How a model writes reasoning and tool calls, found by name or by the chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvrelay_router.output_parsing.call_grammar import CallGrammar, CallSyntax, Marker, Thinking
+from kvrelay_router.output_parsing import harmony
+from kvrelay_router.output_parsing.call_grammar import CallGrammar, MarkedCallGrammar, Thinking
 from kvrelay_router.output_parsing.events import OutputParser, PlainParser
-from kvrelay_router.output_parsing.hermes import SYNTAX, HermesParser
-from kvrelay_router.output_parsing.llama3_json import TAG, Llama3JsonParser
+from kvrelay_router.output_parsing.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
+from kvrelay_router.output_parsing.grammar_formats import MarkerOf
+from kvrelay_router.output_parsing.reasoning_counter import HarmonyCounter, ReasoningCounter, TokenCounter
 from kvrelay_router.output_parsing.thinking import ThinkingParser
 from kvrelay_router.output_parsing.tool import Tool
 
-AUTO, NONE = "auto", "none"
+AUTO, NONE, HARMONY = "auto", "none", "harmony"
+
+TokenIdOf = Callable[[str], int | None]
+"""Returns the id of the token with this text, or None."""
 
 
 class UnknownParser(ValueError):
     """No parser has this name."""
 
 
-class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How calls are written. `signs`: texts in the chat templates of these models; all of one row must be there,
-    and no `foreign_signs`. `syntax`: how a grammar makes a model write calls; None if no grammar can."""
+class Dialect(Protocol):
+    """The formats of one model.
 
-    name: str
-    new_parser: Callable[[Sequence[Tool]], OutputParser]
-    markers: tuple[str, ...]  # control tokens that the parser reads, special in some tokenizers
-    signs: tuple[tuple[str, ...], ...]
-    foreign_signs: tuple[str, ...] = ()
-    syntax: CallSyntax | None = None
+    `markers`: special tokens that parsers must see, though clients do not. `calls_tools`: calls are found in its
+    outputs. `is_plain`: without tools, all text is content.
+    """
 
+    @property
+    def markers(self) -> tuple[str, ...]: ...
 
-class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning is text between two markers, before the content."""
+    @property
+    def calls_tools(self) -> bool: ...
 
-    name: str
-    begin: str
-    end: str
-    signs: tuple[tuple[str, ...], ...]
-    foreign_signs: tuple[str, ...] = ()
+    @property
+    def is_plain(self) -> bool: ...
 
+    def is_opened_by(self, prompt: str) -> bool:
+        """Whether the end of this prompt opens the reasoning."""
+        ...
 
-TOOL_FORMATS = (
-    ToolFormat(
-        name="hermes",
-        new_parser=lambda tools: HermesParser(),
-        markers=("<tool_call>", "</tool_call>"),
-        signs=(("<tool_call>", '"name"'),),
-        foreign_signs=("<function=", "<arg_key>"),  # Qwen3-Coder's and GLM's calls have the same tags around XML
-        syntax=SYNTAX,
-    ),
-    ToolFormat(
-        name="llama3_json",
-        new_parser=Llama3JsonParser,
-        markers=(TAG,),
-        signs=(("<|start_header_id|>", '"parameters": '),),
-    ),
-)
+    def is_open_in(self, message: str) -> bool:
+        """Whether a message that is continued ends within its reasoning."""
+        ...
 
-REASONING_FORMATS = (
-    ReasoningFormat(name="think", begin="<think>", end="</think>", signs=(("</think>",),)),
-    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", signs=(("[THINK]",),)),
-)
+    def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool) -> OutputParser:
+        """The parser for an output. `tools`: those that may be called."""
+        ...
+
+    def new_counter(self, token_id_of: TokenIdOf, *, begins_inside: bool) -> TokenCounter | None:
+        """Counts the tokens of an output's reasoning. None if it is not between single tokens."""
+        ...
+
+    def call_grammar(self, marker_of: MarkerOf, *, begins_inside: bool) -> CallGrammar | None:
+        """None if no grammar can make this model call tools."""
+        ...
 
 
-class Dialect(msgspec.Struct, frozen=True):
-    """The formats of one model. Without a tool format it cannot call tools; without a reasoning format all text is
-    content or calls."""
+class MarkedDialect(msgspec.Struct, frozen=True):
+    """Reasoning between two markers, and calls behind it. Without a tool format the model cannot call tools; without a
+    reasoning format all text is content or calls."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Special tokens that parsers must see, though clients do not."""
         reasoning = () if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
         return (*reasoning, *(() if self.tools is None else self.tools.markers))
 
-    def begins_inside(self, text: str) -> bool:
-        """Whether an output that follows this text begins with reasoning: the prompt's end has opened it."""
-        return self.reasoning is not None and text.rfind(self.reasoning.begin) > text.rfind(self.reasoning.end)
+    @property
+    def calls_tools(self) -> bool:
+        return self.tools is not None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.reasoning is None
+
+    def is_opened_by(self, prompt: str) -> bool:
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.begin)
+
+    def is_open_in(self, message: str) -> bool:
+        return self.reasoning is not None and message.rfind(self.reasoning.begin) > message.rfind(self.reasoning.end)
 
     def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool) -> OutputParser:
-        """The parser for an output. `tools`: those that may be called."""
         inner: OutputParser = PlainParser()
         if tools and self.tools is not None:
             inner = self.tools.new_parser(tools)
@@ -92,13 +97,47 @@ class Dialect(msgspec.Struct, frozen=True):
             return inner
         return ThinkingParser(inner, begin=self.reasoning.begin, end=self.reasoning.end, begins_inside=begins_inside)
 
-    def call_grammar(self, marker_of: Callable[[str], Marker], *, begins_inside: bool) -> CallGrammar | None:
-        """None if no grammar can make this model call tools."""
+    def new_counter(self, token_id_of: TokenIdOf, *, begins_inside: bool) -> TokenCounter | None:
+        if self.reasoning is None:
+            return None
+        begin_id, end_id = map(token_id_of, (self.reasoning.begin, self.reasoning.end))
+        if begin_id is None or end_id is None:
+            return None
+        return ReasoningCounter(begin_id, end_id, begins_inside=begins_inside)
+
+    def call_grammar(self, marker_of: MarkerOf, *, begins_inside: bool) -> CallGrammar | None:
         if self.tools is None or self.tools.syntax is None:
             return None
         reasoning = self.reasoning
         thinking = None if reasoning is None else Thinking(reasoning.begin, reasoning.end, begins_inside)
-        return CallGrammar(syntax=self.tools.syntax, thinking=thinking, marker_of=marker_of)
+        return MarkedCallGrammar(syntax=self.tools.syntax, thinking=thinking, marker_of=marker_of)
+
+
+class HarmonyDialect(msgspec.Struct, frozen=True):
+    """Reasoning and calls are messages in channels: one parser reads both."""
+
+    markers: tuple[str, ...] = harmony.MARKERS
+    calls_tools: bool = True
+    is_plain: bool = False
+
+    def is_opened_by(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(harmony.CHANNEL + harmony.ANALYSIS + harmony.MESSAGE)
+
+    def is_open_in(self, message: str) -> bool:
+        return False  # the chat template writes the channels
+
+    def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool) -> OutputParser:
+        return harmony.HarmonyParser(tools, begins_inside=begins_inside)
+
+    def new_counter(self, token_id_of: TokenIdOf, *, begins_inside: bool) -> TokenCounter | None:
+        ids = [token_id_of(each) for each in (harmony.CHANNEL, harmony.ANALYSIS, harmony.START)]
+        if None in ids:
+            return None
+        channel, analysis, start = (each or 0 for each in ids)
+        return HarmonyCounter(channel, analysis, start, begins_inside=begins_inside)
+
+    def call_grammar(self, marker_of: MarkerOf, *, begins_inside: bool) -> CallGrammar | None:
+        return harmony.HarmonyCallGrammar(marker_of=marker_of, begins_inside=begins_inside)
 
 
 Format = TypeVar("Format", ToolFormat, ReasoningFormat)
@@ -106,7 +145,16 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 def find_dialect(tool_parser: str, reasoning_parser: str, template: str | None) -> Dialect:
     """The formats with these names; `auto`: those that the chat template shows. Raises UnknownParser."""
-    return Dialect(_find(tool_parser, TOOL_FORMATS, template), _find(reasoning_parser, REASONING_FORMATS, template))
+    names = {tool_parser, reasoning_parser}
+    if HARMONY in names or (names == {AUTO} and _shows_harmony(template or "")):
+        if not names <= {HARMONY, AUTO}:
+            raise UnknownParser(
+                f"{HARMONY!r} reads both calls and reasoning: set both parsers to it, or one to {AUTO!r}"
+            )
+        return HarmonyDialect()
+    return MarkedDialect(
+        _find(tool_parser, TOOL_FORMATS, template), _find(reasoning_parser, REASONING_FORMATS, template)
+    )
 
 
 def _find(name: str, formats: Sequence[Format], template: str | None) -> Format | None:
@@ -117,8 +165,12 @@ def _find(name: str, formats: Sequence[Format], template: str | None) -> Format 
     for each in formats:
         if each.name == name:
             return each
-    known = ", ".join([AUTO, NONE, *(each.name for each in formats)])
+    known = ", ".join([AUTO, NONE, *(each.name for each in formats), HARMONY])
     raise UnknownParser(f"{name!r} is no parser; known are {known}")
+
+
+def _shows_harmony(template: str) -> bool:
+    return harmony.CHANNEL in template and harmony.MESSAGE in template
 
 
 def _shows(template: str, format_: ToolFormat | ReasoningFormat) -> bool:

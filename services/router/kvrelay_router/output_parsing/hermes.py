@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 
-from kvrelay_router.output_parsing.call_grammar import CallSyntax, Format
+from kvrelay_router.output_parsing.call_grammar import CallSyntax
+from kvrelay_router.output_parsing.grammar_formats import Format, MarkerOf, json_arguments, tag
 from kvrelay_router.output_parsing.json_calls import JsonReader
 from kvrelay_router.output_parsing.text_parser import Malformed, Markers, NewId, Steps, new_call_id
+from kvrelay_router.output_parsing.tool import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _call(name: str, arguments: Format) -> Format:
-    begin = f'\n{{"name": {json.dumps(name)}, "arguments": '
-    return {"type": "tag", "begin": begin, "content": arguments, "end": "}\n"}
+def _call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+    begin = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
+    return tag(begin, json_arguments(tool, is_strict=is_strict), "}\n")
 
 
 SYNTAX = CallSyntax(begin=OPEN, content=_call, end=CLOSE, separator="\n")

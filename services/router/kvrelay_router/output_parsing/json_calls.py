@@ -116,15 +116,15 @@ class JsonReader(TextParser):
                     raise Malformed
             elif found[0] == '"':
                 yield from self._quoted(write)
+            elif found[0] == self._stop[:1] and (yield from self._starts_with(self._stop)):
+                raise Malformed
             elif found[0] in "{}[]":
                 depth += 1 if found[0] in "{[" else -1
-                self._pass(end + 1, write)
+                self._pass(self._at + 1, write)
                 if depth <= 0:
                     return
-            elif (yield from self._starts_with(self._stop)):
-                raise Malformed
             else:
-                self._pass(end + 1, write)
+                self._pass(self._at + 1, write)
 
     def _quoted(self, write: Write) -> Steps[None]:
         """A string, quotes included."""

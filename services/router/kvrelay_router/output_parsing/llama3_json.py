@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
+from kvrelay_router.output_parsing.call_grammar import CallSyntax
+from kvrelay_router.output_parsing.grammar_formats import Format, MarkerOf, json_arguments, tag
 from kvrelay_router.output_parsing.json_calls import JsonReader
 from kvrelay_router.output_parsing.text_parser import Malformed, Markers, NewId, Steps, new_call_id
 from kvrelay_router.output_parsing.tool import Tool
 
 TAG = "<|python_tag|>"
+
+
+def _call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+    begin = f'"name": {json.dumps(tool.name)}, "parameters": '
+    return tag(begin, json_arguments(tool, is_strict=is_strict), "}")
+
+
+SYNTAX = CallSyntax(begin="{", content=_call, end="", separator="; ", starts_output="{")
 
 
 class Llama3JsonParser(JsonReader):

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
+
+
+class TokenCounter(Protocol):
+    num_tokens: int
+    """Those of the reasoning so far."""
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        """Takes the next tokens of the output."""
+        ...
 
 
 class ReasoningCounter:
@@ -28,3 +38,31 @@ class ReasoningCounter:
             token_ids = token_ids[: token_ids.index(self._end_id) + 1]
         self.num_tokens += self._num_seen + len(token_ids)
         self._num_seen = 0
+
+
+class HarmonyCounter:
+    """Counts the messages of the channel `analysis`, with their markers."""
+
+    def __init__(self, channel_id: int, analysis_id: int, start_id: int, *, begins_inside: bool) -> None:
+        self.num_tokens = 0
+        self._channel_id, self._analysis_id, self._start_id = channel_id, analysis_id, start_id
+        self._is_inside = begins_inside
+        self._num_held = 0  # tokens of a header whose channel is not known yet
+        self._names_channel = False
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if self._names_channel:
+                self._names_channel = False
+                self._is_inside = token_id == self._analysis_id
+                if self._is_inside:
+                    self.num_tokens += self._num_held + 1
+                self._num_held = 0
+            elif token_id in (self._start_id, self._channel_id):
+                self._num_held = self._num_held + 1 if token_id == self._channel_id else 1
+                self._names_channel = token_id == self._channel_id
+                self._is_inside = False
+            elif self._is_inside:
+                self.num_tokens += 1
+            elif self._num_held:
+                self._num_held += 1

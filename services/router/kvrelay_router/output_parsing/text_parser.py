@@ -219,9 +219,13 @@ class TextParser(ABC):
         """A call may begin with this text."""
         self._head, self._head_chars = [text], len(text)
 
+    def _drop_head(self) -> None:
+        """What was read became an event, or is syntax."""
+        self._head, self._head_chars = [], 0
+
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
         self._spaces = []
-        self._head, self._head_chars = [], 0
+        self._drop_head()
         self._call_is_open = True
         self._events.append(ToolCallBegun(self._num_calls, call_id or self._new_id(), name))
         self._num_calls += 1
@@ -235,7 +239,7 @@ class TextParser(ABC):
         if self._call_is_open:
             self._call_is_open = False
             self._events.append(ToolCallEnded(self._num_calls - 1))
-        self._head, self._head_chars = [], 0
+        self._drop_head()
 
     def _give_up(self) -> None:
         """What was read is malformed: the open call ends where its arguments do, and the rest is content. If only the

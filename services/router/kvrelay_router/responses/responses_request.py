@@ -97,6 +97,8 @@ def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
     match text_format.get("type"):
         case "text" | "json_object" as kind:
             return {"type": kind}
+        case "json_schema" if not isinstance(text_format.get("name"), str):
+            raise wrong("text.format.name", "it must be a string")
         case "json_schema" if isinstance(text_format.get("schema"), dict):
             described = {name: text_format[name] for name in ("name", "schema", "strict") if name in text_format}
             return {"type": "json_schema", "json_schema": described}

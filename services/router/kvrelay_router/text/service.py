@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 import tokenizers
 
-from kvrelay_router.output_parsing.dialect import AUTO, Dialect, find_dialect
-from kvrelay_router.output_parsing.reasoning_counter import ReasoningCounter
+from kvrelay_router.output_parsing.dialect import AUTO, Dialect, MarkedDialect, find_dialect
+from kvrelay_router.output_parsing.reasoning_counter import TokenCounter
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
 from kvrelay_router.text.content_tokens import ContentTokens
 from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
@@ -30,7 +30,7 @@ SHORT_TEXT_CHARS = 4096
 
 SHORT_CHAT_MESSAGES = 8
 
-NO_DIALECT = Dialect()
+NO_DIALECT = MarkedDialect()
 
 TAIL_TOKENS = 16
 """The end of a prompt that may open the reasoning: a marker and whitespace."""
@@ -223,26 +223,15 @@ class TextService:
             shown=self._markers if shows_markers else frozenset(),
         )
 
-    def reasoning_counter(self, *, begins_inside: bool) -> ReasoningCounter | None:
+    def reasoning_counter(self, *, begins_inside: bool) -> TokenCounter | None:
         """None if the model has no reasoning between single tokens."""
-        reasoning = self.dialect.reasoning
-        if reasoning is None:
-            return None
-        begin_id, end_id = map(self.tokenizer.backend.token_to_id, (reasoning.begin, reasoning.end))
-        if begin_id is None or end_id is None:
-            return None
-        return ReasoningCounter(begin_id, end_id, begins_inside=begins_inside)
+        return self.dialect.new_counter(self.tokenizer.backend.token_to_id, begins_inside=begins_inside)
 
     def begins_inside_reasoning(self, prompt_ids: list[int]) -> bool:
         """Whether the prompt ends with the beginning of reasoning."""
-        reasoning = self.dialect.reasoning
-        if reasoning is None:
+        if self.dialect.is_plain:
             return False
-        return (
-            self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
-            .rstrip()
-            .endswith(reasoning.begin)
-        )
+        return self.dialect.is_opened_by(self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False))
 
     async def _run(self, num_units: int, work: Callable[[], T]) -> T:
         """Runs `work` here or in a thread, depending on `num_units`, its input in characters or tokens."""

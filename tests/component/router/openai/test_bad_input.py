@@ -75,8 +75,20 @@ COMMON: list[tuple[dict[str, Any], str, str | None]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_value"),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "otter"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "otter"}}}},
         "response_format",
+        None,
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+        "response_format.json_schema.name",
+        "invalid_value",
+    ),
+    ({"guided_json": {}, "guided_whitespace_pattern": "("}, "guided_whitespace_pattern", None),
+    ({"guided_json": {"type": "otter"}, "guided_whitespace_pattern": " ?"}, "guided_json", None),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": "("}},
+        "structured_outputs.whitespace_pattern",
         None,
     ),
     ({"guided_regex": "("}, "guided_regex", None),
@@ -108,7 +120,7 @@ COMMON: list[tuple[dict[str, Any], str, str | None]] = [
         "invalid_value",
     ),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": "yes"}}},
         "response_format.json_schema.strict",
         "invalid_value",
     ),

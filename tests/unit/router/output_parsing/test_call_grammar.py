@@ -11,13 +11,21 @@ import tokenizers
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay_router.output_parsing.call_grammar import WHITESPACE, CallGrammar, Marker, Thinking
+from kvrelay_router.output_parsing.call_grammar import WHITESPACE, CallGrammar, MarkedCallGrammar, Thinking
+from kvrelay_router.output_parsing.dialect import find_dialect
+from kvrelay_router.output_parsing.grammar_formats import Marker
 from kvrelay_router.output_parsing.hermes import SYNTAX
 from kvrelay_router.output_parsing.tool import Tool
+from tests.fakes.call_families import FAMILIES
+from tests.fakes.call_families import TOOLS as FAMILY_TOOLS
 from tests.fakes.text_model import byte_level_tokenizer
 
 pytestmark = pytest.mark.unit
-MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+DIALECTS = [
+    find_dialect(name, "think", None) for name in sorted({each.parser for each in FAMILIES.values()} - {"harmony"})
+]
+HARMONY = find_dialect("harmony", "harmony", None)
+MARKERS = sorted({marker for dialect in (*DIALECTS, HARMONY) for marker in dialect.markers})
 CITY: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/city"}},
@@ -72,7 +80,7 @@ class Model:
         return {"type": "token", "token": self.tokenizer.token_to_id(text), "text": text}
 
     def grammar(self, thinking: Thinking | None = None) -> CallGrammar:
-        return CallGrammar(syntax=SYNTAX, thinking=thinking, marker_of=self.marker_of)
+        return MarkedCallGrammar(syntax=SYNTAX, thinking=thinking, marker_of=self.marker_of)
 
     def allows(self, tag_format: Any, text: str, *, spelled: bool = False) -> bool:
         """`spelled`: markers come as text even if they are tokens."""
@@ -143,3 +151,26 @@ def test_a_schema_that_the_library_refuses_is_rewritten_in_a_call(model: Model) 
     schema = {"properties": {"a": {"not": {"type": "string"}}}, "required": ["a"], "additionalProperties": False}
     grammar = model.grammar().required([Tool(name="f", parameters=schema)], is_parallel=True)
     assert model.allows(grammar, call("f", '{"a": 7}')) and not model.allows(grammar, call("f", '{"a": "7"}'))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_models_write_is_allowed(model: Model, name: str) -> None:
+    """As far as the grammar writes as the model does: the order of arguments and spaces are the tokenizer's choice."""
+    family = FAMILIES[name]
+    if name in ("mistral_bare", "llama4"):
+        pytest.skip("the parser reads it too, but the grammar writes the other form")
+    dialect = find_dialect(family.parser, "harmony" if name == "harmony" else "none", None)
+    calls = dialect.call_grammar(model.marker_of, begins_inside=False)
+    assert calls is not None
+    tools = [Tool(name=tool.name, parameters=tool.parameters, is_strict=True) for tool in FAMILY_TOOLS]
+    good = (
+        family.calls([("weather", {"city": "Zürich", "days": 3})])
+        .replace("[TOOL_CALLS] [", "[TOOL_CALLS][")
+        .replace("'", '"')
+    )
+    bad = good.replace("3", "three")
+    for text, is_allowed in ((good, True), (bad, False)):
+        assert model.allows(calls.required(tools, is_parallel=True), text) is is_allowed, text
+        assert model.allows(calls.allowed(tools), text) is is_allowed, text
+    free = "<|channel|>final<|message|>It rains." if name == "harmony" else "It rains."
+    assert model.allows(calls.allowed(tools), free) and not model.allows(calls.required(tools, is_parallel=True), free)

@@ -10,18 +10,22 @@ import jsonschema
 import numpy as np
 import pytest
 
+from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay_router.output_parsing.call_grammar import WHITESPACE, Thinking
+from kvrelay_router.output_parsing.call_grammar import WHITESPACE
+from kvrelay_router.output_parsing.dialect import find_dialect
 from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, ToolCallBegun
-from kvrelay_router.output_parsing.hermes import HermesParser
-from kvrelay_router.output_parsing.thinking import ThinkingParser
+from kvrelay_router.output_parsing.grammar_formats import Unconstrainable
 from kvrelay_router.output_parsing.tool import Tool
+from tests.fakes.call_families import FAMILIES
 from tests.fakes.random_constraints import random_schema
 from tests.unit.router.output_parsing.test_call_grammar import Model
 
 pytestmark = pytest.mark.unit
 MAX_TOKENS = 600
-CHUNK = 50
+CHUNK = 90
+PARSERS = sorted({family.parser for family in FAMILIES.values()})
+ENDERS = ('"', "<", "<|im_end|>", "</think>", "<|end|>", "</arg_value>")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,7 @@ def sampled(model: Model, tag_format: dict[str, Any], rng: random.Random) -> tup
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         token_id = int(rng.choice(allowed))
         # Strings and runs of calls would end too seldom.
-        enders = [each for each in allowed if model.tokenizer.id_to_token(int(each)) in ('"', "<|im_end|>", "</think>")]
+        enders = [each for each in allowed if model.tokenizer.id_to_token(int(each)) in ENDERS]
         if enders and rng.random() < 0.3:
             token_id = int(rng.choice(enders))
         matcher.accept([token_id])
@@ -56,16 +60,20 @@ def sampled(model: Model, tag_format: dict[str, Any], rng: random.Random) -> tup
     return model.tokenizer.decode(token_ids, skip_special_tokens=False), False
 
 
-def check_output(models: list[Model], seed: int) -> bool:
+def check_output(models: list[Model], parser_name: str, seed: int) -> bool:
     """Returns whether the output is complete. Its calls are valid in any case, but for the last one of a cut output."""
     rng = random.Random(seed)
     model, is_parallel, is_open = rng.choice(models), rng.random() < 0.5, rng.random() < 0.5
     tools = [random_tool(rng, f"tool_{number}") for number in range(rng.randint(1, 3))]
-    thinking = rng.choice([None, Thinking("<think>", "</think>", is_open)])
-    text, is_complete = sampled(model, model.grammar(thinking).required(tools, is_parallel=is_parallel), rng)
-    parser: Any = HermesParser()
-    if thinking is not None:
-        parser = ThinkingParser(parser, begin="<think>", end="</think>", begins_inside=is_open)
+    reasoning = "harmony" if parser_name == "harmony" else rng.choice(["none", "think"])
+    dialect = find_dialect(parser_name, reasoning, None)
+    calls = dialect.call_grammar(model.marker_of, begins_inside=is_open)
+    assert calls is not None
+    try:
+        text, is_complete = sampled(model, calls.required(tools, is_parallel=is_parallel), rng)
+    except (Unconstrainable, GrammarError):
+        return False
+    parser = dialect.new_parser(tools, begins_inside=is_open)
     events: list[Event] = [*parser.feed(text), *parser.finish()]
     names = [event.name for event in events if isinstance(event, ToolCallBegun)]
     arguments = ["" for _ in names]
@@ -82,9 +90,11 @@ def check_output(models: list[Model], seed: int) -> bool:
     return is_complete
 
 
+@pytest.mark.parametrize("parser_name", PARSERS)
 @pytest.mark.parametrize(
-    "first", [*range(0, 200, CHUNK), *(pytest.param(n, marks=pytest.mark.slow) for n in range(200, 1000, CHUNK))]
+    ("first", "last"),
+    [(0, 10), *(pytest.param(n, n + CHUNK, marks=pytest.mark.slow) for n in range(10, 100, CHUNK))],
 )
-def test_calls_of_random_tools_are_valid_or_cut(models: list[Model], first: int) -> None:
-    num_complete = sum(check_output(models, seed) for seed in range(first, first + CHUNK))
-    assert num_complete > CHUNK // 2
+def test_calls_of_random_tools_are_valid_or_cut(models: list[Model], parser_name: str, first: int, last: int) -> None:
+    num_complete = sum(check_output(models, parser_name, seed) for seed in range(first, last))
+    assert num_complete > (last - first) // 3

@@ -10,7 +10,7 @@ import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.output_parsing.reasoning_counter import ReasoningCounter
+from kvrelay_router.output_parsing.reasoning_counter import TokenCounter
 from kvrelay_router.text.detokenizer import Detokenizer
 from kvrelay_router.text.stop_strings import StopMatcher
 
@@ -64,9 +64,9 @@ class Choice:
         self._num_chars = text_offset
         self._keeps_token_ids = keeps_token_ids
         self._records = TokenRecords()
-        self._reasoning: ReasoningCounter | None = None
+        self._reasoning: TokenCounter | None = None
 
-    def count_reasoning(self, counter: ReasoningCounter | None) -> None:
+    def count_reasoning(self, counter: TokenCounter | None) -> None:
         """Has the tokens of the reasoning counted, if there is a counter."""
         self._reasoning = counter
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
@@ -32,6 +33,7 @@ from kvrelay.scheduling.sequence import RemoteKV
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.transfer.base import Corrupted, ReceiverEvent, TransferReceiver
+from kvrelay.transfer.sharded import ShardedReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import are_in_vocabulary, unpack_candidates
 from kvrelay.worker.requests import OpenRequests, deadline_of, is_same_process
@@ -73,7 +75,7 @@ class ReceiverDriver:
     def __init__(
         self,
         context: WorkerContext,
-        receivers: dict[str, TransferReceiver],
+        receivers: Mapping[str, TransferReceiver | ShardedReceiver],
         requests: OpenRequests[DecodeRequest],
         stream: TokenStream,
     ) -> None:
@@ -82,7 +84,7 @@ class ReceiverDriver:
         )
         self._context = context
         self._scheduler = context.scheduler
-        self._reservations = Reservations(receivers, context.messenger.me.incarnation)
+        self._reservations = Reservations(receivers, context.messenger.me.incarnation, context.spec)
         self._requests = requests
         self._stream = stream
         self._overdue = OverdueTransfers(self._reservations.needs_quarantine)
@@ -311,6 +313,7 @@ class ReceiverDriver:
             prefill=prefill,
             process=body.process,
             transport=transport,
+            shards=body.shards,
             first_index=sequence.num_output,
             timings=HandoffTimings(key=sequence.key, trace=sequence.trace),
         )
@@ -320,7 +323,7 @@ class ReceiverDriver:
             return "the decode worker is draining"
         if key in self._requests.cancelled:
             return "the request was cancelled"
-        return self._reservations.why_none_in_common(body.transports)
+        return self._reservations.why_none_in_common(body.transports, body.shards)
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -334,7 +337,7 @@ class ReceiverDriver:
         needs_quarantine = self._reservations.needs_quarantine(request.transport)
         self._feed(request, ReservationOpened(reservation, first_block, len(blocks), needs_quarantine))
         slots = blocks[first_block:]
-        granted = self._reservations.open(reservation, request.transport, first_block, slots)
+        granted = self._reservations.open(reservation, request.transport, first_block, slots, request.shards)
         self._send_prefill(request, granted)
         self._overdue.granted(request, time.monotonic())
         self._meter.granted(request.timings, request.transport)

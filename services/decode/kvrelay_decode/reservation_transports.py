@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from kvrelay.protocol.messages import Granted, PeerRef
+from kvrelay.engine.batch import ModelSpec
+from kvrelay.kv.shard_map import ShardShape
+from kvrelay.protocol.messages import Granted, PeerRef, Shards
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import ReceiverEvent, TransferReceiver
+from kvrelay.transfer.sharded import ShardedReceiver
+from kvrelay.worker.ranked_transfers import as_sharded_receiver
 
 log = logging.getLogger(__name__)
 
 
 class Reservations:
-    """`receivers`: the worker's transports by name. `incarnation`: the worker's, which makes the names unique."""
+    """`receivers`: the worker's transports by name, of its pool or of all ranks. `incarnation`: the worker's, which
+    makes the names unique."""
 
-    def __init__(self, receivers: dict[str, TransferReceiver], incarnation: str) -> None:
-        self._receivers = receivers
+    def __init__(
+        self, receivers: Mapping[str, TransferReceiver | ShardedReceiver], incarnation: str, spec: ModelSpec
+    ) -> None:
+        self._receivers = {name: as_sharded_receiver(receiver, spec) for name, receiver in receivers.items()}
         self._incarnation = incarnation
         self._numbers = itertools.count(1)
         self._keys: dict[str, SequenceKey] = {}
@@ -34,10 +41,11 @@ class Reservations:
 
     # -- the choice of a transport ------------------------------------------------------------------------------------
 
-    def why_none_in_common(self, offered: list[str]) -> str:
-        """Why a sender with these transports cannot write here. Empty if it can."""
-        if any(name in self._receivers for name in offered):
-            return ""
+    def why_none_in_common(self, offered: list[str], shards: Shards) -> str:
+        """Why a sender with these transports and ranks cannot write here. Empty if it can."""
+        found = next((self._receivers[name] for name in offered if name in self._receivers), None)
+        if found is not None:
+            return found.why_not_from(ShardShape(shards.size, shards.num_kv_heads))
         return f"no common transport: {offered} offered, {list(self._receivers)} here"
 
     def choose_transport(self, prefill: PeerRef, offered: list[str]) -> str:
@@ -71,16 +79,19 @@ class Reservations:
         """The sequence that a reservation is for; None after `forget`."""
         return self._keys.get(reservation)
 
-    def open(self, reservation: str, transport: str, first_block: int, slots: list[int]) -> Granted:
-        """Lets the sender write its blocks from `first_block` on into `slots`. Returns the message to it."""
+    def open(self, reservation: str, transport: str, first_block: int, slots: list[int], shards: Shards) -> Granted:
+        """Lets a sender with these ranks write its blocks from `first_block` on into `slots`. Returns the message to
+        it."""
         receiver = self._receivers[transport]
-        receiver.admit(reservation, first_block, slots)
+        receiver.admit(reservation, first_block, slots, ShardShape(shards.size, shards.num_kv_heads))
+        endpoint, *rank_endpoints = receiver.endpoints
         return Granted(
             reservation=reservation,
             first_block=first_block,
             slots=slots,
             transport=transport,
-            endpoint=receiver.endpoint,
+            endpoint=endpoint,
+            rank_endpoints=rank_endpoints,
         )
 
     def stop(self, reservation: str, transport: str) -> None:

@@ -4,6 +4,7 @@ them to it. Tokens go to the routers."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.failure_kind import FailureKind
@@ -27,6 +28,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.transfer.base import TransferReceiver
+from kvrelay.transfer.sharded import ShardedReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.score_parts import scores_of
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 class DecodeRole:
     name = "decode"
 
-    def __init__(self, context: WorkerContext, receivers: dict[str, TransferReceiver]) -> None:
+    def __init__(self, context: WorkerContext, receivers: Mapping[str, TransferReceiver | ShardedReceiver]) -> None:
         self._context = context
         self._log = LimitedLog(log)
         self._requests: OpenRequests[DecodeRequest] = OpenRequests(context, self.name, self._cancel)

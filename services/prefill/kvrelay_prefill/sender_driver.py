@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvrelay.kv.pool import BlockState
 from kvrelay.process_identity import own_identity
@@ -36,8 +36,10 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.telemetry.handoffs import HandoffMeter
 from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
+from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
+from kvrelay.worker.ranked_transfers import as_sharded_sender, shards_of
 from kvrelay.worker.requests import OpenRequests, is_same_process
 from kvrelay.worker.sequences import sequence_key
 from kvrelay_prefill.offers import TransportOffers
@@ -77,17 +79,21 @@ class SenderDriver:
     """Feeds the handoff machines and carries out their instructions. `requests` are all requests of the role."""
 
     def __init__(
-        self, context: WorkerContext, senders: dict[str, TransferSender], requests: OpenRequests[PrefillRequest]
+        self,
+        context: WorkerContext,
+        senders: Mapping[str, TransferSender | ShardedSender],
+        requests: OpenRequests[PrefillRequest],
     ) -> None:
         self.totals: dict[str, float] = dict.fromkeys(
             ("handed_over", "failed", "pushed_blocks", "pushed_bytes", "failed_pushes"), 0
         )
         self._context = context
-        self._senders = senders
+        self._senders = {name: as_sharded_sender(sender, context.spec) for name, sender in senders.items()}
         self._requests = requests
         self._log = LimitedLog(log)
         self._offers = TransportOffers(senders)
         self._process = own_identity()
+        self._shards = shards_of(self._senders, context.spec)
         self._pushes = InFlightPushes()
         self._meter = HandoffMeter(
             "prefill", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
@@ -104,7 +110,7 @@ class SenderDriver:
 
     def push_totals(self) -> dict[str, float]:
         """The transports' counters, and the time during which any push was in flight."""
-        counters = [sender.counters for sender in self._senders.values()]
+        counters = [counters for sender in self._senders.values() for counters in sender.counters]
         return {
             "push_messages": sum(each.num_messages for each in counters),
             "push_runs": sum(each.num_runs for each in counters),
@@ -200,7 +206,7 @@ class SenderDriver:
             return f"{body.transport!r} was granted, which is no transport here"
         if self._pushes.key_of(body.reservation) not in (None, request.sequence.key):
             return f"reservation {body.reservation} was granted to two sequences"
-        return ""
+        return self._senders[body.transport].why_not_to(1 + len(body.rank_endpoints))
 
     def _send_back(self, peer: PeerRef, key: SequenceKey, body: Granted, reason: str) -> None:
         """Nothing was pushed for this reservation, so it is drained at once."""
@@ -284,11 +290,11 @@ class SenderDriver:
                 self._requests.send(decode, key, self._reserve(request, decode))
             case SendNeedDecode(reason, excluded, lacks):
                 self._requests.send(router, key, NeedDecode(reason=reason, excluded=list(excluded), lacks=lacks))
-            case PushBlocks(reservation, transport, endpoint, copies):
+            case PushBlocks(reservation, transport, endpoint, copies, rank_endpoints):
                 self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])
                 self._pushes.started(reservation, len(copies), time.monotonic())
-                self._senders[transport].push(reservation, endpoint, copies)
+                self._senders[transport].push(reservation, (endpoint, *rank_endpoints), copies)
                 self._meter.pushed(request.timings, len(copies))
             case SendHandoff(decode, reservation, num_blocks, resend):
                 request.timings.is_handed = True
@@ -319,6 +325,7 @@ class SenderDriver:
             num_blocks=len(request.handoff.blocks),
             process=self._process,
             num_siblings=self._num_siblings(request, decode),
+            shards=self._shards,
         )
 
     def _num_siblings(self, request: PrefillRequest, decode: PeerRef) -> int:

@@ -133,12 +133,13 @@ class SendNeedDecode(msgspec.Struct, frozen=True):
 
 
 class PushBlocks(msgspec.Struct, frozen=True):
-    """Push these blocks, and hold them until `Pushed` or `SenderDrained`."""
+    """Push these blocks, and hold them until `Pushed` or `SenderDrained`. `rank_endpoints`: see `Granted`."""
 
     reservation: str
     transport: str
     endpoint: dict[str, str]
     copies: tuple[BlockPush, ...]
+    rank_endpoints: tuple[dict[str, str], ...] = ()
 
 
 class SendHandoff(msgspec.Struct, frozen=True):

@@ -149,7 +149,13 @@ class SenderHandoff:
             ]
         self.reservation_state = ReservationState.GRANTED
         self._grant = Grant(
-            event.decode, message.reservation, message.first_block, message.slots, message.transport, message.endpoint
+            event.decode,
+            message.reservation,
+            message.first_block,
+            message.slots,
+            message.transport,
+            message.endpoint,
+            tuple(message.rank_endpoints),
         )
         return self._push()
 
@@ -302,7 +308,9 @@ class SenderHandoff:
 
     def _push_indices(self, grant: Grant, indices: Iterable[int]) -> list[SenderInstruction]:
         copies = grant.copies(indices, self._blocks)
-        return [PushBlocks(grant.reservation, grant.transport, grant.endpoint, copies)] if copies else []
+        if not copies:
+            return []
+        return [PushBlocks(grant.reservation, grant.transport, grant.endpoint, copies, grant.rank_endpoints)]
 
     def _replace_decode(self, decode: PeerRef, reason: str) -> list[SenderInstruction]:
         """This worker cannot take the sequence. The router is asked for another one, once."""

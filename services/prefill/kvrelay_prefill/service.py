@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered, Invalid
@@ -15,6 +17,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay.transfer.base import TransferSender
+from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.score_parts import scores_of
@@ -29,8 +32,13 @@ class PrefillRole:
     name = "prefill"
 
     def __init__(
-        self, context: WorkerContext, senders: dict[str, TransferSender], *, push_when: PushWhen = "chunk"
+        self,
+        context: WorkerContext,
+        senders: Mapping[str, TransferSender | ShardedSender],
+        *,
+        push_when: PushWhen = "chunk",
     ) -> None:
+        """`senders` by name: of this process's pool, or of all ranks."""
         self._push_when = push_when
         self._context = context
         self._requests: OpenRequests[PrefillRequest] = OpenRequests(context, self.name, self._cancel)

@@ -67,6 +67,10 @@ ProcessIdentity = Annotated[str, Meta(max_length=MOST_IDENTITY_CHARS, pattern=rf
 """See `kvrelay.process_identity`. Empty: unknown."""
 Transports = Annotated[list[Name], Meta(max_length=16)]
 Endpoint = Annotated[dict[Name, Text], Meta(max_length=64)]
+MOST_RANKS = 64
+"""Of a worker."""
+RankCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+RankEndpoints = Annotated[list[Endpoint], Meta(max_length=MOST_RANKS - 1)]
 """A transport's own address of a pool: read by the transport."""
 
 

@@ -31,6 +31,8 @@ from kvrelay.protocol.limits import (
     Name,
     NotNegative,
     ProcessIdentity,
+    RankCount,
+    RankEndpoints,
     SampleCount,
     Seconds,
     SiblingCount,
@@ -151,11 +153,19 @@ class Generate(Body, frozen=True, kw_only=True, tag="generate"):
     prompt: Prompt
 
 
+class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a worker divides the KV of a model: `num_kv_heads` heads of the whole model among `size` ranks. Workers of
+    older versions have one rank and say nothing."""
+
+    size: RankCount = 1
+    num_kv_heads: Index = 0
+
+
 class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
     """P>D: hold blocks for this prompt. P already holds blocks for all of it.
 
     `transports`, best first; `process`: who would write, see `kvrelay.process_identity`; `num_siblings`: other samples
-    of the request that P is going to ask this worker for.
+    of the request that P is going to ask this worker for; `shards`: of the worker that would write.
     """
 
     prompt: Prompt
@@ -164,12 +174,14 @@ class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
     num_blocks: Index
     process: ProcessIdentity = ""
     num_siblings: SiblingCount = 0
+    shards: Shards = Shards()
 
 
 class Granted(Body, frozen=True, kw_only=True, tag="granted"):
     """D>P: blocks from `first_block` on are missing and go to `slots`; those before are in D's cache and pinned.
 
-    `endpoint` is the transport's own address of D's pool.
+    `endpoint` is the transport's own address of D's pool. If D has several ranks, it is rank 0's, and `rank_endpoints`
+    are those of ranks 1, 2 and so on. The slots are the same on all ranks.
     """
 
     reservation: Name
@@ -177,6 +189,7 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
     slots: Blocks
     transport: Name
     endpoint: Endpoint
+    rank_endpoints: RankEndpoints = []
 
     def __post_init__(self) -> None:
         require(len(set(self.slots)) == len(self.slots), "a slot is granted twice")
@@ -320,7 +333,7 @@ class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     computed_blocks: Index = 0
 
 
-class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """New tokens of one sequence: those that one step brought, one or several. `index` is the output index of the
     first of them. `logprobs` has one entry for each token, or none.
 

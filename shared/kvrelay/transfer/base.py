@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from kvrelay.transfer.block_parts import BlockPart, PartCopy
 from kvrelay.transfer.counters import SenderCounters
 
 
@@ -93,6 +94,18 @@ class TransferSender(Protocol):
         ...
 
 
+@runtime_checkable
+class PartSender(TransferSender, Protocol):
+    """A sender that can also push parts of blocks, as ranks do whose peers hold other heads."""
+
+    def push_part(
+        self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush], part: PartCopy
+    ) -> None:
+        """As `push`, for a part of each block: it becomes a part of the receiver's block. `Pushed` follows for each
+        push of a block, so twice for one of which two parts were pushed."""
+        ...
+
+
 class TransferReceiver(Protocol):
     """Takes blocks into a pool. One per process and transport."""
 
@@ -124,4 +137,14 @@ class TransferReceiver(Protocol):
 
     def close(self) -> None:
         """Stops threads and closes sockets. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class PartReceiver(TransferReceiver, Protocol):
+    """A receiver that can also take blocks in parts, from several senders."""
+
+    def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
+        """As `admit`, for blocks that come in these parts, which do not overlap. A block has landed when all of its
+        parts have."""
         ...

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.endpoints import Unreachable
 from kvrelay.transfer.pool_memory import PoolLike, Segment, as_pool
 from kvrelay.transfer.wire import Indices
@@ -55,11 +56,14 @@ class Region:
         pool = as_pool(memory)
         return Region(pool.address, pool.num_blocks, pool.block_bytes, pool.segment, pool.device_id)
 
-    def descriptors(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
-        """One per block, [num_blocks, 3]: address, length, device."""
-        rows = np.zeros((self.num_blocks, 3), np.uint64)
-        rows[:, 0] = self.address + np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)
-        rows[:, 1] = self.block_bytes
+    def descriptors(self, part: BlockPart | None = None) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
+        """One per block, or one per row of each block's part, [descriptors, 3]: address, length, device."""
+        length = self.block_bytes if part is None else part.row_bytes
+        count = self.num_blocks * (1 if part is None else part.num_rows)
+        rows = np.zeros((count, 3), np.uint64)
+        rows[:, 0] = self.address + np.arange(count, dtype=np.uint64) * np.uint64(length)
+        rows[:, 0] += np.uint64(0 if part is None else part.first_byte)
+        rows[:, 1] = self.block_bytes if part is None else part.num_bytes
         rows[:, 2] = self.device_id
         return rows
 
@@ -113,17 +117,18 @@ class NixlAgent:
             if "NOT_FOUND" not in str(error):
                 raise NixlError(f"disconnecting: {error}") from error
 
-    def prepare(self, region: Region, peer: str = "") -> Any:
-        """Descriptors of all blocks of a peer's pool, or of one's own. Raises NixlError."""
+    def prepare(self, region: Region, peer: str = "", part: BlockPart | None = None) -> Any:
+        """Descriptors of all blocks, or of their parts, of a peer's pool or of one's own. Raises NixlError."""
         with _errors("descriptors"):
-            return self._agent.prep_xfer_dlist(peer, region.descriptors(), region.segment, _BACKENDS)
+            return self._agent.prep_xfer_dlist(peer, region.descriptors(part), region.segment, _BACKENDS)
 
     def discard(self, prepared: Any) -> None:
         """Gives prepared descriptors back."""
         prepared.release()
 
     def post(self, own: Any, sources: Indices, theirs: Any, slots: Indices, notification: bytes) -> Write:
-        """Begins to write blocks; may block for the whole copy, without the GIL. Raises NixlError.
+        """Begins to write what the prepared descriptors with these numbers name. May block for the whole copy,
+        without the GIL. Raises NixlError.
 
         The notification reaches the peer after all of the data.
         """

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from threading import Event
 
 from kvrelay.transfer.base import ReceiverEvent
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.endpoints import Endpoint
 from kvrelay.transfer.loop_port import ended_in_time
 from kvrelay.transfer.nixl_agent import NixlAgent, Region
@@ -57,6 +58,11 @@ class NixlReceiver(ReceiverThread):
     def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
         """As the base's; notifications are asked for more often from now on."""
         super().admit(reservation, first_block, slots)
+        self._wake.set()
+
+    def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
+        """As the base's; notifications are asked for more often from now on."""
+        super().admit_parts(reservation, first_block, slots, parts)
         self._wake.set()
 
     def recheck(self, reservation: str, blocks: Sequence[int]) -> None:

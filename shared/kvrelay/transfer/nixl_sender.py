@@ -28,13 +28,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvrelay.awake_clock import AwakeClock
 from kvrelay.transfer.base import SenderEvent
+from kvrelay.transfer.block_parts import BlockPart, PartCopy
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import MalformedEndpoint
@@ -42,9 +43,9 @@ from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.pool_memory import PoolLike, as_pool
-from kvrelay.transfer.push_pieces import Copies, Piece
+from kvrelay.transfer.push_pieces import Piece
 from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
-from kvrelay.transfer.wire import encode_header
+from kvrelay.transfer.wire import Indices, encode_header
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class NixlSettings:
 class NixlPeer:
     region: Region
     blocks: Any
+    parts: dict[BlockPart, Any] = field(default_factory=dict)
     is_connected: bool = False  # a write was complete
 
 
@@ -146,6 +148,7 @@ class _NixlDriver:
         self._checksums = checksums
         self._counters = counters
         self._blocks = agent.prepare(region)
+        self._parts: dict[BlockPart, Any] = {}
         self.outbox = Outbox(
             region.block_bytes, window=settings.window, drain_timeout_s=math.inf, idle_close_s=settings.idle_forget_s
         )
@@ -158,8 +161,11 @@ class _NixlDriver:
     def enqueue(self, push: Push) -> None:
         """Connects to the peer first if it is new."""
         endpoint = NixlEndpoint.decode(push.endpoint)
-        self._check(push.copies, self._peer_at(endpoint))
-        self.outbox.push(endpoint.agent, self._cut(push.reservation, push.copies))
+        peer = self._peer_at(endpoint)
+        self._check(push, peer)
+        if push.part is not None:
+            self._prepare_part(push.part, endpoint.agent, peer)
+        self.outbox.push(endpoint.agent, self._cut(push))
 
     def close(self) -> None:
         """Waits up to `close_timeout_s` for writes in flight, then releases all descriptors."""
@@ -169,7 +175,8 @@ class _NixlDriver:
             time.sleep(POLL_S)
         for name in list(self._peers):
             self._forget(name)
-        self._agent.discard(self._blocks)
+        for prepared in (self._blocks, *self._parts.values()):
+            self._agent.discard(prepared)
 
     def patience_s(self) -> float:
         """NIXL offers no event to wait for, so writes in flight are polled."""
@@ -192,30 +199,49 @@ class _NixlDriver:
             peer = self._peers[name] = NixlPeer(endpoint.region, self._agent.prepare(endpoint.region, name))
         return peer
 
-    def _check(self, copies: Copies, peer: NixlPeer) -> None:
+    def _check(self, push: Push, peer: NixlPeer) -> None:
         """Raises MalformedEndpoint. NIXL does not check at the other end where a write goes."""
-        if peer.region.block_bytes != self._region.block_bytes:
-            raise MalformedEndpoint(f"blocks of {peer.region.block_bytes} bytes there, {self._region.block_bytes} here")
-        if copies.slots.max() >= peer.region.num_blocks:
-            raise MalformedEndpoint(f"slot {copies.slots.max()} in a pool of {peer.region.num_blocks} blocks")
+        here, there = self._region.block_bytes, peer.region.block_bytes
+        wanted = (here, here) if push.part is None else (push.part.source.block_bytes, push.part.target.block_bytes)
+        if (here, there) != wanted:
+            raise MalformedEndpoint(f"blocks of {there} bytes there, {here} here; {wanted[1]} and {wanted[0]} expected")
+        if push.copies.slots.max() >= peer.region.num_blocks:
+            raise MalformedEndpoint(f"slot {push.copies.slots.max()} in a pool of {peer.region.num_blocks} blocks")
 
-    def _cut(self, reservation: str, copies: Copies) -> Iterator[Piece]:
-        settings = self._settings
-        step = max(1, min(settings.piece_bytes // self._region.block_bytes, settings.piece_blocks))
-        ordered = copies.take(np.argsort(copies.sources, kind="stable"))
+    def _prepare_part(self, part: PartCopy, name: str, peer: NixlPeer) -> None:
+        """Descriptors of a part are prepared at its first push."""
+        if part.source not in self._parts:
+            self._parts[part.source] = self._agent.prepare(self._region, part=part.source)
+        if part.target not in peer.parts:
+            peer.parts[part.target] = self._agent.prepare(peer.region, name, part.target)
+
+    def _cut(self, push: Push) -> Iterator[Piece]:
+        settings, part = self._settings, push.part
+        num_bytes, num_rows = (
+            (self._region.block_bytes, 1) if part is None else (part.source.size, part.source.num_rows)
+        )
+        step = max(1, min(settings.piece_bytes // num_bytes, settings.piece_blocks // num_rows))
+        ordered = push.copies.take(np.argsort(push.copies.sources, kind="stable"))
         for first in range(0, len(ordered), step):
-            yield Piece(reservation, ordered.take(slice(first, first + step)), direct=True)
+            yield Piece(push.reservation, ordered.take(slice(first, first + step)), direct=True, part=part)
+
+    def _post(self, piece: Piece, peer: NixlPeer, header: bytes) -> Write:
+        sources, slots, part = piece.copies.sources, piece.copies.slots, piece.part
+        if part is None:
+            return self._agent.post(self._blocks, sources, peer.blocks, slots, header)
+        own, theirs, num_rows = self._parts[part.source], peer.parts[part.target], part.source.num_rows
+        return self._agent.post(own, _rows_of(sources, num_rows), theirs, _rows_of(slots, num_rows), header)
 
     def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         """Posts a write, which may take as long as the copy itself."""
-        copies, peer = in_flight.piece.copies, self._peers[in_flight.peer]
-        checksums = None if self._checksums is None else self._checksums.of(copies.sources)
-        header = encode_header(
-            in_flight.piece.reservation, self._region.block_bytes, copies.indices, copies.slots, checksums
-        )
+        piece, copies, peer = in_flight.piece, in_flight.piece.copies, self._peers[in_flight.peer]
+        source, number = (None, 0) if piece.part is None else (piece.part.source, piece.part.number)
+        block_bytes = piece.bytes_per_block(self._region.block_bytes)
+        checksums = None if self._checksums is None else self._checksums.of(copies.sources, source)
+        header = encode_header(piece.reservation, block_bytes, copies.indices, copies.slots, checksums, number)
         began = time.perf_counter()
         try:
-            write = self._agent.post(self._blocks, copies.sources, peer.blocks, copies.slots, header)
+            write = self._post(piece, peer, header)
         except NixlError as error:
             return self._failed(in_flight, error)
         finally:
@@ -224,15 +250,15 @@ class _NixlDriver:
         self._counters.num_messages += 1
         self._counters.num_blocks += len(copies)
         self._counters.num_runs += copies.num_runs
-        self._counters.num_bytes += len(copies) * self._region.block_bytes
+        self._counters.num_bytes += len(copies) * block_bytes
         stalled_at = self._clock.read(self._moved_at) + self._allowed_s(in_flight)
         self._in_flight.append(_PostedWrite(in_flight, write, stalled_at))
         return []
 
     def _allowed_s(self, in_flight: InFlightSend) -> float:
         """How long a write may take that is posted now, behind those in flight, which may use the same network card."""
-        ahead = sum(len(flight.send.piece.copies) for flight in self._in_flight)
-        num_bytes = (ahead + len(in_flight.piece.copies)) * self._region.block_bytes
+        pieces = [in_flight.piece, *(flight.send.piece for flight in self._in_flight)]
+        num_bytes = sum(len(piece.copies) * piece.bytes_per_block(self._region.block_bytes) for piece in pieces)
         return self._settings.stall_timeout_s + num_bytes / self._settings.slow_bytes_per_s
 
     def collect(self) -> list[SenderEvent]:
@@ -299,7 +325,8 @@ class _NixlDriver:
 
     def _forget(self, name: str) -> None:
         peer = self._peers.pop(name)
-        self._agent.discard(peer.blocks)
+        for prepared in (peer.blocks, *peer.parts.values()):
+            self._agent.discard(prepared)
         self._disconnect(name)
 
     def _disconnect(self, name: str) -> None:
@@ -307,3 +334,9 @@ class _NixlDriver:
             self._agent.forget_peer(name)
         except NixlError as error:
             log.warning("%s: %s", name, error)
+
+
+def _rows_of(blocks: Indices, num_rows: int) -> Indices:
+    """The numbers of the descriptors of all rows of blocks."""
+    rows: Indices = (blocks[:, None] * num_rows + np.arange(num_rows)).reshape(-1)
+    return rows

@@ -155,7 +155,8 @@ class Outbox:
 
     def pushed(self, piece: Piece) -> Pushed:
         """The event for a piece whose blocks are no longer read."""
-        return Pushed(piece.reservation, tuple(piece.copies.indices.tolist()), len(piece.copies) * self._block_bytes)
+        num_bytes = len(piece.copies) * piece.bytes_per_block(self._block_bytes)
+        return Pushed(piece.reservation, tuple(piece.copies.indices.tolist()), num_bytes)
 
     def abort(self, reservation: str, now: float) -> list[SenderEvent]:
         """Drops pieces that wait. `SenderDrained` follows now or with the last completed send, once for all aborts."""

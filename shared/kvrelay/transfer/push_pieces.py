@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrelay.transfer.base import BlockPush
+from kvrelay.transfer.block_parts import PartCopy
 from kvrelay.transfer.wire import Bytes, Checksums, Indices
 
 
@@ -70,6 +71,12 @@ class Piece:
     """The buffer the blocks were gathered into, [num_blocks, block_bytes]; None before, and for direct pieces."""
     checksums: Checksums | None = None
     """The checksums of its blocks; None before they are computed."""
+    part: PartCopy | None = None
+    """The part of each block that is sent; None: all of it."""
+
+    def bytes_per_block(self, block_bytes: int) -> int:
+        """The bytes that are sent of each block."""
+        return block_bytes if self.part is None else self.part.source.size
 
 
 def frame_blocks(block_bytes: int, sizes: FrameSizes) -> int:
@@ -78,13 +85,22 @@ def frame_blocks(block_bytes: int, sizes: FrameSizes) -> int:
 
 
 def cut(
-    reservation: str, copies: Copies, block_bytes: int, sizes: FrameSizes, *, in_place: bool = True
+    reservation: str,
+    copies: Copies,
+    block_bytes: int,
+    sizes: FrameSizes,
+    *,
+    in_place: bool = True,
+    part: PartCopy | None = None,
 ) -> Iterator[Piece]:
     """All blocks of `copies`, each in one piece; every piece holds at least one block and at most a frame if it can.
 
-    Without `in_place` no piece is direct.
+    Without `in_place` no piece is direct, nor is one of a `part` that is not the sender's whole block.
     """
     step = frame_blocks(block_bytes, sizes)
+    if part is not None:
+        step *= block_bytes // part.source.size  # so many fit the buffers for whole blocks
+        in_place = in_place and part.source.is_whole
     ordered = copies.take(np.argsort(copies.sources, kind="stable"))
     starts = np.flatnonzero(np.diff(ordered.sources, prepend=ordered.sources[0] - 2) != 1)
     lengths = np.diff(starts, append=len(ordered))
@@ -93,7 +109,7 @@ def cut(
     for start, length in zip(starts[is_direct].tolist(), lengths[is_direct].tolist(), strict=True):
         for first in range(start, start + length, step):
             last = min(first + step, start + length)
-            yield Piece(reservation, ordered.take(slice(first, last)), direct=True)
+            yield Piece(reservation, ordered.take(slice(first, last)), direct=True, part=part)
     scattered = np.flatnonzero(~np.repeat(is_direct, lengths))
     for first in range(0, scattered.size, step):
-        yield Piece(reservation, ordered.take(scattered[first : first + step]), direct=False)
+        yield Piece(reservation, ordered.take(scattered[first : first + step]), direct=False, part=part)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.counters import ReceiverCounters
 from kvrelay.transfer.loop_port import LoopPort
@@ -59,6 +60,11 @@ class ReceiverThread:
         """
         with self._changed:
             self._permits.admit(reservation, first_block, slots)
+
+    def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
+        """As `admit`, for blocks that come in these parts. A block has landed when all of its parts have."""
+        with self._changed:
+            self._permits.admit(reservation, first_block, slots, parts)
 
     def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
         """As the protocol's. What this side has copied itself, nobody else writes."""
@@ -140,18 +146,22 @@ class ReceiverThread:
             if header.reservation not in self._permits:
                 raise Dropped("unknown_reservation")  # released meanwhile, which waits for this
             sums = None if header.checksums is None else header.checksums[writes.rows]
-            self._permits.land(header.reservation, writes.blocks, sums)
+            whole = self._permits.land(header.reservation, writes.blocks, sums, header.part)
         self.counters.num_blocks += len(writes.blocks)
         self.counters.num_bytes += len(writes.blocks) * header.block_bytes
-        return [Landed(header.reservation, writes.blocks)]
+        return [Landed(header.reservation, whole)] if whole else []
 
     def _recheck(self, reservation: str, blocks: Sequence[int]) -> list[ReceiverEvent]:
         """On the thread that takes messages. Blocks that were sent without checksums count as whole."""
         with self._changed:
+            parts = self._permits.parts_of(reservation)
             there = self._permits.landed(reservation, blocks)
         is_whole = np.ones(len(there.blocks), np.bool_)
-        if there.checksums is not None and there.blocks:
-            is_whole = checksums_of(self._pool.rows(there.slots)) == there.checksums
+        for number, part in enumerate(parts):
+            with self._changed:
+                sums = self._permits.landed(reservation, there.blocks, number).checksums
+            if sums is not None and sums.size:  # it is empty if the reservation was released meanwhile
+                is_whole &= checksums_of(self._pool.rows(there.slots, part)) == sums
         whole = tuple(block for block, holds in zip(there.blocks, is_whole, strict=True) if holds)
         damaged = tuple(block for block, holds in zip(there.blocks, is_whole, strict=True) if not holds)
         events: list[ReceiverEvent] = [Landed(reservation, whole)] if whole else []
@@ -166,9 +176,10 @@ class ReceiverThread:
     def _verify(self, writes: Writes, checksums: Checksums, rows: Bytes | None) -> NDArray[np.bool_]:
         """Which of the blocks to be written, or that lie in their slots already, are as they were sent."""
         if rows is None:
-            found = checksums_of(self._pool.rows(writes.slots))
+            found = checksums_of(self._pool.rows(writes.slots, writes.part))
         else:
-            blocks = rows.reshape(-1, self._pool.block_bytes)
+            num_bytes = self._pool.block_bytes if writes.part is None else writes.part.size
+            blocks = rows.reshape(-1, num_bytes)
             found = checksums_of(blocks[row] for row in writes.rows.tolist())
         is_same: NDArray[np.bool_] = found == checksums[writes.rows]
         return is_same
@@ -180,4 +191,4 @@ class ReceiverThread:
 
     def _write(self, rows: Bytes, writes: Writes) -> None:
         wanted = rows if writes.rows.size == len(rows) else rows[writes.rows]
-        self._pool.scatter(writes.slots, wanted)
+        self._pool.scatter(writes.slots, wanted, writes.part)

@@ -16,6 +16,7 @@ from threading import Thread
 from typing import Protocol
 
 from kvrelay.transfer.base import BlockPush, SenderEvent, TransferFailed
+from kvrelay.transfer.block_parts import PartCopy
 from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import Endpoint, Unreachable
 from kvrelay.transfer.loop_port import LoopPort, ended_in_time
@@ -30,6 +31,7 @@ class Push:
     reservation: str
     endpoint: Endpoint
     copies: Copies
+    part: PartCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,11 @@ class SenderThread:
         """
         if copies:
             self._commands.put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks)))
+
+    def push_part(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush], part: PartCopy) -> None:
+        """As `push`, for a part of each block."""
+        if copies:
+            self._commands.put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks), part))
 
     def abort(self, reservation: str) -> None:
         """Drops what is queued; `SenderDrained` follows, always, also for an unknown reservation."""

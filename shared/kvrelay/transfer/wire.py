@@ -37,6 +37,7 @@ class _Header(msgspec.Struct, array_like=True, frozen=True):
     indices: bytes
     slots: bytes
     checksums: bytes | None = None
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class BlocksHeader:
     indices: Indices
     slots: Indices
     checksums: Checksums | None
+    part: int = 0
+    """Of the parts of a block that the receiver has admitted; `block_bytes` are the bytes of that part of a block."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -58,7 +61,12 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def encode_header(
-    reservation: str, block_bytes: int, indices: Indices, slots: Indices, checksums: Checksums | None = None
+    reservation: str,
+    block_bytes: int,
+    indices: Indices,
+    slots: Indices,
+    checksums: Checksums | None = None,
+    part: int = 0,
 ) -> bytes:
     """The header frame; indices and slots are int64 of shape [num_blocks], each below 2**32."""
     return _encoder.encode(
@@ -70,6 +78,7 @@ def encode_header(
             indices.astype(_INDEX_DTYPE).tobytes(),
             slots.astype(_INDEX_DTYPE).tobytes(),
             None if checksums is None else checksums.astype(_CHECKSUM_DTYPE).tobytes(),
+            part,
         )
     )
 
@@ -92,6 +101,7 @@ def decode_header(frame: bytes | memoryview) -> BlocksHeader:
         _indices(header.indices),
         _indices(header.slots),
         None if header.checksums is None else np.frombuffer(header.checksums, _CHECKSUM_DTYPE).astype(np.uint32),
+        header.part,
     )
 
 

@@ -13,12 +13,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.wire import BlocksHeader, Checksums, Indices
 
 DropCause = Literal[
     "malformed",
     "unknown_reservation",
     "block_bytes",
+    "part",
     "size",
     "index",
     "slot",
@@ -40,8 +42,15 @@ class Dropped(Exception):
 class _Admitted:
     first_block: int
     slots: Indices
-    landed: NDArray[np.bool_]
-    checksums: Checksums | None = None  # of the blocks that have landed, if they were sent
+    parts: tuple[BlockPart | None, ...]  # in which each block comes; None: whole
+    landed: NDArray[np.bool_]  # [parts, blocks]
+    checksums: Checksums | None = None  # [parts, blocks], of those that have landed, if they were sent
+
+    @property
+    def is_whole(self) -> NDArray[np.bool_]:
+        """[blocks]: whether all parts of a block have landed."""
+        whole: NDArray[np.bool_] = np.logical_and.reduce(self.landed, axis=0)
+        return whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +60,14 @@ class Writes:
     rows: Indices
     slots: Indices
     blocks: tuple[int, ...]
+    part: BlockPart | None = None  # of each slot that is written; None: all of it
 
     def take(self, which: NDArray[np.bool_]) -> Writes:
         """Those for which `which`, of shape [num_blocks], holds."""
         if which.all():
             return self
         chosen = np.flatnonzero(which)
-        return Writes(self.rows[chosen], self.slots[chosen], tuple(self.blocks[i] for i in chosen.tolist()))
+        return Writes(self.rows[chosen], self.slots[chosen], tuple(self.blocks[i] for i in chosen.tolist()), self.part)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +94,12 @@ class WritePermits:
     def __contains__(self, reservation: str) -> bool:
         return reservation in self._admitted
 
-    def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
-        """Raises ValueError, changing nothing, for a reservation or slot in use and for a slot outside the pool."""
+    def admit(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart] = ()) -> None:
+        """Without `parts` blocks come whole, otherwise in these parts, which may not overlap.
+
+        Raises ValueError, changing nothing, for a reservation or slot in use, for a slot outside the pool and for parts
+        of other blocks.
+        """
         wanted = np.array(slots, np.int64)
         if reservation in self._admitted:
             raise ValueError(f"reservation {reservation} is admitted already")
@@ -93,23 +107,29 @@ class WritePermits:
             raise ValueError(f"slots {wanted.min()}..{wanted.max()} in a pool of {self._num_blocks} blocks")
         if np.unique(wanted).size != wanted.size or self._permitted[wanted].any():
             raise ValueError(f"a slot of reservation {reservation} is named twice, or another reservation's")
+        if any(part.block_bytes != self._block_bytes for part in parts):
+            raise ValueError(f"parts of blocks that do not have {self._block_bytes} bytes: {list(parts)}")
         self._permitted[wanted] = True
-        self._admitted[reservation] = _Admitted(first_block, wanted, np.zeros(wanted.size, np.bool_))
+        ways = tuple(parts) or (None,)
+        self._admitted[reservation] = _Admitted(first_block, wanted, ways, np.zeros((len(ways), wanted.size), np.bool_))
 
     def release(self, reservation: str) -> None:
         """Forgets a reservation; an unknown one is no error."""
         admitted = self._admitted.pop(reservation, None)
         if admitted is not None:
-            self._permitted[admitted.slots[~admitted.landed]] = False
+            self._permitted[admitted.slots[~admitted.is_whole]] = False
 
     def check(self, header: BlocksHeader, data_bytes: int) -> Writes:
         """Returns the rows of this message that must be written. Changes nothing. Raises Dropped."""
         admitted = self._admitted.get(header.reservation)
         if admitted is None:
             raise Dropped("unknown_reservation")
-        if header.block_bytes != self._block_bytes:
+        if not 0 <= header.part < len(admitted.parts):
+            raise Dropped("part")
+        part = admitted.parts[header.part]
+        if header.block_bytes != (self._block_bytes if part is None else part.size):
             raise Dropped("block_bytes")
-        if data_bytes != header.indices.size * self._block_bytes:
+        if data_bytes != header.indices.size * header.block_bytes:
             raise Dropped("size")
         offsets = header.indices - admitted.first_block
         if offsets.min() < 0 or offsets.max() >= admitted.slots.size:
@@ -119,31 +139,44 @@ class WritePermits:
         slots = admitted.slots[offsets]
         if not np.array_equal(slots, header.slots):
             raise Dropped("slot")
-        rows = np.flatnonzero(~admitted.landed[offsets])
+        rows = np.flatnonzero(~admitted.landed[header.part, offsets])
         if not rows.size:
             raise Dropped("duplicate")
-        return Writes(rows, slots[rows], tuple(header.indices[rows].tolist()))
+        return Writes(rows, slots[rows], tuple(header.indices[rows].tolist()), part)
 
-    def land(self, reservation: str, blocks: Sequence[int], checksums: Checksums | None = None) -> None:
-        """Blocks that `check` returned have been written into their slots. `checksums`: of these blocks, if sent."""
+    def land(
+        self, reservation: str, blocks: Sequence[int], checksums: Checksums | None = None, part: int = 0
+    ) -> tuple[int, ...]:
+        """This part of blocks that `check` returned has been written into their slots. `checksums`: of it, if sent.
+
+        Returns the blocks of which all parts have landed now.
+        """
         admitted = self._admitted[reservation]
         offsets = np.array(blocks, np.int64) - admitted.first_block
         if checksums is not None:
             if admitted.checksums is None:
-                admitted.checksums = np.zeros(admitted.slots.size, np.uint32)
-            admitted.checksums[offsets] = checksums
-        admitted.landed[offsets] = True
+                admitted.checksums = np.zeros(admitted.landed.shape, np.uint32)
+            admitted.checksums[part, offsets] = checksums
+        admitted.landed[part, offsets] = True
+        if len(admitted.parts) > 1:
+            offsets = offsets[admitted.is_whole[offsets]]
         self._permitted[admitted.slots[offsets]] = False
+        return tuple((offsets + admitted.first_block).tolist())
 
-    def landed(self, reservation: str, blocks: Sequence[int]) -> LandedBlocks:
-        """Those of the blocks that have landed. Empty for an unknown reservation."""
+    def parts_of(self, reservation: str) -> tuple[BlockPart | None, ...]:
+        """The parts in which a reservation's blocks come. Empty for an unknown one."""
+        admitted = self._admitted.get(reservation)
+        return () if admitted is None else admitted.parts
+
+    def landed(self, reservation: str, blocks: Sequence[int], part: int = 0) -> LandedBlocks:
+        """Those of the blocks that have landed, with the checksums of a part. Empty for an unknown reservation."""
         admitted = self._admitted.get(reservation)
         if admitted is None:
             return LandedBlocks((), np.empty(0, np.int64), None)
         offsets = np.array(blocks, np.int64) - admitted.first_block
-        offsets = offsets[admitted.landed[offsets]]
+        offsets = offsets[admitted.is_whole[offsets]]
         found = tuple((offsets + admitted.first_block).tolist())
-        sums = None if admitted.checksums is None else admitted.checksums[offsets]
+        sums = None if admitted.checksums is None else admitted.checksums[part, offsets]
         return LandedBlocks(found, admitted.slots[offsets], sums)
 
     def reopen(self, reservation: str, blocks: Sequence[int]) -> None:
@@ -151,5 +184,5 @@ class WritePermits:
         admitted = self._admitted.get(reservation)
         if admitted is not None:
             offsets = np.array(blocks, np.int64) - admitted.first_block
-            admitted.landed[offsets] = False
+            admitted.landed[:, offsets] = False
             self._permitted[admitted.slots[offsets]] = True

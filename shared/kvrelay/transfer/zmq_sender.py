@@ -117,7 +117,10 @@ class _ZmqDriver:
         address = choose_address(push.endpoint, self._machine)
         self._socket_to(address)
         sizes = self._settings.sizes
-        self.outbox.push(address, cut(push.reservation, push.copies, self._block_bytes, sizes, in_place=self._in_place))
+        if push.part is not None and push.part.source.block_bytes != self._block_bytes:
+            raise MalformedEndpoint(f"blocks of {self._block_bytes} bytes have no part {push.part.source}")
+        pieces = cut(push.reservation, push.copies, self._block_bytes, sizes, in_place=self._in_place, part=push.part)
+        self.outbox.push(address, pieces)
 
     def collect(self) -> list[SenderEvent]:
         """Returns the events of frames whose memory ZMQ has released."""
@@ -173,7 +176,9 @@ class _ZmqDriver:
         self._views[in_flight.number] = weakref.ref(view, lambda _: self._note_completed(in_flight.number))
         copies = piece.copies
         checksums = self._checksums_of(piece)
-        header = encode_header(piece.reservation, self._block_bytes, copies.indices, copies.slots, checksums)
+        number = 0 if piece.part is None else piece.part.number
+        block_bytes = piece.bytes_per_block(self._block_bytes)
+        header = encode_header(piece.reservation, block_bytes, copies.indices, copies.slots, checksums, number)
         try:
             socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
             socket.send(zmq.Frame(view, copy=False), zmq.NOBLOCK)
@@ -196,7 +201,8 @@ class _ZmqDriver:
     def _checksums_of(self, piece: Piece) -> Checksums | None:
         """Kept with the piece: it may be sent again when its blocks are no longer held."""
         if self._checksums is not None and piece.checksums is None:
-            piece.checksums = self._checksums.of(piece.copies.sources)
+            part = None if piece.part is None else piece.part.source
+            piece.checksums = self._checksums.of(piece.copies.sources, part)
         return piece.checksums
 
     def _gather(self, piece: Piece) -> Bytes:
@@ -204,12 +210,16 @@ class _ZmqDriver:
             buffer = self._spare_buffers.pop()
         else:
             buffer = self._pool.buffer(frame_blocks(self._block_bytes, self._settings.sizes))
-        self._pool.gather(piece.copies.sources, buffer)  # `push` has checked the sources
+        # `push` has checked the sources.
+        if piece.part is None:
+            self._pool.gather(piece.copies.sources, buffer)
+        else:
+            self._pool.gather(piece.copies.sources, _rows_in(buffer, piece), piece.part.source)
         return buffer
 
     def _view_of(self, piece: Piece) -> Bytes:
         if piece.staging is not None:
-            return piece.staging[: len(piece.copies)]
+            return piece.staging[: len(piece.copies)] if piece.part is None else _rows_in(piece.staging, piece)
         view = self._pool.view(int(piece.copies.sources[0]), len(piece.copies))
         if view is None:
             raise RuntimeError("a piece without staging, of a pool that cannot be read in place")
@@ -238,3 +248,10 @@ class _ZmqDriver:
         self._counters.num_resets += len(closing.reset)
         for address in closing.reset:
             log.warning("closed the connection to %s: aborted frames were not taken in time", address)
+
+
+def _rows_in(buffer: Bytes, piece: Piece) -> Bytes:
+    """The first rows of a buffer for whole blocks, if a row has only the piece's part of a block."""
+    assert piece.part is not None
+    num_blocks, num_bytes = len(piece.copies), piece.part.source.size
+    return buffer.reshape(-1)[: num_blocks * num_bytes].reshape(num_blocks, num_bytes)

@@ -16,6 +16,7 @@ from kvrelay.curve import CurveKey
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.simulated.timed_transport import PacedSender
 from kvrelay.transfer.base import TransferReceiver, TransferSender
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_agent import PACKAGES
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
@@ -64,13 +65,13 @@ class EnteredPool(DevicePool):
         super().enter_thread()
         self._entered.add(get_ident())
 
-    def gather(self, blocks: Indices, out: Bytes) -> None:
+    def gather(self, blocks: Indices, out: Bytes, part: BlockPart | None = None) -> None:
         assert get_ident() in self._entered
-        super().gather(blocks, out)
+        super().gather(blocks, out, part)
 
-    def scatter(self, slots: Indices, rows: Bytes) -> None:
+    def scatter(self, slots: Indices, rows: Bytes, part: BlockPart | None = None) -> None:
         assert get_ident() in self._entered
-        super().scatter(slots, rows)
+        super().scatter(slots, rows, part)
 
 
 def staged(pool: Bytes) -> DevicePool:

@@ -27,11 +27,11 @@ from tests.unit.handoff.walks import World
 
 
 @settings(max_examples=examples(600), deadline=None)
-@given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.sampled_from([0, 1, 3, 40]))
+@given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.sampled_from([0, 1, 3, 40]), st.integers(1, 3))
 def test_every_walk_ends_with_one_owner_or_none_and_nothing_held(
-    seed: int, one_sided: bool, calm: bool, most_faults: int
+    seed: int, one_sided: bool, calm: bool, most_faults: int, num_ranks: int
 ) -> None:
-    world = World(random.Random(seed), one_sided, most_faults)
+    world = World(random.Random(seed), one_sided, most_faults, num_ranks)
     world.walk(calm)
     assert world.sender.state is SenderState.RELEASED
     assert world.blocks_released
@@ -178,3 +178,22 @@ def test_a_missing_block_is_asked_for_again_and_a_late_double_awaited_where_it_c
     assert receiver.handle(decode.HandoffOverdue()) == [decode.SendResend("r", (1, 2), 1, corrupted=False)]
     committed = [type(each) for each in receiver.handle(Landed("r", (1, 2)))]
     assert committed == ([] if one_sided else [decode.StopReceiving, decode.Commit])
+
+
+def test_pushes_go_to_all_ranks_of_decode() -> None:
+    decode_worker = PeerRef("d1", "1", "tcp://d1")
+    sender = SenderHandoff(decode_worker)
+    sender.handle(prefill.PrefillScheduled((10,)))
+    message = Granted(
+        reservation="r",
+        first_block=0,
+        slots=[5],
+        transport="t",
+        endpoint={"address": "a"},
+        rank_endpoints=[{"address": "b"}],
+    )
+    sender.handle(prefill.ReservationGranted(decode_worker, message))
+    [push] = sender.handle(prefill.BlocksComputed(1))
+    assert push == prefill.PushBlocks(
+        "r", "t", {"address": "a"}, (BlockPush(0, 10, 5),), rank_endpoints=({"address": "b"},)
+    )

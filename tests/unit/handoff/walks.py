@@ -6,21 +6,23 @@ What a write does to the memory, what the receiver hears of it, and what the sen
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import FirstToken, Granted, Handoff, PeerRef
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.transfer.base import Corrupted, Landed, Pushed, SenderDrained
+from kvrelay.transfer.base import Corrupted, Landed, Pushed, ReceiverEvent, SenderDrained, SenderEvent
+from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
 from kvrelay_decode import receiver_events as decode
 from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 from kvrelay_prefill import sender_events as prefill
 from kvrelay_prefill.sender_handoff import SenderHandoff, SenderState
 
 NUM_BLOCKS = 5
-Write = tuple[str, str, int]
-"""Receiver, reservation, block."""
+Write = tuple[str, str, int, int]
+"""Receiver, reservation, block, rank."""
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Receiver:
     alive: bool = True
     committed: int = 0
     slots_held: bool = False
-    landed: dict[str, set[int]] = field(default_factory=dict)
+    landed: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # blocks on ranks
 
     @property
     def peer(self) -> PeerRef:
@@ -45,8 +47,11 @@ class Receiver:
 class World:
     """One request between a prefill worker, two decode workers and the router."""
 
-    def __init__(self, rng: random.Random, one_sided: bool, most_faults: int = 0) -> None:
+    def __init__(self, rng: random.Random, one_sided: bool, most_faults: int = 0, num_ranks: int = 1) -> None:
         self.rng = rng
+        self.num_ranks = num_ranks  # of each worker: each sends a part of each block to its like
+        self.pushes = PushProgress(num_ranks)
+        self.landings = {name: LandingProgress(num_ranks) for name in ("d1", "d2")}
         self.most_faults = most_faults
         self.receivers = {name: Receiver(name, one_sided) for name in ("d1", "d2")}
         self.sender = SenderHandoff(self.receivers["d1"].peer)
@@ -55,9 +60,9 @@ class World:
         self.notices: list[tuple[str, Write]] = []  # that the receiver has not heard of
         self.completions: list[Write] = []  # that the sender has not heard of
         self.damaged: set[Write] = set()  # whose slot holds other bytes than were sent
-        self.rechecks: list[tuple[Receiver, str, tuple[int, ...]]] = []
+        self.rechecks: list[tuple[Receiver, str, tuple[int, ...], int]] = []
         self.num_faults = 0
-        self.aborting: set[str] = set()
+        self.aborting: set[tuple[str, int]] = set()
         self.where: dict[str, str] = {}
         self.computed = -1
         self.blocks_released = False
@@ -75,11 +80,13 @@ class World:
                     self.receivers[to.peer_id].inbox.append(("reserve", None))
                 case prefill.SendNeedDecode(_, excluded):
                     self.router_owes_decode = list(excluded)
-                case prefill.PushBlocks(reservation, _, _, copies):
+                case prefill.PushBlocks(reservation, _, _, copies, _):
                     assert not self.blocks_released
+                    self.pushes.started(reservation, [copy.index for copy in copies], self.num_ranks)
                     for copy in copies:
                         assert copy.index <= self.computed, "a block was pushed before it was computed"
-                        self.writes[self.where[reservation], reservation, copy.index] += 1
+                        for rank in range(self.num_ranks):
+                            self.writes[self.where[reservation], reservation, copy.index, rank] += 1
                 case prefill.SendHandoff(to, reservation, num_blocks, resend):
                     message = Handoff(
                         reservation=reservation,
@@ -91,7 +98,8 @@ class World:
                     )
                     self.receivers[to.peer_id].inbox.append(("handoff", message))
                 case prefill.AbortTransfer(reservation, _):
-                    self.aborting.add(reservation)
+                    if self.pushes.aborted(reservation):
+                        self.aborting.update((reservation, rank) for rank in range(self.num_ranks))
                 case prefill.SendAbort(to, reservation, _):
                     self.receivers[to.peer_id].inbox.append(("abort", reservation))
                 case prefill.SendDrained(to, reservation):
@@ -110,7 +118,8 @@ class World:
         for instruction in instructions:
             match instruction:
                 case decode.Commit(message):
-                    assert receiver.landed[message.reservation] == set(range(1, NUM_BLOCKS))
+                    whole = set(itertools.product(range(1, NUM_BLOCKS), range(self.num_ranks)))
+                    assert receiver.landed[message.reservation] == whole
                     assert not receiver.one_sided or not any(w[1] == message.reservation for w in self.writes)
                     assert not receiver.one_sided or not any(w[1] == message.reservation for w in self.damaged)
                     receiver.committed += 1
@@ -125,7 +134,10 @@ class World:
                     self.to_prefill.append((receiver.name, "released", reservation))
                 case decode.RecheckBlocks(reservation, blocks):
                     assert not any(w[1] == reservation for w in self.writes), "a write in flight may still damage one"
-                    self.rechecks.append((receiver, reservation, blocks))
+                    self.landings[receiver.name].recheck(reservation, blocks)
+                    self.rechecks += [(receiver, reservation, blocks, rank) for rank in range(self.num_ranks)]
+                case decode.StopReceiving(reservation):
+                    self.landings[receiver.name].released(reservation)
                 case decode.SendResend():
                     self.to_prefill.append((receiver.name, "resend", instruction))
                 case _:
@@ -142,6 +154,7 @@ class World:
         receiver.machine.handle(decode.ReservationOpened(reservation, 1, NUM_BLOCKS, receiver.one_sided))
         receiver.slots_held = True
         receiver.landed[reservation] = set()
+        self.landings[receiver.name].admitted(reservation, range(1, NUM_BLOCKS))
         receiver.is_deferred = False
         message = Granted(
             reservation=reservation, first_block=1, slots=list(range(1, NUM_BLOCKS)), transport="t", endpoint={}
@@ -216,40 +229,51 @@ class World:
 
     def notify(self, notice: tuple[str, Write]) -> None:
         self.notices.remove(notice)
-        fate, (name, reservation, index) = notice
+        fate, (name, reservation, index, rank) = notice
         receiver = self.receivers[name]
         machine = receiver.machine
         if not receiver.alive or machine is None or machine.reservation != reservation:
             return
-        if index in receiver.landed[reservation]:
+        if (index, rank) in receiver.landed[reservation]:
             return  # the book drops a repeated block
         if fate == "corrupted":
-            self.run_receiver(receiver, machine.handle(Corrupted(reservation, (index,))))
+            self.receive(receiver, rank, Corrupted(reservation, (index,)))
         else:
-            receiver.landed[reservation].add(index)
-            self.run_receiver(receiver, machine.handle(Landed(reservation, (index,))))
+            receiver.landed[reservation].add((index, rank))
+            self.receive(receiver, rank, Landed(reservation, (index,)))
 
-    def recheck(self, receiver: Receiver, reservation: str, blocks: tuple[int, ...]) -> None:
-        self.rechecks.remove((receiver, reservation, blocks))
-        damaged = tuple(block for block in blocks if (receiver.name, reservation, block) in self.damaged)
+    def receive(self, receiver: Receiver, rank: int, event: ReceiverEvent) -> None:
+        """A rank of decode reports a transfer."""
+        joined = self.landings[receiver.name].handle(rank, event)
+        if joined is not None and receiver.machine is not None:
+            self.run_receiver(receiver, receiver.machine.handle(joined))
+
+    def recheck(self, receiver: Receiver, reservation: str, blocks: tuple[int, ...], rank: int) -> None:
+        self.rechecks.remove((receiver, reservation, blocks, rank))
+        damaged = tuple(block for block in blocks if (receiver.name, reservation, block, rank) in self.damaged)
         for event_class, some in ((Landed, tuple(sorted({*blocks} - {*damaged}))), (Corrupted, damaged)):
             if some and receiver.alive and receiver.machine is not None:
-                receiver.landed[reservation].difference_update(damaged)
-                self.run_receiver(receiver, receiver.machine.handle(event_class(reservation, some)))
+                receiver.landed[reservation].difference_update((block, rank) for block in damaged)
+                self.receive(receiver, rank, event_class(reservation, some))
 
     def complete(self, write: Write) -> None:
         self.completions.remove(write)
-        self.run_sender(self.sender.handle(Pushed(write[1], (write[2],), 1)))
+        self.send(Pushed(write[1], (write[2],), 1))
 
-    def drain(self, reservation: str) -> None:
-        """The transport stops: what was queued vanishes, what was on the wire landed before."""
-        self.aborting.discard(reservation)
-        for write in [w for w in self.writes.elements() if w[1] == reservation]:
+    def send(self, event: SenderEvent) -> None:
+        """A rank of prefill reports a transfer."""
+        if (joined := self.pushes.handle(event)) is not None:
+            self.run_sender(self.sender.handle(joined))
+
+    def drain(self, reservation: str, rank: int) -> None:
+        """A rank's transport stops: what was queued vanishes, what was on the wire landed before."""
+        self.aborting.discard((reservation, rank))
+        for write in [w for w in self.writes.elements() if w[1] == reservation and w[3] == rank]:
             if self.rng.random() < 0.5:
                 self.land(write)
             else:
                 self.take_write(write)
-        self.run_sender(self.sender.handle(SenderDrained(reservation)))
+        self.send(SenderDrained(reservation))
 
     def compute(self) -> None:
         if self.computed < 0:
@@ -300,7 +324,7 @@ class World:
         events += [("complete", write) for write in self.completions]
         if self.writes and self.num_faults < self.most_faults:
             events += [("fault", write) for write in sorted(self.writes)]
-        events += [("drain", reservation) for reservation in sorted(self.aborting)]
+        events += [("drain", each) for each in sorted(self.aborting)]
         events += [("receiver", r) for r in self.receivers.values() if r.alive and r.inbox]
         events += [("grant", r) for r in self.receivers.values() if r.alive and r.machine and r.is_deferred]
         events += [("prefill", None)] * bool(self.to_prefill)
@@ -321,7 +345,7 @@ class World:
         return receiver.alive and machine is not None and machine.state is ReceiverState.FILLING
 
     def walk(self, calm: bool) -> None:
-        for _ in range(1000):
+        for _ in range(3000):
             events = self.choices(calm)
             if not events:
                 return
@@ -340,8 +364,8 @@ class World:
                 case "overdue", Receiver() as receiver:
                     assert receiver.machine is not None
                     self.run_receiver(receiver, receiver.machine.handle(decode.HandoffOverdue()))
-                case "drain", str() as reservation:
-                    self.drain(reservation)
+                case "drain", tuple() as each:
+                    self.drain(*each)
                 case "receiver", Receiver() as receiver:
                     self.deliver_to_receiver(receiver)
                 case "grant", Receiver() as receiver:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.pool_memory import HostPool
 from kvrelay.transfer.receiver_thread import ReceiverThread
@@ -32,7 +33,7 @@ class SlowPool(HostPool):
         super().__init__(memory)
         self._before = before
 
-    def scatter(self, slots: Indices, rows: Bytes) -> None:
+    def scatter(self, slots: Indices, rows: Bytes, part: BlockPart | None = None) -> None:
         for number in range(len(slots)):
             self._before()
             super().scatter(slots[number : number + 1], rows[number : number + 1])

@@ -1,0 +1,192 @@
+"""Transfers between workers whose ranks hold different heads of each block.
+
+Each rank has a sender or receiver of its own over its own pool. Those of rank 0 are in this process; those of others
+may be proxies, which carry calls and events to and from the rank's process. To a handoff, all ranks are one transfer.
+A pair of workers with one rank each pushes whole blocks, and nothing is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+from kvrelay.kv.shard_map import ShardShape, why_not_between
+from kvrelay.transfer.base import (
+    BlockPush,
+    PartReceiver,
+    PartSender,
+    ReceiverEvent,
+    SenderEvent,
+    TransferFailed,
+    TransferReceiver,
+    TransferSender,
+)
+from kvrelay.transfer.block_parts import RankCopy, rank_copies
+from kvrelay.transfer.counters import SenderCounters
+from kvrelay.transfer.endpoints import Endpoint
+from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """How a worker's blocks are divided. `num_rows` and `head_bytes`: see `rank_copies`."""
+
+    shape: ShardShape
+    num_rows: int
+    head_bytes: int
+
+    @staticmethod
+    def of(shape: ShardShape, num_layers: int, block_bytes: int) -> ShardLayout:
+        """For blocks that have `block_bytes` on each rank."""
+        num_rows = 2 * num_layers
+        return ShardLayout(shape, num_rows, block_bytes // num_rows // shape.heads_per_rank)
+
+    def copies_to(self, other: ShardShape) -> tuple[RankCopy, ...]:
+        """What this worker's ranks send to another worker's. Raises ValueError if the shapes do not go together."""
+        return _copies(self.shape, other, self.num_rows, self.head_bytes)
+
+    def copies_from(self, other: ShardShape) -> tuple[RankCopy, ...]:
+        """What another worker's ranks send to this one's. Raises ValueError if the shapes do not go together."""
+        return _copies(other, self.shape, self.num_rows, self.head_bytes)
+
+
+_copies = cache(rank_copies)
+
+
+class ShardedSender:
+    """The senders of one transport of all ranks of a worker, rank 0 first."""
+
+    def __init__(self, ranks: Sequence[TransferSender], layout: ShardLayout) -> None:
+        """Raises ValueError if there is not one sender for each rank."""
+        if len(ranks) != layout.shape.size:
+            raise ValueError(f"{len(ranks)} senders for {layout.shape.size} ranks")
+        self.name = ranks[0].name
+        self.shape = layout.shape
+        self._ranks = tuple(ranks)
+        self._layout = layout
+        self._progress = PushProgress(len(ranks))
+
+    @property
+    def counters(self) -> list[SenderCounters]:
+        """Those of all ranks."""
+        return [sender.counters for sender in self._ranks]
+
+    def why_not_to(self, num_ranks: int) -> str:
+        """Why nothing can be pushed to a worker with so many ranks. Empty if it can."""
+        if len(self._ranks) == num_ranks == 1:
+            return ""
+        return why_not_between(self.shape, ShardShape(num_ranks, self.shape.num_kv_heads))
+
+    def start(self, on_event: Callable[[SenderEvent], None]) -> None:
+        """See `TransferSender.start`."""
+        self._on_event = on_event
+        for sender in self._ranks:
+            sender.start(self._handle)
+
+    def push(self, reservation: str, endpoints: Sequence[Endpoint], copies: Sequence[BlockPush]) -> None:
+        """Pushes to a worker with one rank for each endpoint. `Pushed` follows for blocks that have left all ranks,
+        and one `TransferFailed` at most, also if the worker's shape does not go with this one's."""
+        if len(self._ranks) == len(endpoints) == 1:
+            self._ranks[0].push(reservation, endpoints[0], copies)
+            return
+        target = ShardShape(len(endpoints), self._layout.shape.num_kv_heads)
+        try:
+            parts = self._layout.copies_to(target)
+            senders = [_with_parts(self._ranks[each.source_rank]) for each in parts]
+        except ValueError as error:
+            self._on_event(TransferFailed(reservation, str(error)))
+            return
+        self._progress.started(reservation, (copy.index for copy in copies), len(parts))
+        for sender, each in zip(senders, parts, strict=True):
+            sender.push_part(reservation, endpoints[each.target_rank], copies, each.part)
+
+    def abort(self, reservation: str) -> None:
+        """See `TransferSender.abort`: `SenderDrained` follows when all ranks have drained."""
+        if self._progress.aborted(reservation):
+            for sender in self._ranks:
+                sender.abort(reservation)
+
+    def close(self) -> None:
+        for sender in self._ranks:
+            sender.close()
+
+    def _handle(self, event: SenderEvent) -> None:
+        if (joined := self._progress.handle(event)) is not None:
+            self._on_event(joined)
+
+
+class ShardedReceiver:
+    """The receivers of one transport of all ranks of a worker, rank 0 first."""
+
+    def __init__(self, ranks: Sequence[TransferReceiver], layout: ShardLayout) -> None:
+        """Raises ValueError if there is not one receiver for each rank."""
+        if len(ranks) != layout.shape.size:
+            raise ValueError(f"{len(ranks)} receivers for {layout.shape.size} ranks")
+        self.name = ranks[0].name
+        self.needs_quarantine = any(receiver.needs_quarantine for receiver in ranks)
+        self._ranks = tuple(ranks)
+        self._layout = layout
+        self._progress = LandingProgress(len(ranks))
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Those of all ranks, for `ShardedSender.push`."""
+        return [receiver.endpoint for receiver in self._ranks]
+
+    def why_not_from(self, source: ShardShape) -> str:
+        """Why nothing of a worker of this shape can be taken. Empty if it can."""
+        if source.size == len(self._ranks) == 1:
+            return ""
+        return why_not_between(source, self._layout.shape)
+
+    def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
+        """See `TransferReceiver.start`."""
+        self._on_event = on_event
+        for rank, receiver in enumerate(self._ranks):
+            receiver.start(on_event if len(self._ranks) == 1 else partial(self._handle, rank))
+
+    def admit(self, reservation: str, first_block: int, slots: Sequence[int], source: ShardShape) -> None:
+        """From now on blocks of a worker of this shape may land. `Landed` follows for blocks that are whole on all
+        ranks. Raises ValueError, changing nothing, if the shapes do not go together."""
+        if source.size == len(self._ranks) == 1:
+            self._ranks[0].admit(reservation, first_block, slots)
+            return
+        copies = self._layout.copies_from(source)
+        receivers = [_take_parts(receiver) for receiver in self._ranks]
+        self._progress.admitted(reservation, range(first_block, first_block + len(slots)))
+        for rank, receiver in enumerate(receivers):
+            parts = [each.part.target for each in copies if each.target_rank == rank]
+            receiver.admit_parts(reservation, first_block, slots, parts)
+
+    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
+        """See `TransferReceiver.recheck`."""
+        self._progress.recheck(reservation, blocks)
+        for receiver in self._ranks:
+            receiver.recheck(reservation, blocks)
+
+    def release(self, reservation: str) -> None:
+        """See `TransferReceiver.release`."""
+        self._progress.released(reservation)
+        for receiver in self._ranks:
+            receiver.release(reservation)
+
+    def close(self) -> None:
+        for receiver in self._ranks:
+            receiver.close()
+
+    def _handle(self, rank: int, event: ReceiverEvent) -> None:
+        if (joined := self._progress.handle(rank, event)) is not None:
+            self._on_event(joined)
+
+
+def _with_parts(sender: TransferSender) -> PartSender:
+    if not isinstance(sender, PartSender):
+        raise ValueError(f"{sender.name} does not push parts of blocks")
+    return sender
+
+
+def _take_parts(receiver: TransferReceiver) -> PartReceiver:
+    if not isinstance(receiver, PartReceiver):
+        raise ValueError(f"{receiver.name} does not take parts of blocks")
+    return receiver

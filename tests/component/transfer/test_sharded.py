@@ -1,0 +1,253 @@
+"""Handoffs between workers with unequal numbers of ranks: each rank is a pool with a sender or receiver of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvrelay.kv.shard_map import ShardShape
+from kvrelay.transfer.base import (
+    BlockPush,
+    Corrupted,
+    Landed,
+    PartReceiver,
+    PartSender,
+    Pushed,
+    SenderDrained,
+    TransferFailed,
+)
+from kvrelay.transfer.block_parts import PartCopy
+from kvrelay.transfer.checksums import PoolChecksums
+from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
+from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
+from kvrelay.transfer.wire import Bytes
+from kvrelay.transfer.zmq_transport import ZmqReceiver
+from tests.component.transfer.rig import Log
+from tests.component.transfer.transports import EMPTY, NO_NIXL, staged, target_pool, zmq_sender
+
+pytestmark = [pytest.mark.component]
+
+NUM_LAYERS, BLOCK_SIZE, HEAD_BYTES = 3, 4, 32
+NUM_BLOCKS = 40
+HEAD_RUN = BLOCK_SIZE * HEAD_BYTES
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How the ends of a rank are made over its pool."""
+
+    sender: Callable[[Bytes], PartSender]
+    receiver: Callable[[Bytes], PartReceiver]
+    why_not: str = ""
+
+
+ENDS = {
+    "zmq": Ends(zmq_sender, ZmqReceiver),
+    "zmq-tcp": Ends(zmq_sender, lambda pool: ZmqReceiver(pool, local=False)),
+    "zmq-checksum": Ends(lambda pool: zmq_sender(pool, checksum=True), ZmqReceiver),
+    "zmq-staged-checksum": Ends(
+        lambda pool: zmq_sender(staged(pool), checksum=True), lambda pool: ZmqReceiver(staged(pool))
+    ),
+    "nixl": Ends(NixlSender, NixlReceiver, NO_NIXL),
+    "nixl-checksum": Ends(lambda pool: NixlSender(pool, checksums=PoolChecksums(pool)), NixlReceiver, NO_NIXL),
+}
+SIZES = [(1, 1), (2, 2), (2, 1), (1, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
+
+
+@pytest.fixture(params=list(ENDS))
+def ends(request: pytest.FixtureRequest) -> Ends:
+    found = ENDS[request.param]
+    if found.why_not:
+        pytest.skip(found.why_not)
+    return found
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def layout_of(size: int, num_heads: int) -> ShardLayout:
+    shape = ShardShape(size, num_heads)
+    return ShardLayout.of(shape, NUM_LAYERS, 2 * NUM_LAYERS * shape.heads_per_rank * HEAD_RUN)
+
+
+def whole_kv(num_heads: int) -> NDArray[np.uint8]:
+    """The KV of all heads, [block, row, head, bytes of a head's tokens]."""
+    shape = (NUM_BLOCKS, 2 * NUM_LAYERS, num_heads, HEAD_RUN)
+    return np.random.default_rng(7).integers(0, 256, shape, np.uint8)
+
+
+def rank_pool(kv: NDArray[np.uint8], shape: ShardShape, rank: int) -> Bytes:
+    """A rank's blocks, cut out of the whole: written without the map."""
+    first = rank * shape.num_kv_heads // shape.size
+    mine = kv[:, :, first : first + max(1, shape.num_kv_heads // shape.size)]
+    return np.ascontiguousarray(mine).reshape(NUM_BLOCKS, -1)
+
+
+class Worker:
+    """The ranks of a prefill or decode worker."""
+
+    def __init__(self, pools: list[Bytes]) -> None:
+        self.pools = pools
+        self.log = Log()
+
+    def landed(self, reservation: str) -> list[int]:
+        events = [each for each in self.log.events if isinstance(each, Landed) and each.reservation == reservation]
+        return sorted(block for each in events for block in each.blocks)
+
+    def pushed(self, reservation: str) -> list[int]:
+        events = [each for each in self.log.events if isinstance(each, Pushed) and each.reservation == reservation]
+        return sorted(block for each in events for block in each.blocks)
+
+
+class Pair:
+    """A prefill worker and a decode worker."""
+
+    def __init__(self, ends: Ends, stack: ExitStack, sizes: tuple[int, int], num_heads: int) -> None:
+        self.kv = whole_kv(num_heads)
+        source, target = layout_of(sizes[0], num_heads), layout_of(sizes[1], num_heads)
+        self.source_shape, self.target_shape = source.shape, target.shape
+        self.prefill = Worker([rank_pool(self.kv, source.shape, rank) for rank in range(sizes[0])])
+        pool_bytes = rank_pool(self.kv, target.shape, 0).shape[1]
+        self.decode = Worker([target_pool(NUM_BLOCKS, pool_bytes) for _ in range(sizes[1])])
+        self.rank_senders = [ends.sender(pool) for pool in self.prefill.pools]
+        self.sender = ShardedSender(self.rank_senders, source)
+        self.receiver = ShardedReceiver([ends.receiver(pool) for pool in self.decode.pools], target)
+        for end, worker in ((self.receiver, self.decode), (self.sender, self.prefill)):
+            stack.callback(end.close)
+            end.start(worker.log.add)
+
+    def admit(self, reservation: str, slots: Sequence[int], first_block: int = 0) -> None:
+        self.receiver.admit(reservation, first_block, slots, self.source_shape)
+
+    def push(self, reservation: str, copies: Sequence[BlockPush]) -> None:
+        self.sender.push(reservation, self.receiver.endpoints, copies)
+
+    def assert_arrived(self, copies: Sequence[BlockPush]) -> None:
+        """Each rank of decode has its heads of these blocks, and nothing else was touched."""
+        for rank, pool in enumerate(self.decode.pools):
+            expected = np.full_like(pool, EMPTY)
+            whole = rank_pool(self.kv, self.target_shape, rank)
+            for copy in copies:
+                expected[copy.slot] = whole[copy.source]
+            assert np.array_equal(pool, expected), f"rank {rank}"
+
+
+def scattered(count: int, first_block: int = 0) -> list[BlockPush]:
+    random = np.random.default_rng(3)
+    sources, slots = random.permutation(NUM_BLOCKS)[:count], random.permutation(NUM_BLOCKS)[:count]
+    numbers = enumerate(zip(sources.tolist(), slots.tolist(), strict=True), first_block)
+    return [BlockPush(index, source, slot) for index, (source, slot) in numbers]
+
+
+@pytest.mark.parametrize("num_heads", [1, 4])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+async def test_each_rank_gets_its_heads_and_each_block_is_reported_once(
+    ends: Ends, stack: ExitStack, sizes: tuple[int, int], num_heads: int
+) -> None:
+    pair, copies = Pair(ends, stack, sizes, num_heads), scattered(25, first_block=3)
+    pair.admit("r", [copy.slot for copy in copies], first_block=3)
+    for first in range(0, 25, 10):
+        pair.push("r", copies[first : first + 10])
+    blocks = [copy.index for copy in copies]
+    await pair.decode.log.until(lambda: pair.decode.landed("r") == blocks)
+    await pair.prefill.log.until(lambda: pair.prefill.pushed("r") == blocks)
+    pair.assert_arrived(copies)
+    pair.receiver.release("r")
+    pair.sender.abort("r")
+    await pair.prefill.log.until(lambda: SenderDrained("r") in pair.prefill.log.events)
+    assert pair.prefill.log.events.count(SenderDrained("r")) == 1
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (4, 2)], ids=str)
+async def test_no_block_lands_without_the_part_of_a_lost_rank_and_all_do_when_it_comes_again(
+    ends: Ends, stack: ExitStack, sizes: tuple[int, int]
+) -> None:
+    pair, copies = Pair(ends, stack, sizes, 4), scattered(12)
+    pair.admit("r", [copy.slot for copy in copies])
+    lost = pair.rank_senders[-1]
+    pushes: list[tuple[dict[str, str], Sequence[BlockPush], PartCopy]] = []
+    original = lost.push_part
+
+    def lose(reservation: str, endpoint: dict[str, str], some: Sequence[BlockPush], part: PartCopy) -> None:
+        pushes.append((endpoint, some, part))
+
+    lost.push_part = lose  # type: ignore[method-assign,assignment]
+    pair.push("r", copies)
+    # What the other ranks have sent is there when a whole handoff behind it is.
+    behind = [BlockPush(index, index, slot) for index, slot in enumerate(free_slots(copies, 5))]
+    lost.push_part = original  # type: ignore[method-assign]
+    pair.admit("behind", [copy.slot for copy in behind])
+    pair.push("behind", behind)
+    await pair.decode.log.until(lambda: pair.decode.landed("behind") == list(range(5)))
+    assert pair.decode.landed("r") == pair.prefill.pushed("r") == []
+    for endpoint, some, part in pushes:
+        original("r", endpoint, some, part)
+    await pair.decode.log.until(lambda: pair.decode.landed("r") == list(range(12)))
+    pair.assert_arrived([*copies, *behind])
+
+
+async def test_blocks_that_are_pushed_again_after_one_rank_lost_them_land_once(ends: Ends, stack: ExitStack) -> None:
+    pair, copies = Pair(ends, stack, (2, 2), 4), scattered(12)
+    pair.admit("r", [copy.slot for copy in copies])
+    for part in pair.sender._layout.copies_to(pair.target_shape):
+        if part.source_rank == 0:  # rank 1's were lost on the way
+            pair.rank_senders[0].push_part("r", pair.receiver.endpoints[part.target_rank], copies, part.part)
+    await pair.prefill.log.until(lambda: len(pair.prefill.pushed("r")) == 12)
+    assert pair.decode.landed("r") == []
+    pair.push("r", copies)
+    await pair.decode.log.until(lambda: pair.decode.landed("r") == list(range(12)))
+    pair.assert_arrived(copies)
+
+
+async def test_the_failure_of_one_rank_is_one_failure_and_drains_once(ends: Ends, stack: ExitStack) -> None:
+    pair, copies = Pair(ends, stack, (2, 2), 4), scattered(6)
+    pair.admit("r", [copy.slot for copy in copies])
+    good, _ = pair.receiver.endpoints
+    pair.sender.push("r", [good, {"address": "nothing"}], copies)
+    pair.sender.push("r", [{"address": "nothing"}, {"address": "nothing"}], [])
+    log = pair.prefill.log
+    await log.until(lambda: any(isinstance(event, TransferFailed) for event in log.events))
+    pair.sender.abort("r")
+    pair.sender.abort("r")
+    await log.until(lambda: SenderDrained("r") in log.events)
+    assert sum(isinstance(event, TransferFailed) for event in log.events) == 1
+    assert log.events.count(SenderDrained("r")) == 1
+    assert pair.decode.landed("r") == []
+
+
+async def test_damage_to_one_ranks_part_is_found_by_its_checksum_and_repaired(stack: ExitStack) -> None:
+    if NO_NIXL:
+        pytest.skip(NO_NIXL)
+    pair, copies = Pair(ENDS["nixl-checksum"], stack, (2, 1), 4), scattered(6)
+    pair.admit("r", [copy.slot for copy in copies])
+    pair.push("r", copies)
+    log = pair.decode.log
+    await log.until(lambda: pair.decode.landed("r") == list(range(6)))
+    pair.decode.pools[0][copies[2].slot, -1] ^= 1  # of the last head: rank 1's
+    pair.receiver.recheck("r", [1, 2])
+    await log.until(lambda: Corrupted("r", (2,)) in log.events and pair.decode.landed("r").count(1) == 2)
+    pair.push("r", copies[2:3])
+    await log.until(lambda: pair.decode.landed("r").count(2) == 2)
+    pair.assert_arrived(copies)
+
+
+async def test_a_worker_with_other_heads_is_refused(stack: ExitStack) -> None:
+    pair = Pair(ENDS["zmq"], stack, (2, 1), 4)
+    with pytest.raises(ValueError, match="2 KV heads there, 4 here"):
+        pair.receiver.admit("r", 0, [1], ShardShape(2, 2))
+    assert pair.receiver.why_not_from(ShardShape(3, 4)) == "4 KV heads do not divide among 3 ranks"
+    pair.sender.push("r", [{}, {}, {}], [BlockPush(0, 0, 0)])
+    assert pair.prefill.log.events == [TransferFailed("r", "4 KV heads do not divide among 3 ranks")]
+
+
+def free_slots(copies: Sequence[BlockPush], count: int) -> list[int]:
+    taken = {copy.slot for copy in copies}
+    return [slot for slot in range(NUM_BLOCKS) if slot not in taken][:count]

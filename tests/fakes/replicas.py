@@ -1,0 +1,85 @@
+"""Ranks that each compute the whole model, so their pools must be equal after every step."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import msgspec
+import numpy as np
+
+from kvrelay.engine.batch import ModelSpec, WorkerBatch, WorkerRow
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.ranks.step_decoder import StepDecoder
+from kvrelay.ranks.step_input import StepInput
+from tests.fakes.hash_runner import HashRunner
+
+
+class LeadingHashRunner(HashRunner):
+    """Rank 0 of a group whose ranks compute the whole model."""
+
+    def resolve(self, batch: WorkerBatch) -> WorkerBatch:
+        return resolved(batch, self._sampled)
+
+
+def resolved(batch: WorkerBatch, newest: dict[SequenceKey, int]) -> WorkerBatch:
+    """Returns the batch with the newest tokens in the place of placeholders."""
+
+    def fill(row: WorkerRow) -> WorkerRow:
+        if not row.has_placeholder:
+            return row
+        token_ids = np.append(row.token_ids[:-1], newest[row.key]).astype(np.int32)
+        return msgspec.structs.replace(row, token_ids=token_ids, has_placeholder=False)
+
+    return WorkerBatch(batch.step, list(map(fill, batch.rows)), batch.swap_out, batch.swap_in, batch.copies)
+
+
+def without_samples(batch: WorkerBatch) -> WorkerBatch:
+    """Returns a batch that `execute` computes as `follow` would compute the given one."""
+    rows = [msgspec.structs.replace(row, sample=False, beam=None) for row in batch.rows]
+    return WorkerBatch(batch.step, rows, batch.swap_out, batch.swap_in, batch.copies)
+
+
+class HashReplica:
+    """A `FollowingRunner` over the hash model, which checks the K/V that each row reads."""
+
+    def __init__(self, runner: HashRunner) -> None:
+        self.runner = runner
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.runner.spec
+
+    def follow(self, batch: WorkerBatch) -> None:
+        self.runner.execute(without_samples(batch))
+
+
+class ReplicasHere:
+    """The other ranks in this process. Each gets its steps as they would arrive."""
+
+    def __init__(self, *replicas: HashReplica) -> None:
+        self.lost: Future[None] = Future()
+        self.num_bytes = 0
+        self._ranks = [(replica, StepDecoder()) for replica in replicas]
+        self._number = 0
+
+    def publish_step(self, step: StepInput) -> int:
+        raw = msgspec.msgpack.encode(step)
+        self.num_bytes += len(raw)
+        for replica, decoder in self._ranks:
+            replica.follow(decoder.decode(msgspec.msgpack.decode(raw, type=StepInput)))
+        self._number += 1
+        return self._number
+
+    def await_done(self, number: int) -> str:
+        assert number == self._number
+        return ""
+
+    def fail(self, reason: str) -> str:
+        return reason
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def num_sequences(self) -> list[int]:
+        return [len(decoder) for _, decoder in self._ranks]

@@ -73,12 +73,28 @@ def die_with_parent() -> Callable[[], None]:
     parent = os.getpid()
 
     def arm() -> None:
-        if _libc is not None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:  # the parent ended before the call
-                os._exit(1)
+        end_with_parent(parent)
 
     return arm
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends (Linux). `parent` is the process that did;
+    exits if that has ended already. Call it in the main thread, first of all."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def describe_exit(status: int) -> str:
+    """Text such as `exited with status 1` or `was killed by SIGKILL`."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
 
 
 def settle_garbage() -> None:

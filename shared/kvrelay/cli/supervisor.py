@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from kvrelay.cli.display import DIED, READY, STARTING, STOPPED, STOPPING, Display
 from kvrelay.cli.readiness import ReadyCheck
-from kvrelay.process import die_with_parent
+from kvrelay.process import describe_exit, die_with_parent
 
 READY_POLL_S = 0.1
 FIRST_PAUSE_S = 0.5
@@ -193,16 +193,6 @@ class Service:
             return ""
         lines = self.spec.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         return "".join(f"\n  | {line}" for line in lines) + f"\nComplete log: {self.spec.log_path}"
-
-
-def describe_exit(status: int) -> str:
-    """Text such as `exited with status 1` or `was killed by SIGKILL`."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
 
 
 class Supervisor:

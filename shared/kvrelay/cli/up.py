@@ -22,7 +22,7 @@ from kvrelay.cli.gpu_workers import AssignedGpu, place_workers
 from kvrelay.cli.gpus import VISIBLE, Gpu, list_gpus
 from kvrelay.cli.instance_lock import InstanceLock
 from kvrelay.cli.readiness import RouterReady, WorkerReady
-from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor, describe_exit
+from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
 from kvrelay.config.common import CommonConfig, is_wildcard
 from kvrelay.config.loader import ConfigError, add_config_flag, add_flags, flag_names, resolve
 from kvrelay.config.router import RouterConfig
@@ -31,6 +31,7 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet import Registry, RegistryError
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
 from kvrelay.ports import HeldPort
+from kvrelay.process import describe_exit
 
 LOOPBACK = "127.0.0.1"
 REDIS_POLL_S = 0.5

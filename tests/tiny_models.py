@@ -18,11 +18,13 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 320
@@ -73,9 +75,20 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+DIVIDED: dict[str, Callable[[], PreTrainedConfig]] = {
+    **ARCHITECTURES,
+    "tied-llama": _config(LlamaConfig, vocab_size=319, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "mixtral": _config(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": _config(
+        Qwen3MoeConfig, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0]
+    ),
+}
+"""Models for tensor parallelism: also one whose vocabulary does not divide, with biases everywhere, and experts."""
+
+
 def build_model(architecture: str, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Saves a random model of `ARCHITECTURES` and its tokenizer into `directory`, and returns it."""
-    config = ARCHITECTURES[architecture]()
+    """Saves a random model of `DIVIDED` and its tokenizer into `directory`, and returns it."""
+    config = DIVIDED[architecture]()
     torch.manual_seed(seed)
     randomize(AutoModelForCausalLM.from_config(config, dtype=dtype)).save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)

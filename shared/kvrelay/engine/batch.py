@@ -44,7 +44,8 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     when the batch was made. The last `num_drafts` of `token_ids` are drafts: guesses of the tokens that come next. The
     step verifies them, so the row may bring up to 1 + num_drafts tokens (see `RowResult`). With `jumps`, the row may
     bring tokens that its grammar forces behind the others. A row behind one with `num_drafts` or a grammar has no
-    placeholder.
+    placeholder. `num_scored` is set for tensor parallelism alone: log-probabilities are requested of the tokens behind
+    the first `num_scored` positions (see `TransformersRunner.resolve`).
     """
 
     key: SequenceKey
@@ -57,6 +58,7 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     num_drafts: int = 0
     jumps: bool = False
     beam: BeamRow | None = None
+    num_scored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,9 @@ class ModelSpec:
     device: str = ""  # device name for display: cpu, or a GPU's name and UUID
     kv_dtype: str = ""  # dtype of keys and values in the pool; empty: simulated
     tokenizer: str = ""  # see `kvrelay.tokenizer_identity`
+    model_identity: str = ""  # the fingerprint of workers that have the whole model in one process; empty: simulated
+    tensor_parallel_size: int = 1  # ranks among which heads are divided; the numbers above are of one rank
+    total_kv_heads: int = 0  # KV heads of the whole model; 0: simulated
 
 
 class RowsFailed(Exception):

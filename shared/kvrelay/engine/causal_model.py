@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,14 +21,24 @@ from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, register
-from kvrelay.engine.checkpoint import check_quantization, read_config, read_integer_model, read_model
+from kvrelay.engine.checkpoint import (
+    check_quantization,
+    read_config,
+    read_integer_model,
+    read_model,
+    read_sharded_model,
+)
 from kvrelay.engine.eager import EagerForward, Forward
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
+from kvrelay.engine.parallel.group import TensorParallelGroup
+from kvrelay.engine.parallel.shard_plan import ShardPlan, check_tensor_parallel, plan_shards
+from kvrelay.engine.parallel.sharded_checkpoint import fill_randomly
+from kvrelay.engine.parallel.sharded_modules import connect_modules
 from kvrelay.engine.probe import ForwardCheck, ObservedLayers, check_paged_forward, observe_layers
 from kvrelay.engine.quantization_cost import QuantizationCost
-from kvrelay.engine.quantized.stored_format import StoredFormat, find_format
+from kvrelay.engine.quantized.stored_format import StoredFormat, find_format, stated_quantization
 from kvrelay.engine.quantized.stored_weights import StoredWeights, layer_readers
 from kvrelay.engine.support import check_config, check_positions, resolve_max_model_len
 
@@ -37,7 +47,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 log = logging.getLogger(__name__)
 
-_DUMMY_SEED = 0
+_DUMMY_SEED = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NATIVE_FLAGS = {
     torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
@@ -58,6 +68,7 @@ class ModelSource:
     stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
     quantization: Quantization = "none"
     stored_format: StoredFormat | None = None  # of integer weights in the checkpoint that are read here
+    tensor_parallel: TensorParallelGroup | None = None  # the ranks among which the model is divided
 
     @property
     def weights_salt(self) -> str:
@@ -78,18 +89,29 @@ class CausalModel:
         backend: AttentionBackend,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        shard_plan: ShardPlan | None = None,
     ) -> None:
+        """`layout` is of this rank's KV heads. `shard_plan`: how the model is divided; None: it is not."""
         self.source = source
+        self.shard_plan = shard_plan
         self.layout = layout
         self.backend = backend
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.forward = forward
 
+    @property
+    def whole_layout(self) -> KVLayout:
+        """The layout of the whole model's KV heads."""
+        if self.shard_plan is None:
+            return self.layout
+        return replace(self.layout, num_kv_heads=self.shard_plan.num_kv_heads)
+
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         return self.forward.hidden_states(token_ids, positions, step)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits `[tokens, vocab]`; on other ranks than the first, `[tokens, 0]`."""
         return self.forward.logits(hidden)
 
 
@@ -101,6 +123,7 @@ def open_source(
     load_format: LoadFormat = "auto",
     kv_cache_dtype: str = "auto",
     quantization: Quantization = "none",
+    tensor_parallel: TensorParallelGroup | None = None,
 ) -> ModelSource:
     """Reads and checks the config, and resolves `auto`.
 
@@ -128,8 +151,24 @@ def open_source(
         raise UnsupportedModel(
             f"quantization = {quantization}: the checkpoint is quantized already, by {stored_format.method}"
         )
+    if tensor_parallel is not None:
+        _check_divisible(config, quantization, load_format, tensor_parallel.size)
     stored = KV_DTYPES.get(kv_cache_dtype)
-    return ModelSource(name, config, computed, target, length, load_format, stored, quantization, stored_format)
+    return ModelSource(
+        *(name, config, computed, target, length, load_format, stored, quantization, stored_format, tensor_parallel)
+    )
+
+
+def _check_divisible(config: PreTrainedConfig, quantization: Quantization, load_format: LoadFormat, size: int) -> None:
+    """Raises UnsupportedModel for a model that cannot be divided among `size` ranks."""
+    stated = stated_quantization(config) if load_format != "dummy" else None
+    if quantization != "none" or stated is not None:
+        method = quantization if stated is None else stated[0]
+        raise UnsupportedModel(
+            f"{config.model_type}: weights quantized by {method} are not divided: tensor_parallel_size = {size} takes "
+            f"weights in 16 or 32 bits"
+        )
+    check_tensor_parallel(config, size)
 
 
 def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -166,6 +205,8 @@ def load_model(
         UnsupportedModel: with the reason.
     """
     register()
+    if source.tensor_parallel is not None:
+        return _load_sharded(source, source.tensor_parallel, block_size, backend, cascade_attention=cascade_attention)
     weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
     model = _read_model(source, weights)
     model.to(source.device).eval()  # type: ignore[arg-type]
@@ -185,6 +226,46 @@ def load_model(
         )
     eos_token_ids = _eos_token_ids(model, observed.vocab_size)
     return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids)
+
+
+def _load_sharded(
+    source: ModelSource,
+    group: TensorParallelGroup,
+    block_size: int,
+    backend: AttentionBackend | None,
+    *,
+    cascade_attention: bool,
+) -> CausalModel:
+    """Loads this rank's part as `load_model` does. All ranks run the checks together and get the same results."""
+    with group.in_agreement():
+        if source.load_format == "dummy":
+            model, plan = _make_dummy(source, ATTENTION_NAME)
+        else:
+            model, plan = read_sharded_model(
+                *(source.name, source.config, source.dtype, ATTENTION_NAME, group.rank, group.size)
+            )
+        model.to(source.device).eval()  # type: ignore[arg-type]
+    assert plan is not None
+    head = connect_modules(model, plan, group)
+    text = source.config.get_text_config(decoder=True)
+    observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
+    if observed.num_kv_heads != plan.local_kv_heads:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: a rank has {observed.num_kv_heads} KV heads in place of {plan.local_kv_heads}"
+        )
+    shape = (observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size)
+    layout = KVLayout(*shape, observed.dtype, source.stored)
+    with group.in_agreement():
+        if backend is None:
+            backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
+    check_paged_forward(model, layout, backend, source.max_model_len)
+    head.gathers_to_all = False
+    log.info(
+        "tensor parallelism: rank %d of %d has %d of %d attention heads and %d of %d KV heads",
+        *(plan.rank, plan.size, plan.local_heads, plan.num_heads, plan.local_kv_heads, plan.num_kv_heads),
+    )
+    eos_token_ids = _eos_token_ids(model, observed.vocab_size)
+    return CausalModel(source, EagerForward(model), layout, backend, observed.vocab_size, eos_token_ids, plan)
 
 
 def _read_model(source: ModelSource, weights: StoredWeights | None) -> PreTrainedModel:
@@ -232,17 +313,36 @@ def _choose_forward(
 
 
 def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:
-    """The source's model with random weights, made on its device. All devices of one type get the same weights."""
-    device = source.device
-    generators = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(generators), torch.device(device):
-        torch.manual_seed(_DUMMY_SEED)
+    """The source's model with random weights, made on its device. All devices of one type get the same weights, and the
+    ranks of any group parts of them."""
+    return _make_dummy(source, attn_implementation)[0]
+
+
+def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrainedModel, ShardPlan | None]:
+    group = source.tensor_parallel
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+
+    def make() -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             deepcopy(source.config),  # the model keeps this config, and it names the attention implementation
             dtype=source.dtype,
             attn_implementation=attn_implementation,
         )
-    return model
+        return model
+
+    with torch.device("meta"):
+        model = make()
+    try:
+        plan = plan_shards(model, rank, size)
+    except UnsupportedModel:
+        if group is not None:
+            raise
+        generators = [source.device] if source.device.type == "cuda" else []
+        with torch.random.fork_rng(generators), torch.device(source.device):
+            torch.manual_seed(_DUMMY_SEED)
+            return make(), None
+    fill_randomly(model, source.device, _DUMMY_SEED, plan if size > 1 else None)
+    return model, plan
 
 
 def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:

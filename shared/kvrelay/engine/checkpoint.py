@@ -23,6 +23,8 @@ from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.parallel.shard_plan import ShardPlan, plan_shards
+from kvrelay.engine.parallel.sharded_checkpoint import narrowed_class, restore_class, sharded_state_dict
 from kvrelay.engine.quantized.stored_format import SUPPORTED, stated_quantization
 from kvrelay.engine.quantized.stored_weights import StoredWeights
 
@@ -87,9 +89,40 @@ def read_integer_model(
     model: PreTrainedModel
     model, loaded = answer
     _check_loaded(name, loaded)
+    _read_generation_config(name, model)
+    return model
+
+
+def read_sharded_model(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, rank: int, size: int
+) -> tuple[PreTrainedModel, ShardPlan]:
+    """Loads the part of the model that one of `size` ranks has. Returns its plan too.
+
+    Raises:
+        UnsupportedModel: the model cannot be divided by `size`, or as `read_model`.
+        OSError: there are no weights in safetensors files.
+    """
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(deepcopy(config))
+    plan, model_class = plan_shards(whole, rank, size), type(whole)
+    with _refusing(name, "it cannot be loaded"), _without_progress_bars():
+        answer: Any = narrowed_class(model_class, plan).from_pretrained(
+            None,
+            **_options(config, dtype, attn_implementation),
+            state_dict=sharded_state_dict(name, whole, plan),
+        )
+    model: PreTrainedModel
+    model, loaded = answer
+    restore_class(model, model_class)
+    _check_loaded(name, loaded)
+    _check_stored(name, loaded["unexpected_keys"])
+    _read_generation_config(name, model)
+    return model, plan
+
+
+def _read_generation_config(name: str, model: PreTrainedModel) -> None:
     with suppress(OSError):  # many checkpoints have none
         model.generation_config = GenerationConfig.from_pretrained(name)
-    return model
 
 
 def _options(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ _WHOLE_BYTES = 64 * 2**20  # files up to this size are hashed whole
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 64 * 2**10
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_BLOCK_ORDER = "layer, 2, kv_head, token, dim "  # blocks of equal shapes may have had another order in older versions
 _TOKENIZER = (
     "tokenizer*",
     "vocab*",
@@ -34,7 +35,7 @@ def fingerprint(model_dir: Path, layout: KVLayout, salt: str = "") -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     stored = "" if layout.stored is None else f"stored as {layout.stored} "
-    digest.update(f"{layout.dtype} {stored}{layout.block_shape}{salt}".encode())
+    digest.update(f"{layout.dtype} {stored}{_BLOCK_ORDER}{layout.block_shape}{salt}".encode())
     _add_whole(digest, _matching(model_dir, ("config.json", *_TOKENIZER)))
     weights = _matching(model_dir, _WEIGHTS)
     if sum(path.stat().st_size for path in weights) <= _WHOLE_BYTES:
@@ -45,6 +46,13 @@ def fingerprint(model_dir: Path, layout: KVLayout, salt: str = "") -> str:
             for sample in _samples(path):
                 digest.update(sample)
     return digest.hexdigest()
+
+
+def shard_fingerprint(identity: str, size: int) -> str:
+    """The fingerprint of workers that divide a model among `size` ranks. `identity` is that of the undivided model."""
+    if size == 1:
+        return identity
+    return hashlib.blake2b(f"{identity} tensor_parallel_size {size}".encode(), digest_size=16).hexdigest()
 
 
 def find_model_dir(name: str) -> Path:

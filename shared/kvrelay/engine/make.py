@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,15 @@ from kvrelay.engine.device import use_on_this_thread
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.graphs import GraphSettings
-from kvrelay.engine.profile import SWAP_PART, MemoryGauge, blocks_for_profile, measure_kept, profile_memory
+from kvrelay.engine.parallel.group import TensorParallelGroup
+from kvrelay.engine.profile import (
+    SWAP_PART,
+    MemoryGauge,
+    MemoryProfile,
+    blocks_for_profile,
+    measure_kept,
+    profile_memory,
+)
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 
@@ -52,6 +61,7 @@ def make_runner(
     cascade_attention: bool = False,
     fused_layers: bool = True,
     quantization: Quantization = "none",
+    tensor_parallel: TensorParallelGroup | None = None,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
 
@@ -61,23 +71,41 @@ def make_runner(
     decoding steps are captured in CUDA graphs if model and backend allow it. Their scratch block is part of the memory,
     and one more than `num_blocks` if that is given.
 
+    With `tensor_parallel`, this process loads its rank's part of the model. All ranks call this at the same time, with
+    the same arguments but for device and group. `memory_bytes` and `swap_bytes` are each rank's; on CPUs, `size_pool`
+    is the share of all ranks on this machine together. All ranks get the same number of blocks. There are no graphs.
+
     Raises UnsupportedModel with the reason; ValueError for an unknown dtype, memory for less than one block, or CUDA
     graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; OSError for no such model.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    source = open_source(model, dtype, device, max_model_len, load_format, kv_cache_dtype, quantization)
+    with _agreeing(tensor_parallel):
+        source = open_source(
+            *(model, dtype, device, max_model_len, load_format, kv_cache_dtype, quantization), tensor_parallel
+        )
+    if tensor_parallel is not None and graphs is not None:
+        log.info("CUDA graphs are off: they do not capture the collectives of tensor parallelism")
+        graphs = None
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
     loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention, fused_layers=fused_layers)
+    profile = None
     if num_blocks is None and size_pool is not None:
-        num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge, graphs)
-    elif num_blocks is None:
-        num_blocks = _num_blocks_of(loaded.layout, memory_bytes, with_scratch=graphs is not None)
-    if max_model_len is not None:
-        _check_holds(loaded.layout, num_blocks, max_model_len)
-    num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
-    runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
+        profile = _profile(loaded, size_pool, gauge, graphs)
+    with _agreeing(tensor_parallel):
+        if profile is not None and size_pool is not None:
+            num_blocks = _num_blocks_beside(profile, loaded, size_pool, swap_bytes, tensor_parallel)
+        elif num_blocks is None:
+            num_blocks = _num_blocks_of(loaded.layout, memory_bytes, with_scratch=graphs is not None)
+    assert num_blocks is not None
+    if tensor_parallel is not None:
+        num_blocks = tensor_parallel.least(num_blocks)
+    with _agreeing(tensor_parallel):
+        if max_model_len is not None:
+            _check_holds(loaded.layout, num_blocks, max_model_len)
+        num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
+        runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
     if graphs is not None:
         runner.try_graphs(graphs)
     gauge.keep()
@@ -112,14 +140,17 @@ def _num_swap_slots(layout: KVLayout, num_blocks: int, swap_bytes: int | None) -
     return num_slots
 
 
-def _profiled_num_blocks(
-    model: CausalModel, sizing: PoolSizing, swap_bytes: int | None, gauge: MemoryGauge, graphs: GraphSettings | None
-) -> int:
-    block_size, block_bytes = model.layout.block_size, model.layout.block_bytes
+def _agreeing(group: TensorParallelGroup | None) -> AbstractContextManager[None]:
+    """If a block fails on one rank, it fails on all. It has no collectives."""
+    return nullcontext() if group is None else group.in_agreement()
+
+
+def _profile(model: CausalModel, sizing: PoolSizing, gauge: MemoryGauge, graphs: GraphSettings | None) -> MemoryProfile:
+    """Runs the largest step on a small pool."""
     num_tokens = sizing.token_budget
     if sizing.whole_prompts:
         num_tokens = max(num_tokens, model.source.max_model_len)
-    small = TransformersRunner(model, blocks_for_profile(num_tokens, sizing.max_running, block_size))
+    small = TransformersRunner(model, blocks_for_profile(num_tokens, sizing.max_running, model.layout.block_size))
     profile = profile_memory(small, num_tokens, sizing.max_running, gauge)
     if gauge.pool_rests:  # the profiled pool is freed, while the memory of libraries remains
         most = profile.resting + profile.step - small.pool.nbytes
@@ -128,14 +159,27 @@ def _profiled_num_blocks(
         profile = replace(profile, resting=resting, step=max(0, most - resting), free=gauge.free())
     if graphs is not None:
         profile = replace(profile, graphs=_graph_bytes(model, graphs, gauge))
-    profile.check_free(sizing.memory_utilization)
+    return profile
+
+
+def _num_blocks_beside(
+    profile: MemoryProfile,
+    model: CausalModel,
+    sizing: PoolSizing,
+    swap_bytes: int | None,
+    group: TensorParallelGroup | None,
+) -> int:
+    """The blocks that fit beside weights and the largest step. Raises PoolDoesNotFit."""
+    block_size, block_bytes = model.layout.block_size, model.layout.block_bytes
+    is_cpu = model.source.device.type == "cpu"
+    # Ranks on CPUs share the memory of one machine.
+    share = sizing.memory_utilization / (group.size if is_cpu and group is not None else 1)
+    profile.check_free(share)
     num_blocks = profile.num_blocks(
-        sizing.memory_utilization,
+        share,
         block_bytes,
         blocks_for(sizing.token_budget, block_size),
-        swap_bytes=swap_bytes
-        if model.source.device.type == "cpu"
-        else 0,  # a GPU's pool swaps to the host's memory, which does not count here
+        swap_bytes=swap_bytes if is_cpu else 0,  # a GPU's pool swaps to the host's memory, which does not count here
     )
     log.info(
         "memory: %d MiB with the weights, %d MiB for the largest step, %d MiB for CUDA graphs, %d MiB for the pool, "

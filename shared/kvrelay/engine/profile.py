@@ -168,6 +168,9 @@ def profile_memory(
 
 def _run(runner: ModelRunner, batch: WorkerBatch) -> None:
     """Runs two steps if steps are launched ahead, because the first one's logits stay until it has landed."""
+    if getattr(runner, "follows", False):
+        runner.follow(batch)  # type: ignore[attr-defined]
+        return
     if not getattr(runner, "launches_ahead", False):
         runner.execute(batch)
         return

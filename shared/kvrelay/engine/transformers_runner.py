@@ -4,53 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import cast
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 
 from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits, dtype_name
-from kvrelay.engine.batch import BeamCandidates, BlockCopy, ModelSpec, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import BeamCandidates, BlockCopy, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
 from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.causal_model import CausalModel
-from kvrelay.engine.device import Moment, describe_device, to_device, to_host, use_on_this_thread
+from kvrelay.engine.device import Moment, describe_device, to_device, use_on_this_thread
 from kvrelay.engine.device_pool import DevicePool
-from kvrelay.engine.draft_rows import DraftRows
-from kvrelay.engine.fingerprint import find_model_dir, fingerprint
+from kvrelay.engine.fingerprint import find_model_dir, fingerprint, shard_fingerprint
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.in_flight import Asked, StepInFlight, StepsInFlight, TokensOnDevice
 from kvrelay.engine.model_grammars import make_grammar_compiler
 from kvrelay.engine.packing import pack_rows
-from kvrelay.engine.pending_logprobs import token_logprobs
-from kvrelay.engine.pending_tokens import BadLogits
+from kvrelay.engine.parallel.lockstep import Lockstep
 from kvrelay.engine.sampler import Sampler
-from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.engine.scored_prompts import ScoredPrompts
+from kvrelay.engine.step_forward import StepForward
+from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.tokenizer_identity import identity_of_file
 from kvrelay.transfer.pool_memory import PoolLike
-
-_PROMPT_SLICE = 512  # prompt positions whose logits exist at the same time
-
-
-@dataclass(frozen=True, slots=True)
-class _ScoredPrompt:
-    """A prompt for which log-probabilities are requested."""
-
-    token_ids: NDArray[np.int64]
-    num_top: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """Output of the backbone for the rows of a step: `hidden`, `[tokens, hidden]`, valid until the next forward."""
-
-    rows: Sequence[WorkerRow]
-    packed: PackedRows
-    hidden: torch.Tensor
 
 
 class TransformersRunner:
@@ -69,13 +51,15 @@ class TransformersRunner:
         """`name` is the model's name in the spec; by default its path or hub name.
 
         `with_scratch`: the pool has one more block, for CUDA graphs. `launches_ahead`: see `LaunchingRunner`; None:
-        only on GPUs, because on a CPU a step is computed when its launch returns.
+        only on GPUs, because on a CPU a step is computed when its launch returns, and without tensor parallelism.
         """
         layout, source = model.layout, model.source
         self._model = model
         self._backend = model.backend
         self._device = source.device
-        self.launches_ahead = source.device.type == "cuda" if launches_ahead is None else launches_ahead
+        # Other ranks need a step's tokens on the host.
+        ahead = source.device.type == "cuda" and model.shard_plan is None
+        self.launches_ahead = ahead if launches_ahead is None else launches_ahead
         self._blocks = allocate_pool(layout, num_blocks + with_scratch, source.device)
         self._pool = self._blocks[:num_blocks]
         self._graphs: DecodeGraphs | None = None
@@ -84,7 +68,10 @@ class TransformersRunner:
         self._lock = threading.Lock()
         compiler = partial(make_grammar_compiler, source.name, model.vocab_size, model.eos_token_ids)
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
-        self._scored: dict[SequenceKey, _ScoredPrompt] = {}
+        self._scored = ScoredPrompts(self._lock)
+        self._lockstep = None if model.shard_plan is None else Lockstep()
+        size = 1 if model.shard_plan is None else model.shard_plan.size
+        identity = fingerprint(find_model_dir(source.name), model.whole_layout, source.weights_salt)
         self._spec = ModelSpec(
             name=name or source.name,
             vocab_size=model.vocab_size,
@@ -97,12 +84,15 @@ class TransformersRunner:
             num_blocks=num_blocks,
             block_bytes=layout.block_bytes,
             dtype=dtype_name(layout.dtype),
-            fingerprint=fingerprint(find_model_dir(source.name), layout, source.weights_salt),
+            fingerprint=shard_fingerprint(identity, size),
             num_swap_slots=num_swap_slots,
             swap_block_s=self._host.measure(),
             device=describe_device(source.device),
             kv_dtype=dtype_name(layout.pool_dtype),
             tokenizer=identity_of_file(find_model_dir(source.name) / "tokenizer.json"),
+            model_identity=identity,
+            tensor_parallel_size=size,
+            total_kv_heads=model.whole_layout.num_kv_heads,
         )
         self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
 
@@ -112,7 +102,7 @@ class TransformersRunner:
 
     @property
     def pool(self) -> torch.Tensor:
-        """The pool, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`."""
+        """The pool, `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
         return self._pool
 
     @property
@@ -146,14 +136,65 @@ class TransformersRunner:
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         with self._lock:
             self._sampler.add(key, sampling, token_ids, num_prompt)
-            if sampling.prompt_logprobs is not None and key not in self._scored:
-                prompt = np.asarray(token_ids[:num_prompt], np.int64)
-                self._scored[key] = _ScoredPrompt(prompt, sampling.prompt_logprobs)
+            if sampling.prompt_logprobs is not None:
+                self._scored.add(key, token_ids[:num_prompt], sampling.prompt_logprobs)
 
     def drop_sequence(self, key: SequenceKey) -> None:
         with self._lock:
             self._sampler.drop(key)
-            self._scored.pop(key, None)
+            self._scored.drop(key)
+
+    @property
+    def follows(self) -> bool:
+        """Whether this is another rank than the first of a tensor-parallel group, so that it runs steps by `follow`."""
+        return self._model.shard_plan is not None and self._model.shard_plan.rank > 0
+
+    def resolve(self, batch: WorkerBatch) -> WorkerBatch:
+        """The batch as all ranks of a group compute it, for `follow` on other ranks and then `execute` on this one.
+
+        Placeholders are replaced by the tokens sampled last, and rows of prompts whose log-probabilities are requested
+        have `num_scored`.
+
+        Raises:
+            KeyError: a row with a placeholder is unknown.
+        """
+        with self._lock:
+            rows = [self._resolved(row) for row in batch.rows]
+        return replace(batch, rows=rows)
+
+    def _resolved(self, row: WorkerRow) -> WorkerRow:
+        """Needs the lock."""
+        if row.has_placeholder:
+            token_ids = row.token_ids.copy()
+            token_ids[-1] = self._sampler.last_sampled([row.key])[0]
+            row = structs.replace(row, token_ids=token_ids, has_placeholder=False)
+        num_scored = self._scored.num_scored(row)
+        return structs.replace(row, num_scored=num_scored) if num_scored else row
+
+    @torch.inference_mode()
+    def follow(self, batch: WorkerBatch) -> None:
+        """Computes this rank's share of a step while rank 0 executes it: swaps, copies, the forward, and the head for
+        the same rows. It samples nothing, and needs no `add_sequence` and `drop_sequence`.
+
+        The batch is what `resolve` returned on rank 0. The group remains in step if rank 0's `execute` raises anything
+        but DeviceLost.
+
+        Raises:
+            IndexError: a copy names a block or a slot that does not exist. Rank 0 raises the same.
+            DeviceLost: another rank is lost.
+        """
+        use_on_this_thread(self._device)
+        self._host.swap(batch.swap_out, batch.swap_in)
+        self._copy_blocks(batch.copies)
+        if batch.rows:
+            for hidden in self._follow_rows(batch.rows).head_inputs():
+                self._model.logits(hidden)
+
+    def _follow_rows(self, rows: Sequence[WorkerRow]) -> StepForward:
+        """Runs the backbone over rows without placeholders."""
+        packed = pack_rows(rows)
+        token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
+        return StepForward(rows, packed, self._hidden_states(token_ids, None, packed, None))
 
     def execute(self, batch: WorkerBatch) -> StepResult:
         """Runs one step. A sequence that was dropped during the step gets no token.
@@ -172,7 +213,7 @@ class TransformersRunner:
         if not self.launches_ahead or not batch.is_plain:
             return False
         with self._lock:
-            if self._steps.has_stale or any(row.num_drafts or self._is_scored(row) for row in batch.rows):
+            if self._steps.has_stale or any(row.num_drafts or self._scored.num_scored(row) for row in batch.rows):
                 return False
             following = [row.key for row in batch.rows if row.has_placeholder and row.key in self._sampler]
             if following and self._sampler.resamples_often:
@@ -192,7 +233,23 @@ class TransformersRunner:
         return step
 
     def _ask(self, step: StepInFlight, asked: Asked) -> None:
-        """Launches all work of a step on the device."""
+        """Launches all work of a step on the device. If it fails, what other ranks compute of it is computed first."""
+        lockstep = self._lockstep
+        if lockstep is None:
+            self._ask_all(step, asked)
+            return
+        lockstep.begin_step()
+        try:
+            self._ask_all(step, asked)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            if lockstep.has_begun or not isinstance(error, IndexError):  # all ranks raise one for copies
+                rows = step.batch.rows
+                lockstep.complete(error, lambda: self._follow_rows(rows), self._logits)
+            raise
+
+    def _ask_all(self, step: StepInFlight, asked: Asked) -> None:
         batch, asked.begin = step.batch, Moment(self._device)
         asked.copy_s = self._host.swap(batch.swap_out, batch.swap_in)
         self._copy_blocks(batch.copies)
@@ -209,30 +266,30 @@ class TransformersRunner:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
         self._begin_masks_of_drafts(rows)
         forward = self._compute(step, asked)
-        asked.prompt_logprobs = self._score_prompts(forward)
+        asked.prompt_logprobs = self._scored.score(forward, self._logits, as_resolved=self._lockstep is not None)
         self._begin_sampling(forward, asked)
         asked.candidates = self._find_candidates(forward)
 
-    def _compute(self, step: StepInFlight, asked: Asked) -> _Forward:
+    def _compute(self, step: StepInFlight, asked: Asked) -> StepForward:
         """Runs the backbone over the rows of the step."""
         rows = step.batch.rows
         packed = pack_rows(rows)
         graphs = self._graphs_for(packed)
         asked.captured = graphs is not None
         token_ids, on_device = self._token_ids(step, rows, packed)
-        return _Forward(rows, packed, self._hidden_states(token_ids, on_device, packed, graphs))
+        forward = StepForward(rows, packed, self._hidden_states(token_ids, on_device, packed, graphs))
+        if self._lockstep is not None:
+            self._lockstep.set_forward(forward)
+        return forward
 
-    def _begin_sampling(self, forward: _Forward, asked: Asked) -> None:
+    def _begin_sampling(self, forward: StepForward, asked: Asked) -> None:
         """Launches sampling for each row that samples, is still known and can be sampled now, with drafts at the places
         of these too."""
         rows = forward.rows
-        wanted = [at for at, row in enumerate(rows) if row.sample and row.beam is None]
+        wanted, drafts = forward.sampled()
         if not wanted:
             return
-        drafts = DraftRows.of(rows, wanted)
-        if drafts is not None:
-            wanted = drafts.rows.tolist()
-        logits = self._last_logits(forward, wanted, drafts)
+        logits = self._logits(forward.last_hidden(wanted, drafts))
         with self._lock:
             known = self._await_masks(rows, wanted, asked)
             if not known:
@@ -246,7 +303,8 @@ class TransformersRunner:
             if drafts is not None:
                 positions += drafts.offsets
             jumps = np.array([row.jumps for row in sampled], np.bool_)
-            asked.tokens = self._sampler.begin([row.key for row in sampled], positions, logits, jumps, drafts)
+            keys = [row.key for row in sampled]
+            asked.tokens = self._sampler.begin(keys, positions, logits, jumps, drafts, may_overwrite=True)
 
     def _begin_masks_of_drafts(self, rows: Sequence[WorkerRow]) -> None:
         """Has the masks at drafts computed beside the forward."""
@@ -283,7 +341,14 @@ class TransformersRunner:
         step, tokens = self._backend.plan(self._pool, packed), to_device(token_ids, self._device)
         if on_device is not None:
             on_device.put_into(tokens)
+        if self._lockstep is not None:
+            return self._lockstep.run(lambda: self._model.hidden_states(tokens, positions, step))
         return self._model.hidden_states(tokens, positions, step)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._lockstep is not None:
+            return self._lockstep.run(lambda: self._model.logits(hidden))
+        return self._model.logits(hidden)
 
     def _graphs_for(self, packed: PackedRows) -> DecodeGraphs | None:
         """The graphs that replay this step, or None if it is launched kernel by kernel."""
@@ -310,32 +375,25 @@ class TransformersRunner:
             token_ids[places] = self._sampler.last_sampled(keys)
         return token_ids, None
 
-    def _find_candidates(self, forward: _Forward) -> dict[int, BeamCandidates]:
+    def _find_candidates(self, forward: StepForward) -> dict[int, BeamCandidates]:
         """The candidates of the beams' rows that sample and are still known, by row of the step."""
-        wanted = [(at, row.key, row.beam) for at, row in enumerate(forward.rows) if row.sample and row.beam is not None]
+        wanted = forward.beams()
         if not wanted:
             return {}
-        logits = self._last_logits(forward, [at for at, _, _ in wanted])
+        logits = self._logits(forward.last_hidden(wanted))
+        rows = forward.rows
         with self._lock:
-            known = [at for at, (_, key, _) in enumerate(wanted) if key in self._sampler]
+            known = [at for at, place in enumerate(wanted) if rows[place].key in self._sampler]
             if not known:
                 return {}
-            places, keys, beams = zip(*(wanted[at] for at in known), strict=True)
+            places = [wanted[at] for at in known]
             if len(known) < len(wanted):
                 logits = logits[to_device(np.array(known, np.int64), self._device)]
             packed = forward.packed
-            positions = (packed.positions + packed.query_lens)[list(places)].astype(np.int64)
+            positions = (packed.positions + packed.query_lens)[places].astype(np.int64)
+            keys, beams = zip(*((rows[place].key, rows[place].beam) for place in places), strict=True)
             found = best_candidates(self._sampler, keys, beams, positions, logits)
         return dict(zip(places, found, strict=True))
-
-    def _last_logits(self, forward: _Forward, places: list[int], drafts: DraftRows | None = None) -> torch.Tensor:
-        """The logits after the last token of these rows of a forward, or at the places of drafts, `[rows, vocab]`."""
-        if drafts is None and len(places) == len(forward.hidden):
-            return self._model.logits(forward.hidden)  # rows of one token, all of which sample
-        last = forward.packed.query_starts[1:][places].astype(np.int64) - 1
-        if drafts is not None:
-            last += drafts.offsets
-        return self._model.logits(forward.hidden[to_device(last, self._device)])
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copies all blocks at once. Every source is read before any target is written."""
@@ -344,29 +402,3 @@ class TransformersRunner:
             targets = to_device(np.array([copy.target for copy in copies], np.int64), self._device)
             pool = bits(self._pool)
             pool.index_copy_(0, targets, pool.index_select(0, sources))
-
-    def _score_prompts(self, forward: _Forward) -> dict[int, list[TokenLogprobs]]:
-        """The log-probabilities of the prompt tokens that follow each of the row's positions, by row of the step.
-
-        Raises BadLogits.
-        """
-        with self._lock:
-            scored = {at: self._scored[row.key] for at, row in enumerate(forward.rows) if self._is_scored(row)}
-        results: dict[int, list[TokenLogprobs]] = {}
-        for place, prompt in scored.items():
-            row, start = forward.rows[place], int(forward.packed.query_starts[place])
-            targets = prompt.token_ids[row.position + 1 : row.position + len(row.token_ids) + 1]
-            entries: list[TokenLogprobs] = []
-            for at in range(0, len(targets), _PROMPT_SLICE):
-                part = targets[at : at + _PROMPT_SLICE]
-                logits = self._model.logits(forward.hidden[start + at : start + at + len(part)])
-                if not np.isfinite(to_host(logits.amax(dim=-1))[0]).all():
-                    raise BadLogits([row.key])
-                entries += token_logprobs(logits, part, np.full(len(part), prompt.num_top, np.int64))
-            results[place] = entries
-        return results
-
-    def _is_scored(self, row: WorkerRow) -> bool:
-        """Whether log-probabilities of prompt tokens behind the row's positions are requested; needs the lock."""
-        prompt = self._scored.get(row.key)
-        return prompt is not None and row.position + 1 < len(prompt.token_ids)

@@ -56,13 +56,14 @@ class ExactModel:
         self.layout, self.source, self.eos_token_ids = model.layout, model.source, model.eos_token_ids
         self.vocab_size = model.vocab_size
         self.backend = self
+        self.shard_plan, self.whole_layout = None, model.layout
         self.rng = rng
         self.num_nan = 0
         self.num_raised = 0
         self._table = 3 * torch.randn(1021, self.vocab_size, generator=torch.Generator().manual_seed(0))
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> tuple[torch.Tensor, PackedRows]:
-        return pool[:, 0, 0, :, 0, 0], rows
+        return pool[:, 0, 0, 0, :, 0], rows
 
     def hidden_states(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: tuple[torch.Tensor, PackedRows]

@@ -176,7 +176,7 @@ def test_a_pool_that_does_not_wait_for_its_copies_gives_other_bytes(machine: Mac
 def test_a_plan_that_overwrites_one_which_is_not_there_yet_is_noticed(machine: Machine, awaits: bool) -> None:
     with patch.object(flashinfer_backend, "workspace_bytes", lambda *_: 1 << 20):
         backend = FlashInferBackend(GPU, pretended_flashinfer)
-        pool = torch.zeros(8, 1, 2, 16, 2, 64, dtype=torch.bfloat16, device=GPU)
+        pool = torch.zeros(8, 1, 2, 2, 16, 64, dtype=torch.bfloat16, device=GPU)
         if not awaits:
             backend.await_planned = lambda: None  # type: ignore[method-assign]
         for position in (3, 40):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine import transformers_runner as runner_module
+from kvrelay.engine import step_forward
 from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
 from kvrelay.engine.device import Moment
 from kvrelay.engine.make import make_runner
@@ -94,7 +94,7 @@ def test_prompt_logprobs_are_the_same_in_slices(runner_of: RunnerOf, monkeypatch
     sampling = Sampling(temperature=0, prompt_logprobs=0)
     results = []
     for seed, positions in ((0, 512), (1, 7)):
-        monkeypatch.setattr(runner_module, "_PROMPT_SLICE", positions)
+        monkeypatch.setattr(step_forward, "_PROMPT_SLICE", positions)
         sequences = start(runner, make_prompts((100,)), sampling, num_output=1, seed=seed)
         run(runner, sequences, max_chunk=100)
         results.append([entry.logprob for entry in sequences[0].prompt_logprobs])

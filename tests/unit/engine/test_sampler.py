@@ -84,7 +84,9 @@ def test_a_batch_draws_what_each_row_alone_would(batch: list[Sampling], seed: in
         logits = make_logits(len(batch), seed + step)
         positions = np.array([len(tokens) for tokens, _ in histories])
         keys = [key(index) for index in range(len(batch))]
-        token_ids, _ = sampler.sample(keys, positions, logits)
+        given, may_overwrite = logits.clone(), step % 2 > 0
+        token_ids, _ = sampler.begin(keys, positions, given, may_overwrite=may_overwrite).land()
+        assert may_overwrite or torch.equal(given, logits)
         for index, (sampling, (tokens, num_prompt)) in enumerate(zip(batch, histories, strict=True)):
             token = int(token_ids[index])
             _check_row(sampling, keys[index], tokens[:num_prompt], tokens[num_prompt:], logits[index].numpy(), token)
@@ -259,6 +261,17 @@ def test_logprobs_are_of_the_model_before_temperature_and_penalties() -> None:
     _, without_top = sample_one(Sampling(logprobs=0), logits)
     assert without_top is not None and without_top.top_ids == []
     assert sample_one(Sampling(), logits)[1] is None
+
+
+def test_logprobs_are_of_the_model_though_others_are_adjusted_in_place() -> None:
+    logits = make_logits(2)
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    sampler.add(key(0), Sampling(temperature=0.7, logprobs=1, logit_bias={9: 50.0}), [1], 1)
+    sampler.add(key(1), Sampling(temperature=0.0, allowed_token_ids=(5,)), [1], 1)
+    keys, positions = [key(0), key(1)], np.array([1, 1])
+    token_ids, entries = sampler.begin(keys, positions, logits.clone(), may_overwrite=True).land()
+    assert token_ids.tolist() == [9, 5] and entries[0] is not None
+    assert entries[0].logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[9]), abs=1e-5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

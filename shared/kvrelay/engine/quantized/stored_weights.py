@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.checkpoint_files import weight_files
 from kvrelay.engine.quantized.integer_weight import IntegerWeight
 from kvrelay.engine.quantized.stored_format import StoredFormat
 from kvrelay.engine.quantized.unpacking import unpack_awq, unpack_compressed, unpack_gptq
@@ -40,7 +39,7 @@ class StoredWeights:
         """
         self._format = stored_format
         self._files: dict[str, Any] = {}
-        for path in _files(name):
+        for path in weight_files(name):
             tensors: Any = safe_open(path, "pt")
             self._files |= dict.fromkeys(tensors.keys(), tensors)
         parts = _PARTS[stored_format.method]
@@ -117,18 +116,6 @@ class _Dequantized:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._weights.read(self._path).dequantize(self._dtype)[index]
-
-
-def _files(name: str) -> list[str]:
-    """The paths of the checkpoint's files, which are downloaded if `name` is a hub name."""
-    whole = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-    if whole is not None:
-        return [whole]
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-    if index is None:
-        raise OSError(f"{name} has no {SAFE_WEIGHTS_NAME}, the only kind of files of which quantized weights are read")
-    files: list[str] = get_checkpoint_shard_files(name, index)[0]
-    return files
 
 
 def _group(num_in: int, num_groups: int, stated: int | None) -> int:

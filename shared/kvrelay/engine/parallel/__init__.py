@@ -1,0 +1,1 @@
+"""Tensor parallelism: a model whose heads, MLPs, experts and vocabulary are divided over processes."""

@@ -1,0 +1,276 @@
+"""The processes among which a model is divided, and the collectives between them.
+
+Gloo connects processes on CPUs, NCCL on GPUs. Collectives have no tags: all ranks must call the same ones in the same
+order, with tensors of the same shape and type.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as torch_distributed
+
+from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.batch import DeviceLost
+
+dist: Any = torch_distributed  # its names come from C++ and are not declared as exported
+
+_COLLECTIVE_TIMEOUT = timedelta(hours=1)
+"""Longest wait for another rank in a collective: ranks load weights at different speeds. A rank whose process ends is
+noticed at once, since its connection closes."""
+
+
+_CONNECT_INTERVAL_S = 0.05
+
+
+class GroupNotFormed(RuntimeError):
+    """Ranks did not come, or the address cannot be used. The message names them."""
+
+
+class RankLost(DeviceLost):
+    """Another rank ended or failed in a collective. The group is of no use afterwards."""
+
+
+class TensorParallelGroup:
+    """One rank's connection to its group. Calls come from one thread at a time."""
+
+    def __init__(self, rank: int, size: int, process_group: Any, store: Any) -> None:
+        """Use `connect`."""
+        self.rank = rank
+        self.size = size
+        self._group = process_group
+        self._store = store  # rank 0's is the server of the others' stores
+
+    @classmethod
+    def connect(
+        cls, rank: int, size: int, init_address: str, timeout_s: float, device: torch.device | None = None
+    ) -> Self:
+        """Joins the group. Returns once all ranks have.
+
+        `init_address` is `tcp://HOST:PORT`, and rank 0 listens on it. With a loopback address, nothing listens beyond
+        loopback. `device` is the device of this rank's tensors; None: the CPU.
+
+        Raises:
+            ValueError: a rank or an address that cannot be.
+            GroupNotFormed: after `timeout_s` some ranks are missing, or the address is taken.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of a group of {size}")
+        host, port = _host_and_port(init_address)
+        store = _open_store(rank, size, host, port, timeout_s)
+        try:
+            _await_ranks(store, rank, size, init_address, timeout_s)
+            group = _make_nccl(store, rank, size, device) if _is_cuda(device) else _make_gloo(store, rank, size, host)
+            connected = cls(rank, size, group, store)
+            group.set_timeout(timedelta(seconds=timeout_s))
+            connected._check_connected(init_address, device)
+            group.set_timeout(_COLLECTIVE_TIMEOUT)
+        except RuntimeError as error:
+            if isinstance(error, GroupNotFormed):
+                raise
+            raise GroupNotFormed(
+                f"tensor parallelism: rank {rank} of {size} has no connection to the others: {error}"
+            ) from None
+        return connected
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Adds all ranks' contiguous tensors, in place. The sums are the same on all ranks, bit by bit.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        self._wait(lambda: self._group.allreduce([tensor]))
+
+    def gather_columns(self, tensor: torch.Tensor, *, to_all: bool = False) -> torch.Tensor | None:
+        """The ranks' tensors `[..., columns]` side by side, on rank 0, or on all ranks. None on others.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        tensor = tensor.contiguous()
+        if to_all:
+            parts = [torch.empty_like(tensor) for _ in range(self.size)]
+            self._wait(lambda: self._group.allgather([parts], [tensor]))
+            return torch.cat(parts, dim=-1)
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
+        self._wait(lambda: self._group.gather([parts] if parts else [], [tensor], options))
+        return torch.cat(parts, dim=-1) if parts else None
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        return min(self._all_numbers(number))
+
+    @contextmanager
+    def in_agreement(self) -> Iterator[None]:
+        """Runs a block without collectives on all ranks. If it raises on one of them, it raises on all.
+
+        Raises:
+            UnsupportedModel: another rank failed, with its error.
+            RankLost: another rank is gone.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        text = b"" if failure is None else (str(failure) or type(failure).__name__).encode()
+        lengths = self._all_numbers(len(text))
+        if failure is not None or any(lengths):
+            messages = self._all_texts(text, max(lengths))
+            if failure is not None:
+                raise failure
+            rank = next(rank for rank, length in enumerate(lengths) if length)
+            raise UnsupportedModel(f"rank {rank} of {self.size}: {messages[rank]}")
+
+    def close(self) -> None:
+        """Closes the connections. Other ranks that wait for this one get `RankLost`."""
+        self._group = self._store = None
+
+    def _all_numbers(self, number: int) -> list[int]:
+        own = torch.tensor([number], dtype=torch.int64, device=self._device)
+        found = self.gather_columns(own, to_all=True)
+        assert found is not None
+        numbers: list[int] = found.tolist()
+        return numbers
+
+    def _all_texts(self, text: bytes, longest: int) -> list[str]:
+        own = torch.tensor([*text, *bytes(longest - len(text))], dtype=torch.uint8, device=self._device)
+        found = self.gather_columns(own, to_all=True)
+        assert found is not None
+        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in found.view(self.size, longest)]
+
+    _device: torch.device | None = None
+
+    def _check_connected(self, address: str, device: torch.device | None) -> None:
+        """Runs a collective, in which backends open their connections. Raises RuntimeError."""
+        self._device = device
+        ranks = self._all_numbers(self.rank)
+        if ranks != list(range(self.size)):
+            raise GroupNotFormed(f"tensor parallelism: the ranks at {address} are {ranks}, not one of each")
+
+    def _wait(self, begin: Any) -> None:
+        """Waits for a collective. Raises RankLost."""
+        if self._group is None:
+            raise RankLost(f"rank {self.rank} of {self.size} has left the group")
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise RankLost(f"a rank of the {self.size} is lost to rank {self.rank}: {_first_line(error)}") from error
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = urlsplit(address)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "tcp" or not host or not port:
+        raise ValueError(f"{address!r} is no address for ranks (allowed: tcp://HOST:PORT)")
+    return host, port
+
+
+def _is_cuda(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _open_store(rank: int, size: int, host: str, port: int, timeout_s: float) -> Any:
+    """Rank 0's store, or a connection to it. Raises GroupNotFormed."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if rank:
+            _await_listener(host, port, timeout_s)
+            return dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
+        # torch would listen on all addresses of the machine.
+        listener = socket.create_server((host, port), family=_family(host, port), backlog=size)
+        fd = listener.detach()  # the store closes it
+        return dist.TCPStore(
+            host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd
+        )
+    except (OSError, RuntimeError) as error:
+        what = f"found no rank 0 at {host}:{port} within {timeout_s:g} s" if rank else f"cannot listen on {host}:{port}"
+        raise GroupNotFormed(f"tensor parallelism: rank {rank} {what}: {_first_line(error)}") from None
+
+
+def _await_listener(host: str, port: int, timeout_s: float) -> None:
+    """Returns once something listens there. Raises OSError.
+
+    The store would do the same, but fills the log with its attempts.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=timeout_s).close()
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_CONNECT_INTERVAL_S)
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+
+
+def _await_ranks(store: Any, rank: int, size: int, address: str, timeout_s: float) -> None:
+    """Raises GroupNotFormed if ranks are missing after `timeout_s`, or if two have the same number."""
+    if store.add(f"rank {rank}", 1) > 1:
+        raise GroupNotFormed(f"tensor parallelism: there is a rank {rank} at {address} already")
+    try:
+        store.wait([f"rank {each}" for each in range(size)], timedelta(seconds=timeout_s))
+    except RuntimeError:
+        missing = [str(each) for each in range(size) if not store.check([f"rank {each}"])]
+        raise GroupNotFormed(
+            f"tensor parallelism: of {size} ranks, {', '.join(missing)} did not come to {address} "
+            f"within {timeout_s:g} s"
+        ) from None
+
+
+def _make_gloo(store: Any, rank: int, size: int, host: str) -> Any:
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()
+    # Without this, gloo listens on the address of the machine's name.
+    own = host if _is_loopback(host) else _own_address(host)
+    options._devices = [gloo.create_device(hostname=own)]
+    options._timeout = timedelta(seconds=store.timeout.total_seconds())
+    return gloo(dist.PrefixStore("gloo", store), rank, size, options)
+
+
+def _own_address(host: str) -> str:
+    """This machine's address towards a host."""
+    with socket.socket(_family(host, 1), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # a datagram socket sends nothing here
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _make_nccl(store: Any, rank: int, size: int, device: torch.device | None) -> Any:
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        raise GroupNotFormed(f"tensor parallelism: this torch ({torch.__version__}) has no NCCL, which GPUs need")
+    torch.cuda.set_device(device)
+    return nccl(dist.PrefixStore("nccl", store), rank, size, nccl.Options())
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

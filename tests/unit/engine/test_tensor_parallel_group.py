@@ -1,0 +1,129 @@
+"""Groups of ranks, on threads of the test's process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.parallel.group import GroupNotFormed, RankLost, TensorParallelGroup
+from kvrelay.ports import HeldPort
+from tests.fakes.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.unit
+
+
+def free_address() -> str:
+    with HeldPort() as held:
+        return f"tcp://127.0.0.1:{held.port}"
+
+
+def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
+    """What `work` returned or raised on each rank."""
+    address = free_address()
+
+    def rank(number: int) -> Any:
+        return work(TensorParallelGroup.connect(number, size, address, PATIENCE_S))
+
+    with ThreadPoolExecutor(size) as pool:
+        futures: list[Future[Any]] = [pool.submit(rank, number) for number in range(size)]
+        return [future.exception() or future.result() for future in futures]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_the_same_on_all_ranks(size: int, dtype: torch.dtype) -> None:
+    shapes = [(1, 1), (3, 7), (2, 5, 64), (1, 4099)]
+    generator = torch.Generator().manual_seed(0)
+    parts = {shape: torch.randn(size, *shape, generator=generator).to(dtype) for shape in shapes}
+
+    def work(group: TensorParallelGroup) -> list[torch.Tensor]:
+        own = [parts[shape][group.rank].clone() for shape in shapes]
+        for tensor in own:
+            group.all_reduce(tensor)
+        return own
+
+    results = run_ranks(size, work)
+    for shape, *sums in zip(shapes, *results, strict=True):
+        assert all(torch.equal(each, sums[0]) for each in sums)
+        torch.testing.assert_close(sums[0].float(), parts[shape].float().sum(0), atol=0.05, rtol=0.02)
+
+
+def test_columns_are_gathered_in_the_order_of_the_ranks() -> None:
+    whole = torch.randn(3, 12)
+
+    def work(group: TensorParallelGroup) -> tuple[Any, Any, int]:
+        part = whole[:, 4 * group.rank : 4 * group.rank + 4]
+        return group.gather_columns(part), group.gather_columns(part, to_all=True), group.least(7 - group.rank)
+
+    results = run_ranks(3, work)
+    for rank, (gathered, everywhere, least) in enumerate(results):
+        assert torch.equal(gathered, whole) if rank == 0 else gathered is None
+        assert torch.equal(everywhere, whole)
+        assert least == 5
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    def work(group: TensorParallelGroup) -> str:
+        with group.in_agreement():
+            pass
+        try:
+            with group.in_agreement():
+                if group.rank == 1:
+                    raise ValueError("no such größe")
+        except ValueError as error:
+            assert group.least(group.rank) == 0  # still in step
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    other = "UnsupportedModel: rank 1 of 3: no such größe"
+    assert run_ranks(3, work) == [other, "ValueError: no such größe", other]
+    assert issubclass(UnsupportedModel, ValueError)
+
+
+def test_a_rank_that_leaves_is_lost_to_the_others() -> None:
+    def work(group: TensorParallelGroup) -> None:
+        if group.rank == 1:
+            group.close()
+        group.all_reduce(torch.zeros(10))
+
+    assert [type(error) for error in run_ranks(2, work)] == [RankLost, RankLost]
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    address = free_address()
+    with pytest.raises(GroupNotFormed, match=r"of 3 ranks, 1, 2 did not come to .* within 0.3 s"):
+        TensorParallelGroup.connect(0, 3, address, 0.3)
+    with pytest.raises(GroupNotFormed, match=r"rank 1 found no rank 0 at 127.0.0.1:\d+ within 0.3 s"):
+        TensorParallelGroup.connect(1, 3, address, 0.3)
+
+
+def test_two_ranks_of_one_number_are_refused() -> None:
+    address = free_address()
+
+    def work(number: int) -> Any:
+        return TensorParallelGroup.connect(number, 3, address, 1.0)
+
+    with ThreadPoolExecutor(3) as pool:
+        errors = [pool.submit(work, number).exception for number in (0, 1, 1)]
+        assert "there is a rank 1 at" in " ".join(str(error()) for error in errors)
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(GroupNotFormed, match=rf"cannot listen on 127.0.0.1:{port}: .*in use"):
+            TensorParallelGroup.connect(0, 2, f"tcp://127.0.0.1:{port}", 1.0)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://h:99999"])
+def test_addresses_that_are_none_are_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="no address for ranks"):
+        TensorParallelGroup.connect(0, 2, address, 1.0)
+    with pytest.raises(ValueError, match="not one of a group"):
+        TensorParallelGroup.connect(2, 2, "tcp://127.0.0.1:1", 1.0)

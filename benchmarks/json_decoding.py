@@ -1,4 +1,4 @@
-"""Constrained output: what jump-forward saves, and what masks cost.
+"""Constrained output: what jump-forward saves. What masks cost is in `mask_cost.py`.
 
 Programs are answers under a JSON schema by the demo model, on a worker's step loop without the services around it. The
 model is small and knows no JSON, so free strings and numbers are bounded, as a schema for extraction bounds them.
@@ -7,8 +7,6 @@ model is small and knows no JSON, so free strings and numbers are bounded, as a 
   be equal. Steps are counted for each sequence, so the figure does not depend on the machine.
 - Programs per CPU second: their ratio in each pair of turns. CPU time of the process, with the threads for masks: on a
   machine that others use too, it varies less than wall time.
-- Masks: their share of a step's CPU time with so many sequences under as many different schemas, and the CPU time of a
-  step whose rows are half constrained, over that of one of the same size without constraints.
 
 Usage: python -m benchmarks.json_decoding [--model DIR] [--repeats 5] [--write benchmarks/results/json_decoding.md]
 """
@@ -94,11 +92,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-def numbered(number: int) -> dict[str, Any]:
-    """A schema like no other of these."""
-    return record(**{f"field_{number}_{each}": text(12) if each % 2 else AMOUNT for each in range(4)})
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """`tokens` and `steps`: of all answers. A sequence's step is a token sampled."""
@@ -115,7 +108,13 @@ class Run:
     """Sequences on a step loop, from their arrival to their ends. `grammars`: None for an unconstrained sequence."""
 
     def __init__(
-        self, runner: TransformersRunner, grammars: list[Grammar | None], seed: int, max_tokens: int, *, jumps: bool
+        self,
+        runner: TransformersRunner,
+        grammars: list[Grammar | None],
+        seed: int,
+        max_tokens: int,
+        *,
+        jumps: bool,
     ) -> None:
         spec = runner.spec
         pool = BlockPool(spec.num_blocks, BLOCK_SIZE)
@@ -212,27 +211,6 @@ def line(name: str, sums: np.ndarray) -> str:
     return f"| {name} | {tokens / complete:.0f} | {steps / tokens:.2f} | {masked_steps / tokens:.2f} |"
 
 
-def mask_cost(runner: TransformersRunner, repeats: int) -> list[str]:
-    """The share of masks in steps of `BATCH` schemas, and the CPU time of mixed steps over unconstrained ones."""
-    different: list[Grammar | None] = [grammar_of(numbered(number)) for number in range(BATCH)]
-    free: list[Grammar | None] = [None] * BATCH
-    mixed = [*different[: BATCH // 2], *free[: BATCH // 2]]
-    measure(runner, different, max_tokens=2)  # compiles the schemas
-    shares, ratios = [], []
-    for repeat in range(repeats):
-        runs = [measure(runner, each, repeat, max_tokens=24) for each in (different, mixed, free)]
-        per_row = [run.cpu_s / run.tokens for run in runs]
-        work = runs[0].totals.grammar_work
-        shares.append(work.mask_s / runs[0].totals.forward_s)
-        ratios.append(per_row[1] / per_row[2])
-    return [
-        f"- Time of masks over time of forwards, {BATCH} sequences under as many schemas: {np.median(shares):.1%} "
-        f"(median of {repeats}, least {min(shares):.1%}; wall time, in a thread beside the steps).",
-        f"- CPU time per token, threads for masks included, of steps that are half constrained over that of "
-        f"unconstrained ones: {np.median(ratios):.3f} (median of {repeats}, least {min(ratios):.3f}).",
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO))
@@ -251,8 +229,6 @@ def main() -> None:
         "| schema | tokens per answer | steps per token, jump-forward | masks alone |",
         "|---|---:|---:|---:|",
         *steps_per_token(runner, arguments.repeats),
-        "",
-        *mask_cost(runner, arguments.repeats),
     ]
     written = "\n".join(lines) + "\n"
     print(written)

@@ -6,11 +6,14 @@ Nothing runs between calls. An engine is used by one thread at a time.
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import DeviceLost, ModelRunner, ModelSpec, RowsFailed
@@ -47,8 +50,11 @@ from kvrelay_router.openai.request_validation import (
 )
 from kvrelay_router.openai.schema.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+"""A text, or token ids."""
 _CALLER = PeerRef("embedded", "embedded", "embedded")
+_TEXT_OWNER = ""
+"""All requests are of one caller, so drafts may come from all earlier outputs with the same `cache_salt`."""
 _DEFAULTS = SamplingParams()
 
 
@@ -64,21 +70,25 @@ class Engine:
         config = engine_config(model, settings)
         self._text = EmbeddedText(config.model)
         try:
-            self._runner: ModelRunner = load_runner(config)
+            self._load(config)
         except BaseException:
             self._text.close()
+            vars(self).clear()  # a traceback may keep this object, and with it the model and its pool
             raise
+        self._open: dict[str, EngineRequest] = {}
+        self._by_key: dict[str, EngineRequest] = {}  # by the first part of its sequences' keys
+        self._numbers = itertools.count()
+        self.totals = StepTotals()
+        """What the steps computed since the start."""
+
+    def _load(self, config: WorkerConfig) -> None:
+        self._runner: ModelRunner = load_runner(config)
         spec = self._runner.spec
         pool = BlockPool(spec.num_blocks, spec.block_size)
         self._scheduler = factory.make_scheduler(config, spec, pool, factory.make_cache(config, pool))
         if config.chunking == "dynamic" or config.speculation != "off":
             calibrate(self._scheduler, self._runner, config.token_budget)
         self._limits = _limits(config, spec)
-        self._open: dict[str, EngineRequest] = {}
-        self._by_key: dict[str, EngineRequest] = {}  # by the first part of its sequences' keys
-        self._numbers = itertools.count()
-        self.totals = StepTotals()
-        """What the steps computed since the start."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -205,7 +215,7 @@ class Engine:
         if isinstance(prompt, str):
             prompt_ids = self._text.encode(prompt, add_special_tokens=request.add_special_tokens)
         else:
-            prompt_ids = [int(token_id) for token_id in prompt]
+            prompt_ids = [operator.index(token_id) for token_id in prompt]
         if not prompt_ids:
             raise ValueError("the prompt must not be empty")
         check_token_ids(prompt_ids, self._limits, "prompt")
@@ -247,6 +257,7 @@ class Engine:
             cache_salt=request.cache_salt,
             priority=request.priority,
             num_samples=num_samples,
+            text_owner=_TEXT_OWNER,
         )
         for index in range(num_samples):
             header = Header(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -89,9 +90,9 @@ def _bar(*, shown: bool) -> Progress:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a text or a list of token ids."""
+    """One prompt is a text, or a list or an array of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [list(prompts)]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    if len(prompts) and isinstance(prompts[0], Integral):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+import numpy as np
+
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.schema.completion_request import CompletionRequest, parse_completion
 
@@ -48,7 +50,7 @@ class SamplingParams:
     best_of: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    speculation: Literal["off", "ngram"] | None = None
+    speculation: Literal["off", "ngram", "suffix"] | None = None
     priority: int = 0
     cache_salt: str = ""
     add_special_tokens: bool = True
@@ -69,6 +71,8 @@ class SamplingParams:
 
 def _plain(value: Any) -> Any:
     """As it would be in JSON."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): each for key, each in value.items()}
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        return {str(key): _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else value

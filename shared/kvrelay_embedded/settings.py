@@ -16,6 +16,7 @@ SETTINGS = (
     "max_model_len", "prefix_cache", "prefix_lookup", "token_budget", "max_running", "scheduler", "chunking",
     "queue_order", "queue_starvation_bound", "retraction", "preemption", "swap_space", "new_token_ratio",
     "group_samples", "jump_forward", "speculation", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max",
+    "suffix_cache_tokens",
 )  # fmt: skip
 """docs/configuration.md says what each means. The others concern services."""
 

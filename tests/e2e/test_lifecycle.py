@@ -45,7 +45,7 @@ class Stream(threading.Thread):
                 self._take(line)
 
     def _take(self, line: str) -> None:
-        if not line:
+        if not line or line.startswith(":"):  # a sign of life
             return
         self.last_line = line
         if line != "data: [DONE]":

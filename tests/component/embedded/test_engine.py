@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+import weakref
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay import LLM, Engine, SamplingParams
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.worker.worker_main import load_runner
 from kvrelay_embedded import StepOutput
+from kvrelay_embedded import engine as engine_module
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from tests.e2e import reference
 from tests.thoroughness import examples
@@ -236,6 +244,59 @@ def test_what_has_a_wrong_type_queues_nothing(llm: LLM) -> None:
     with pytest.raises(AttributeError):
         llm.generate([[1, 2], [3]], [SamplingParams(), wrong], progress=False)
     check_empty(llm.engine)
+
+
+def test_numpy_arrays_and_numbers_are_taken(llm: LLM) -> None:
+    tokens = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+    plain = SamplingParams(max_tokens=4, temperature=0.5, seed=3, logit_bias={7: 1.5}, stop_token_ids=[9])
+    params = SamplingParams(
+        max_tokens=np.int64(4),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        seed=np.int64(3),  # type: ignore[arg-type]
+        logit_bias={np.int64(7): np.float64(1.5)},  # type: ignore[dict-item]
+        stop_token_ids=np.array([9]),  # type: ignore[arg-type]
+    )
+    expected = [each.outputs[0].token_ids for each in llm.generate(tokens.tolist(), plain, progress=False)]
+    for prompts in (tokens, [*tokens], [list(row) for row in tokens]):
+        answers = llm.generate(prompts, params, progress=False)
+        assert [each.outputs[0].token_ids for each in answers] == expected
+    (alone,) = llm.generate(tokens[0], params)
+    assert alone.outputs[0].token_ids == expected[0] and alone.prompt_token_ids == [1, 2, 3]
+    with pytest.raises(TypeError):
+        llm.generate(np.array([1.5, 2.0]), params)
+    check_empty(llm.engine)
+
+
+def test_drafts_come_from_earlier_outputs(model: Path) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with LLM(str(model), **SMALL, max_model_len=256, suffix_cache_tokens=4096) as llm:
+        (expected,) = llm.generate([1, 2, 3], params)
+        drafted = replace(params, speculation="suffix")
+        salted = replace(drafted, cache_salt="other")
+        for each in (drafted, drafted, salted):
+            (answer,) = llm.generate([1, 2, 3], each)
+            assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
+        earlier = llm.engine._scheduler.lifecycle.drafter.earlier  # type: ignore[attr-defined]
+        assert earlier.num_tokens > 40
+        check_empty(llm.engine)
+
+
+def test_an_engine_that_does_not_start_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners: list[weakref.ref[Any]] = []
+
+    def keep(config: WorkerConfig) -> Any:
+        runner = load_runner(config)
+        runners.append(weakref.ref(runner))
+        return runner
+
+    monkeypatch.setattr(engine_module, "load_runner", keep)
+    monkeypatch.setattr(engine_module, "_limits", Mock(side_effect=RuntimeError("no such luck")))
+    num_threads = threading.active_count()
+    with pytest.raises(RuntimeError, match="no such luck"):
+        Engine(str(model), **SMALL)
+    gc.collect()
+    assert [runner() for runner in runners] == [None]
+    assert threading.active_count() <= num_threads
 
 
 def test_a_failed_step_ends_its_requests_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

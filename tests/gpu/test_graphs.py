@@ -113,15 +113,18 @@ Step = tuple[np.ndarray[tuple[int], np.dtype[np.int64]], PackedRows]
 
 
 def random_steps(count: int) -> list[Step]:
-    """Steps of one to eight rows at any positions; what lies before them in the pool is random."""
+    """Steps of one to eight tokens at any positions; what lies before them in the pool is random. Some rows have
+    several tokens, as with drafts."""
     rng = np.random.default_rng(0)
     steps = []
     for _ in range(count):
-        num_rows = int(rng.integers(1, SIZES[-1] + 1))
+        num_tokens = int(rng.integers(1, SIZES[-1] + 1))
+        ends = np.unique([*rng.integers(1, num_tokens + 1, rng.integers(1, num_tokens + 1)), num_tokens])
+        query_lens = np.diff(ends, prepend=0).astype(np.int32)
+        num_rows = len(query_lens)
         tables = rng.permutation(NUM_BLOCKS)[: num_rows * ROW_BLOCKS].astype(np.int32).reshape(num_rows, -1)
-        positions = rng.integers(0, ROW_BLOCKS * BLOCK_SIZE, num_rows).astype(np.int32)
-        rows = PackedRows(np.ones(num_rows, np.int32), positions, tables)
-        steps.append((rng.integers(0, 300, num_rows), rows))
+        positions = rng.integers(0, ROW_BLOCKS * BLOCK_SIZE + 1 - query_lens, num_rows).astype(np.int32)
+        steps.append((rng.integers(0, 300, num_tokens), PackedRows(query_lens, positions, tables)))
     return steps
 
 
@@ -153,7 +156,7 @@ def test_replays_through_flashinfer_agree_with_its_launches(device: torch.device
     graphs = captured(model, pool)
     for token_ids, rows in random_steps(30):
         with torch.inference_mode():
-            positions = torch.from_numpy(rows.positions.astype(np.int64)).to(device)
+            positions = torch.from_numpy(rows.token_positions.astype(np.int64)).to(device)
             step = model.backend.plan(pool, rows)
             expected = model.hidden_states(torch.from_numpy(token_ids).to(device), positions, step)
             written = pool.clone()

@@ -54,13 +54,23 @@ def num_chunk_rows(rows: PackedRows) -> int:
     return int(chunks[-1]) + 1 if len(chunks) else 0
 
 
-def pad_rows(rows: PackedRows, num_rows: int, block: int) -> PackedRows:
-    """`rows`, of one token each, followed by padding rows of one token at position 0 in `block`, `num_rows`
-    in total."""
+def split_rows(rows: PackedRows) -> PackedRows:
+    """The step with a row for each token. If a layer's keys and values are written before its attention reads any, each
+    token attends to the same keys as before."""
+    if len(rows.query_lens) == rows.query_starts[-1]:
+        return rows
+    lens = np.ones(rows.query_starts[-1], np.int32)
+    return PackedRows(lens, rows.token_positions, rows.block_tables[rows.token_rows])
+
+
+def pad_rows(rows: PackedRows, num_tokens: int, block: int) -> PackedRows:
+    """`rows`, followed by padding rows of one token at position 0 in `block`, `num_tokens` tokens in total."""
     count, width = rows.block_tables.shape
+    num_rows = count + num_tokens - int(rows.query_starts[-1])
     query_lens = np.ones(num_rows, np.int32)
     positions = np.zeros(num_rows, np.int32)
     tables = np.full((num_rows, max(width, 1)), block, np.int32)
+    query_lens[:count] = rows.query_lens
     positions[:count] = rows.positions
     tables[:count, :width] = rows.block_tables
     return PackedRows(query_lens, positions, tables)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from kvrelay.config.common import CommonConfig
-from kvrelay.engine.graph_sizes import default_sizes
+from kvrelay.engine.graph_sizes import default_sizes, largest_size
 from kvrelay.protocol.sampling import SpeculationMethod
 from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
@@ -104,9 +104,9 @@ class WorkerConfig(CommonConfig):
     )
     cuda_graph_sizes: tuple[int, ...] = Field(
         default=(),
-        description="numbers of sequences, 1 to max_running, for which decoding steps are captured; a step is padded "
+        description="numbers of tokens, 1 to token_budget, for which decoding steps are captured; a step is padded "
         "to the next size (default: 1, 2, 4, multiples of 8 up to 128, of 16 up to 256, of 32 up to 512 and so on, up "
-        "to max_running)",
+        "to max_running; or up to 256 if that is more, and steps may have drafts or forced tokens)",
         json_schema_extra={"list": True},
     )
     cascade_attention: bool = Field(
@@ -371,10 +371,13 @@ class WorkerConfig(CommonConfig):
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Numbers of sequences for which CUDA graphs are captured, ascending; empty on prefill workers."""
+        """Numbers of tokens for which CUDA graphs are captured, ascending; empty on prefill workers."""
         if not self.cuda_graphs or self.role == "prefill":
             return ()
-        return tuple(sorted(set(self.cuda_graph_sizes))) or default_sizes(self.max_running)
+        has_runs = self.jump_forward or self.speculation != "off"
+        row_tokens = 1 + self.num_speculative_tokens if has_runs else 1
+        largest = largest_size(self.max_running, row_tokens, self.token_budget)
+        return tuple(sorted(set(self.cuda_graph_sizes))) or default_sizes(largest)
 
     @property
     def swap_bytes(self) -> int | None:
@@ -412,9 +415,11 @@ class WorkerConfig(CommonConfig):
             )
         if self.cuda_graph_sizes and not self.cuda_graphs:
             raise ValueError("cuda_graph_sizes need cuda_graphs, which is off")
-        wrong = [size for size in self.cuda_graph_sizes if not 1 <= size <= self.max_running]
+        wrong = [size for size in self.cuda_graph_sizes if not 1 <= size <= self.token_budget]
         if wrong:
-            raise ValueError(f"cuda_graph_sizes = {wrong[0]} (allowed: 1 to max_running, which is {self.max_running})")
+            raise ValueError(
+                f"cuda_graph_sizes = {wrong[0]} (allowed: 1 to token_budget, which is {self.token_budget})"
+            )
         if self.lease_interval_s * 2 > self.lease_ttl_s:
             raise ValueError(
                 f"lease_interval_s ({self.lease_interval_s:g}) must be at most half of lease_ttl_s "

@@ -16,12 +16,12 @@ from kvrelay.backends.backend import PackedRows
 from kvrelay.backends.paging import pad_rows
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.probe import tolerance_of
-from kvrelay.kv.table import blocks_for
 
 if TYPE_CHECKING:
     from kvrelay.engine.graphs import DecodeGraphs
 
 _MOST_CONTEXT_BLOCKS = 64
+_ROW_TOKENS = 5  # of a row of several tokens
 _OF_ONE_SIZE = 5.0  # times the tolerance: a small step may contain the one row that rounding changes most
 
 
@@ -38,37 +38,42 @@ def check_graphs(graphs: DecodeGraphs, model: CausalModel, pool: torch.Tensor) -
     """
     rng = np.random.default_rng(0)
     tolerance = tolerance_of(model.layout)
-    most_rows = min(graphs.sizes[-1], len(pool) - 2)  # one block for the shared context, one scratch block
-    if most_rows < 1:
+    most = min(graphs.sizes[-1], len(pool) - 2)  # one block for the shared context, one scratch block
+    if most < 1:
         return
-    for block in pool[: most_rows + 1]:
+    for block in pool[: most + 1]:
         block.copy_(torch.randn(block.shape, device=pool.device))  # torch has no random 8-bit floats
     errors = []
     for size in graphs.sizes:
-        token_ids, rows = _step(rng, min(size, most_rows), model, model.layout.block_size)
+        token_ids, rows = _step(rng, min(size, most), model, model.layout.block_size)
         found = _errors(graphs, model, pool, token_ids, rows, size)
         if not found.mean() <= _OF_ONE_SIZE * tolerance:
-            raise _differ(f"steps of {size} sequences", found)
+            raise _differ(f"steps of {size} tokens", found)
         errors.append(found)
-    pool[: most_rows + 1].zero_()
+    pool[: most + 1].zero_()
     pool[-1].zero_()
     if not np.concatenate(errors).mean() <= tolerance:
         raise _differ("steps", np.concatenate(errors))
 
 
 def _step(
-    rng: np.random.Generator, num_rows: int, model: CausalModel, block_size: int
+    rng: np.random.Generator, num_tokens: int, model: CausalModel, block_size: int
 ) -> tuple[NDArray[np.int64], PackedRows]:
-    """Rows with different contexts. The last block of row r is block r + 1; all other blocks of all rows
-    are block 0."""
+    """Rows with different contexts, every third of several tokens. The last block of row r is block r + 1; all other
+    blocks of all rows are block 0."""
     longest = model.source.max_model_len
-    num_context = rng.integers(0, min(blocks_for(longest, block_size), _MOST_CONTEXT_BLOCKS), num_rows)
-    positions = np.minimum(num_context * block_size + rng.integers(0, block_size, num_rows), longest - 1)
+    lens: list[int] = []
+    while (left := num_tokens - sum(lens)) > 0:
+        lens.append(min(left, block_size, longest, _ROW_TOKENS) if len(lens) % 3 == 1 else 1)
+    query_lens, num_rows = np.array(lens, np.int32), len(lens)
+    num_context = rng.integers(0, min(longest // block_size, _MOST_CONTEXT_BLOCKS) or 1, num_rows)
+    within = rng.integers(0, block_size, num_rows) % (block_size + 1 - query_lens)
+    positions = np.minimum(num_context * block_size + within, longest - query_lens)
     tables = np.zeros((num_rows, int(num_context.max()) + 1), np.int32)
     tables[np.arange(num_rows), num_context] = 1 + np.arange(num_rows)
-    rows = PackedRows(np.ones(num_rows, np.int32), positions.astype(np.int32), tables)
+    rows = PackedRows(query_lens, positions.astype(np.int32), tables)
     vocab_size = int(model.source.config.get_text_config(decoder=True).vocab_size)
-    return rng.integers(0, vocab_size, num_rows), rows
+    return rng.integers(0, vocab_size, num_tokens), rows
 
 
 def _errors(
@@ -79,13 +84,13 @@ def _errors(
     rows: PackedRows,
     size: int,
 ) -> NDArray[np.float32]:
-    """The relative difference of replayed from launched hidden states, by row."""
+    """The relative difference of replayed from launched hidden states, by token."""
     count = len(token_ids)
     replayed = graphs.hidden_states(token_ids, rows).float()
     padded = pad_rows(rows, size, len(pool) - 1)  # padded, so that both multiply matrices with the same kernels
     all_ids = np.zeros(size, np.int64)
     all_ids[:count] = token_ids
-    positions = torch.from_numpy(padded.positions.astype(np.int64)).to(pool.device)
+    positions = torch.from_numpy(padded.token_positions.astype(np.int64)).to(pool.device)
     step = model.backend.plan(pool, padded)
     launched = model.hidden_states(torch.from_numpy(all_ids).to(pool.device), positions, step)[:count].float()
     relative = (replayed - launched).norm(dim=-1) / launched.norm(dim=-1)

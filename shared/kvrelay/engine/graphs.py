@@ -1,10 +1,17 @@
-"""Decoding steps as CUDA graphs: the backbone's forward, captured for several batch sizes, and replayed.
+"""Decoding steps as CUDA graphs: the backbone's forward, captured for several numbers of tokens, and replayed.
 
 A decoding step has hundreds of small kernels, and a host that launches them one by one is slower than the GPU. A graph
 is launched as one. It holds addresses and launch sizes, but no data: everything that changes between steps is copied
 into fixed buffers first, and the step is padded to the next captured size. Padding rows hold token 0 at position 0 of a
-scratch block that no sequence owns; their results are never read. Steps with prompt chunks, steps larger than the
-largest graph, and steps in which the backend reads a long prefix once for many rows are launched kernel by kernel.
+scratch block that no sequence owns; their results are never read.
+
+A row of several tokens (drafts, tokens that a grammar forced, a short chunk of a prompt) is replayed as that many rows
+of one token with the same blocks: in each layer all keys and values are written before any are read. So one graph for
+each number of tokens is enough, however the tokens are divided among rows. Its price is that each token reads the keys
+before it, which a kernel for several tokens reads once.
+
+Steps larger than the largest graph, steps in which such rows would read too much again, and steps in which the backend
+reads a long prefix once for many rows are launched kernel by kernel.
 
 A step never overwrites buffers that the previous step still reads: copies into the fixed buffers are ordered with the
 replays on one stream, and come from pinned memory that is not reused before they are done.
@@ -28,8 +35,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from kvrelay.backends.backend import CapturableBackend, FixedStep, NotCapturable, PackedRows
-from kvrelay.backends.paging import pad_rows
+from kvrelay.backends.backend import CapturableBackend, FixedStep, NotCapturable, PackedRows, PoolShape
+from kvrelay.backends.paging import pad_rows, split_rows
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.graph_check import check_graphs
 from kvrelay.engine.graph_sizes import padded_size
@@ -40,6 +47,10 @@ from kvrelay.kv.table import blocks_for
 log = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
+
+_REREAD_BYTES = 512 * 2**20
+"""Bytes that rows of several tokens may read again in a layer: what a GPU with 3.3 TB/s reads while a host launches the
+layer's kernels one by one (160 us). An estimate, as that of `cascade`."""
 
 
 class GraphRecorder(Protocol):
@@ -92,7 +103,7 @@ class CudaGraphRecorder:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured graph of one size."""
+    """A captured graph of one number of tokens."""
 
     inputs: torch.Tensor  # token ids, then positions, [2 * size]; fixed
     step: FixedStep
@@ -102,16 +113,24 @@ class _Graph:
 class DecodeGraphs:
     """The captured decoding steps over one pool."""
 
-    def __init__(self, graphs: dict[int, _Graph], hidden: torch.Tensor, scratch_block: int) -> None:
-        """`hidden`, `[largest size, hidden]`, is the output buffer of all graphs."""
+    def __init__(self, graphs: dict[int, _Graph], hidden: torch.Tensor, pool: PoolShape, token_bytes: int) -> None:
+        """`hidden`, `[largest size, hidden]`, is the output buffer of all graphs. `token_bytes`: keys and values of a
+        token in one layer."""
         self.sizes = tuple(sorted(graphs))
         self._graphs = graphs
         self._hidden = hidden
-        self._scratch_block = scratch_block
+        self._scratch_block = pool.num_blocks - 1
+        self._most_read_again = _REREAD_BYTES // token_bytes
 
     def can_run(self, rows: PackedRows) -> bool:
-        """Whether every row has a single token, and a captured size holds all rows."""
-        return bool((rows.query_lens == 1).all()) and padded_size(self.sizes, len(rows.query_lens)) is not None
+        """Whether a captured size holds all tokens, and rows of several tokens do not read too much again."""
+        num_tokens = int(rows.query_starts[-1])
+        if padded_size(self.sizes, num_tokens) is None:
+            return False
+        if num_tokens == len(rows.query_lens):
+            return True
+        num_keys = (rows.positions + rows.query_lens).astype(np.int64)
+        return int((rows.query_lens - 1) @ num_keys) <= self._most_read_again
 
     @torch.inference_mode()
     def hidden_states(
@@ -122,11 +141,11 @@ class DecodeGraphs:
 
         `on_device`: tokens that replace some of `token_ids`.
         """
-        count = len(rows.query_lens)
+        count = len(token_ids)
         size = padded_size(self.sizes, count)
-        assert size is not None, f"{count} rows are more than the largest graph's"
+        assert size is not None, f"{count} tokens are more than the largest graph's"
         graph = self._graphs[size]
-        padded = pad_rows(rows, size, self._scratch_block)
+        padded = pad_rows(split_rows(rows), size, self._scratch_block)
         staged = torch.zeros(2 * size, dtype=torch.int64, pin_memory=self._hidden.device.type == "cuda")
         filled = staged.numpy()
         filled[:count] = token_ids
@@ -142,7 +161,7 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
-    """The batch sizes to capture, and the recorder."""
+    """The numbers of tokens to capture, and the recorder."""
 
     sizes: Sequence[int]
     make_recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder
@@ -171,8 +190,8 @@ def try_to_capture(
     if not trial:
         check_graphs(graphs, model, pool)
         log.info(
-            "%d CUDA graphs captured in %.1f s. Decoding steps of up to %d sequences run as one of them; larger steps, "
-            "and steps with chunks of prompts, are launched kernel by kernel",
+            "%d CUDA graphs captured in %.1f s. Steps of up to %d tokens run as one of them; larger steps are launched "
+            "kernel by kernel",
             *(len(graphs.sizes), time.perf_counter() - started, graphs.sizes[-1]),
         )
     return graphs
@@ -206,7 +225,9 @@ def capture_graphs(
                 hidden = _checked_forward(model, own, step)
             graphs[size] = _Graph(own, step, recorder.record(_CapturedForward(model, own, step, hidden)))
     assert hidden is not None
-    return DecodeGraphs(graphs, hidden, scratch_block)
+    shape = PoolShape(*pool.shape)
+    token_bytes = shape.num_kinds * shape.num_kv_heads * shape.head_dim * pool.itemsize
+    return DecodeGraphs(graphs, hidden, shape, token_bytes)
 
 
 _NO_ROWS = PackedRows(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.int32))

@@ -155,17 +155,17 @@ def check(
         launches_ahead=launches_ahead,
     )
     if recorder is not None:
-        runner.try_graphs(GraphSettings((1, 2, 3, 5), lambda _: recorder))
+        runner.try_graphs(GraphSettings((1, 2, 3, 5, 8, 16), lambda _: recorder))
         num_checks = recorder.num_replayed
     got, loop = run(scheduler, runner, stops, overlap=overlap)
     assert got == [until(output, stop) for output, stop in zip(outputs, stops, strict=True)]
     assert pool.num_available == NUM_BLOCKS
+    assert loop.totals.num_captured_steps == (recorder.num_replayed - num_checks if recorder is not None else 0)
     if settings.speculation.method != "off":
         assert 0 < loop.totals.num_accepted_tokens < loop.totals.num_drafted_tokens
         return scheduler
     assert bool(loop.totals.num_steps_ahead) is overlap
     assert bool(loop.totals.num_steps_launched_ahead) is (overlap and runner.launches_ahead)
-    assert loop.totals.num_captured_steps == (recorder.num_replayed - num_checks if recorder is not None else 0)
     return scheduler
 
 
@@ -194,6 +194,21 @@ def test_captured_steps(
 ) -> None:
     recorder, settings = FakeRecorder(), SchedulerSettings(num_swap_slots=12)
     check(capturable_model, expected, name, settings, with_cache=True, recorder=recorder, **STEPS[steps])
+    assert recorder.num_replayed > 10
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("steps", list(STEPS))
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_captured_steps_with_drafts(
+    capturable_model: CausalModel,
+    expected: Callable[[tuple[int, ...], int], list[int]],
+    method: SpeculationMethod,
+    steps: str,
+) -> None:
+    recorder, settings = FakeRecorder(), SchedulerSettings(speculation=SpeculationSettings(method, 7, 2))
+    with patch.multiple(DraftLength, choose=lambda self, own, kind, shares: (len(shares), len(shares)), may_pay=True):
+        check(capturable_model, expected, "sarathi", settings, with_cache=True, recorder=recorder, **STEPS[steps])
     assert recorder.num_replayed > 10
 
 

@@ -23,7 +23,7 @@ from kvrelay.backends.backend import (
 )
 from kvrelay.backends.flashinfer import FlashInferBackend, workspace_bytes
 from kvrelay.backends.flashinfer_graphs import FlashInferFixedStep, fixed_workspace_bytes
-from kvrelay.backends.paging import pad_rows
+from kvrelay.backends.paging import pad_rows, split_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.fakes import fake_cuda_graphs, fake_flashinfer
 from tests.fakes.fake_cuda_graphs import FakeRecorder
@@ -66,13 +66,14 @@ class Layers:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[PackedRows]:
-    """Steps of one to five rows, over distinct blocks in any order."""
-    found = []
+    """Steps of one to five rows, some of several tokens, over distinct blocks in any order."""
+    found, num_slots = [], MAX_ROW_BLOCKS * BLOCK_SIZE
     for _ in range(draw(st.integers(1, 4))):
-        positions = draw(st.lists(st.integers(0, MAX_ROW_BLOCKS * BLOCK_SIZE - 1), min_size=1, max_size=5))
+        query_lens = np.array(draw(st.lists(st.sampled_from([1, 1, 2, 9]), min_size=1, max_size=5)), np.int32)
+        positions = np.array([draw(st.integers(0, num_slots - length)) for length in query_lens.tolist()], np.int32)
         order = draw(st.permutations(range(NUM_BLOCKS)))
         tables = np.array(order[: len(positions) * MAX_ROW_BLOCKS], np.int32).reshape(len(positions), -1)
-        found.append(PackedRows(np.ones(len(positions), np.int32), np.array(positions, np.int32), tables))
+        found.append(PackedRows(query_lens, positions, tables))
     return found
 
 
@@ -96,21 +97,21 @@ def test_replayed_steps_agree_with_plain_attention(
     torch.manual_seed(seed)
     pool, backend, recorder = make_pool(stored), make_backend(), FakeRecorder()
     params = [AttentionParams(0.1, window, softcap) for window in windows]
-    make_step = backend.fixed_steps(pool, 8, MAX_ROW_BLOCKS)
+    make_step = backend.fixed_steps(pool, 45, MAX_ROW_BLOCKS)
     no_rows = PackedRows(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
     captured = {}
-    for size in (8, 4, 2):
+    for size in (45, 8, 4, 2):
         step = make_step(size)
         step.replan(pad_rows(no_rows, size, SCRATCH))
         layers = Layers(step, params, size, group)
         captured[size] = (step, layers, recorder.record(layers))
     for rows in steps:
-        count = len(rows.positions)
-        size = next(size for size in (2, 4, 8) if size >= count)
+        count = int(rows.query_lens.sum())
+        size = next(size for size in (2, 4, 8, 45) if size >= count)
         step, layers, replay = captured[size]
         expected_pool = pool.clone()
         layers.fill()
-        step.replan(pad_rows(rows, size, SCRATCH))
+        step.replan(pad_rows(split_rows(rows), size, SCRATCH))
         replay()
         plain = TorchBackend().plan(expected_pool, rows)
         for layer in range(2):
@@ -123,15 +124,29 @@ def test_replayed_steps_agree_with_plain_attention(
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(steps(), st.integers(5, 12))
-def test_padding_keeps_the_rows_and_puts_the_rest_in_the_scratch_block(steps: list[PackedRows], size: int) -> None:
+@given(steps(), st.integers(0, 7))
+def test_padding_keeps_the_rows_and_puts_the_rest_in_the_scratch_block(
+    steps: list[PackedRows], num_padding: int
+) -> None:
     for rows in steps:
-        padded, count = pad_rows(rows, size, SCRATCH), len(rows.positions)
-        assert padded.query_lens.tolist() == [1] * size
-        assert padded.positions[:count].tolist() == rows.positions.tolist()
-        assert padded.block_tables[:count].tolist() == rows.block_tables.tolist()
-        assert padded.token_blocks(BLOCK_SIZE)[count:].tolist() == [SCRATCH] * (size - count)
-        assert not padded.positions[count:].any()
+        num_rows, num_tokens = len(rows.positions), int(rows.query_lens.sum())
+        padded = pad_rows(rows, num_tokens + num_padding, SCRATCH)
+        assert padded.query_lens.tolist() == [*rows.query_lens, *[1] * num_padding]
+        assert padded.positions[:num_rows].tolist() == rows.positions.tolist()
+        assert padded.block_tables[:num_rows].tolist() == rows.block_tables.tolist()
+        assert padded.token_blocks(BLOCK_SIZE)[num_tokens:].tolist() == [SCRATCH] * num_padding
+        assert not padded.positions[num_rows:].any()
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(steps())
+def test_a_split_step_has_the_same_tokens_at_the_same_places(steps: list[PackedRows]) -> None:
+    for rows in steps:
+        split = split_rows(rows)
+        assert split.query_lens.tolist() == [1] * int(rows.query_lens.sum())
+        assert split.positions.tolist() == rows.token_positions.tolist()
+        assert split.token_blocks(BLOCK_SIZE).tolist() == rows.token_blocks(BLOCK_SIZE).tolist()
+        assert split.block_tables.tolist() == rows.block_tables[rows.token_rows].tolist()
 
 
 def test_a_step_too_many_pages_long_is_refused() -> None:

@@ -226,8 +226,11 @@ def test_all_bad_values_are_named_at_once() -> None:
         (["--peer-timeout-s=0.6"], ("peer_interval_s (0.5)", "peer_timeout_s (0.6)")),
         (["--preemption=swap", "--swap-space=0"], ("preemption = swap", "swap_space above 0")),
         (["--lease-ttl-s=1.5"], ("lease_interval_s (1)", "lease_ttl_s (1.5)")),
-        (["--cuda-graph-sizes=4,40", "--max-running=32"], ("cuda_graph_sizes = 40", "1 to max_running, which is 32")),
-        (["--cuda-graph-sizes=4,0"], ("cuda_graph_sizes = 0", "1 to max_running, which is 256")),
+        (
+            ["--cuda-graph-sizes=4,40", "--max-running=8", "--token-budget=32"],
+            ("cuda_graph_sizes = 40", "1 to token_budget, which is 32"),
+        ),
+        (["--cuda-graph-sizes=4,0"], ("cuda_graph_sizes = 0", "1 to token_budget, which is")),
         (["--no-cuda-graphs", "--cuda-graph-sizes=4"], ("cuda_graph_sizes need cuda_graphs", "which is off")),
     ],
 )
@@ -239,7 +242,14 @@ def test_values_that_do_not_fit_together_are_both_named(argv: list[str], names: 
 
 def test_which_sizes_are_captured() -> None:
     assert worker(["--cuda-graph-sizes=8,2,8"]).graph_sizes == (2, 8)
-    assert worker(["--max-running=20"]).graph_sizes == (1, 2, 4, 8, 16, 20)
+    assert worker(["--max-running=20", "--no-jump-forward"]).graph_sizes == (1, 2, 4, 8, 16, 20)
+    assert worker(["--max-running=300"]).graph_sizes[-2:] == (288, 300)
+    few = ["--max-running=2", "--num-speculative-tokens=4"]
+    assert worker(few).graph_sizes == (1, 2, 4, 8, 10)
+    assert worker([*few, "--no-jump-forward", "--speculation=ngram"]).graph_sizes == (1, 2, 4, 8, 10)
+    assert worker([*few, "--no-jump-forward"]).graph_sizes == (1, 2)
+    assert worker(["--max-running=20"]).graph_sizes[-1] == 256
+    assert worker(["--max-running=20", "--token-budget=64"]).graph_sizes[-1] == 64
     assert worker(["--no-cuda-graphs"]).graph_sizes == ()
     assert worker(role="prefill").graph_sizes == ()
     with pytest.raises(ConfigError, match="--cuda-graph-sizes = 'many'"):

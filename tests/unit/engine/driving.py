@@ -119,8 +119,8 @@ def failing_logits(runner: TransformersRunner, message: str, *, settles: bool) -
         yield order
 
 
-def run(runner: ModelRunner, sequences: list[Driven], seed: int = 0, max_chunk: int = 24) -> None:
-    """Steps until all are done. Each step takes some of the sequences, prefilling ones by a random chunk."""
+def run(runner: ModelRunner, sequences: list[Driven], seed: int = 0, max_chunk: int = 24) -> int:
+    """Steps until all are done; returns how many. Each takes some of the sequences, those in prefill by a chunk."""
     rng = np.random.default_rng(seed)
     step = 0
     while waiting := [sequence for sequence in sequences if not sequence.done]:
@@ -131,3 +131,4 @@ def run(runner: ModelRunner, sequences: list[Driven], seed: int = 0, max_chunk: 
         for sequence, row, row_result in zip(chosen, rows, result.rows, strict=True):
             sequence.take(row, row_result)
         step += 1
+    return step

@@ -99,6 +99,43 @@ def test_the_demo_model_says_the_same() -> None:
     assert recorder.num_replayed > 10
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
+def test_rows_of_several_tokens_are_replayed_too(architecture: str, model_dir: Callable[[str], Path]) -> None:
+    """Chunks of up to three tokens, so that two sequences always fit the largest graph."""
+    recorder = FakeRecorder()
+    captured, plain = captured_runner(model_dir(architecture), recorder), plain_runner(model_dir(architecture))
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 300, length).tolist() for length in (31, 20)]
+    before, num_steps, found = recorder.num_replayed, [], []
+    for runner in (captured, plain):
+        sequences = start(runner, prompts, Sampling(temperature=0.7, seed=5), num_output=12)
+        num_steps.append(run(runner, sequences, max_chunk=3))
+        found.append([sequence.output for sequence in sequences])
+    assert found[0] == found[1]
+    assert recorder.num_replayed - before == num_steps[0]
+    torch.testing.assert_close(captured.pool, plain.pool, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_would_read_too_much_again_are_launched(
+    model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = plain_runner(model_dir("llama")).spec
+    token_bytes = 2 * layout.num_kv_heads * layout.head_dim * 4
+    monkeypatch.setattr(graphs_module, "_REREAD_BYTES", 60 * token_bytes)
+    recorder = FakeRecorder()
+    runner = captured_runner(model_dir("llama"), recorder)
+    (sequence,) = start(runner, [[1] * 100], Sampling(temperature=0), num_output=1)
+    replayed = []
+    for step, num_tokens in enumerate((1, 3, 16, 3, 3, 2, 1)):  # at positions 0, 1, 4, 20, 23, 26, 28
+        before = recorder.num_replayed
+        row = sequence.row(num_tokens)
+        sequence.take(row, runner.execute(WorkerBatch(step, [row])).rows[0])
+        replayed.append(recorder.num_replayed - before)
+    assert replayed == [1, 1, 0, 1, 1, 1, 1]  # 2 * 23, 2 * 26 and 1 * 28 tokens
+    row = sequence.row(3)
+    assert not runner.execute(WorkerBatch(7, [row])).captured  # 2 * 32
+
+
 def test_only_the_blocks_of_a_step_and_the_scratch_block_are_written(model_dir: Callable[[str], Path]) -> None:
     runner = captured_runner(model_dir("llama"), FakeRecorder())
     assert not runner.pool.any()  # after the capture
@@ -325,7 +362,7 @@ def test_graphs_that_follow_their_buffers_in_part_are_refused_at_the_start(
                         case "positions":
                             rows = PackedRows(rows.query_lens, first.positions, rows.block_tables)
                         case "blocks":
-                            tables = np.where(rows.block_tables > 0, rows.block_tables % 5, 0).astype(np.int32)
+                            tables = np.where(rows.block_tables > 0, rows.block_tables % 3, 0).astype(np.int32)
                             rows = rows if rows is first else PackedRows(rows.query_lens, rows.positions, tables)
                         case "plan":
                             rows = first
@@ -349,6 +386,44 @@ def test_graphs_that_follow_their_buffers_in_part_are_refused_at_the_start(
         )
 
 
+def test_a_layer_that_reads_before_all_rows_are_written_is_refused(model_dir: Callable[[str], Path]) -> None:
+    """Rows of several tokens are replayed as rows of one token, of which each reads what the others write."""
+
+    class OneAfterTheOther(CapturableTorchBackend):
+        def fixed_steps(self, *arguments: Any) -> Callable[[int], Any]:
+            make, pool = super().fixed_steps(*arguments), arguments[0]
+
+            def make_step(num_rows: int) -> Any:
+                step: Any = make(num_rows)
+
+                def attend(layer: int, query: Any, key: Any, value: Any, params: Any) -> torch.Tensor:
+                    out = torch.empty_like(query)
+                    inputs = (step._positions, step._tables, query, key, value)
+                    fake_cuda_graphs.launch(attend_to_each, pool, inputs, layer, params, out)
+                    return out
+
+                step.attend = attend
+                return step
+
+            return make_step
+
+    def attend_to_each(pool: Any, inputs: Any, layer: int, params: Any, out: torch.Tensor) -> None:
+        for row in reversed(range(len(out))):  # the last tokens first
+            positions, tables, *own = (each[row : row + 1] for each in inputs)
+            rows = PackedRows(np.ones(1, np.int32), positions.numpy(), tables.numpy())
+            out[row : row + 1] = TorchBackend().plan(pool, rows).attend(layer, own[0], own[1], own[2], params)
+
+    with pytest.raises(GraphsDiffer, match=r"cuda_graphs: captured steps.* are off by .*--no-cuda-graphs"):
+        make_runner(
+            str(model_dir("llama")),
+            dtype="float32",
+            backend=OneAfterTheOther(),
+            num_blocks=NUM_BLOCKS,
+            max_model_len=256,
+            graphs=graphs_of(FakeRecorder()),
+        )
+
+
 def test_what_runs_as_a_graph_is_said_once(
     model_dir: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +432,7 @@ def test_what_runs_as_a_graph_is_said_once(
     sizing = PoolSizing(0.9, token_budget=64, max_running=8)
     captured_runner(model_dir("llama"), FakeRecorder(), num_blocks=None, size_pool=sizing)
     assert caplog.text.count("CUDA graphs captured") == 1
-    assert "steps of up to 8 sequences" in caplog.text
+    assert "Steps of up to 8 tokens" in caplog.text
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Pool(HashRunner):
 
     def try_graphs(self, graphs: Any, *, trial: bool = False) -> None:
         assert self.with_scratch
-        assert graphs.sizes == (1, 2, 4)
+        assert graphs.sizes == (1, 2, 4, 8, 16, 24, 32)
         self.graphs = self.needs.graphs * MIB
         self.memory.allocate(self.graphs)
         if not trial:

@@ -8,7 +8,11 @@ model is small and knows no JSON, so free strings and numbers are bounded, as a 
 - Programs per CPU second: their ratio in each pair of turns. CPU time of the process, with the threads for masks: on a
   machine that others use too, it varies less than wall time.
 
+- With `--against`: programs per second over HTTP, of this server with jump-forward and with masks alone and of other
+  servers, on another model and with the same schemas (`json_programs.py`).
+
 Usage: python -m benchmarks.json_decoding [--model DIR] [--repeats 5] [--write benchmarks/results/json_decoding.md]
+           [--against NAME=URL | vllm-xgrammar | vllm-guidance]... [--served-model DIR] [--venv vllm=DIR]
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.json_programs import HEAD, compare, running, variants_of
+from benchmarks.peers.machine import package_versions
+from benchmarks.peers.servers import Setting
 from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.transformers_runner import TransformersRunner
@@ -55,7 +62,7 @@ def record(**properties: Any) -> dict[str, Any]:
 
 
 def text(max_length: int) -> dict[str, Any]:
-    return {"type": "string", "maxLength": max_length, "pattern": "^[A-Za-z ]*$"}
+    return {"type": "string", "pattern": f"^[A-Za-z ]{{0,{max_length}}}$"}
 
 
 AMOUNT = {"type": "integer", "minimum": 0, "maximum": 9999}
@@ -211,26 +218,85 @@ def line(name: str, sums: np.ndarray) -> str:
     return f"| {name} | {tokens / complete:.0f} | {steps / tokens:.2f} | {masked_steps / tokens:.2f} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(DEMO))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--write", type=Path)
-    arguments = parser.parse_args()
-    runner = make_runner(arguments.model, dtype="float32", num_threads=1, num_blocks=1200)
+def on_a_step_loop(model: str, repeats: int) -> list[str]:
+    """The page's first part."""
     load = os.getloadavg()[0]
-    lines = [
-        "# JSON decoding",
+    runner = make_runner(model, dtype="float32", num_threads=1, num_blocks=1200)
+    return [
+        "## On a step loop",
         "",
-        f"{platform.machine()} with {os.cpu_count()} cores (load {load:.0f} when it began), one thread for the model, "
-        f"CPython {platform.python_version()}, {arguments.repeats} repeats. Repeat with "
-        "`python -m benchmarks.json_decoding`; the script's head says what is measured.",
+        f"{platform.machine()} with {os.cpu_count()} cores (load {load:.0f} when it began), one thread for the demo "
+        f"model, CPython {platform.python_version()}, {repeats} repeats.",
         "",
         "| schema | tokens per answer | steps per token, jump-forward | masks alone |",
         "|---|---:|---:|---:|",
-        *steps_per_token(runner, arguments.repeats),
+        *steps_per_token(runner, repeats),
+        "",
     ]
-    written = "\n".join(lines) + "\n"
+
+
+def over_http(given: argparse.Namespace) -> list[str]:
+    """The page's second part."""
+    cores = sorted(os.sched_getaffinity(0))
+    setting = Setting(given.served_model, cores, 1, max_model_len=2048, max_running=BATCH, venvs=dict(given.venv))
+    with running(variants_of(given.against), setting) as servers:
+        load, rows = os.getloadavg()[0], []
+        for concurrency in given.concurrency:
+            rows += compare(
+                servers,
+                SCHEMAS,
+                concurrency=concurrency,
+                rounds=given.rounds,
+                per_schema=max(2, 2 * concurrency // len(SCHEMAS)),
+                max_tokens=MAX_TOKENS,
+            )
+        versions = [package_versions(server.python, server.packages) for server in servers.values()]
+    names = {f"{name} {version}" for each in versions for name, version in each.items() if name in ("vllm", "torch")}
+    return [
+        "## Over HTTP, beside other servers",
+        "",
+        f"{platform.machine()} with {len(cores)} cores for the servers and the client (load {load:.0f} when it began), "
+        f"the model of {given.served_model.name} in {setting.dtype} with random weights; {', '.join(sorted(names))}. "
+        f"{given.rounds} rounds; medians, and the least and the most of the ratios within a round. All servers get "
+        "the same requests, without whitespace between the tokens of JSON. Strings are sampled at temperature 1, so "
+        "answers differ between servers in their length; tokens/s compare without that. `jump-forward` and `masks "
+        "alone` are kvrelay. vLLM has no jump-forward; its backends are XGrammar and llguidance (`guidance`).",
+        "",
+        *HEAD,
+        *rows,
+        "",
+    ]
+
+
+def _venv(text: str) -> tuple[str, Path]:
+    peer, _, path = text.partition("=")
+    return peer, Path(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(DEMO))
+    parser.add_argument("--repeats", type=int, default=5, help="0: only the servers of --against")
+    parser.add_argument("--against", action="append", default=[], metavar="NAME=URL")
+    parser.add_argument("--served-model", type=Path, help="the model of --against")
+    parser.add_argument("--venv", type=_venv, action="append", default=[], metavar="PEER=DIR")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--concurrency", type=lambda text: list(map(int, text.split(","))), default=[1, 8])
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    if arguments.against and arguments.served_model is None:
+        parser.error("--against needs --served-model")
+    lines = [
+        "# JSON decoding",
+        "",
+        "Repeat with `python -m benchmarks.json_decoding`; the script's head says what is measured.",
+        "",
+    ]
+    if arguments.repeats:
+        lines += on_a_step_loop(arguments.model, arguments.repeats)
+    if arguments.against:
+        lines += over_http(arguments)
+    written = "\n".join(lines).rstrip() + "\n"
     print(written)
     if arguments.write:
         arguments.write.write_text(written)

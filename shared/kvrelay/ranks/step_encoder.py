@@ -11,6 +11,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.step_input import (
     IS_BEAM,
     IS_PREFILL,
+    NUM_COLUMNS,
     SAMPLES,
     Columns,
     Int32Array,
@@ -108,7 +109,7 @@ class _Rows:
 
     def __init__(self) -> None:
         self._admitted: list[tuple[int, int]] = []
-        self._columns = Columns([], [], [], [], [], [], [], [])
+        self._columns = Columns(*([] for _ in range(NUM_COLUMNS)))
         self._tokens: list[Int32Array] = []  # tokens of admissions
         self._new_tokens: list[Int32Array] = []
         self._new_blocks: list[Int32Array] = []
@@ -126,6 +127,7 @@ class _Rows:
         columns.num_new.append(self._send_tokens(row, sent))
         self._send_table(row, sent)
         columns.num_drafts.append(row.num_drafts)
+        columns.num_scored.append(row.num_scored)
         columns.flags.append(
             SAMPLES * row.sample + IS_PREFILL * row.is_prefill + (IS_BEAM if row.beam is not None else 0)
         )

@@ -16,9 +16,10 @@ from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.step_decoder import StepDecoder
 from kvrelay.ranks.step_encoder import StepEncoder
-from kvrelay.ranks.step_input import OutOfStep, StepInput
+from kvrelay.ranks.step_input import NUM_COLUMNS, OutOfStep, StepInput
 
 BLOCK_SIZE = 4
+KEY: SequenceKey = ("request", 0, 0)
 tokens_of = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 """Few different tokens, so that what a rank has is often right by chance."""
 
@@ -27,17 +28,31 @@ def over_the_wire(step: StepInput) -> StepInput:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput)
 
 
-def seen(row: WorkerRow) -> tuple[object, ...]:
-    """The oracle: what a rank would have if the row were sent whole."""
-    return (
-        row.token_ids.tolist(),
-        row.position,
-        row.block_ids.tolist(),
-        row.sample,
-        row.is_prefill,
-        row.num_drafts,
-        row.beam is not None,
-    )
+RANK_0_ALONE = {"key", "has_placeholder", "jumps"}
+"""Fields of a row that change nothing of what other ranks compute."""
+
+
+def seen(row: WorkerRow) -> dict[str, object]:
+    """The oracle: what a rank would have if the row were sent whole. A new field of rows is one of it."""
+    fields = msgspec.structs.asdict(row)
+    fields |= {"token_ids": row.token_ids.tolist(), "block_ids": row.block_ids.tolist(), "beam": row.beam is not None}
+    return {name: value for name, value in fields.items() if name not in RANK_0_ALONE}
+
+
+def test_every_field_of_a_row_is_carried_or_of_rank_0_alone() -> None:
+    """A value that differs from the default in every field, so a field that is not sent changes the row."""
+    beam = BeamRow(2, np.arange(4, dtype=np.int32), 1)
+    table = BlockTable(BLOCK_SIZE, [5])
+    values: dict[str, object] = {
+        "key": KEY, "token_ids": np.array([3, 4], np.int32), "position": 2, "block_ids": table.ids, "sample": True,
+        "is_prefill": True, "has_placeholder": False, "num_drafts": 1, "jumps": True, "beam": beam, "num_scored": 2,
+    }  # fmt: skip
+    assert set(values) == set(WorkerRow.__struct_fields__), "a new field: give it a value here"
+    row = WorkerRow(**values)  # type: ignore[arg-type]
+    encoder = StepEncoder()
+    encoder.add(KEY, [1, 2, 3, 4])
+    [decoded] = StepDecoder().decode(over_the_wire(encoder.encode(WorkerBatch(1, [row])))).rows
+    assert seen(decoded) == seen(row)
 
 
 class Model:
@@ -105,6 +120,7 @@ class Mirror(RuleBasedStateMachine):
             sample=data.draw(st.booleans()),
             is_prefill=is_prefill,
             num_drafts=len(drafts),
+            num_scored=data.draw(st.integers(0, len(tokens))) if is_prefill else 0,
             beam=BeamRow(2, np.array(model.tokens, np.int32), 1) if is_beam else None,
         )
 
@@ -174,8 +190,8 @@ def test_a_decoding_step_carries_one_token_a_row_and_no_prompt(num_rows: int, nu
         sizes.append(len(step.data) // 4)
         assert len(step.admitted) == (num_rows if position == num_tokens else 0)
     assert sizes[0] >= num_rows * num_tokens
-    # 8 columns, a token, and at most one new block
-    assert max(sizes[1:]) <= 10 * num_rows
+    # the columns, a token, and at most one new block
+    assert max(sizes[1:]) <= (NUM_COLUMNS + 2) * num_rows
 
 
 def test_a_prompt_that_is_computed_again_is_not_sent_again() -> None:
@@ -187,11 +203,11 @@ def test_a_prompt_that_is_computed_again_is_not_sent_again() -> None:
         row = WorkerRow(key=key, token_ids=tokens, position=position, block_ids=table.ids, sample=True, is_prefill=True)
         return len(encoder.encode(WorkerBatch(1, [row])).data) // 4
 
-    assert size(prompt, 0) == 8 + 100 + 25
-    assert size(prompt, 0) == 8
+    assert size(prompt, 0) == NUM_COLUMNS + 100 + 25
+    assert size(prompt, 0) == NUM_COLUMNS
     # An output token that the ranks have not seen yet.
     table.append([25])
-    assert size(np.append(prompt[50:], 7).astype(np.int32), 50) == 8 + 1 + 1
+    assert size(np.append(prompt[50:], 7).astype(np.int32), 50) == NUM_COLUMNS + 1 + 1
 
 
 def test_a_batch_with_an_unknown_sequence_changes_nothing() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from kvrelay.protocol.messages import Header, PeerRef, pack_tokens
 from kvrelay.protocol.messages import Prompt as PromptMessage
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.worker import factory
 from kvrelay.worker.calibrate import calibrate
@@ -69,9 +71,11 @@ class Engine:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         config = engine_config(model, settings)
         self._text = EmbeddedText(config.model)
+        self._end_ranks: Callable[[], object] = lambda: None
         try:
             self._load(config)
         except BaseException:
+            self._end_ranks()
             self._text.close()
             vars(self).clear()  # a traceback may keep this object, and with it the model and its pool
             raise
@@ -83,6 +87,9 @@ class Engine:
 
     def _load(self, config: WorkerConfig) -> None:
         self._runner: ModelRunner = load_runner(config)
+        if isinstance(self._runner, RankedRunner):
+            # Also if the engine is never closed: the ranks end with it.
+            self._end_ranks = weakref.finalize(self, self._runner.close)
         spec = self._runner.spec
         pool = BlockPool(spec.num_blocks, spec.block_size)
         self._scheduler = factory.make_scheduler(config, spec, pool, factory.make_cache(config, pool))
@@ -204,9 +211,10 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Ends all requests and the threads for text. Others end with the last reference to this."""
+        """Ends all requests, other ranks and the threads for text. The rest ends with the last reference to this."""
         for name in list(self._open):
             self.abort(name)
+        self._end_ranks()
         self._text.close()
 
     # -- inner --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ COMMANDS = {
     "router": ("kvrelay_router", "the HTTP endpoint: takes requests and decides which workers serve them"),
     "prefill": ("kvrelay_prefill", "a prefill worker: computes prompts and hands them over"),
     "decode": ("kvrelay_decode", "a decode worker: takes prompts over and continues them"),
+    "rank": (None, "one rank of a worker whose model is divided among machines"),
     "replay": (None, "check and read event logs"),
     "drain": (None, "have routers send a worker nothing new"),
     "top": (None, "show the fleet in this terminal"),

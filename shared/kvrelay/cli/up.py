@@ -41,7 +41,7 @@ DECIDED_HERE = frozenset(
     {"worker_id", "num_workers", "static_workers", "router_id", "port", "host", "advertise_host", "redis_url"}
 )
 """Fields of services that `up` sets itself."""
-WORKER_PORTS = frozenset({"transfer_port", "http_port", "http_host"})
+WORKER_PORTS = frozenset({"transfer_port", "http_port", "http_host", "local_ranks", "rank_host", "rank_port"})
 ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port", "metrics_host"})
 
 
@@ -66,7 +66,7 @@ class LaunchPlan:
     def flags_of(self, worker: WorkerConfig) -> list[str]:
         """Flags that give the worker's process this configuration."""
         argv = [*self.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
-        argv.append(f"--num-workers={worker.num_workers}")
+        argv += [f"--num-workers={worker.num_workers}", f"--tensor-parallel-size={worker.tensor_parallel_size}"]
         if worker.memory_utilization is not None:
             argv.append(f"--memory-utilization={worker.memory_utilization:.6f}")
         if worker.worker_id in self.placed:
@@ -124,18 +124,18 @@ def make_plan(
         for role, total in (("prefill", own.prefill), ("decode", own.decode))
         for number, num_workers in enumerate(_shared_out(total, own.workers_per_process))
     ]
-    num_cores = len(os.sched_getaffinity(0))
-    threads = num_cores if own.cores == "shared" else max(1, num_cores // len(processes))
     passed = {name: value for name, value in flags.items() if name not in UpConfig.model_fields}
     decided = {"host": LOOPBACK, "advertise_host": LOOPBACK}
     if own.redis_url:
         decided["redis_url"] = own.redis_url
-    shared: dict[str, Any] = {**passed, **decided, "port": 0, "transfer_port": 0}
+    shared: dict[str, Any] = {**passed, **decided, "port": 0, "transfer_port": 0, "rank_host": LOOPBACK, "rank_port": 0}
     workers = []
     for role, name, num_workers in processes:
         values = {**shared, "worker_id": name, "num_workers": num_workers}
-        config = resolve(WorkerConfig, values, environ, role=role)
-        workers.append(config if config.threads else config.model_copy(update={"threads": threads}))
+        if (size := own.tensor_parallel_size_of(role)) is not None:
+            values["tensor_parallel_size"] = size
+        workers.append(resolve(WorkerConfig, values, environ, role=role))
+    workers = _with_threads(own, workers)
     placed: dict[str, AssignedGpu] = {}
     if own.places_workers:
         workers, placed = place_workers(own, workers, lambda: find_gpus(environ))
@@ -155,6 +155,20 @@ def _with_part_of_memory(worker: WorkerConfig, num_processes: int) -> WorkerConf
         return worker
     share = math.floor(worker.memory_utilization / num_processes * 1e6) / 1e6
     return worker.model_copy(update={"memory_utilization": share})
+
+
+def _with_threads(own: UpConfig, workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
+    """Divides the cores among all processes that compute: workers and their ranks. `threads` are of each."""
+    num_cores = len(os.sched_getaffinity(0))
+    num_ranks = sum(worker.tensor_parallel_size for worker in workers)
+    by_rank = [
+        num_cores // worker.tensor_parallel_size if own.cores == "shared" else num_cores // num_ranks
+        for worker in workers
+    ]
+    return [
+        worker if worker.threads else worker.model_copy(update={"threads": max(1, threads)})
+        for worker, threads in zip(workers, by_rank, strict=True)
+    ]
 
 
 def _shared_out(num_workers: int, per_process: int) -> list[int]:

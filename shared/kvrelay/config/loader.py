@@ -3,7 +3,7 @@
 Flags, help and error messages are generated from the fields, so each field is described in one place.
 
 The top level of the file applies to every process that has the field. The tables `[up]`, `[router]`, `[worker]`,
-`[prefill]` and `[decode]` apply to that kind of process and override the top level.
+`[prefill]`, `[decode]` and `[rank]` apply to that kind of process and override the top level.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
@@ -30,6 +31,7 @@ TABLES: dict[str, type[BaseModel]] = {
     "prefill": WorkerConfig,
     "decode": WorkerConfig,
     "router": RouterConfig,
+    "rank": RankConfig,
 }
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from kvrelay.config.common import CommonConfig
 from kvrelay.config.loader import ENV_PREFIX, allowed, flag_names, is_list
+from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
@@ -32,9 +33,9 @@ A value comes from the last of these places that sets it:
 4. a flag.
 
 The top level of the file applies to every process that has the field. The tables `[up]`, `[router]`, `[worker]`,
-`[prefill]` and `[decode]` apply to that kind of process and override the top level; `[prefill]` and `[decode]`
-override `[worker]`. Unknown names in the file, unknown flags and invalid values exit the process with status 2 and a
-message that names the field, the source of the value and the allowed values. Unknown `KVRELAY_*` variables are
+`[prefill]`, `[decode]` and `[rank]` apply to that kind of process and override the top level; `[prefill]` and
+`[decode]` override `[worker]`. Unknown names in the file, unknown flags and invalid values exit the process with status
+2 and a message that names the field, the source of the value and the allowed values. Unknown `KVRELAY_*` variables are
 ignored. Headings below are names in the file; the variable of a field is `KVRELAY_` and its name in capitals.
 
 ```toml
@@ -64,6 +65,8 @@ of processes on one GPU (default: `kvrelay` in `XDG_CACHE_HOME`, or in `~/.cache
 
 COMMON = "Fields of `kvrelay router`, `kvrelay prefill` and `kvrelay decode`."
 WORKER = "Further fields of `kvrelay prefill` and `kvrelay decode`."
+RANK = """\
+`kvrelay rank` runs one rank of a worker, for a machine other than the worker's ([ranks](ranks.md))."""
 ROUTER = "Further fields of `kvrelay router`."
 UP = """\
 `kvrelay up` starts all services on this machine. It takes the fields below and passes flags of the services on to them,
@@ -78,6 +81,7 @@ def render() -> str:
         _section("Workers", WORKER, WorkerConfig, common),
         _section("Router", ROUTER, RouterConfig, common),
         _section("kvrelay up", UP, UpConfig),
+        _section("kvrelay rank", RANK, RankConfig),
     ]
     return "\n".join([HEAD, *sections])
 

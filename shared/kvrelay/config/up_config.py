@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvrelay.config.common import NO_REDIS
+from kvrelay.config.ranks import MAX_RANKS
 
 _DEVICE = re.compile(r"^(\d{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,120})$")
 
@@ -72,6 +73,18 @@ class UpConfig(BaseModel):
     decode_memory_utilization: float | None = Field(
         default=None, gt=0, le=1, description="share of a GPU's memory for each decode worker, with devices"
     )
+    prefill_tensor_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks of each prefill worker (default: as tensor_parallel_size says)",
+    )
+    decode_tensor_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks of each decode worker (default: as tensor_parallel_size says)",
+    )
     cores: Literal["split", "shared"] = Field(
         default="split",
         description="how the workers get the cores, unless threads is set: split gives each an equal number of "
@@ -119,6 +132,16 @@ class UpConfig(BaseModel):
     def places_workers(self) -> bool:
         """Whether `kvrelay up` assigns GPUs to workers."""
         return bool(self.devices or self.decode_devices)
+
+    def tensor_parallel_size_of(self, role: str) -> int | None:
+        """The ranks of each worker of a role; None: as the workers' own field says."""
+        return self.prefill_tensor_parallel_size if role == "prefill" else self.decode_tensor_parallel_size
+
+    @model_validator(mode="after")
+    def _ranks_have_workers(self) -> Self:
+        if self.prefill_tensor_parallel_size is not None and not self.prefill:
+            raise ValueError("prefill_tensor_parallel_size without prefill workers (prefill = 0)")
+        return self
 
     @model_validator(mode="after")
     def _devices_fit_together(self) -> Self:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
-from kvrelay.config.common import CommonConfig
+from kvrelay.config.ranks import RankedConfig
 from kvrelay.engine.graph_sizes import default_sizes, largest_size
 from kvrelay.protocol.sampling import SpeculationMethod
 from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
@@ -25,7 +25,7 @@ def default_worker_id(data: dict[str, Any]) -> str:
     return f"{data.get('role', 'worker')}-{secrets.token_hex(4)}"
 
 
-class WorkerConfig(CommonConfig):
+class WorkerConfig(RankedConfig):
     """Fields of one worker. Sizes are in tokens, blocks or bytes as named; times in seconds."""
 
     role: Role = Field(description="set by the service itself", json_schema_extra={"flags": None})
@@ -389,6 +389,11 @@ class WorkerConfig(CommonConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self._check_simulated()
+        if self.tensor_parallel_size > 1 and self.role == "prefill":
+            raise ValueError(
+                f"tensor_parallel_size = {self.tensor_parallel_size} on a prefill worker: ranks do not hand KV over "
+                f"yet; set it on decode workers, without prefill workers"
+            )
         self._check_without_redis()
         if self.prefill_delayer and self.role == "prefill":
             raise ValueError("prefill_delayer needs a worker that runs both phases: set it on decode workers")
@@ -443,6 +448,10 @@ class WorkerConfig(CommonConfig):
             raise ValueError("several workers in a process (num_workers, workers_per_process) need backend = simulated")
         if self.backend == "simulated" and self.memory_utilization is not None:
             raise ValueError("memory_utilization cannot be measured with backend = simulated: set num_blocks")
+        if self.backend == "simulated" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "tensor_parallel_size divides a real model: with backend = simulated, name a profile of it"
+            )
         if self.num_workers > 1 and (self.port or self.transfer_port or self.http_port):
             raise ValueError(
                 "port, transfer_port and http_port must be 0 (any free one) for more than one worker in a process"

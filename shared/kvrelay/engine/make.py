@@ -29,6 +29,8 @@ from kvrelay.kv.table import blocks_for
 log = logging.getLogger(__name__)
 
 _DEFAULT_MEMORY_BYTES = 2 * 2**30
+DEFAULT_KV_MEMORY_BYTES = 1 << 30
+"""A worker's default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import msgspec
 
 from kvrelay.ranks.step_input import StepInput
 
-RANK_PROTOCOL = 1
+RANK_PROTOCOL = 2
 """Changes with every change of these messages."""
 MAX_RANKS = 64
 
@@ -41,6 +41,7 @@ class RankSettings(msgspec.Struct, array_like=True, frozen=True):
     block_size: int
     num_blocks: int | None
     kv_memory_bytes: int
+    pool_sizing: tuple[float, int, int, bool] | None  # the fields of PoolSizing, for a share of the memory
     swap_bytes: int | None
     max_model_len: int | None
     cascade_attention: bool

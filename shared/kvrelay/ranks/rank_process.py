@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-RANK_COMMAND = (sys.executable, "-m", "kvrelay.ranks")
+RANK_COMMAND = (sys.executable, "-m", "kvrelay.cli.main", "rank")
 KILLED_WITHIN_S = 5.0
 
 

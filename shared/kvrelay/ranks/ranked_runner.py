@@ -107,6 +107,9 @@ class RankedRunner:
         except Exception:
             self._group.await_done(number)
             raise
+        except BaseException as interrupt:  # in the middle of the step: this rank cannot get in step again
+            self._group.fail(f"rank 0 was interrupted by {type(interrupt).__name__}")
+            raise
         theirs = self._group.await_done(number)
         if theirs:
             raise DeviceLost(self._group.fail(theirs))

@@ -106,6 +106,8 @@ class WorkerShell:
             self._tasks.append(asyncio.create_task(publishing, name="cache-events"))
         if started.discovery is not None:
             self._tasks.append(asyncio.create_task(started.discovery.run(), name="discovery"))
+        if started.ranks is not None:
+            self._tasks.append(asyncio.create_task(started.ranks.watch(), name="ranks"))
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         loop = asyncio.get_running_loop()
         crash: asyncio.Future[None] = loop.create_future()
@@ -131,7 +133,7 @@ class WorkerShell:
         if started.discovery is not None:
             started.discovery.stop()
         for task in self._tasks:
-            if task.get_name() in ("tick", "news", "cache-events"):
+            if task.get_name() in ("tick", "news", "cache-events", "ranks"):
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if started.cache_events is not None:
@@ -145,6 +147,8 @@ class WorkerShell:
             self._closing.close()
             return
         started.role.close()
+        if started.ranks is not None:
+            started.ranks.close()
         started.context.messenger.close(linger_s)
         if started.context.events is not None:
             started.context.events.close()

@@ -15,6 +15,7 @@ from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
+from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.sequence_spans import SequenceSpans
@@ -50,6 +51,7 @@ class StartedWorker:
     group: DelayerGroup | None  # None: this worker delays prompts on its own
     discovery: GroupDiscovery | None  # finds the group's other members
     cache_events: CacheEvents | None  # None: there is no prefix index to publish to
+    ranks: RankedRunner | None  # None: the model is in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class WorkerStartup:
         config = self.config
         began = time.monotonic()
         runner = await asyncio.to_thread(self.make_runner, config)
+        if isinstance(runner, RankedRunner):
+            self.closing.callback(runner.close)
         _log_model(runner.spec, time.monotonic() - began)
         pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
         cache = factory.make_cache(config, pool)
@@ -100,6 +104,7 @@ class WorkerStartup:
             group=group,
             discovery=discovery,
             cache_events=cache_events,
+            ranks=runner if isinstance(runner, RankedRunner) else None,
         )
 
     def _make_context(self, runner: ModelRunner, scheduler: Scheduler, spans: SequenceSpans) -> WorkerContext:

@@ -13,8 +13,6 @@ from kvrelay.simulated.simulated_runner import make_simulated_runner
 from kvrelay.worker.host import run_workers
 from kvrelay.worker.startup import RoleFactory
 
-DEFAULT_KV_MEMORY_BYTES = 1 << 30
-
 
 def worker_main(role: RoleName, make_role: RoleFactory) -> int:
     """Runs a worker until SIGTERM; returns the exit status."""
@@ -37,9 +35,13 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
     takes seconds."""
     if config.backend == "simulated":
         return make_simulated_runner(config)
+    if config.tensor_parallel_size > 1:
+        from kvrelay.worker.divided_model import load_divided
+
+        return load_divided(config)
     from kvrelay.engine.device import find_device, turn_on
     from kvrelay.engine.graphs import GraphSettings
-    from kvrelay.engine.make import PoolSizing, make_runner
+    from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
 
     sizing = None
     if config.memory_utilization is not None and config.kv_memory_bytes is None:

@@ -45,6 +45,7 @@ def rank_settings(size: int, num_slots: int = 0) -> RankSettings:
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         kv_memory_bytes=0,
+        pool_sizing=None,
         swap_bytes=1024 * num_slots,
         max_model_len=LONGEST,
         cascade_attention=False,

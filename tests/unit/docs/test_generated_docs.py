@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from kvrelay.config import RouterConfig, WorkerConfig, reference
+from kvrelay.config.ranks import RankConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.protocol.messages import AnyBody
 from kvrelay.worker.worker_samples import TOTALS, TOTALS_WITHOUT_METRIC
@@ -25,7 +26,8 @@ def test_the_committed_files_are_what_the_code_says() -> None:
 
 def test_every_field_that_can_be_set_is_described() -> None:
     text = reference.render()
-    names = {name for config in (RouterConfig, WorkerConfig, UpConfig) for name in config.model_fields} - {"role"}
+    configs = (RouterConfig, WorkerConfig, UpConfig, RankConfig)
+    names = {name for config in configs for name in config.model_fields} - {"role"}
     assert set(re.findall(r"^### (\w+)$", text, re.MULTILINE)) == names
     assert "`--kv-memory-bytes`" in text
     assert "`KVRELAY_API_KEYS`" in text

@@ -6,9 +6,12 @@ order, with tensors of the same shape and type.
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from ipaddress import ip_address
@@ -29,6 +32,10 @@ noticed at once, since its connection closes."""
 
 
 _CONNECT_INTERVAL_S = 0.05
+_WAIT = timedelta(seconds=0.5)
+"""Time between looks at whether this rank has left while it waits in a collective."""
+_abandoned: list[Any] = []
+"""Collectives that may never end, with their groups."""
 
 
 class GroupNotFormed(RuntimeError):
@@ -48,15 +55,25 @@ class TensorParallelGroup:
         self.size = size
         self._group = process_group
         self._store = store  # rank 0's is the server of the others' stores
+        self._has_left = False
 
     @classmethod
     def connect(
-        cls, rank: int, size: int, init_address: str, timeout_s: float, device: torch.device | None = None
+        cls,
+        rank: int,
+        size: int,
+        init_address: str,
+        timeout_s: float,
+        device: torch.device | None = None,
+        *,
+        listener: socket.socket | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Self:
         """Joins the group. Returns once all ranks have.
 
         `init_address` is `tcp://HOST:PORT`, and rank 0 listens on it. With a loopback address, nothing listens beyond
-        loopback. `device` is the device of this rank's tensors; None: the CPU.
+        loopback. `device` is the device of this rank's tensors; None: the CPU. Rank 0 may bring its `listener` at that
+        address, which the group takes over. `check` is called while rank 0 waits for others, and ends that by raising.
 
         Raises:
             ValueError: a rank or an address that cannot be.
@@ -65,9 +82,9 @@ class TensorParallelGroup:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of a group of {size}")
         host, port = _host_and_port(init_address)
-        store = _open_store(rank, size, host, port, timeout_s)
+        store = _open_store(rank, size, host, port, timeout_s, listener)
         try:
-            _await_ranks(store, rank, size, init_address, timeout_s)
+            _await_ranks(store, rank, size, init_address, timeout_s, check)
             group = _make_nccl(store, rank, size, device) if _is_cuda(device) else _make_gloo(store, rank, size, host)
             connected = cls(rank, size, group, store)
             group.set_timeout(timedelta(seconds=timeout_s))
@@ -136,6 +153,11 @@ class TensorParallelGroup:
             rank = next(rank for rank, length in enumerate(lengths) if length)
             raise UnsupportedModel(f"rank {rank} of {self.size}: {messages[rank]}")
 
+    def leave(self) -> None:
+        """Ends a collective in which this rank waits, now or later, with `RankLost`. Thread-safe. For a rank that is
+        lost without its connection being closed. GPUs do not wait on the host, so there it does nothing."""
+        self._has_left = True
+
     def close(self) -> None:
         """Closes the connections. Other ranks that wait for this one get `RankLost`."""
         self._group = self._store = None
@@ -164,12 +186,39 @@ class TensorParallelGroup:
 
     def _wait(self, begin: Any) -> None:
         """Waits for a collective. Raises RankLost."""
-        if self._group is None:
+        if self._group is None or self._has_left:
             raise RankLost(f"rank {self.rank} of {self.size} has left the group")
         try:
-            begin().wait()
+            work = begin()
+            if self._is_on_gpu:
+                work.wait()  # with a time limit it would wait for the device
+                return
+            while not self._has_ended(work):
+                if self._has_left:
+                    self._abandon(work)
+                    raise RankLost(f"rank {self.rank} of {self.size} has left the group")
         except RuntimeError as error:
             raise RankLost(f"a rank of the {self.size} is lost to rank {self.rank}: {_first_line(error)}") from error
+
+    def _has_ended(self, work: Any) -> bool:
+        """Waits for a collective for a while. Raises RuntimeError if it failed."""
+        try:
+            work.wait(_WAIT)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # raises what it failed with, unless it ended just now
+        return True
+
+    def _abandon(self, work: Any) -> None:
+        """Gloo cannot cancel a collective, and freeing the group would wait for it, also when the process ends."""
+        if not _abandoned:
+            atexit.register(_exit_at_once)
+        _abandoned.append((work, self._group))
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return _is_cuda(self._device)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
@@ -194,15 +243,23 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _open_store(rank: int, size: int, host: str, port: int, timeout_s: float) -> Any:
+def _exit_at_once() -> None:
+    """Ends the process without freeing what waits for a lost rank."""
+    logging.shutdown()
+    os._exit(1)
+
+
+def _open_store(
+    rank: int, size: int, host: str, port: int, timeout_s: float, listener: socket.socket | None = None
+) -> Any:
     """Rank 0's store, or a connection to it. Raises GroupNotFormed."""
     timeout = timedelta(seconds=timeout_s)
     try:
         if rank:
             _await_listener(host, port, timeout_s)
             return dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-        # torch would listen on all addresses of the machine.
-        listener = socket.create_server((host, port), family=_family(host, port), backlog=size)
+        if listener is None:  # torch would listen on all addresses of the machine
+            listener = socket.create_server((host, port), family=_family(host, port), backlog=size)
         fd = listener.detach()  # the store closes it
         return dist.TCPStore(
             host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd
@@ -232,18 +289,20 @@ def _family(host: str, port: int) -> socket.AddressFamily:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
 
 
-def _await_ranks(store: Any, rank: int, size: int, address: str, timeout_s: float) -> None:
+def _await_ranks(store: Any, rank: int, size: int, address: str, timeout_s: float, check: Callable[[], None]) -> None:
     """Raises GroupNotFormed if ranks are missing after `timeout_s`, or if two have the same number."""
     if store.add(f"rank {rank}", 1) > 1:
         raise GroupNotFormed(f"tensor parallelism: there is a rank {rank} at {address} already")
-    try:
-        store.wait([f"rank {each}" for each in range(size)], timedelta(seconds=timeout_s))
-    except RuntimeError:
+    keys, deadline = [f"rank {each}" for each in range(size)], time.monotonic() + timeout_s
+    while not store.check(keys) and time.monotonic() < deadline:
+        check()
+        time.sleep(_CONNECT_INTERVAL_S)
+    if not store.check(keys):
         missing = [str(each) for each in range(size) if not store.check([f"rank {each}"])]
         raise GroupNotFormed(
             f"tensor parallelism: of {size} ranks, {', '.join(missing)} did not come to {address} "
             f"within {timeout_s:g} s"
-        ) from None
+        )
 
 
 def _make_gloo(store: Any, rank: int, size: int, host: str) -> Any:

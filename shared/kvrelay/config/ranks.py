@@ -1,0 +1,119 @@
+"""Configuration of a worker's ranks, and of `kvrelay rank`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from kvrelay.config.common import CommonConfig, LogFormat, LogLevel, is_wildcard
+from kvrelay.curve import CurveKey
+
+MAX_RANKS = 64
+
+
+class RankedConfig(CommonConfig):
+    """The fields of a worker that concern its ranks."""
+
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks (processes) among which the model and its KV pool are divided; rank 0 is the worker's own "
+        "process",
+    )
+    local_ranks: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_RANKS - 1,
+        description="ranks besides rank 0 that the worker starts on its machine; the others are started by hand, with "
+        "`kvrelay rank` (default: all)",
+    )
+    rank_host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="address of the worker's machine at which its other ranks reach it; not a wildcard",
+    )
+    rank_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="port at which the other ranks reach the worker; 0: any free one, if it starts all ranks itself",
+    )
+    rank_timeout_s: float = Field(
+        default=60.0, ge=0.5, le=3600, description="seconds within which all ranks must have joined the worker"
+    )
+    rank_silence_s: float = Field(
+        default=15.0,
+        ge=0.6,
+        le=3600,
+        description="seconds of silence after which a rank, or the worker, counts as dead",
+    )
+
+    @property
+    def num_local_ranks(self) -> int:
+        """The ranks besides rank 0 that the worker starts itself."""
+        others = self.tensor_parallel_size - 1
+        return others if self.local_ranks is None else self.local_ranks
+
+    @field_validator("rank_host")
+    @classmethod
+    def _is_one_address(cls, host: str) -> str:
+        if is_wildcard(host):
+            raise ValueError("must be one address of this machine, at which its other ranks reach the worker")
+        return host
+
+    @model_validator(mode="after")
+    def _ranks_fit_together(self) -> Self:
+        others = self.tensor_parallel_size - 1
+        if self.num_local_ranks > others:
+            raise ValueError(
+                f"local_ranks = {self.local_ranks} of tensor_parallel_size = {self.tensor_parallel_size} "
+                f"(allowed: 0 to {others}; rank 0 is the worker's own process)"
+            )
+        if self.num_local_ranks < others and not self.rank_port:
+            raise ValueError(
+                f"local_ranks = {self.local_ranks} needs a rank_port: ranks that are started by hand must know it"
+            )
+        return self
+
+
+class RankConfig(BaseModel):
+    """Fields of `kvrelay rank`. What the model needs comes from the worker."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    engine: str = Field(
+        pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[^:\[\]/]+):\d{1,5}$",
+        description="HOST:PORT of the worker, its rank_host and rank_port",
+    )
+    rank: int = Field(ge=1, lt=MAX_RANKS, description="number of this rank; rank 0 is the worker itself")
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="directory or hub name of the model on this machine (default: as the worker's)",
+    )
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N; auto: the CPU"
+    )
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="CPU threads of this rank (default: one per core)"
+    )
+    rank_timeout_s: float = Field(default=60.0, ge=0.5, le=3600, description="seconds to wait for the worker")
+    curve_key_file: Path | None = Field(
+        default=None, description="file with the fleet's key, if the worker has one (default: no encryption)"
+    )
+    log_level: LogLevel = Field(default="info", description="lowest level to log")
+    log_format: LogFormat = Field(default="text", description="text, or one JSON object per line")
+
+    @field_validator("curve_key_file")
+    @classmethod
+    def _key_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            CurveKey.read(path)
+        return path
+
+    def curve_key(self) -> CurveKey | None:
+        """The fleet's key, or None without encryption. Raises BadKeyFile."""
+        return None if self.curve_key_file is None else CurveKey.read(self.curve_key_file)

@@ -1,0 +1,163 @@
+"""The model of a worker whose ranks are several processes: starts the ranks, and loads all parts together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+
+import torch
+
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.engine.batch import DeviceLost
+from kvrelay.engine.device import find_device
+from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
+from kvrelay.engine.parallel.group import GroupNotFormed, TensorParallelGroup
+from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.ranks.messages import RankSettings
+from kvrelay.ranks.rank_group import GroupOptions, RankCommand, RankGroup, RanksFailed
+from kvrelay.ranks.rank_member import facts_of
+from kvrelay.ranks.rank_process import RANK_COMMAND
+from kvrelay.ranks.ranked_runner import RankedRunner
+from kvrelay.scheduling.policies.scheduler_registry import WHOLE_PROMPTS
+from kvrelay.worker.rank_main import PARENT_VARIABLE, own_software
+
+log = logging.getLogger(__name__)
+
+
+def load_divided(config: WorkerConfig) -> RankedRunner:
+    """Starts the ranks of `tensor_parallel_size`, and returns once all have loaded their parts. `close` ends them.
+
+    Raises RanksFailed, UnsupportedModel and the other errors of `make_runner`. No rank is left running then.
+    """
+    device = find_device(config.device)
+    group = RankGroup(_options(config), lambda engine: _commands(config, engine, device))
+    try:
+        group.await_joined()
+        with socket.create_server((config.rank_host, 0), family=_family(config.rank_host)) as listener:
+            settings = _settings(config, listener.getsockname()[1])
+            group.start(settings)
+            runner = _load_own(config, settings, group, device, listener)
+        group.await_ready(facts_of(runner.spec))
+    except BaseException:
+        group.close()
+        raise
+    return RankedRunner(runner, group)
+
+
+def make_part(
+    settings: RankSettings,
+    group: TensorParallelGroup,
+    device: torch.device,
+    threads: int | None,
+    model: str | None = None,
+) -> TransformersRunner:
+    """Loads one rank's part. All ranks call this at the same time. `model` is its place on this machine."""
+    sizing = settings.pool_sizing
+    return make_runner(
+        model or settings.model,
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        memory_bytes=settings.kv_memory_bytes,
+        size_pool=None if sizing is None else PoolSizing(*sizing),
+        swap_bytes=settings.swap_bytes,
+        max_model_len=settings.max_model_len,
+        device=device,
+        num_threads=threads,
+        cascade_attention=settings.cascade_attention,
+        fused_layers=settings.fused_layers,
+        quantization=settings.quantization,
+        load_format=settings.load_format,
+        tensor_parallel=group,
+    )
+
+
+def _load_own(
+    config: WorkerConfig, settings: RankSettings, group: RankGroup, device: torch.device, listener: socket.socket
+) -> TransformersRunner:
+    """Loads rank 0's part."""
+    try:
+        connection = TensorParallelGroup.connect(
+            0,
+            settings.size,
+            settings.init_address,
+            settings.timeout_s,
+            device if device.type == "cuda" else None,
+            listener=listener,
+            check=group.check_start,
+        )
+        # A rank may be lost without its connection being closed, for example with its machine.
+        group.lost.add_done_callback(lambda _: connection.leave())
+        return make_part(settings, connection, device, _threads(config))
+    except (DeviceLost, GroupNotFormed) as error:
+        # The group knows why: which process ended and how, or what a rank could not load.
+        raise RanksFailed(group.fail(str(error))) from error
+
+
+def _options(config: WorkerConfig) -> GroupOptions:
+    return GroupOptions(
+        size=config.tensor_parallel_size,
+        group=secrets.token_hex(8),
+        software=own_software(),
+        host=config.rank_host,
+        port=config.rank_port,
+        timeout_s=config.rank_timeout_s,
+        silence_s=config.rank_silence_s,
+        curve=config.curve_key(),
+    )
+
+
+def _commands(config: WorkerConfig, engine: str, device: torch.device) -> list[RankCommand]:
+    """The ranks that are started here: the first ones."""
+    flags = [f"--engine={engine}", f"--log-level={config.log_level}", f"--log-format={config.log_format}"]
+    flags += [f"--rank-timeout-s={config.rank_timeout_s:g}", f"--threads={_threads(config)}"]
+    if config.curve_key_file is not None:
+        flags.append(f"--curve-key-file={config.curve_key_file}")
+    environ = {PARENT_VARIABLE: str(os.getpid())}
+    return [
+        RankCommand(rank, [*RANK_COMMAND, *flags, f"--rank={rank}", f"--device={_device_of(device, rank)}"], environ)
+        for rank in range(1, 1 + config.num_local_ranks)
+    ]
+
+
+def _threads(config: WorkerConfig) -> int:
+    """Threads of each rank on this machine. By default they share its cores."""
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // (1 + config.num_local_ranks))
+
+
+def _device_of(device: torch.device, rank: int) -> str:
+    """GPUs are used in the order of the ranks, from the worker's own on."""
+    return "cpu" if device.type == "cpu" else f"cuda:{(device.index or 0) + rank}"
+
+
+def _settings(config: WorkerConfig, port: int) -> RankSettings:
+    sizing = None
+    if config.memory_utilization is not None and config.kv_memory_bytes is None:
+        whole_prompts = config.scheduler in WHOLE_PROMPTS
+        sizing = (config.memory_utilization, config.token_budget, config.max_running, whole_prompts)
+    host = f"[{config.rank_host}]" if ":" in config.rank_host else config.rank_host
+    return RankSettings(
+        model=config.model,
+        size=config.tensor_parallel_size,
+        init_address=f"tcp://{host}:{port}",
+        timeout_s=config.rank_timeout_s,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        kv_memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
+        pool_sizing=sizing,
+        swap_bytes=config.swap_bytes,
+        max_model_len=config.max_model_len,
+        cascade_attention=config.cascade_attention,
+        fused_layers=config.fused_layers,
+        quantization=config.quantization,
+        load_format=config.load_format,
+    )
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)[0][0]

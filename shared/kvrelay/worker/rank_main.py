@@ -1,0 +1,61 @@
+"""A process of one rank: loads its part of the model and follows the worker's steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from importlib import metadata
+
+from kvrelay.config.ranks import RankConfig
+from kvrelay.process import end_with_parent
+from kvrelay.ranks.messages import RANK_PROTOCOL, RankSettings, Software
+from kvrelay.ranks.rank_member import FollowingRunner, MemberOptions, RankEnds, RankMember, Report
+from kvrelay.telemetry.logs import setup_logging
+
+log = logging.getLogger(__name__)
+
+PARENT_VARIABLE = "KVRELAY_RANK_PARENT"
+"""Has the process id of the worker that started the rank, which ends with it."""
+
+
+def own_software() -> Software:
+    """The versions that must be equal on all ranks."""
+    return Software(RANK_PROTOCOL, metadata.version("kvrelay"), metadata.version("torch"))
+
+
+def run_rank(config: RankConfig) -> int:
+    """Runs until the worker ends. Returns the exit status: 1 if the rank could not go on."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see `worker_main`
+    if parent := os.environ.get(PARENT_VARIABLE):
+        end_with_parent(int(parent))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the worker drains, and needs its ranks
+    setup_logging(config.log_level, config.log_format, rank=str(config.rank))
+
+    def load(settings: RankSettings, rank: int, report: Report) -> FollowingRunner:
+        return load_part(config, settings, report)
+
+    options = MemberOptions(config.engine, config.rank, own_software(), config.rank_timeout_s, config.curve_key())
+    try:
+        RankMember(options, load).run()
+    except RankEnds as error:
+        log.error("rank %d ends: %s", config.rank, error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def load_part(config: RankConfig, settings: RankSettings, report: Report) -> FollowingRunner:
+    """Loads this rank's part of the model at the same time as the others. Imports torch only here, so that the rank
+    joins at once."""
+    from kvrelay.engine.device import find_device
+    from kvrelay.engine.parallel.group import TensorParallelGroup
+    from kvrelay.worker.divided_model import make_part
+
+    device = find_device(config.device)
+    group = TensorParallelGroup.connect(
+        config.rank, settings.size, settings.init_address, settings.timeout_s, device if device.type == "cuda" else None
+    )
+    report(f"loads its part of {config.model or settings.model} on {device}")
+    return make_part(settings, group, device, config.threads, config.model)

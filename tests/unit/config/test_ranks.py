@@ -1,0 +1,85 @@
+"""Fields of ranks: what goes together, and what flags of `kvrelay up` and `kvrelay rank` become."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvrelay.cli.up import make_plan
+from kvrelay.config.loader import ConfigError, resolve
+from kvrelay.config.ranks import RankConfig
+from kvrelay.config.worker import WorkerConfig
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "greater than or equal to 1"),
+        ({"tensor_parallel_size": 65}, "less than or equal to 64"),
+        ({"local_ranks": 1}, r"local_ranks = 1 of tensor_parallel_size = 1 \(allowed: 0 to 0"),
+        ({"tensor_parallel_size": 2, "local_ranks": 2}, r"local_ranks = 2 of tensor_parallel_size = 2"),
+        ({"tensor_parallel_size": 3, "local_ranks": 1}, "local_ranks = 1 needs a rank_port"),
+        ({"rank_host": "0.0.0.0"}, "must be one address of this machine"),
+        ({"rank_host": "::"}, "must be one address of this machine"),
+        ({"tensor_parallel_size": 2, "backend": "simulated"}, "divides a real model"),
+    ],
+)
+def test_what_does_not_go_together(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        WorkerConfig(role="decode", **given)
+
+
+def test_ranks_that_a_worker_starts() -> None:
+    assert WorkerConfig(role="decode").num_local_ranks == 0
+    assert WorkerConfig(role="decode", tensor_parallel_size=4).num_local_ranks == 3
+    some = WorkerConfig(role="decode", tensor_parallel_size=4, local_ranks=1, rank_port=4000)
+    assert some.num_local_ranks == 1
+
+
+@pytest.mark.parametrize("engine", ["10.0.0.1:4000", "worker.example:1", "[fd00::1]:4000"])
+def test_an_address_of_the_worker(engine: str) -> None:
+    assert resolve(RankConfig, {"engine": engine, "rank": "3"}, {}).engine == engine
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"engine": "10.0.0.1", "rank": "1"}, "--engine = '10.0.0.1'"),
+        ({"engine": "tcp://10.0.0.1:1", "rank": "1"}, "--engine"),
+        ({"engine": "10.0.0.1:1", "rank": "0"}, r"--rank = '0'.*allowed: 1 to less than 64"),
+        ({"engine": "10.0.0.1:1"}, "--rank: field required"),
+        ({"engine": "10.0.0.1:1", "rank": "1", "curve_key_file": "/nowhere"}, "cannot read /nowhere"),
+    ],
+)
+def test_wrong_flags_of_a_rank(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(RankConfig, flags, {})
+
+
+def test_up_divides_the_cores_among_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    plan = make_plan({"prefill": "0", "decode": "2", "tensor_parallel_size": "2"}, {})
+    for worker in plan.workers:
+        assert (worker.tensor_parallel_size, worker.threads) == (2, 3)
+        flags = plan.flags_of(worker)
+        assert flags[-1] == "--tensor-parallel-size=2" and "--threads=3" in flags
+        assert plan.environ_of(worker)["OMP_NUM_THREADS"] == "3"
+    shared = make_plan({"prefill": "0", "decode": "2", "tensor_parallel_size": "2", "cores": "shared"}, {})
+    assert [worker.threads for worker in shared.workers] == [6, 6]
+
+
+def test_up_gives_a_role_its_own_size() -> None:
+    plan = make_plan({"prefill": "0", "decode": "1", "decode_tensor_parallel_size": "4"}, {})
+    assert [worker.tensor_parallel_size for worker in plan.workers] == [4]
+    with pytest.raises(ConfigError, match="prefill_tensor_parallel_size without prefill workers"):
+        make_plan({"prefill": "0", "prefill_tensor_parallel_size": "2"}, {})
+
+
+def test_ranks_are_not_placed_on_gpus_by_name() -> None:
+    with pytest.raises(ConfigError, match="a placed worker sees one GPU, and tensor_parallel_size = 2"):
+        make_plan({"prefill": "0", "devices": "0", "tensor_parallel_size": "2"}, {}, lambda _: [])

@@ -213,8 +213,11 @@ class StubRouter:
         sampling: Sampling,
         attempt: int = 1,
         sample: tuple[int, int] = (0, 1),
+        tenant: str = "",
     ) -> Received:
-        prompt = Prompt(tokens=pack_tokens(tokens), sampling=sampling, num_samples=sample[1], timeout_s=60)
+        prompt = Prompt(
+            tokens=pack_tokens(tokens), sampling=sampling, num_samples=sample[1], timeout_s=60, tenant=tenant
+        )
         return self._start(worker, Generate(prompt=prompt), request, attempt, sample[0])
 
     def send(self, worker: PeerRef, request: str, body: AnyBody, attempt: int = 1, sequence: int = 0) -> None:

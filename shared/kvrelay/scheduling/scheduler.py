@@ -259,8 +259,6 @@ class BatchScheduler:
         shares, rows = self.shares, self._uncommitted[0].rows
         if not (shares.is_contested or shares.has_recent_tenant) or not rows:
             return False
-        if not shares.is_contested and not rows[0].sequence.prefill_only:
-            return False
         return rows[0].is_prefill or len(self.waiting) > self.waiting.num_remote  # prompt chunks are the first rows
 
     def _expects_drafts(self) -> bool:

@@ -16,7 +16,10 @@ from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
 
 SHARED_STEP_PART = 4
-"""The part of the token budget that a short step has, if it is more than `*_SHORT_STEP` of `fair_shares`."""
+"""The part of the token budget that a short step has on a prefill worker, if it is more than `PREFILL_SHORT_STEP`."""
+
+MAX_PAUSED_STEPS = 2
+"""Steps in a row in which decodes may be paused for prompts of tenants that were served less."""
 
 DRAFTS_PART = 4
 """The part of the token budget that drafts take, at most, while prompts run or wait."""
@@ -40,6 +43,8 @@ class StepPlanner:
         self._admission = admission
         self._preemptor = preemptor
         self._chunks = chunks
+        self._has_paused = False  # decodes, in the latest step
+        self._num_paused_steps = 0  # in a row
 
     @property
     def running(self) -> Mapping[SequenceKey, Sequence]:
@@ -62,6 +67,8 @@ class StepPlanner:
         A row holds one token, and behind tokens that a grammar forced as many more as the token budget has beside one
         for each running sequence. Drafts come behind these.
         """
+        self._num_paused_steps = self._num_paused_steps + 1 if self._has_paused else 0
+        self._has_paused = False
         rows: list[PlannedRow] = []
         short: list[Sequence] = []  # sequences that need a block
         runs: dict[Sequence, int] = {}  # tokens of the rows that hold several
@@ -138,11 +145,14 @@ class StepPlanner:
                 continue
             if sequence.state is SequenceState.RUNNING:
                 self._leave_room_for_light_tenants(sequence, draft)
+                paused = self._pause_decodes_of_others(sequence, draft)
                 num_tokens = self._chunks.size(sequence.num_remaining, sequence.next_position, draft)
                 num_tokens = self._room_for_chunk(sequence, num_tokens, draft)
+                if num_tokens:
+                    draft.add_chunk(sequence, num_tokens)
+                self._return_paused(sequence, paused, draft)
                 if not num_tokens:
                     return
-                draft.add_chunk(sequence, num_tokens)
 
     def _room_for_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> int:
         """Returns how many tokens of the chunk get blocks: as many as fit, and by preemption at least one."""
@@ -165,29 +175,72 @@ class StepPlanner:
     def _admit_next(self, draft: PlanDraft, *, beyond_budget: bool = False) -> str:
         if not self._shares.is_contested and not self._shares.has_recent_tenant:
             return self._admission.admit_next(draft, beyond_budget=beyond_budget)
+        paused: Seq[PlannedRow] = ()
         if (head := self._waiting.head()) is not None and head.remote is None:
             self._leave_room_for_light_tenants(head, draft)
+            paused = self._pause_decodes_of_others(head, draft)
         reason = self._admission.admit_next(draft, beyond_budget=beyond_budget)
         if reason and self._admission.reclaim(draft):
-            return self._admission.admit_next(draft, beyond_budget=beyond_budget)
+            reason = self._admission.admit_next(draft, beyond_budget=beyond_budget)
+        if head is not None:
+            self._return_paused(head, paused, draft)
         return reason
 
     def _leave_room_for_light_tenants(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Prompt tokens of `sequence` are next. They make the step longer for light tenants: those that were served
         less, and have nothing waiting. If there is one, the prompts of others get what its own leave of a short step.
-        On a prefill worker also if a tenant was here lately: its next request waits for the rest of the step."""
+        Also if a tenant was here lately, since its next request waits for the rest of the step: on a prefill worker
+        within `RECENT_TURNS`, on others within `RETURN_STEPS`."""
         shares, tenant = self._shares, sequence.tenant
-        may_come_back = sequence.prefill_only and shares.has_recent_tenant
+        may_come_back = shares.has_recent_tenant if sequence.prefill_only else shares.may_return_to(tenant)
         if draft.is_shortened or not (may_come_back or shares.is_contested):
             return
         num_uncharged = 0 if sequence.state is SequenceState.RUNNING else sequence.num_tokens
         if shares.is_behind(tenant, num_uncharged) or not (may_come_back or shares.has_light_tenant_beside(tenant)):
             return
         draft.is_shortened = True
-        least = shares.prefill_short_step if sequence.prefill_only else shares.decode_short_step
-        num_tokens = max(MIN_CHUNK, least, self._lifecycle.limits.token_budget // SHARED_STEP_PART)
+        if sequence.prefill_only:
+            num_tokens = max(shares.prefill_short_step, self._lifecycle.limits.token_budget // SHARED_STEP_PART)
+        else:
+            num_tokens = shares.decode_short_step - sum(each.tenant == tenant for each in draft.decodes)
+        num_tokens = max(MIN_CHUNK, num_tokens)
         rest = max(0, num_tokens - sum(row.num_tokens for row in draft.prompts.values()))
         draft.budget_left = min(draft.budget_left, rest)
+
+    def _pause_decodes_of_others(self, sequence: Sequence, draft: PlanDraft) -> list[PlannedRow]:
+        """The prompt of `sequence` is next. Decodes of tenants that were served more and have more sequences leave the
+        step as far as the prompt needs the token budget, so it takes as many steps as alone. Returns their rows.
+
+        In at most `MAX_PAUSED_STEPS` steps in a row, however long the prompt is. Rows of beams remain, because beams
+        advance together, and rows of several tokens, because they must come first.
+        """
+        shares = self._shares
+        if not shares.is_contested or not draft.decodes or self._num_paused_steps >= MAX_PAUSED_STEPS:
+            return []
+        is_running = sequence.state is SequenceState.RUNNING
+        num_remaining = sequence.num_remaining if is_running else sequence.num_tokens
+        num_lacking = min(num_remaining, self._lifecycle.limits.token_budget) - draft.budget_left
+        if num_lacking <= 0 or draft.is_shortened:
+            return []
+        heavier = shares.heavier_after(sequence.tenant, 0 if is_running else num_remaining)
+        pausable = [
+            row
+            for each, row in draft.decodes.items()
+            if each.tenant in heavier and row.num_computed == 1 and each.beams is None
+        ]
+        paused = pausable[-num_lacking:]
+        for row in paused:
+            draft.drop_row(row.sequence)
+        return paused
+
+    def _return_paused(self, sequence: Sequence, paused: Seq[PlannedRow], draft: PlanDraft) -> None:
+        """Decodes were paused for a prompt: they return to the step if it got no chunk of the prompt."""
+        if not paused:
+            return
+        if sequence in draft.prompts:
+            self._has_paused = True
+        else:
+            draft.add_decodes([row for row in paused if row.sequence.state is SequenceState.RUNNING])
 
     def admit_neglected(self, draft: PlanDraft) -> None:
         """Admits waiting sequences before the next chunks of running prompts whose tenants were served more, so that

@@ -10,26 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.kv.table import blocks_for
+from kvrelay.scheduling.queue.fair_shares import RETURN_STEPS
 from kvrelay.scheduling.reclaimer import Reclaimer
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.thoroughness import examples
-from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
+from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, ClosedGate
 
 pytestmark = pytest.mark.unit
 PREEMPTING = ["sarathi", "vllm", "simple_chunking", "orca"]
 LONG = 40
-
-
-class ClosedGate:
-    def ask(self, num_running: int, kv_usage: float) -> str:
-        return "delayed"
-
-    def passed(self, num_running: int, num_admitted: int) -> None:
-        pass
-
-    def remaining_delay_s(self) -> float:
-        return 1.0
 
 
 def bench_for(scheduler: str = "sarathi", *, lag: float = 0.0, order: QueueOrderName = "fcfs", **sizes: int) -> Bench:
@@ -196,6 +186,7 @@ def test_blocks_are_taken_back_too() -> None:
 def test_a_prefix_that_a_tenants_sequences_share_counts_once_against_its_share() -> None:
     """Two of them hold 24 of their 42 blocks, and would hold 44 if the prefix counted for each."""
     bench = bench_for(num_blocks=64, max_running=12, token_budget=800)
+    bench.scheduler.shares.decode_short_step = 800
     prefix = [95] * (20 * BLOCK_SIZE)
     bench.tenant, bench.weight = "light", 2.0
     for number in range(2):
@@ -216,6 +207,7 @@ def test_a_prefix_that_a_tenants_sequences_share_counts_once_against_its_share()
 def test_a_head_whose_cached_prefix_is_evictable_is_helped() -> None:
     """The blocks of its prefix count as available, but are not once the head holds them."""
     bench = bench_for(num_blocks=64, max_running=12, token_budget=400)
+    bench.scheduler.shares.decode_short_step = 400
     prefix = [95] * (20 * BLOCK_SIZE)
     bench.tenant = "light"
     bench.add([*prefix, 80], 1)
@@ -280,11 +272,15 @@ def test_a_plan_made_ahead_preempts_nothing_and_asks_for_the_commit() -> None:
 
 def test_the_chunk_of_a_flood_is_short_in_the_step_that_ends_a_light_prompt() -> None:
     bench = bench_for(num_blocks=400, token_budget=128)
+    bench.scheduler.shares.decode_short_step = 32
     flood = [add(bench, "flood", num_prompt=500, max_tokens=1) for _ in range(2)]
     bench.step()
     light = add(bench, "light", num_prompt=20, max_tokens=1)
     plan, _ = bench.step()
-    assert {row.sequence: row.num_tokens for row in plan.rows} == {light: 20, flood[0]: 12}, "a quarter of the budget"
+    assert {row.sequence: row.num_tokens for row in plan.rows} == {light: 20, flood[0]: 12}, "of a short step"
+    for _ in range(RETURN_STEPS):
+        plan, _ = bench.step()
+        assert plan.num_prefill_tokens == 32, "the light tenant may be back at once"
     plan, _ = bench.step()
     assert plan.num_prefill_tokens == 128
 

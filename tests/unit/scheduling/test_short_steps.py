@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.scheduling.queue.fair_shares import RECENT_TURNS
+from kvrelay.scheduling.queue.fair_shares import RECENT_TURNS, RETURN_STEPS
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import Bench
@@ -96,8 +96,34 @@ def test_on_decode_local_prompts_are_cut_short_while_a_light_tenant_generates() 
     while light.state is SequenceState.RUNNING:
         plan, _ = bench.step()
         assert plan.num_prefill_tokens == QUARTER and plan.num_decode_tokens == 1
+    for _ in range(RETURN_STEPS):
+        plan, _ = bench.step()
+        assert plan.num_prefill_tokens == QUARTER, "the light tenant may be back at once"
     plan, _ = bench.step()
-    assert plan.num_prefill_tokens == BUDGET, "nothing of the light tenant is to wait for here"
+    assert plan.num_prefill_tokens == BUDGET
+
+
+def test_on_decode_a_short_step_counts_the_decodes_of_the_tenant_whose_prompt_is_next() -> None:
+    bench = bench_of(Bench)
+    bench.scheduler.shares.decode_short_step = 24
+    decoding = [add(bench, "flood", 4, 100, prefill_only=False) for _ in range(4)]
+    bench.step()
+    add(bench, "flood", 400, prefill_only=False)
+    light = add(bench, "light", 4, 10, prefill_only=False)
+    bench.step()
+    while light.state is SequenceState.RUNNING:
+        plan, _ = bench.step()
+        assert (plan.num_prefill_tokens, plan.num_decode_tokens) == (24 - len(decoding), len(decoding) + 1)
+
+
+def test_on_decode_steps_are_not_short_for_a_tenant_that_left_and_was_served_more() -> None:
+    bench = new_bench()
+    add(bench, "flood", 40, 20, prefill_only=False)
+    bench.run()
+    add(bench, "light", 400, 2, prefill_only=False)
+    bench.scheduler.shares.of("light").counter = -1000.0
+    plan, _ = bench.step()
+    assert plan.num_prefill_tokens == BUDGET
 
 
 def test_a_step_of_a_small_budget_is_short_as_it_is() -> None:
@@ -112,11 +138,8 @@ def test_a_step_of_a_small_budget_is_short_as_it_is() -> None:
 def test_with_overlap_a_light_prompt_waits_only_for_the_step_in_flight(prefill_only: bool) -> None:
     bench = bench_of(OverlappedBench)
     visit(bench)
+    bench.scheduler.shares._num_steps += 2 * RETURN_STEPS
     add(bench, "flood", 400, prefill_only=prefill_only)
-    if not prefill_only:  # on decode, steps are short only while the light tenant is there
-        add(bench, "light", 4, 20, prefill_only=False)
-        bench.plan()
-        bench.land()
     bench.plan()
     light = add(bench, "light", 10, prefill_only=prefill_only)
     bench.land()

@@ -32,25 +32,34 @@ RECLAIM_LAG = 512.0
 """Tokens, divided by its weight, by which a tenant must be behind another one to take slots or blocks back from it. So
 tenants that are served about equally do not preempt each other in turns."""
 
-PREFILL_SHORT_STEP, DECODE_SHORT_STEP = 512, 128
-"""Prompt tokens of a step that is short enough beside a light tenant: one that computes prompts alone, and one that
-decodes besides."""
+PREFILL_SHORT_STEP = 512
+"""Prompt tokens of a step that is short enough beside a light tenant, if the worker computes prompts alone."""
+
+DECODE_SHORT_STEP = 96
+"""Decodes and prompt tokens of a tenant in a step that is short enough for decodes of a light tenant in it. With the
+40 ms of a step and 0.16 ms of a token that `benchmarks/fair_http.py` simulates, 96 make a step 1.4 times as long."""
 
 RECENT_TURNS = 1024
 """Admissions after its latest one for which a tenant that left counts as one that may come back at any time."""
+
+RETURN_STEPS = 16
+"""Steps for which a worker that also decodes keeps steps short for a tenant that left: clients that send one request
+after another are back after one or two. Not longer, because prompts in short steps take twice the time."""
 
 MAX_IDLE_TENANTS = 1024
 
 
 @dataclass(slots=True, eq=False)
 class TenantShare:
-    """What one tenant was served. `num_admitted` numbers its admissions; `last_turn`: when the latest one was."""
+    """What one tenant was served. `num_admitted` numbers its admissions; `last_turn`: when the latest one was;
+    `left_at`: the step in which its last sequence left."""
 
     weight: float
     counter: float = 0.0
     num_sequences: int = 0
     num_admitted: int = 0
     last_turn: int = 0
+    left_at: int = 0
     is_held_up: bool = False  # it waits, and its handoffs hold all that they may
 
 
@@ -67,6 +76,7 @@ class FairShares:
         self._waiting: dict[str, TenantShare] = {}
         self._last_counter = 0.0  # of the latest tenant that stopped waiting
         self._turn = 0
+        self._num_steps = 0
 
     @property
     def is_contested(self) -> bool:
@@ -86,6 +96,13 @@ class FairShares:
         """Returns whether a tenant that is not here was here lately."""
         latest = next(reversed(self._idle.values()), None)
         return latest is not None and self._turn - latest.last_turn <= RECENT_TURNS
+
+    def may_return_to(self, tenant: str) -> bool:
+        """Returns whether a tenant that was served less than `tenant` left within the latest `RETURN_STEPS` steps."""
+        latest = next(reversed(self._idle.values()), None)
+        if latest is None or self._num_steps - latest.left_at > RETURN_STEPS:
+            return False
+        return latest.counter < self._present[tenant].counter
 
     def of(self, tenant: str) -> TenantShare:
         """The share of a tenant with a sequence here."""
@@ -116,6 +133,7 @@ class FairShares:
         if not share.num_sequences:
             del self._present[sequence.tenant]
             self._idle[sequence.tenant] = share
+            share.left_at = self._num_steps
             if len(self._idle) > MAX_IDLE_TENANTS:
                 del self._idle[next(iter(self._idle))]
 
@@ -166,6 +184,7 @@ class FairShares:
 
     def refresh(self) -> None:
         """A new step."""
+        self._num_steps += 1
         if len(self._present) > 1:
             self.settle()
 
@@ -184,6 +203,18 @@ class FairShares:
         least = share.counter + self.reclaim_lag / share.weight
         more = [(each.counter, each.last_turn, other) for other, each in self._present.items() if each.counter > least]
         return [other for _, _, other in sorted(more, reverse=True)]
+
+    def heavier_after(self, tenant: str, num_tokens: int) -> set[str]:
+        """Returns the tenants here with more sequences than `tenant`, by weight, that it will be behind by more than
+        `reclaim_lag` after `num_tokens` more. None of two tenants that ask for about the same is among them."""
+        share = self._present[tenant]
+        least = share.counter + (num_tokens + self.reclaim_lag) / share.weight
+        most = share.num_sequences / share.weight
+        return {
+            other
+            for other, each in self._present.items()
+            if each.counter > least and each.num_sequences / each.weight > most
+        }
 
     def is_behind(self, tenant: str, num_tokens: int) -> bool:
         """Returns whether a tenant here was served more than `tenant` will be after `num_tokens` more."""

@@ -12,12 +12,11 @@ from itertools import combinations
 from typing import Any
 
 from kvrelay.grammar.schema_negation import negation
+from kvrelay.grammar.schema_walk import Schema
 
 UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 MAX_CASES = 16
 MAX_DEPTH = 8
-
-Schema = dict[str, Any]
 
 
 class UnknownEvaluation(Exception):

@@ -15,11 +15,11 @@ from itertools import combinations
 from typing import Any
 
 from kvrelay.grammar.schema_negation import TYPES, negation
+from kvrelay.grammar.schema_walk import MAX_DEPTH, NotRewritten, Schema, replace_subschemas, require_all
 
 MAX_PLACES = 4
 MAX_CONTAINED = 16
 MAX_UNIQUE = 6
-MAX_DEPTH = 64
 FORMATS = {"idn-email": "email", "iri": "uri", "iri-reference": "uri", "uri-reference": "uri"}
 """Each format with one all of whose texts have it too."""
 PATTERNS = {
@@ -29,15 +29,8 @@ PATTERNS = {
 
 _SCHEMAS = ("additionalProperties", "items", "propertyNames", "contains")
 _LISTS = ("allOf", "anyOf", "prefixItems")
-_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _OPPOSITE_COUNTS = ("not", "if", "oneOf", "unevaluatedProperties", "unevaluatedItems")
 _LISTED = {"enum", "const", "type", "title", "description"}
-
-Schema = dict[str, Any]
-
-
-class _GivenUp(Exception):
-    pass
 
 
 def narrowed(text: str) -> str | None:
@@ -45,7 +38,7 @@ def narrowed(text: str) -> str | None:
     try:
         schema = json.loads(text)
         result = _narrow(schema, 0)
-    except (_GivenUp, ValueError, RecursionError):
+    except (NotRewritten, ValueError, RecursionError):
         return None
     return json.dumps(result) if result != schema else None
 
@@ -54,23 +47,15 @@ def _narrow(schema: Any, depth: int) -> Any:
     if not isinstance(schema, dict):
         return schema
     if depth > MAX_DEPTH or not schema.keys().isdisjoint(_OPPOSITE_COUNTS):
-        raise _GivenUp
+        raise NotRewritten
     result = dict(schema)
     extra = [*_contained(result), *_unique(result), *_formatted(result)]
-    for name in _SCHEMAS:
-        if name in result:
-            result[name] = _narrow(result[name], depth + 1)
-    for name in _LISTS:
-        if isinstance(result.get(name), list):
-            result[name] = [_narrow(each, depth + 1) for each in result[name]]
-    for name in _MAPS:
-        if isinstance(result.get(name), dict):
-            result[name] = {key: _narrow(each, depth + 1) for key, each in result[name].items()}
-    if extra:
-        present = result.get("allOf", [])
-        if not isinstance(present, list):
-            raise _GivenUp  # malformed
-        result["allOf"] = [*present, *(_narrow(each, depth + 1) for each in extra)]
+
+    def replace(each: Any) -> Any:
+        return _narrow(each, depth + 1)
+
+    replace_subschemas(result, replace, single=_SCHEMAS, lists=_LISTS)
+    require_all(result, [replace(each) for each in extra])
     return result
 
 

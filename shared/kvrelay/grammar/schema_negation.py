@@ -9,8 +9,6 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_TEXT_CHARS = 64
 MAX_DEPTH = 16
 
-Schema = dict[str, Any]
-
 _OPPOSITE_BOUNDS = {
     "minimum": ("number", "exclusiveMaximum"),
     "maximum": ("number", "exclusiveMinimum"),

@@ -12,9 +12,9 @@ from typing import Any
 
 from kvrelay.grammar.schema_evaluation import UNEVALUATED, UnknownEvaluation, without_unevaluated
 from kvrelay.grammar.schema_negation import TYPES, negation
+from kvrelay.grammar.schema_walk import MAX_DEPTH, NotRewritten, Schema, replace_subschemas, require_all
 
 MAX_NODES = 4000
-MAX_DEPTH = 64
 MAX_DEPENDENCIES = 5
 _COUNTS = (
     *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
@@ -25,18 +25,11 @@ _SCHEMAS = (
     *("not", "if", "then", "else"),
 )
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _APPLICATORS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 """Keywords whose schemas evaluate properties and items of the same value."""
 
 _WITHOUT_MIN_CONTAINS = re.compile(r"json-schema\.org/draft-0[1-7]/")
 """Drafts in which `contains` asks for one item or more, whatever `minContains` says."""
-
-Schema = dict[str, Any]
-
-
-class _GivenUp(Exception):
-    pass
 
 
 def rewritten(text: str, *, splits_one_of: bool = False) -> str | None:
@@ -47,7 +40,7 @@ def rewritten(text: str, *, splits_one_of: bool = False) -> str | None:
     try:
         schema = json.loads(text)
         result = _Rewriter(schema, splits_one_of).rewrite(schema, 0)
-    except (_GivenUp, ValueError, RecursionError):
+    except (NotRewritten, ValueError, RecursionError):
         return None
     changed = json.dumps(result)
     return changed if changed != json.dumps(schema) else None  # 2.0 equals 2
@@ -65,7 +58,7 @@ class _Rewriter:
     def rewrite(self, schema: Any, depth: int) -> Any:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise _GivenUp
+            raise NotRewritten
         if not isinstance(schema, dict):
             return schema
         result = dict(schema)
@@ -78,20 +71,12 @@ class _Rewriter:
         _drop_unused(result)
         for exchange in (_conditional, _dependent, _negated, _contained, _names, self._one_of):
             extra += exchange(result)
-        for name in _SCHEMAS:
-            if name in result:
-                result[name] = self.rewrite(result[name], depth + 1)
-        for name in _LISTS:
-            if isinstance(result.get(name), list):
-                result[name] = [self.rewrite(each, depth + 1) for each in result[name]]
-        for name in _MAPS:
-            if isinstance(result.get(name), dict):
-                result[name] = {key: self.rewrite(each, depth + 1) for key, each in result[name].items()}
-        if extra:
-            present = result.get("allOf", [])
-            if not isinstance(present, list):
-                raise _GivenUp  # malformed
-            result["allOf"] = [*present, *(self.rewrite(each, depth + 1) for each in extra)]
+
+        def replace(each: Any) -> Any:
+            return self.rewrite(each, depth + 1)
+
+        replace_subschemas(result, replace, single=_SCHEMAS, lists=_LISTS)
+        require_all(result, [replace(each) for each in extra])
         return result
 
     def _dynamic(self, schema: Schema) -> None:
@@ -113,7 +98,7 @@ class _Rewriter:
         try:
             extra = without_unevaluated(schema, self._root)
         except UnknownEvaluation:
-            raise _GivenUp from None
+            raise NotRewritten from None
         for name in UNEVALUATED:
             schema.pop(name, None)
         return extra

@@ -92,15 +92,11 @@ def make_runner(
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
     loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention, fused_layers=fused_layers)
-    profile = None
     if num_blocks is None and size_pool is not None:
-        profile = _profile(loaded, size_pool, gauge, graphs)
-    with _agreeing(tensor_parallel):
-        if profile is not None and size_pool is not None:
-            num_blocks = _num_blocks_beside(profile, loaded, size_pool, swap_bytes, tensor_parallel)
-        elif num_blocks is None:
+        num_blocks = _sized_pool(loaded, size_pool, gauge, graphs, swap_bytes, tensor_parallel)
+    elif num_blocks is None:
+        with _agreeing(tensor_parallel):
             num_blocks = _num_blocks_of(loaded.layout, memory_bytes, with_scratch=graphs is not None)
-    assert num_blocks is not None
     if tensor_parallel is not None:
         num_blocks = tensor_parallel.least(num_blocks)
     with _agreeing(tensor_parallel):
@@ -145,6 +141,20 @@ def _num_swap_slots(layout: KVLayout, num_blocks: int, swap_bytes: int | None) -
 def _agreeing(group: TensorParallelGroup | None) -> AbstractContextManager[None]:
     """If a block fails on one rank, it fails on all. It has no collectives."""
     return nullcontext() if group is None else group.in_agreement()
+
+
+def _sized_pool(
+    model: CausalModel,
+    sizing: PoolSizing,
+    gauge: MemoryGauge,
+    graphs: GraphSettings | None,
+    swap_bytes: int | None,
+    group: TensorParallelGroup | None,
+) -> int:
+    """Runs the largest step, and returns the blocks that fit beside it. Raises PoolDoesNotFit, on all ranks."""
+    profile = _profile(model, sizing, gauge, graphs)
+    with _agreeing(group):
+        return _num_blocks_beside(profile, model, sizing, swap_bytes, group)
 
 
 def _profile(model: CausalModel, sizing: PoolSizing, gauge: MemoryGauge, graphs: GraphSettings | None) -> MemoryProfile:

@@ -13,17 +13,17 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits, dtype_name
+from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits
 from kvrelay.engine.batch import BeamCandidates, BlockCopy, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
 from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.causal_model import CausalModel
-from kvrelay.engine.device import Moment, describe_device, to_device, use_on_this_thread
+from kvrelay.engine.device import Moment, to_device, use_on_this_thread
 from kvrelay.engine.device_pool import DevicePool
-from kvrelay.engine.fingerprint import find_model_dir, fingerprint, shard_fingerprint
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.in_flight import Asked, StepInFlight, StepsInFlight, TokensOnDevice
 from kvrelay.engine.model_grammars import make_grammar_compiler
+from kvrelay.engine.model_spec import spec_of
 from kvrelay.engine.packing import pack_rows
 from kvrelay.engine.parallel.lockstep import Lockstep
 from kvrelay.engine.sampler import Sampler
@@ -31,7 +31,6 @@ from kvrelay.engine.scored_prompts import ScoredPrompts
 from kvrelay.engine.step_forward import StepForward
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.tokenizer_identity import identity_of_file
 from kvrelay.transfer.pool_memory import PoolLike
 
 
@@ -70,30 +69,7 @@ class TransformersRunner:
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
         self._scored = ScoredPrompts(self._lock)
         self._lockstep = None if model.shard_plan is None else Lockstep()
-        size = 1 if model.shard_plan is None else model.shard_plan.size
-        identity = fingerprint(find_model_dir(source.name), model.whole_layout, source.weights_salt)
-        self._spec = ModelSpec(
-            name=name or source.name,
-            vocab_size=model.vocab_size,
-            max_model_len=min(source.max_model_len, num_blocks * layout.block_size),
-            eos_token_ids=model.eos_token_ids,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            block_size=layout.block_size,
-            num_blocks=num_blocks,
-            block_bytes=layout.block_bytes,
-            dtype=dtype_name(layout.dtype),
-            fingerprint=shard_fingerprint(identity, size),
-            num_swap_slots=num_swap_slots,
-            swap_block_s=self._host.measure(),
-            device=describe_device(source.device),
-            kv_dtype=dtype_name(layout.pool_dtype),
-            tokenizer=identity_of_file(find_model_dir(source.name) / "tokenizer.json"),
-            model_identity=identity,
-            tensor_parallel_size=size,
-            total_kv_heads=model.whole_layout.num_kv_heads,
-        )
+        self._spec = spec_of(model, name or source.name, num_blocks, num_swap_slots, self._host.measure())
         self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
 
     @property

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, SwapCopies, WorkerBatch, WorkerRow
@@ -21,6 +20,7 @@ from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.component.engine.tensor_parallel_ranks import DividedRunner, RankProcesses
+from tests.fakes.reference_model import generate, load_reference
 from tests.tiny_models import DIVIDED, VOCAB_SIZE, build_model
 from tests.unit.engine.driving import run, start
 
@@ -63,24 +63,6 @@ def prompts_of(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list
     return [rng.integers(0, VOCAB_SIZE - 1, length).tolist() for length in lengths]
 
 
-def load(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-
-
-def generate(model: PreTrainedModel, prompt: list[int], num_output: int) -> list[int]:
-    tokens = torch.tensor([prompt])
-    out = model.generate(  # type: ignore[operator]
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=num_output,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens_out: list[int] = out[0, len(prompt) :].tolist()
-    return tokens_out
-
-
 FAST = {("llama", 2), ("qwen3-moe", 2)}
 CASES = [
     pytest.param(name, size, id=f"{name}-{size}", marks=() if (name, size) in FAST else pytest.mark.slow)
@@ -94,7 +76,7 @@ def test_greedy_tokens_are_those_of_generate(
     architecture: str, size: int, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
 ) -> None:
     path = model_dir(architecture)
-    runner, model = divide(size, path), load(path)
+    runner, model = divide(size, path), load_reference(path)
     for seed in range(2):
         sequences = start(runner, prompts_of(seed=seed), GREEDY, num_output=NUM_OUTPUT, seed=seed)
         run(runner, sequences, seed=seed)
@@ -193,7 +175,7 @@ def test_copies_and_swaps_reach_the_blocks_of_all_ranks(
     divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
 ) -> None:
     path = model_dir("gemma2")
-    runner, model = divide(2, path, swap_bytes=1 << 20), load(path)
+    runner, model = divide(2, path, swap_bytes=1 << 20), load_reference(path)
     (sequence,) = start(runner, prompts_of((50,)), GREEDY, num_output=8)
     sequence.num_output = 4
     run(runner, [sequence])
@@ -213,7 +195,7 @@ def test_ranks_stay_in_step_behind_steps_that_fail(
     divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model_dir("llama")
-    runner, model = divide(2, path), load(path)
+    runner, model = divide(2, path), load_reference(path)
     (sequence,) = start(runner, prompts_of((30,)), GREEDY, num_output=6)
     row = sequence.row(30)
     with pytest.raises(KeyError, match="never added"):

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine import step_forward
@@ -21,6 +21,7 @@ from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes.late_copies import LateCopies
+from tests.fakes.reference_model import generate, load_reference
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 from tests.unit.engine.driving import failing_logits, run, start
 
@@ -38,23 +39,7 @@ def make_prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> li
 
 @pytest.fixture(scope="session")
 def reference_of(model_dir: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
-    return lambda name: AutoModelForCausalLM.from_pretrained(
-        model_dir(name), dtype=torch.float32, attn_implementation="eager"
-    )
-
-
-def generate(model: PreTrainedModel, prompt: list[int], num_output: int) -> list[int]:
-    tokens = torch.tensor([prompt])
-    out = model.generate(  # type: ignore[operator]
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=num_output,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens_out: list[int] = out[0, len(prompt) :].tolist()
-    return tokens_out
+    return lambda name: load_reference(model_dir(name))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -22,7 +22,7 @@ _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 16, 8, 128, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TimedCase:
     """One step: the new tokens and the position of every row."""
 
     name: str
@@ -31,18 +31,18 @@ class Case:
 
 
 CASES = [
-    Case("decode B=1 ctx=1024", [1], [1023]),
-    Case("decode B=1 ctx=8192", [1], [8191]),
-    Case("decode B=8 ctx=1024", [1] * 8, [1023] * 8),
-    Case("decode B=32 ctx=1024", [1] * 32, [1023] * 32),
-    Case("prefill 512", [512], [0]),
-    Case("prefill 2048", [2048], [0]),
-    Case("chunk 512 at 1536", [512], [1536]),
-    Case("chunk 256 at 0, decode B=16 ctx=1024", [256, *[1] * 16], [0, *[1023] * 16]),
+    TimedCase("decode B=1 ctx=1024", [1], [1023]),
+    TimedCase("decode B=1 ctx=8192", [1], [8191]),
+    TimedCase("decode B=8 ctx=1024", [1] * 8, [1023] * 8),
+    TimedCase("decode B=32 ctx=1024", [1] * 32, [1023] * 32),
+    TimedCase("prefill 512", [512], [0]),
+    TimedCase("prefill 2048", [2048], [0]),
+    TimedCase("chunk 512 at 1536", [512], [1536]),
+    TimedCase("chunk 256 at 0, decode B=16 ctx=1024", [256, *[1] * 16], [0, *[1023] * 16]),
 ]
 
 
-def make_rows(case: Case) -> PackedRows:
+def make_rows(case: TimedCase) -> PackedRows:
     """The case's rows over blocks in random order."""
     num_blocks = [-(-(p + q) // _BLOCK_SIZE) for p, q in zip(case.positions, case.query_lens, strict=True)]
     order = np.random.default_rng(0).permutation(sum(num_blocks)).astype(np.int32)
@@ -53,7 +53,7 @@ def make_rows(case: Case) -> PackedRows:
 
 
 def time_case(
-    backend: AttentionBackend, case: Case, dtype: torch.dtype, stored: torch.dtype | None, repeats: int
+    backend: AttentionBackend, case: TimedCase, dtype: torch.dtype, stored: torch.dtype | None, repeats: int
 ) -> np.ndarray:
     """Milliseconds of each repeat, planning not counted (it is shared by all layers)."""
     rows = make_rows(case)

@@ -52,7 +52,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class FairnessCase:
     """`num_prefill` and `num_decode` workers; without prefill workers decode computes the prompts."""
 
     name: str
@@ -70,16 +70,16 @@ SHORT_CHUNKS = WorkerSettings(prefill_token_budget=512)
 FEW_RUNNING = WorkerSettings(max_running=32)
 SHORT_STEPS = WorkerSettings(max_running=32, prefill_token_budget=512)
 CASES = (
-    Case("long prompts", 1, 1, LIGHT, LONG_PROMPTS),
-    Case("long prompts, steps of 512 tokens", 1, 1, LIGHT, LONG_PROMPTS, SHORT_CHUNKS),
-    Case("long prompts, four workers, steps of 512 tokens", 2, 2, LIGHT, Client(40.0, 16, 32), SHORT_CHUNKS),
-    Case("long outputs", 1, 1, LIGHT, LONG_OUTPUTS),
-    Case("long outputs, 32 running", 1, 1, LIGHT, LONG_OUTPUTS, FEW_RUNNING),
-    Case("long outputs, 32 running, steps of 512 tokens", 1, 1, LIGHT, FEWER_LONG_OUTPUTS, SHORT_STEPS),
-    Case("long outputs, KV of 32,768 tokens", 1, 1, LIGHT, FEWER_LONG_OUTPUTS, SMALL_POOL),
-    Case("long outputs that fill the prefill worker's KV too", 1, 1, LIGHT, Client(20.0, 1, 512), SMALL_POOL),
-    Case("decode computes prompts", 0, 1, LIGHT, Client(20.0, 8, 64)),
-    Case(
+    FairnessCase("long prompts", 1, 1, LIGHT, LONG_PROMPTS),
+    FairnessCase("long prompts, steps of 512 tokens", 1, 1, LIGHT, LONG_PROMPTS, SHORT_CHUNKS),
+    FairnessCase("long prompts, four workers, steps of 512 tokens", 2, 2, LIGHT, Client(40.0, 16, 32), SHORT_CHUNKS),
+    FairnessCase("long outputs", 1, 1, LIGHT, LONG_OUTPUTS),
+    FairnessCase("long outputs, 32 running", 1, 1, LIGHT, LONG_OUTPUTS, FEW_RUNNING),
+    FairnessCase("long outputs, 32 running, steps of 512 tokens", 1, 1, LIGHT, FEWER_LONG_OUTPUTS, SHORT_STEPS),
+    FairnessCase("long outputs, KV of 32,768 tokens", 1, 1, LIGHT, FEWER_LONG_OUTPUTS, SMALL_POOL),
+    FairnessCase("long outputs that fill the prefill worker's KV too", 1, 1, LIGHT, Client(20.0, 1, 512), SMALL_POOL),
+    FairnessCase("decode computes prompts", 0, 1, LIGHT, Client(20.0, 8, 64)),
+    FairnessCase(
         "decode computes prompts, steps of 128 tokens",
         0,
         1,
@@ -146,7 +146,9 @@ def requests_of(client: Client, tenant: str, seconds: float, pieces: Iterator[in
     ]
 
 
-def measure(case: Case, seconds: float, *, flooded: bool, shared: bool = False, halved: bool = False) -> Figures:
+def measure(
+    case: FairnessCase, seconds: float, *, flooded: bool, shared: bool = False, halved: bool = False
+) -> Figures:
     """`shared`: both clients are one tenant. `halved`: on devices of half the speed."""
     pieces = itertools.count()
     light = requests_of(case.light, "light", seconds, pieces, seed=1)
@@ -184,7 +186,7 @@ def _num_tokens(request: Request) -> int:
     return len(request.tokens) + request.num_output
 
 
-def report(cases: Sequence[Case], seconds: float) -> str:
+def report(cases: Sequence[FairnessCase], seconds: float) -> str:
     lines = [
         "# Fair shares beside a flood",
         "",

@@ -62,7 +62,7 @@ def wide_schema(number: int) -> dict[str, Any]:
     return record(**{f"field_{number}_{each}": FIELDS[each % len(FIELDS)] for each in range(NUM_FIELDS)})
 
 
-class Batch:
+class MaskedBatch:
     """`BATCH` sequences on a runner of their own, of which the first ones are constrained."""
 
     def __init__(self, model: CausalModel, num_constrained: int, *, temperature: float, jumps: bool) -> None:
@@ -107,7 +107,8 @@ class Batch:
 
 def compare(model: CausalModel, rounds: int, *, temperature: float, jumps: bool) -> str:
     """A line of the table."""
-    batches = {count: Batch(model, count, temperature=temperature, jumps=jumps) for count in (0, *CONSTRAINED.values())}
+    counts = (0, *CONSTRAINED.values())
+    batches = {count: MaskedBatch(model, count, temperature=temperature, jumps=jumps) for count in counts}
     for batch in batches.values():
         batch.begin()
     warm_mask_s, times = 0.0, {count: np.zeros(rounds) for count in batches}

@@ -58,7 +58,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ServingCase:
     """What is compared: a name for each column that tells it apart, and the flags that make it."""
 
     names: tuple[str, ...]
@@ -95,23 +95,23 @@ class Outcome:
         return 1 - committed / allocated if allocated else 0.0
 
 
-def scheduler_cases() -> list[Case]:
+def scheduler_cases() -> list[ServingCase]:
     """All policies, in both modes."""
     policies: list[tuple[str, str]] = [("sarathi", "fixed"), ("sarathi", "dynamic")]
     policies += [(name, "fixed") for name in BUILT_IN if name != "sarathi"]
     return [
-        Case((mode, name, chunking), (*flags, "--scheduler", name, "--chunking", chunking))
+        ServingCase((mode, name, chunking), (*flags, "--scheduler", name, "--chunking", chunking))
         for mode, flags in MODES.items()
         for name, chunking in policies
     ]
 
 
-def ablation_cases() -> list[Case]:
+def ablation_cases() -> list[ServingCase]:
     """The cache's parts, on one worker that does both phases."""
-    return [Case((name,), (*MODES["colocated"], *flags)) for name, flags in ABLATIONS.items()]
+    return [ServingCase((name,), (*MODES["colocated"], *flags)) for name, flags in ABLATIONS.items()]
 
 
-def run_case(case: Case, load: list[Request], arguments: argparse.Namespace) -> Outcome:
+def run_case(case: ServingCase, load: list[Request], arguments: argparse.Namespace) -> Outcome:
     """Starts the case's stack and runs the loads on it."""
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory) / "metrics"
@@ -201,7 +201,7 @@ def num_tokens(step: StepRecord) -> int:
     return step.num_prefill_tokens + step.num_decode_tokens
 
 
-def scheduler_report(results: dict[Case, list[Outcome]], arguments: argparse.Namespace) -> list[str]:
+def scheduler_report(results: dict[ServingCase, list[Outcome]], arguments: argparse.Namespace) -> list[str]:
     names = ["mode", "scheduler", "chunks"]
     header = [*names, "TTFT p50", "p99", "TPOT p50", "p99", "worst gap p99", "tokens/s", "waste, %"]
     lines = ["## The trace", "", *table(header, [[*case.names, *trace_row(o)] for case, o in results.items()]), ""]
@@ -219,7 +219,7 @@ def scheduler_report(results: dict[Case, list[Outcome]], arguments: argparse.Nam
     return [*lines, *table(header, rows), ""]
 
 
-def ablation_report(results: dict[Case, list[Outcome]], load: list[Request], plot: Path | None) -> list[str]:
+def ablation_report(results: dict[ServingCase, list[Outcome]], load: list[Request], plot: Path | None) -> list[str]:
     """Hit rates and what they are worth."""
     best = best_possible_hit_rate((request.prompt for request in load), BLOCK_SIZE)
     rows = []
@@ -243,7 +243,7 @@ def ablation_report(results: dict[Case, list[Outcome]], load: list[Request], plo
     return ["## What the cache is worth", "", text, "", *table(header, rows), ""]
 
 
-def draw(results: dict[Case, list[Outcome]], best: float, path: Path) -> None:
+def draw(results: dict[ServingCase, list[Outcome]], best: float, path: Path) -> None:
     """Hit rate and median TTFT of each case, in one picture."""
     import matplotlib
 
@@ -310,7 +310,7 @@ def main() -> None:
     cases = ablation_cases() if arguments.ablation else scheduler_cases()
     if arguments.only:
         cases = [case for case in cases if set(case.names) & set(arguments.only)]
-    results: dict[Case, list[Outcome]] = {case: [] for case in cases}
+    results: dict[ServingCase, list[Outcome]] = {case: [] for case in cases}
     for repeat in range(arguments.repeats):
         for case in cases:
             print(f"repeat {repeat + 1} of {arguments.repeats}: {' '.join(case.names)}", file=sys.stderr, flush=True)

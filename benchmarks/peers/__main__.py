@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.cases import Case, Disaggregation, Throughput
+from benchmarks.peers.cases import Disaggregation, PeerCase, Throughput
 from benchmarks.peers.machine import commit, machine
 from benchmarks.peers.order import turns
 from benchmarks.peers.page import page, write_page
@@ -116,7 +116,7 @@ def _show(runs: Sequence[Run], path: Path | None) -> None:
 
 
 def _about(
-    given: argparse.Namespace, case: Case, servers: Sequence[str], base: str, argv: Sequence[str]
+    given: argparse.Namespace, case: PeerCase, servers: Sequence[str], base: str, argv: Sequence[str]
 ) -> dict[str, Any]:
     return {
         "case": case.name,
@@ -146,7 +146,7 @@ def _shown_command(given: argparse.Namespace, argv: Sequence[str]) -> str:
     return line
 
 
-def _case(given: argparse.Namespace, parser: argparse.ArgumentParser) -> Case:
+def _case(given: argparse.Namespace, parser: argparse.ArgumentParser) -> PeerCase:
     if given.case == "disaggregation":
         return Disaggregation(
             given.decodes, given.decode_tokens, given.long, given.num_long, given.long_interval_s, given.seed

@@ -52,7 +52,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
 """The shown figures by case."""
 
 
-class Case(Protocol):
+class PeerCase(Protocol):
     """A family of loads. Each load and round has its own prompts, equal for all servers."""
 
     @property

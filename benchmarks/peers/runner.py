@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.peers.cases import FIGURES, Case
+from benchmarks.peers.cases import FIGURES, PeerCase
 from benchmarks.peers.machine import package_versions
 from benchmarks.peers.results import Failure, Measurement, Result, Started
 from benchmarks.peers.running_server import RunningServer, ServerFailed
@@ -56,7 +56,7 @@ class Limits:
 class Runner:
     """Measures a case. Calls `report` with each result as soon as there is one."""
 
-    def __init__(self, case: Case, servers: Mapping[str, MakeServer], limits: Limits, report: Report) -> None:
+    def __init__(self, case: PeerCase, servers: Mapping[str, MakeServer], limits: Limits, report: Report) -> None:
         self._case = case
         self._servers = servers
         self._limits = limits

@@ -38,7 +38,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Rows of shape (rows, tokens); `mask` is (rows, 1, tokens, tokens), True where attention is allowed, or None."""
 
     ids: torch.Tensor
@@ -57,7 +57,7 @@ class Corpus:
         self._deck: list[Entry] = []
         self._known: dict[str, list[int]] = {}
 
-    def packed(self, num_rows: int, row_tokens: int) -> Batch:
+    def packed(self, num_rows: int, row_tokens: int) -> TrainingBatch:
         """Rows of short conversations, each blind to its neighbours and counting its positions from 0."""
         ids = torch.full((num_rows, row_tokens), END_OF_TEXT_ID)
         labels = torch.full((num_rows, row_tokens), IGNORED)
@@ -75,14 +75,14 @@ class Corpus:
                 used, number = end, number + 1
         causal = torch.ones(row_tokens, row_tokens, dtype=torch.bool).tril()
         mask = (owners[:, :, None] == owners[:, None, :]) & causal
-        return Batch(ids, labels, positions, mask[:, None])
+        return TrainingBatch(ids, labels, positions, mask[:, None])
 
-    def long(self, num_rows: int, row_tokens: int) -> Batch:
+    def long(self, num_rows: int, row_tokens: int) -> TrainingBatch:
         """Rows of one long conversation each."""
         samples = [self._long_sample(row_tokens) for _ in range(num_rows)]
         ids = torch.tensor([sample.ids[:row_tokens] for sample in samples])
         labels = torch.tensor([sample.labels[:row_tokens] for sample in samples])
-        return Batch(ids, labels, torch.arange(row_tokens).repeat(num_rows, 1), None)
+        return TrainingBatch(ids, labels, torch.arange(row_tokens).repeat(num_rows, 1), None)
 
     def _sample(self, room: int) -> Sample:
         """A short conversation: one turn half of the time, else a few; now and then as a plain completion."""

@@ -30,7 +30,7 @@ SEED = 11
 
 
 @dataclass(frozen=True)
-class Case:
+class EvaluationCase:
     """A prompt, and the ids that have to follow it (the end token last)."""
 
     prompt_ids: list[int]
@@ -38,7 +38,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Whether greedy decoding gives the answer, and the smallest lead of a wanted token over the next best (logits)."""
 
     exact: bool
@@ -53,48 +53,48 @@ class Suites:
         self._tokenizer = tokenizer
         self._rng = random.Random(SEED)
 
-    def trained(self) -> Iterator[Case]:
+    def trained(self) -> Iterator[EvaluationCase]:
         """Phrasings seen in training, all of them equally often over the words."""
         for number, entry in enumerate(self._entries):
             yield from self._some(number, entry, phrasings.trained_for(entry))
 
-    def held_out(self) -> Iterator[Case]:
+    def held_out(self) -> Iterator[EvaluationCase]:
         """Phrasings never seen in training, all of them equally often over the words."""
         for number, entry in enumerate(self._entries):
             yield from self._some(number, entry, phrasings.held_out_for(entry))
 
-    def noisy(self) -> Iterator[Case]:
+    def noisy(self) -> Iterator[EvaluationCase]:
         """A trained phrasing with changed case or end mark, or with an opening or ending."""
         for entry in self._entries[::2]:
             yield self._chat([], phrasings.sample_question(entry, self._rng, noise=0.4), entry)
 
-    def after_system_prompt(self) -> Iterator[Case]:
+    def after_system_prompt(self) -> Iterator[EvaluationCase]:
         """A trained phrasing after a system prompt."""
         for entry in self._entries[::2]:
             system = {"role": "system", "content": self._rng.choice(phrasings.SYSTEM_PROMPTS)}
             yield self._chat([system], self._question(entry), entry)
 
-    def third_turn(self) -> Iterator[Case]:
+    def third_turn(self) -> Iterator[EvaluationCase]:
         """A trained phrasing after two answered questions about other words."""
         for entry in self._entries[::2]:
             yield self._chat(self._turns(2), self._question(entry), entry)
 
-    def long_context(self) -> Iterator[Case]:
+    def long_context(self) -> Iterator[EvaluationCase]:
         """A trained phrasing, of every twentieth word, after forty answered questions (about 1,500 tokens)."""
         for entry in self._entries[::20]:
             yield self._chat(self._turns(40), self._question(entry), entry)
 
-    def completion(self) -> Iterator[Case]:
+    def completion(self) -> Iterator[EvaluationCase]:
         """A plain completion without the chat template."""
         for entry in self._entries[::2]:
             prompt = self._encode(f"Q: {self._question(entry)}\nA:")
-            yield Case(prompt, [*self._encode(f" {entry.gloss}"), END_OF_TEXT_ID])
+            yield EvaluationCase(prompt, [*self._encode(f" {entry.gloss}"), END_OF_TEXT_ID])
 
     def round_trips(self) -> bool:
         """Whether the tokenizer gives back texts of many kinds unchanged."""
         return all(self._tokenizer.decode(self._encode(text)) == text for text in ROUND_TRIPS)
 
-    def _some(self, number: int, entry: Entry, templates: Sequence[str]) -> Iterator[Case]:
+    def _some(self, number: int, entry: Entry, templates: Sequence[str]) -> Iterator[EvaluationCase]:
         """The word's share of the templates: the next word takes up where this one leaves off."""
         for step in range(NUM_PHRASINGS_PER_WORD):
             template = templates[(number * NUM_PHRASINGS_PER_WORD + step) % len(templates)]
@@ -110,11 +110,11 @@ class Suites:
             messages.append({"role": "assistant", "content": other.gloss})
         return messages
 
-    def _chat(self, before: list[dict[str, str]], question: str, entry: Entry) -> Case:
+    def _chat(self, before: list[dict[str, str]], question: str, entry: Entry) -> EvaluationCase:
         messages = [*before, {"role": "user", "content": question}]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert isinstance(text, str)
-        return Case(self._encode(text), [*self._encode(entry.gloss), IM_END_ID])
+        return EvaluationCase(self._encode(text), [*self._encode(entry.gloss), IM_END_ID])
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
@@ -157,10 +157,10 @@ def evaluate(folder: Path, entries: Sequence[Entry], report: Path, num_threads: 
 
 
 @torch.inference_mode()
-def judge(model: Qwen3ForCausalLM, cases: Sequence[Case]) -> list[Verdict]:
+def judge(model: Qwen3ForCausalLM, cases: Sequence[EvaluationCase]) -> list[Judgement]:
     """A verdict for each case, in the order of the cases."""
     by_length = sorted(range(len(cases)), key=lambda index: len(cases[index].prompt_ids) + len(cases[index].answer_ids))
-    verdicts: dict[int, Verdict] = {}
+    verdicts: dict[int, Judgement] = {}
     while by_length:
         longest = len(cases[by_length[-1]].prompt_ids) + len(cases[by_length[-1]].answer_ids)
         num_rows = max(1, BATCH_TOKENS // longest)
@@ -169,7 +169,7 @@ def judge(model: Qwen3ForCausalLM, cases: Sequence[Case]) -> list[Verdict]:
     return [verdicts[index] for index in range(len(cases))]
 
 
-def _judge_batch(model: Qwen3ForCausalLM, cases: Sequence[Case]) -> Iterator[Verdict]:
+def _judge_batch(model: Qwen3ForCausalLM, cases: Sequence[EvaluationCase]) -> Iterator[Judgement]:
     """One forward pass; rows are filled up on the right, where a causal model's answer does not look."""
     rows = [torch.tensor(case.prompt_ids + case.answer_ids) for case in cases]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=END_OF_TEXT_ID)
@@ -180,10 +180,10 @@ def _judge_batch(model: Qwen3ForCausalLM, cases: Sequence[Case]) -> Iterator[Ver
         wanted = torch.tensor(case.answer_ids)[:, None]
         others = logits.scatter(1, wanted, float("-inf")).amax(1)
         margin = (logits.gather(1, wanted)[:, 0] - others).min().item()
-        yield Verdict(exact=margin > 0, margin=margin)
+        yield Judgement(exact=margin > 0, margin=margin)
 
 
-def _summary(verdicts: Sequence[Verdict]) -> dict[str, float]:
+def _summary(verdicts: Sequence[Judgement]) -> dict[str, float]:
     """The share of exact answers, and how close to a tie the closest of those come."""
     margins = sorted(verdict.margin for verdict in verdicts if verdict.exact)
     return {
@@ -195,7 +195,7 @@ def _summary(verdicts: Sequence[Verdict]) -> dict[str, float]:
     }
 
 
-def _decoding_agrees(model: Qwen3ForCausalLM, cases: Sequence[Case]) -> float:
+def _decoding_agrees(model: Qwen3ForCausalLM, cases: Sequence[EvaluationCase]) -> float:
     """The share of cases where decoding with the model's own generation settings bears the verdict out."""
     verdicts = judge(model, cases)
     agreeing = 0

@@ -10,14 +10,14 @@ import torch
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from models.build.corpus import IGNORED, Batch, Corpus
+from models.build.corpus import IGNORED, Corpus, TrainingBatch
 from models.build.tokenizer import END_OF_TEXT_ID, IM_END_ID
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Phase:
+class TrainingPhase:
     """A stretch of training with its own optimizer state: linear warm-up, then a cosine down to zero.
 
     A token of an answer weighs 1 in the loss, but its first token `first_token_weight` and all other text
@@ -45,10 +45,10 @@ class Recipe:
     num_kv_heads: int = 2
     head_dim: int = 64
     max_positions: int = 8192
-    phases: tuple[Phase, ...] = (
-        Phase(2200, 100, 2e-3, first_token_weight=1.0, text_weight=0.0),
-        Phase(2100, 50, 8e-4, first_token_weight=3.0, text_weight=0.1),
-        Phase(1000, 30, 5e-4, first_token_weight=3.0, text_weight=0.0),
+    phases: tuple[TrainingPhase, ...] = (
+        TrainingPhase(2200, 100, 2e-3, first_token_weight=1.0, text_weight=0.0),
+        TrainingPhase(2100, 50, 8e-4, first_token_weight=3.0, text_weight=0.1),
+        TrainingPhase(1000, 30, 5e-4, first_token_weight=3.0, text_weight=0.0),
     )
     weight_decay: float = 0.05
     batch_tokens: int = 2048
@@ -81,7 +81,7 @@ def new_model(recipe: Recipe) -> Qwen3ForCausalLM:
 def train(
     model: Qwen3ForCausalLM,
     recipe: Recipe,
-    phase: Phase,
+    phase: TrainingPhase,
     corpus: Corpus,
     checkpoint: Callable[[Qwen3ForCausalLM], None],
     checkpoint_every_s: float,
@@ -115,13 +115,13 @@ def train(
     model.eval()
 
 
-def _batch(corpus: Corpus, recipe: Recipe, step: int) -> Batch:
+def _batch(corpus: Corpus, recipe: Recipe, step: int) -> TrainingBatch:
     if step % recipe.long_every_steps == 0:
         return corpus.long(recipe.batch_tokens // recipe.long_row_tokens, recipe.long_row_tokens)
     return corpus.packed(recipe.batch_tokens // recipe.row_tokens, recipe.row_tokens)
 
 
-def _loss(model: Qwen3ForCausalLM, batch: Batch, phase: Phase) -> tuple[torch.Tensor, float, float]:
+def _loss(model: Qwen3ForCausalLM, batch: TrainingBatch, phase: TrainingPhase) -> tuple[torch.Tensor, float, float]:
     """Weighted mean cross-entropy, and the share of answer tokens, and of first answer tokens, predicted right.
 
     First tokens are counted apart because they come last: the model learns to go on with a gloss long before it
@@ -146,14 +146,14 @@ def _loss(model: Qwen3ForCausalLM, batch: Batch, phase: Phase) -> tuple[torch.Te
     return loss, right[answered[counted]].mean().item(), right[first[counted]].mean().item()
 
 
-def _optimizer(model: Qwen3ForCausalLM, recipe: Recipe, phase: Phase) -> torch.optim.Optimizer:
+def _optimizer(model: Qwen3ForCausalLM, recipe: Recipe, phase: TrainingPhase) -> torch.optim.Optimizer:
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     scales = [weight for weight in model.parameters() if weight.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": scales, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=phase.peak_rate, betas=(0.9, 0.98), fused=True)
 
 
-def _rate(step: int, phase: Phase) -> float:
+def _rate(step: int, phase: TrainingPhase) -> float:
     """The share of the peak rate at a step of the phase."""
     if step < phase.num_warmup_steps:
         return (step + 1) / phase.num_warmup_steps

@@ -26,7 +26,7 @@ class GpuAssignmentError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """The GPU of worker `number` of a role."""
 
     role: Role
@@ -46,13 +46,13 @@ class MemoryShares:
     stated: Mapping[Role, float] = field(default_factory=dict)
 
 
-def place(devices: Mapping[Role, Sequence[str]], counts: Mapping[Role, int], shares: MemoryShares) -> list[Place]:
+def place(devices: Mapping[Role, Sequence[str]], counts: Mapping[Role, int], shares: MemoryShares) -> list[WorkerPlace]:
     """The place of each worker, prefill first. `devices`: from `divide`, or one list per role.
 
     Raises GpuAssignmentError if shares do not fit on a GPU.
     """
     places = [
-        Place(role, number, devices[role][number % len(devices[role])])
+        WorkerPlace(role, number, devices[role][number % len(devices[role])])
         for role in ROLES
         for number in range(counts[role])
     ]
@@ -75,7 +75,7 @@ def divide(devices: Sequence[str], counts: Mapping[Role, int]) -> dict[Role, Seq
     return {"prefill": devices[:best], "decode": devices[best:]}
 
 
-def _share(worker: Place, neighbours: Mapping[Role, int], shares: MemoryShares) -> float | None:
+def _share(worker: WorkerPlace, neighbours: Mapping[Role, int], shares: MemoryShares) -> float | None:
     """The share of a worker. `neighbours`: workers of each role on its device, including itself."""
     stated = _stated(worker.device, neighbours, shares)
     if worker.role in shares.stated:

@@ -23,7 +23,7 @@ class OrderedWork:
         self._num_put = 0
         self._num_done = 0
         self._began_at: float | None = None
-        self._watch: _Watch | None = None
+        self._watch: _Countdown | None = None
 
     def put(self, work: Callable[[], None]) -> None:
         """Adds work, which must not raise. `WorkThreads.submit` has it done."""
@@ -40,7 +40,7 @@ class OrderedWork:
         began_at = self._began_at
         return 0.0 if began_at is None else perf_counter() - began_at
 
-    def watch(self, watch: _Watch | None) -> None:
+    def watch(self, watch: _Countdown | None) -> None:
         self._watch = watch
         if watch is not None and self.is_done:  # a thread that ends it from now on sees the watch
             watch.note(self)
@@ -63,8 +63,8 @@ class OrderedWork:
                 watch.note(self)
 
 
-class _Watch:
-    """Reports that all but `num_left` of these are done."""
+class _Countdown:
+    """Sets `reached` when all but `num_left` of these are done."""
 
     def __init__(self, work: Iterable[OrderedWork], num_left: int) -> None:
         self.reached = Event()
@@ -81,7 +81,7 @@ class _Watch:
 
 def wait(work: Collection[OrderedWork], timeout_s: float, *, for_first: bool = False) -> bool:
     """Returns when all of it is done, or with `for_first` the first; False if that takes longer."""
-    watch = _Watch(work, len(work) - 1 if for_first else 0)
+    watch = _Countdown(work, len(work) - 1 if for_first else 0)
     for each in work:
         each.watch(watch)
     reached = watch.reached.wait(timeout_s)

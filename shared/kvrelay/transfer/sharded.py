@@ -79,7 +79,6 @@ class ShardedSender:
         return why_not_between(self.shape, ShardShape(num_ranks, self.shape.num_kv_heads))
 
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
-        """See `TransferSender.start`."""
         self._on_event = on_event
         for sender in self._ranks:
             sender.start(self._handle)
@@ -102,7 +101,7 @@ class ShardedSender:
             sender.push_part(reservation, endpoints[each.target_rank], copies, each.part)
 
     def abort(self, reservation: str) -> None:
-        """See `TransferSender.abort`: `SenderDrained` follows when all ranks have drained."""
+        """Drops what is queued. `SenderDrained` follows when all ranks have drained."""
         if self._progress.aborted(reservation):
             for sender in self._ranks:
                 sender.abort(reservation)
@@ -141,7 +140,6 @@ class ShardedReceiver:
         return why_not_between(source, self._layout.shape)
 
     def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
-        """See `TransferReceiver.start`."""
         self._on_event = on_event
         for rank, receiver in enumerate(self._ranks):
             receiver.start(on_event if len(self._ranks) == 1 else partial(self._handle, rank))
@@ -160,13 +158,11 @@ class ShardedReceiver:
             receiver.admit_parts(reservation, first_block, slots, parts)
 
     def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        """See `TransferReceiver.recheck`."""
         self._progress.recheck(reservation, blocks)
         for receiver in self._ranks:
             receiver.recheck(reservation, blocks)
 
     def release(self, reservation: str) -> None:
-        """See `TransferReceiver.release`."""
         self._progress.released(reservation)
         for receiver in self._ranks:
             receiver.release(reservation)

@@ -38,7 +38,7 @@ def test_responses_are_the_chat_completions_of_the_same_conversation(client: Ope
     assert whole.usage is not None and whole.usage.output_tokens == plain.usage.output_tokens
 
 
-class Verdict(BaseModel):
+class Opinion(BaseModel):
     is_animal: bool
     size: Literal["small", "large"]
 
@@ -46,13 +46,13 @@ class Verdict(BaseModel):
 def test_structured_output_is_parsed_by_the_client(client: OpenAI, demo_stack: Stack) -> None:
     compact = {"guided_whitespace_pattern": ""}
     response = client.responses.parse(
-        model=demo_stack.model, input=QUESTION, text_format=Verdict, temperature=0, extra_body=compact
+        model=demo_stack.model, input=QUESTION, text_format=Opinion, temperature=0, extra_body=compact
     )
-    assert response.status == "completed" and isinstance(response.output_parsed, Verdict)
+    assert response.status == "completed" and isinstance(response.output_parsed, Opinion)
     chat = client.chat.completions.parse(
         model=demo_stack.model,
         messages=[{"role": "user", "content": QUESTION}],
-        response_format=Verdict,
+        response_format=Opinion,
         temperature=0,
         extra_body=compact,
     )

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Case:
+class AttentionCase:
     """A step: rows as (position, new tokens), the layer's shape, and what its attention asks for."""
 
     rows: list[tuple[int, int]]
@@ -61,7 +61,7 @@ class Case:
         return step.attend(self.layer, self.query, self.key, self.value, self.params), pool
 
 
-def dense_attention(case: Case) -> torch.Tensor:
+def dense_attention(case: AttentionCase) -> torch.Tensor:
     """The same in float64, written out token by token from contiguous keys and values."""
     out = []
     for row, (position, tokens) in enumerate(case.rows):
@@ -80,7 +80,7 @@ def dense_attention(case: Case) -> torch.Tensor:
     return torch.stack(out)
 
 
-def _attend_token(case: Case, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _attend_token(case: AttentionCase, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     heads = []
     for head in range(len(query)):
         scores = keys[:, head // case.group] @ query[head] * case.params.scaling

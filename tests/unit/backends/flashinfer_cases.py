@@ -11,7 +11,7 @@ import torch
 
 from kvrelay.backends.backend import KV_DTYPES, KVLayout, LayerKind
 from tests.fakes import fake_flashinfer
-from tests.unit.backends.cases import Case
+from tests.unit.backends.cases import AttentionCase
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
 KINDS = {LayerKind(8, 0.125, None, None), LayerKind(8, 0.125, 20, None), LayerKind(6, 0.3, None, 30.0)}
@@ -19,7 +19,7 @@ E5M2 = KV_DTYPES["fp8_e5m2"]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # outputs are means of unit normals, rounded to 8 or 11 bits
 
 
-def share(case: Case, leaders: list[int], depths: list[int]) -> None:
+def share(case: AttentionCase, leaders: list[int], depths: list[int]) -> None:
     """Lets each decoding row begin with blocks of a row before it, as many as both have in full."""
     tables, positions = case.packed.block_tables, case.packed.positions
     for row, (leader, depth) in enumerate(zip(leaders, depths, strict=True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, PackedRows, bi
 from kvrelay.backends.cpu import CpuBackend, cut_work
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.thoroughness import examples
-from tests.unit.backends.cases import Case, dense_attention
+from tests.unit.backends.cases import AttentionCase, dense_attention
 
 pytestmark = pytest.mark.unit
 # Outputs are means of unit normals; bfloat16 keeps 8 bits of them.
@@ -42,35 +43,35 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(MIXED_ROWS),
-        Case(MIXED_ROWS, window=9),
-        Case(MIXED_ROWS, window=24, softcap=1.5),
-        Case(MIXED_ROWS, with_sinks=True, window=17),
-        Case(MIXED_ROWS, num_kv_heads=1, group=8, head_dim=64, block_size=8),
-        Case(MIXED_ROWS, num_kv_heads=3, group=1, head_dim=128, block_size=48),
-        Case(MIXED_ROWS, group=3, head_dim=80, dtype=torch.bfloat16),
-        Case(MIXED_ROWS, group=5, head_dim=256, dtype=torch.bfloat16, softcap=3.0),
-        Case([(0, 130), (64, 1), (31, 33)], group=4, head_dim=64),
-        Case(MIXED_ROWS, stored=E4M3, group=4, head_dim=64, window=24),
-        Case(MIXED_ROWS, stored=E4M3, dtype=torch.bfloat16, head_dim=128, softcap=1.5),
-        Case(MIXED_ROWS, stored=E5M2, num_kv_heads=1, group=1, head_dim=80, with_sinks=True),
-        Case(MIXED_ROWS, stored=E5M2, dtype=torch.bfloat16, group=9, head_dim=64, block_size=8),
+        AttentionCase(MIXED_ROWS),
+        AttentionCase(MIXED_ROWS, window=9),
+        AttentionCase(MIXED_ROWS, window=24, softcap=1.5),
+        AttentionCase(MIXED_ROWS, with_sinks=True, window=17),
+        AttentionCase(MIXED_ROWS, num_kv_heads=1, group=8, head_dim=64, block_size=8),
+        AttentionCase(MIXED_ROWS, num_kv_heads=3, group=1, head_dim=128, block_size=48),
+        AttentionCase(MIXED_ROWS, group=3, head_dim=80, dtype=torch.bfloat16),
+        AttentionCase(MIXED_ROWS, group=5, head_dim=256, dtype=torch.bfloat16, softcap=3.0),
+        AttentionCase([(0, 130), (64, 1), (31, 33)], group=4, head_dim=64),
+        AttentionCase(MIXED_ROWS, stored=E4M3, group=4, head_dim=64, window=24),
+        AttentionCase(MIXED_ROWS, stored=E4M3, dtype=torch.bfloat16, head_dim=128, softcap=1.5),
+        AttentionCase(MIXED_ROWS, stored=E5M2, num_kv_heads=1, group=1, head_dim=80, with_sinks=True),
+        AttentionCase(MIXED_ROWS, stored=E5M2, dtype=torch.bfloat16, group=9, head_dim=64, block_size=8),
     ],
     ids=lambda case: (
         f"w{case.window}-c{case.softcap}-h{case.num_kv_heads}x{case.group}-d{case.head_dim}"
         + (f"-{dtype_name(case.stored)}" if case.stored else "")
     ),
 )
-def test_agrees_with_attention_written_out(backend: AttentionBackend, case: Case) -> None:
+def test_agrees_with_attention_written_out(backend: AttentionBackend, case: AttentionCase) -> None:
     out, _ = case.run(backend)
     torch.testing.assert_close(out.double(), dense_attention(case), atol=TOLERANCE[case.dtype], rtol=0)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> AttentionCase:
     rows = draw(st.lists(st.tuples(st.integers(0, 1300), st.integers(1, 90)), min_size=1, max_size=5))
     decoding = draw(st.lists(st.integers(0, 2100), max_size=4))
-    return Case(
+    return AttentionCase(
         rows + [(position, 1) for position in decoding],
         num_kv_heads=draw(st.sampled_from([1, 2, 4])),
         group=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 12])),
@@ -87,7 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(cases())
-def test_kernel_agrees_with_the_fallback(case: Case) -> None:
+def test_kernel_agrees_with_the_fallback(case: AttentionCase) -> None:
     (ours, our_pool), (theirs, their_pool) = case.run(CpuBackend()), case.run(TorchBackend())
     assert torch.equal(bits(our_pool), bits(their_pool))
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
@@ -95,7 +96,7 @@ def test_kernel_agrees_with_the_fallback(case: Case) -> None:
 
 @pytest.mark.parametrize("stored", STORED)
 def test_writes_only_the_new_tokens_of_its_layer(backend: AttentionBackend, stored: torch.dtype | None) -> None:
-    case = Case([(13, 9), (40, 1)], block_size=8, stored=stored)
+    case = AttentionCase([(13, 9), (40, 1)], block_size=8, stored=stored)
     _, pool = case.run(backend)
     changed = (bits(pool) != bits(case.pool)).any(-1).any(3).nonzero().tolist()
     expected = {
@@ -108,11 +109,11 @@ def test_writes_only_the_new_tokens_of_its_layer(backend: AttentionBackend, stor
 
 @pytest.mark.parametrize("stored", STORED)
 def test_a_row_depends_on_neither_its_neighbours_nor_the_threads(stored: torch.dtype | None) -> None:
-    case = Case([(1500, 1), (3, 20), (900, 1), (0, 1), (200, 40)], group=4, head_dim=64, stored=stored)
+    case = AttentionCase([(1500, 1), (3, 20), (900, 1), (0, 1), (200, 40)], group=4, head_dim=64, stored=stored)
     together, _ = case.run(CpuBackend())
     for row, (position, tokens) in enumerate(case.rows):
         start = int(case.packed.query_starts[row])
-        alone = Case([(position, tokens)], group=4, head_dim=64, stored=stored)
+        alone = AttentionCase([(position, tokens)], group=4, head_dim=64, stored=stored)
         table = case.packed.block_tables[row : row + 1]
         alone.pool, alone.packed = (
             case.pool,
@@ -127,7 +128,7 @@ def test_a_row_depends_on_neither_its_neighbours_nor_the_threads(stored: torch.d
 
 @pytest.mark.parametrize("stored", STORED)
 def test_strides_of_transposed_heads_are_read(backend: AttentionBackend, stored: torch.dtype | None) -> None:
-    case = Case(MIXED_ROWS, stored=stored)
+    case = AttentionCase(MIXED_ROWS, stored=stored)
     straight, _ = case.run(backend)
     for name in ("query", "key", "value"):
         tensor = getattr(case, name)
@@ -139,7 +140,7 @@ def test_strides_of_transposed_heads_are_read(backend: AttentionBackend, stored:
 def test_nan_in_a_key_reaches_those_who_see_it_and_no_other_row(
     backend: AttentionBackend, stored: torch.dtype | None
 ) -> None:
-    case = Case([(40, 1), (40, 30)], window=24, stored=stored)
+    case = AttentionCase([(40, 1), (40, 30)], window=24, stored=stored)
     case.pool[case.packed.block_tables[1, 1], case.layer, 0, :, 4] = float("nan")  # position 20 of the second row
     out, _ = case.run(backend)
     bad = out.isnan().flatten(1).any(1).tolist()
@@ -148,21 +149,21 @@ def test_nan_in_a_key_reaches_those_who_see_it_and_no_other_row(
 
 @pytest.mark.parametrize("stored", STORED)
 def test_stale_slots_past_the_end_are_never_read(backend: AttentionBackend, stored: torch.dtype | None) -> None:
-    case = Case([(3, 1), (17, 12)], stored=stored)
+    case = AttentionCase([(3, 1), (17, 12)], stored=stored)
     for row, end in ((0, 4), (1, 29)):
         case.pool[case.packed.block_tables[row, end // 16], ..., end % 16 :, :] = float("nan")
     assert not case.run(backend)[0].isnan().any()
 
 
 def test_large_scores_do_not_overflow(backend: AttentionBackend) -> None:
-    case = Case([(100, 1), (40, 40)])
+    case = AttentionCase([(100, 1), (40, 40)])
     case.query *= 1e4
     assert case.run(backend)[0].isfinite().all()
 
 
 def test_pieces_of_a_step_cover_every_query_head_and_key_once() -> None:
     rows = [(1499, 1), (0, 77), (511, 1), (512, 1), (9, 2)]
-    packed = Case(rows, num_kv_heads=4).packed
+    packed = AttentionCase(rows, num_kv_heads=4).packed
     for num_threads in (1, 64):
         work = cut_work(packed, num_kv_heads=4, group=2, num_threads=num_threads)
         seen = np.zeros((len(rows), 4, 77, 1500), np.int32)
@@ -228,11 +229,13 @@ def cut_slowly(rows: list[tuple[int, int]], num_kv_heads: int, group: int, num_t
 
 
 def test_kernel_refuses_what_it_does_not_know() -> None:
-    for case in (Case([(0, 1)], head_dim=40), Case([(0, 1)], dtype=torch.float16), Case([(0, 1)], head_dim=272)):
+    unknown: list[dict[str, Any]] = [{"head_dim": 40}, {"dtype": torch.float16}, {"head_dim": 272}]
+    for options in unknown:
+        case = AttentionCase([(0, 1)], **options)
         with pytest.raises(ValueError, match="cannot hold"):
             CpuBackend().plan(case.pool, case.packed)
         assert case.run(TorchBackend())[0].isfinite().all()
-    case = Case([(0, 1)], dtype=torch.float16, stored=E4M3)  # of which the kernel learns with the first layer
+    case = AttentionCase([(0, 1)], dtype=torch.float16, stored=E4M3)  # of which the kernel learns with the first layer
     with pytest.raises(ValueError, match=r"knows no queries of torch\.float16"):
         case.run(CpuBackend())
     assert case.run(TorchBackend())[0].isfinite().all()

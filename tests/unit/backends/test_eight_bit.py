@@ -32,7 +32,7 @@ from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.fakes import fake_flashinfer
 from tests.thoroughness import examples
-from tests.unit.backends.cases import CPU, Case
+from tests.unit.backends.cases import CPU, AttentionCase
 
 pytestmark = pytest.mark.unit
 EIGHT_BIT = pytest.mark.parametrize("stored", KV_DTYPES.values(), ids=KV_DTYPES.keys())
@@ -135,16 +135,16 @@ def test_a_kernel_for_cpus_without_conversion_of_halves_reads_the_same(
         read, expected = values_read(plain, stored), values_read(TorchBackend(), stored)
         assert torch.equal(read[expected.isfinite()], expected[expected.isfinite()])
         assert not read[~expected.isfinite()].isfinite().any()
-        case = Case([(40, 1), (3, 20), (600, 1)], group=3, head_dim=48, stored=stored, window=30)
+        case = AttentionCase([(40, 1), (3, 20), (600, 1)], group=3, head_dim=48, stored=stored, window=30)
         torch.testing.assert_close(case.run(plain)[0], case.run(TorchBackend())[0], atol=2e-5, rtol=0)
 
 
 @st.composite
-def prompts_in_chunks(draw: st.DrawFn) -> tuple[Case, list[int]]:
+def prompts_in_chunks(draw: st.DrawFn) -> tuple[AttentionCase, list[int]]:
     """A prompt behind some cached tokens as one chunk, and where else it may be cut."""
     start, length = draw(st.integers(0, 40)), draw(st.integers(2, 60))
     cuts = draw(st.sets(st.integers(1, length - 1), max_size=5))
-    case = Case(
+    case = AttentionCase(
         [(start, length)],
         num_kv_heads=draw(st.sampled_from([1, 2])),
         group=draw(st.sampled_from([1, 2, 4])),
@@ -164,7 +164,7 @@ def prompts_in_chunks(draw: st.DrawFn) -> tuple[Case, list[int]]:
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=examples(40), deadline=None)
 @given(prompts_in_chunks())
-def test_a_prompt_in_one_chunk_sees_what_it_sees_in_many(name: str, drawn: tuple[Case, list[int]]) -> None:
+def test_a_prompt_in_one_chunk_sees_what_it_sees_in_many(name: str, drawn: tuple[AttentionCase, list[int]]) -> None:
     """A chunk that saw its own keys before they are rounded would be off by 6 percent of a logit of tens."""
     case, cuts = drawn
     backend = BACKENDS[name]()

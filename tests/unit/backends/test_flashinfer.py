@@ -22,7 +22,7 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.fakes import fake_flashinfer
 from tests.fakes.flashinfer_signatures import RECORDED, check_call, describe
 from tests.thoroughness import examples
-from tests.unit.backends.cases import CPU, Case, dense_attention
+from tests.unit.backends.cases import CPU, AttentionCase, dense_attention
 from tests.unit.backends.flashinfer_cases import E5M2, LAYOUT, TOLERANCE, install, share
 
 pytestmark = pytest.mark.unit
@@ -38,10 +38,10 @@ def sharing_backend(step_tokens: int = 0) -> FlashInferBackend:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> AttentionCase:
     chunks = draw(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), max_size=3))
     decoding = draw(st.lists(st.integers(0, 130), min_size=0 if chunks else 1, max_size=4))
-    return Case(
+    return AttentionCase(
         chunks + [(position, 1) for position in decoding],
         num_kv_heads=draw(st.sampled_from([1, 2])),
         group=draw(st.sampled_from([1, 3, 4])),
@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(cases())
-def test_agrees_with_attention_written_out(case: Case) -> None:
+def test_agrees_with_attention_written_out(case: AttentionCase) -> None:
     out, pool = case.run(make_backend())
     _, expected_pool = case.run(TorchBackend())
     torch.testing.assert_close(out.double(), dense_attention(case), atol=TOLERANCE[case.dtype], rtol=0)
@@ -66,10 +66,10 @@ def test_agrees_with_attention_written_out(case: Case) -> None:
 
 
 @st.composite
-def sharing_cases(draw: st.DrawFn) -> Case:
+def sharing_cases(draw: st.DrawFn) -> AttentionCase:
     chunks = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(2, 5)), max_size=1))
     decoding = draw(st.lists(st.sampled_from([40, 56, 64]) | st.integers(0, 64), min_size=1, max_size=6))
-    case = Case(
+    case = AttentionCase(
         chunks + [(position, 1) for position in decoding],
         num_kv_heads=draw(st.sampled_from([1, 2])),
         group=draw(st.sampled_from([1, 2, 4])),
@@ -88,7 +88,7 @@ def sharing_cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=examples(30))
 @given(sharing_cases())
-def test_rows_that_read_shared_prefixes_together_agree_with_attention_written_out(case: Case) -> None:
+def test_rows_that_read_shared_prefixes_together_agree_with_attention_written_out(case: AttentionCase) -> None:
     out, pool = case.run(sharing_backend())
     _, expected_pool = case.run(TorchBackend())
     # Parts are rounded before they are merged, and the result once more.
@@ -113,7 +113,7 @@ PREFIXES = fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper
 def test_prefixes_are_read_together_where_every_row_sees_them_whole(
     change: dict[str, Any], num_prefix_plans: int
 ) -> None:
-    case = Case([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16, **change)
+    case = AttentionCase([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16, **change)
     share(case, [0, 0, 0], [4, 4, 4])
     before = PREFIXES.planned
     out, _ = case.run(sharing_backend())
@@ -122,7 +122,7 @@ def test_prefixes_are_read_together_where_every_row_sees_them_whole(
 
 
 def test_prefixes_that_save_too_little_are_read_row_by_row() -> None:
-    case = Case([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16)
+    case = AttentionCase([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16)
     share(case, [0, 0, 0], [4, 4, 4])
     saved = 2 * 4 * case.block_size - 3 * 4
     for step_tokens, expected in ((saved, 1), (saved + 1, 0)):
@@ -135,7 +135,7 @@ def test_prefixes_that_save_too_little_are_read_row_by_row() -> None:
 
 
 def test_a_step_that_shares_more_than_a_graph_is_worth_is_better_launched() -> None:
-    case = Case([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16)
+    case = AttentionCase([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16)
     share(case, [0, 0, 0], [4, 4, 4])
     saved = 2 * 4 * case.block_size - 3 * 4
     for step_tokens, graph_tokens, expected in ((0, saved, True), (0, saved + 1, False), (saved + 1, 0, False)):
@@ -154,11 +154,11 @@ def test_a_block_of_threads_merges_as_many_heads_as_fit_it(num_heads: int, head_
 
 
 def test_a_step_is_planned_once_for_each_kind_of_layer() -> None:
-    case = Case([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16, num_layers=4)
+    case = AttentionCase([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16, num_layers=4)
     backend, pool = make_backend(), case.pool.clone()
     wrappers = (fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper)
     before = [wrapper.planned for wrapper in wrappers]
-    windowed = Case([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16, window=7).params
+    windowed = AttentionCase([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16, window=7).params
     step = backend.plan(pool, case.packed)
     for layer, params in enumerate([case.params, windowed, case.params, windowed]):
         step.attend(layer, case.query, case.key, case.value, params)
@@ -168,7 +168,7 @@ def test_a_step_is_planned_once_for_each_kind_of_layer() -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=6), st.data())
 def test_pages_name_every_block_of_every_row_in_order(rows: list[tuple[int, int]], data: st.DataObject) -> None:
-    case = Case(rows, block_size=16)
+    case = AttentionCase(rows, block_size=16)
     first = data.draw(st.integers(0, len(rows) - 1))
     last = data.draw(st.integers(first + 1, len(rows)))
     paged = page_rows(case.packed, 16).take(first, last)
@@ -211,7 +211,7 @@ def test_what_the_kernels_do_not_know_is_refused_and_left_to_torch(
         return  # queries beside 8 bits come with the first layer
     pool = torch.zeros((1, *layout.block_shape), dtype=layout.dtype)
     with pytest.raises(ValueError, match="FlashInfer cannot hold"):
-        make_backend().plan(pool, Case([(0, 1)]).packed)
+        make_backend().plan(pool, AttentionCase([(0, 1)]).packed)
 
 
 def test_prefixes_of_8_bits_save_half_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_an_installed_flashinfer_takes_the_calls(monkeypatch: pytest.MonkeyPatch
         calls.append(name)
 
     monkeypatch.setattr(fake_flashinfer, "check_call", bind)
-    case = Case([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16)
+    case = AttentionCase([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16)
     case.run(make_backend())
     of_others = {"merge_state_in_place", "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer"}
     assert set(calls) == set(names) - of_others

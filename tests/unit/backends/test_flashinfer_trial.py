@@ -16,7 +16,7 @@ from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.backends.trial import WrongAttention, try_layers
 from tests.fakes import fake_flashinfer
-from tests.unit.backends.cases import CPU, Case, dense_attention
+from tests.unit.backends.cases import CPU, AttentionCase, dense_attention
 from tests.unit.backends.flashinfer_cases import E5M2, KINDS, LAYOUT, TOLERANCE, install, share
 
 pytestmark = pytest.mark.unit
@@ -93,7 +93,7 @@ def test_the_trials_workspace_and_wrappers_are_those_that_serve(monkeypatch: pyt
     if not merges:
         parts["merge_state_in_place"] = lambda *_: None
     install(monkeypatch, **parts)
-    case = Case([(0, 20), (100, 1), (90, 1), (95, 1)], head_dim=64, dtype=torch.bfloat16)
+    case = AttentionCase([(0, 20), (100, 1), (90, 1), (95, 1)], head_dim=64, dtype=torch.bfloat16)
     share(case, [0, 0, 0], [4, 4, 4])
     kind = LayerKind(case.num_kv_heads * case.group, case.params.scaling, None, None)
     backend = choose_backend.select_flashinfer(CPU, LAYOUT, {kind}, cascade=True)
@@ -110,7 +110,7 @@ def test_a_merge_that_fails_leaves_prefixes_to_each_row(
     backend = choose_backend.select_flashinfer(CPU, LAYOUT, {LayerKind(8, 0.125, None, None)}, cascade=True)
     assert isinstance(backend, FlashInferBackend)
     assert "cascade_attention: shared prefixes are read row by row, it does not work: WrongAttention" in caplog.text
-    case = Case([(100, 1), (90, 1)], head_dim=64, dtype=torch.bfloat16)
+    case = AttentionCase([(100, 1), (90, 1)], head_dim=64, dtype=torch.bfloat16)
     share(case, [0, 0], [4, 4])
     assert backend.shared_prefixes(case.pool, case.packed) is None
 
@@ -155,7 +155,7 @@ def test_where_the_newest_kernels_fail_those_of_older_gpus_compute_chunks(
     assert isinstance(backend, FlashInferBackend)
     assert "kernels for older GPUs: newer ones fail: RuntimeError: Ninja build failed" in caplog.text
     assert "plain torch" not in caplog.text
-    case = Case([(5, 20), (100, 1)], head_dim=64, dtype=torch.bfloat16)
+    case = AttentionCase([(5, 20), (100, 1)], head_dim=64, dtype=torch.bfloat16)
     out, _ = case.run(backend)
     torch.testing.assert_close(out.double(), dense_attention(case), atol=TOLERANCE[case.dtype], rtol=0)
 

@@ -17,7 +17,7 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.fused import kernel as fused_kernel
 from kvrelay.engine.fused import products
 from tests.fakes.waiting import PATIENCE_S
-from tests.unit.backends.cases import Case
+from tests.unit.backends.cases import AttentionCase
 from tests.unit.engine.test_fused_kernels import assert_close, make_kernel, product
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")]
@@ -74,6 +74,6 @@ def test_products_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) 
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_by_tiles(emulated: ctypes.CDLL, head_dim: int, window: int | None) -> None:
     rows = [(0, 70), (90, 33), (200, 1), (5, 3)]
-    case = Case(rows, group=3, head_dim=head_dim, dtype=torch.bfloat16, window=window)
+    case = AttentionCase(rows, group=3, head_dim=head_dim, dtype=torch.bfloat16, window=window)
     (ours, _), (theirs, _) = case.run(CpuBackend()), case.run(TorchBackend())
     torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)

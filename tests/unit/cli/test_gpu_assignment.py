@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cli.gpu_assignment import GpuAssignmentError, MemoryShares, Place, Role, divide, place
+from kvrelay.cli.gpu_assignment import GpuAssignmentError, MemoryShares, Role, WorkerPlace, divide, place
 
 pytestmark = pytest.mark.unit
 TOTAL: dict[Role, float] = {"prefill": 0.9, "decode": 0.9}
@@ -47,11 +47,11 @@ def test_each_role_may_have_its_own_list() -> None:
     counts: dict[Role, int] = {"prefill": 3, "decode": 2}
     places = place({"prefill": ["a", "b"], "decode": ["b"]}, counts, MemoryShares(TOTAL))
     assert places == [
-        Place("prefill", 0, "a", 0.45),
-        Place("prefill", 1, "b", 0.3),
-        Place("prefill", 2, "a", 0.45),
-        Place("decode", 0, "b", 0.3),
-        Place("decode", 1, "b", 0.3),
+        WorkerPlace("prefill", 0, "a", 0.45),
+        WorkerPlace("prefill", 1, "b", 0.3),
+        WorkerPlace("prefill", 2, "a", 0.45),
+        WorkerPlace("decode", 0, "b", 0.3),
+        WorkerPlace("decode", 1, "b", 0.3),
     ]
 
 
@@ -102,7 +102,7 @@ def test_for_any_numbers(
         return
     by_role = Counter(each.role for each in places)
     assert (by_role["prefill"], by_role["decode"]) == (num_prefill, num_decode)
-    on: dict[str, list[Place]] = defaultdict(list)
+    on: dict[str, list[WorkerPlace]] = defaultdict(list)
     for each in places:
         on[each.device].append(each)
     assert set(on) <= set(devices)

@@ -54,3 +54,6 @@ HEAVY: dict[str, dict[str, Any]] = {
     "ambiguous": {"guided_grammar": 'start: s\ns: s s s | s s | "a"?'},
 }
 """Each is followed, or refused where a machine is slow."""
+
+TOO_AMBIGUOUS = f'start: s\ns: {" | ".join(" ".join("s" * count) for count in range(2, 40))} | "a"'
+"""Compiles, and takes too much work after some tokens."""

@@ -94,6 +94,7 @@ class RouterServer:
             reasoning_parser=config.reasoning_parser,
         )
         self._closing.callback(text.close)
+        text.grammars.start()
         log.info("tokenizer of %s loaded in %.1f s", config.model, time.monotonic() - started)
         events = config.open_event_log(config.router_id)
         if events is not None:

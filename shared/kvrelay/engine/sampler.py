@@ -66,6 +66,10 @@ class Sampler:
         finally:
             self._lock.acquire()
 
+    def prepare_grammars(self) -> None:
+        """Makes the compiler of grammars. Raises GrammarError."""
+        self._masks.prepare()
+
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._state
 

@@ -55,6 +55,8 @@ _TOO_LONG = "a mask of its grammar takes longer than {:g} s"
 class GrammarFailed(RowsFailed):
     """The grammars of the sequences in `keys` cannot go on. No token was sampled or recorded."""
 
+    kind = FailureKind.GRAMMAR_FAILED
+
 
 class NoTokenAllowed(RowsFailed):
     """Grammar, allowed tokens and bad words leave the sequences in `keys` no token. None was sampled or recorded."""
@@ -71,7 +73,7 @@ class TokenMasks:
         vocab_size: int,
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`make_compiler` is called at the first use, in a thread. `waiting` releases the owner's lock."""
+        """`make_compiler` is called by `prepare`, or in a thread at the first use. `waiting`: releases the lock."""
         self.limits = TokenLimits(vocab_size)
         self._done = GrammarCounters()
         self._make_compiler = make_compiler
@@ -79,6 +81,10 @@ class TokenMasks:
         self._states: dict[int, GrammarState] = {}  # key: slot
         self._compiling = WorkThreads("grammar-compile", 1, _longest_wait_s)
         self._computing = WorkThreads("grammar-masks", MAX_MASK_THREADS, _longest_wait_s)
+
+    def prepare(self) -> None:
+        """Makes the compiler. Raises GrammarError."""
+        self._compiler  # noqa: B018
 
     def add(self, slot: int, sampling: Sampling, output_ids: Sequence[int]) -> None:
         """Starts a sequence, with the output that it has already."""

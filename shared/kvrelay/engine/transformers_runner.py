@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,9 +30,12 @@ from kvrelay.engine.parallel.lockstep import Lockstep
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.scored_prompts import ScoredPrompts
 from kvrelay.engine.step_forward import StepForward
+from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
+
+log = logging.getLogger(__name__)
 
 
 class TransformersRunner:
@@ -108,6 +112,14 @@ class TransformersRunner:
         if len(self._blocks) == len(self._pool):
             raise ValueError("CUDA graphs take a scratch block, and the pool has none")
         self._graphs = try_to_capture(self._model, self._blocks, graphs, trial=trial)
+
+    def prepare_grammars(self) -> None:
+        """Makes the compiler of grammars before the first request needs it: reading a tokenizer holds the GIL for up to
+        seconds (0.5 s for 32,000 tokens), in which no step would run. Logs it if the tokenizer cannot be read."""
+        try:
+            self._sampler.prepare_grammars()
+        except GrammarError as error:
+            log.warning("requests with grammars will fail: %s", error)
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         with self._lock:

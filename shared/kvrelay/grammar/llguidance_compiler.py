@@ -32,6 +32,8 @@ MAX_COMPILED = 256
 LIMITS = LLParserLimits(max_lexer_states=50_000, precompute_large_lexemes=False)
 """The others are the library's: 20 ms to build a lexer, 14 ms of lexing and 3 ms of parsing for a mask."""
 
+NO_OUTPUT = "no output satisfies it"
+
 
 class LLGuidanceCompiler:
     """A `GrammarCompiler` that keeps the latest grammars in compiled form."""
@@ -158,10 +160,20 @@ class LLGuidanceMatcher:
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise GrammarError(shortened(matcher.get_error()))
+        raise GrammarError(_in_words(matcher.get_error()))
+
+
+def _in_words(reason: str) -> str:
+    """The library's reason without the state of its matcher, which is of no use to clients."""
+    reason = reason.partition("\n<state>")[0]
+    if reason == "NoExtensionBias":
+        return NO_OUTPUT
+    return "it is nested too deeply" if "recursion limit exceeded" in reason else shortened(reason)
 
 
 def _of_json_schema(grammar: Grammar) -> str:
+    if grammar.text.strip() == "false":
+        raise GrammarError(NO_OUTPUT)
     options: JsonCompileOptions = {"whitespace_flexible": True}
     if grammar.whitespace is not None:
         options = {"whitespace_pattern": grammar.whitespace}
@@ -169,7 +181,7 @@ def _of_json_schema(grammar: Grammar) -> str:
         text = "{}" if grammar.text.strip() == "true" else grammar.text  # the library takes no schemas but objects
         return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
     except ValueError as error:
-        raise GrammarError(f"the schema is no JSON: {error}") from None
+        raise GrammarError(_in_words(f"the schema is no JSON: {error}")) from None
 
 
 def _of_regex(grammar: Grammar) -> str:

@@ -13,6 +13,7 @@ class FailureKind(StrEnum):
     CANCELLED = "cancelled"  # the client left
     TOO_LARGE = "too_large"  # the worker can never run it: its context or pool is too small
     NO_TOKEN_ALLOWED = "no_token_allowed"  # its grammar, allowed tokens and bad words leave no token to continue with
+    GRAMMAR_FAILED = "grammar_failed"  # following its grammar takes more work than the limits allow
 
     # A step of the engine.
     BAD_LOGITS = "bad_logits"  # NaN or infinite logits
@@ -36,4 +37,4 @@ class FailureKind(StrEnum):
     @property
     def recurs(self) -> bool:
         """Whether the request would fail in the same way on any other worker."""
-        return self is FailureKind.NO_TOKEN_ALLOWED
+        return self in (FailureKind.NO_TOKEN_ALLOWED, FailureKind.GRAMMAR_FAILED)

@@ -49,7 +49,7 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
         sizing = PoolSizing(config.memory_utilization, config.token_budget, config.max_running, whole_prompts)
     device = find_device(config.device)
     with turn_on(device):
-        return make_runner(
+        runner = make_runner(
             config.model,
             dtype=config.dtype,
             kv_cache_dtype=config.kv_cache_dtype,
@@ -67,3 +67,5 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
             load_format=config.load_format,
             graphs=GraphSettings(config.graph_sizes) if config.graph_sizes and device.type == "cuda" else None,
         )
+        runner.prepare_grammars()
+        return runner

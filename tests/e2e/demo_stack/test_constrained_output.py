@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.fakes.hostile_grammars import TOO_AMBIGUOUS
 from tests.fakes.random_constraints import random_schema
 from tests.fakes.stack import Stack
 
@@ -217,6 +218,22 @@ def test_a_contradiction_that_shows_on_the_way_gets_400(demo_stack: Stack) -> No
     body = {"model": demo_stack.model, "prompt": "Say", "guided_regex": "a{3}b", "allowed_token_ids": [a]}
     answer = demo_stack.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_token_allowed")
+    demo_stack.wait_until_clean()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_becomes_too_much_work_gets_400_or_the_error_behind_its_tokens(
+    demo_stack: Stack, stream: bool
+) -> None:
+    body = {"model": demo_stack.model, "prompt": "So", "max_tokens": 30, "stream": stream}
+    body |= {"guided_grammar": TOO_AMBIGUOUS, "min_tokens": 30}
+    answer = demo_stack.http.post("/v1/completions", json=body)
+    if not stream:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "grammar_failed")
+        assert "<state>" not in answer.text
+    else:
+        *_, last, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert (json.loads(last)["error"]["code"], done) == ("grammar_failed", "[DONE]")
     demo_stack.wait_until_clean()
 
 

@@ -60,6 +60,9 @@ class Pool(HashRunner):
     def __del__(self) -> None:
         self.memory.release(self.pool.nbytes + self.graphs)
 
+    def prepare_grammars(self) -> None:
+        pass
+
     def try_graphs(self, graphs: Any, *, trial: bool = False) -> None:
         assert self.with_scratch
         assert graphs.sizes == (1, 2, 4, 8, 16, 24, 32)

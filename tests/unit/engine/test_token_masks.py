@@ -142,8 +142,24 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone() -> None:
     with pytest.raises(GrammarFailed) as failed:
         sampler.sample([key(0), key(1)], np.array([4, 1]), logits)
     assert failed.value.keys == {key(0)}
+    assert failed.value.kind is FailureKind.GRAMMAR_FAILED and failed.value.kind.recurs
     sampler.drop(key(0))
     assert len(sampler.sample([key(1)], np.array([1]), logits[1:])[0]) == 1
+
+
+def test_the_compiler_is_made_once_and_before_the_first_request_if_asked() -> None:
+    made: list[GrammarCompiler] = []
+
+    def make() -> GrammarCompiler:
+        made.append(COMPILER)
+        return COMPILER
+
+    sampler = Sampler(VOCAB_SIZE, (END,), torch.device("cpu"), make_compiler=make)
+    sampler.prepare_grammars()
+    assert len(made) == 1
+    sampler.add(key(0), Sampling(temperature=0.0, grammar=GRAMMARS[1]), [5], 1)
+    sampler.sample([key(0)], np.array([1]), logits_at(0, 0)[None])
+    assert len(made) == 1
 
 
 def test_without_a_tokenizer_constrained_rows_fail_and_others_do_not() -> None:

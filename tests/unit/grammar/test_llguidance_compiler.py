@@ -20,8 +20,10 @@ from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, Toke
 from kvrelay.grammar.llguidance_compiler import MAX_COMPILED, LLGuidanceCompiler
 from kvrelay.grammar.regex_size import expanded_size
 from kvrelay.protocol.grammar import Grammar, GrammarKind
+from tests.fakes.hostile_grammars import TOO_AMBIGUOUS
 
 TOKENIZER_JSON = (Path(__file__).parents[3] / "models" / "demo" / "tokenizer.json").read_text(encoding="utf-8")
+AMBIGUOUS = Grammar(kind=GrammarKind.GRAMMAR, text=TOO_AMBIGUOUS)
 TOKENIZER = tokenizers.Tokenizer.from_str(TOKENIZER_JSON)
 VOCAB_SIZE = TOKENIZER.get_vocab_size() + 40  # models pad their vocabularies
 END = 2
@@ -150,7 +152,7 @@ def test_a_matcher_that_is_given_an_earlier_output_allows_what_the_first_one_doe
         (GrammarKind.STRUCTURAL_TAG, f'{{"format": {{"multipleOf": {10**400}}}}}', "multipleOf 1000"),
         (GrammarKind.JSON_SCHEMA, '{"multipleOf": NaN}', "no JSON"),
         (GrammarKind.JSON_SCHEMA, '{"not": {"required": ["a"]}, "allOf": 5}', "not"),
-        (GrammarKind.JSON_SCHEMA, "false", "schema"),
+        (GrammarKind.JSON_SCHEMA, "false", "no output satisfies it"),
         (GrammarKind.GRAMMAR, "start: other", "other"),
         (GrammarKind.GRAMMAR, "", "'root'"),
         (GrammarKind.STRUCTURAL_TAG, "7", "structural tag"),
@@ -166,6 +168,30 @@ def test_a_matcher_that_is_given_an_earlier_output_allows_what_the_first_one_doe
 def test_what_is_wrong_is_named(compiler: GrammarCompiler, kind: GrammarKind, text: str, reason: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(reason)):
         compiler.compile(Grammar(kind=kind, text=text))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(GrammarKind.REGEX, r"[^\s\S]"), (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}')]
+)
+def test_a_grammar_that_nothing_satisfies_is_named_without_the_matcher_s_state(
+    compiler: GrammarCompiler, kind: GrammarKind, text: str
+) -> None:
+    with pytest.raises(GrammarError, match=r"^no output satisfies it$"):
+        compiler.compile(Grammar(kind=kind, text=text)).fill(np.zeros(compiler.mask_words, np.int32))
+
+
+def test_a_grammar_that_takes_too_much_work_is_named_without_the_matcher_s_state(compiler: GrammarCompiler) -> None:
+    matcher, mask = compiler.compile(AMBIGUOUS), np.zeros(compiler.mask_words, np.int32)
+    (token_id,) = TOKENIZER.encode("a", add_special_tokens=False).ids
+
+    def follow() -> None:
+        for _ in range(30):
+            matcher.fill(mask)
+            matcher.accept([token_id])
+
+    with pytest.raises(GrammarError, match="items") as failed:
+        follow()
+    assert "<state>" not in str(failed.value)
 
 
 def nested(depth: int) -> str:

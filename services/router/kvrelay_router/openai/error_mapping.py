@@ -54,6 +54,7 @@ _FAILURES: dict[FailureKind, tuple[int, str]] = {
     FailureKind.CANCELLED: (499, "request_cancelled"),
     FailureKind.TOO_LARGE: (400, "exceeds_worker_capacity"),
     FailureKind.NO_TOKEN_ALLOWED: (400, "no_token_allowed"),
+    FailureKind.GRAMMAR_FAILED: (400, "grammar_failed"),
     FailureKind.BAD_LOGITS: (502, "bad_logits"),
     FailureKind.OUT_OF_MEMORY: (502, "out_of_memory"),
     FailureKind.DEVICE_LOST: (502, "device_lost"),

@@ -90,5 +90,8 @@ def _wants_grammar(request: ChatRequest) -> bool:
 
 
 def _grammar(tag_format: dict[str, Any]) -> Grammar:
-    text = orjson.dumps({"type": "structural_tag", "format": tag_format}).decode()
+    try:
+        text = orjson.dumps({"type": "structural_tag", "format": tag_format}).decode()
+    except TypeError:  # the format is deeper than the tools that it is made of
+        raise wrong("tools", "they are nested too deeply") from None
     return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text, whitespace=WHITESPACE)

@@ -41,6 +41,11 @@ class GrammarCheck:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
         self._process: GrammarProcess | None = None
 
+    def start(self) -> None:
+        """Starts the process that compiles, so that the first request with a grammar does not wait for that."""
+        process = self._process = self._process or GrammarProcess(self._spec)
+        self._thread.submit(process.start)
+
     async def check(self, grammar: Grammar) -> None:
         """Raises GrammarError for a grammar that workers could not follow. Does not block the event loop."""
         digest = blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()

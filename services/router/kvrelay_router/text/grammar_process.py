@@ -54,13 +54,25 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class GrammarProcess:
-    """Starts the process at the first grammar, and again if it has ended. Thread-safe; grammars are done in turns."""
+    """The process is started by `start` or at the first grammar, and again if it has ended. Thread-safe; grammars are
+    done in turns."""
 
     def __init__(self, spec: CompilerSpec) -> None:
         self._spec = spec
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock()
         self._is_closed = False
+
+    def start(self) -> None:
+        """Starts the process, which takes some seconds to be ready. Blocks for a moment. If it does not start, the
+        first `verdict` tries again."""
+        with self._lock:
+            if self._process is not None or self._is_closed:
+                return
+            try:
+                self._start()
+            except OSError:
+                self._end()
 
     def verdict(self, grammar: Grammar) -> Verdict:
         """Blocks. Raises OSError if not even a new process gives a verdict, or after `close`."""

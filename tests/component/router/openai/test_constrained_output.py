@@ -93,6 +93,34 @@ async def test_an_error_names_what_the_library_says(router: Router) -> None:
     assert not router.dispatcher.requests
 
 
+@pytest.mark.parametrize("depth", [100, 250, 450])
+@pytest.mark.parametrize("form", ["guided_json", "structured_outputs", "response_format", "structural_tag", "input"])
+async def test_a_schema_that_is_nested_deeply_is_followed_or_refused(router: Router, form: str, depth: int) -> None:
+    """As deep as a body can be read, which is deeper than JSON is written."""
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    described = {"type": "json_schema", "name": "x", "schema": schema}
+    of_form: dict[str, dict[str, Any]] = {
+        "guided_json": {"guided_json": schema},
+        "structured_outputs": {"structured_outputs": {"json": schema, "disable_additional_properties": True}},
+        "response_format": {"response_format": {"type": "json_schema", "json_schema": described}},
+        "structural_tag": {"structural_tag": TAG | {"structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}]}},
+        "input": {"input": "hi", "text": {"format": described}},
+    }
+    body = {"model": MODEL, **of_form[form]}
+    if form == "input":
+        answer = await router.http.post("/v1/responses", json=body)
+    else:
+        answer = await router.http.post("/v1/completions", json={"prompt": "hi", **body})
+    if answer.status_code == 200:
+        assert depth < 120
+        return
+    assert answer.status_code == 400, answer.text
+    assert "nested too deeply" in answer.json()["error"]["message"]
+    assert not router.dispatcher.requests
+
+
 class Animal(pydantic.BaseModel):
     name: str
     age: int

@@ -29,6 +29,7 @@ def test_codes_tell_the_kinds_apart() -> None:
         (FailureKind.DEADLINE, 504, "request_timeout"),
         (FailureKind.TOO_LARGE, 400, "exceeds_worker_capacity"),
         (FailureKind.NO_TOKEN_ALLOWED, 400, "no_token_allowed"),
+        (FailureKind.GRAMMAR_FAILED, 400, "grammar_failed"),
         (FailureKind.ENGINE_ERROR, 502, "engine_error"),
         (FailureKind.NO_WORKER, 503, "no_worker_ready"),
     ],

@@ -53,6 +53,32 @@ def test_a_grammar_that_takes_long_is_refused_and_the_next_one_is_compiled(proce
     assert pid_of(process) == pid
 
 
+def test_a_process_that_was_started_compiles_the_first_grammar() -> None:
+    process = GrammarProcess(PATIENT)
+    try:
+        process.start()
+        pid = pid_of(process)
+        process.start()
+        assert process.verdict(GOOD).refusal == ""
+        assert pid_of(process) == pid
+    finally:
+        process.close()
+    process.start()
+    assert process._process is None
+
+
+def test_a_process_that_does_not_start_is_started_by_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = GrammarProcess(PATIENT)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/nowhere/python")
+            process.start()
+        assert process._process is None
+        assert process.verdict(GOOD).refusal == ""
+    finally:
+        process.close()
+
+
 def test_a_killed_process_is_replaced() -> None:
     process = GrammarProcess(PATIENT)
     try:

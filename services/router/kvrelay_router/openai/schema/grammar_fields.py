@@ -17,6 +17,7 @@ from kvrelay_router.openai.schema.generation_fields import GenerationFields
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICE_STRINGS = 10_000
+TOO_DEEP = "it is nested too deeply"
 
 ANY_OBJECT = '{"type":"object"}'
 _VALUES = ("const", "enum", "default", "examples")
@@ -140,14 +141,14 @@ def _of_structured_outputs(value: Any, whitespace: str | None) -> Grammar:
         try:
             value = value | {"json": _closed(_schema_of(value["json"], f"{param}.json"))}
         except RecursionError:
-            raise wrong(f"{param}.json", "it is nested too deeply") from None
+            raise wrong(f"{param}.json", TOO_DEEP) from None
     return _READERS[_OF_STRUCTURED_OUTPUTS[name]](value[name], f"{param}.{name}", whitespace)
 
 
 def _of_schema(value: Any, param: str, whitespace: str | None) -> Grammar:
     """A schema as an object, or as JSON text."""
     schema = _schema_of(value, param)
-    text = value if isinstance(value, str) else orjson.dumps(schema).decode()
+    text = value if isinstance(value, str) else _json(schema, param)
     return _grammar(GrammarKind.JSON_SCHEMA, text, param, whitespace)
 
 
@@ -208,7 +209,7 @@ def _of_grammar(value: Any, param: str, _: str | None) -> Grammar:
 def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
     if not isinstance(value, dict | str):
         raise wrong(param, "it must be an object, or JSON text")
-    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    text = value if isinstance(value, str) else _json(value, param)
     return _grammar(GrammarKind.STRUCTURAL_TAG, text, param)
 
 
@@ -241,6 +242,14 @@ _OF_STRUCTURED_OUTPUTS = {
 def _grammar(kind: GrammarKind, text: str, param: str, whitespace: str | None = None) -> Grammar:
     _check_size(text, param)
     return Grammar(kind=kind, text=text, whitespace=whitespace)
+
+
+def _json(value: Any, param: str) -> str:
+    """Bodies are read up to 1,024 levels deep, and written up to 254."""
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:
+        raise wrong(param, TOO_DEEP) from None
 
 
 def _check_size(text: str, param: str) -> None:

@@ -86,7 +86,7 @@ class Engine:
         """What the steps computed since the start."""
 
     def _load(self, config: WorkerConfig) -> None:
-        self._runner: ModelRunner = load_runner(config)
+        self._runner: ModelRunner = load_runner(config, hands_over=False)
         if isinstance(self._runner, RankedRunner):
             # Also if the engine is never closed: the ranks end with it.
             self._end_ranks = weakref.finalize(self, self._runner.close)

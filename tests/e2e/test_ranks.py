@@ -39,28 +39,76 @@ def check_together(stack: Stack, model: Path, prompts: Sequence[list[int]], **pa
             assert answer.result()["token_ids"] == reference.greedy(model, prompt, NUM_OUTPUT)
 
 
+def check_samples(stack: Stack, model: Path, prompt: list[int]) -> None:
+    """Three samples, all greedy."""
+    body = {"model": stack.model, "prompt": prompt, "max_tokens": NUM_OUTPUT, "n": 3, "temperature": 0}
+    answer = stack.http.post("/v1/completions", json=body | {"ignore_eos": True, "return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    expected = reference.greedy(model, prompt, NUM_OUTPUT)
+    assert [choice["token_ids"] for choice in answer.json()["choices"]] == [expected] * 3
+
+
 @pytest.mark.slow
 def test_one_role(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Decode workers that compute prompts as well, one of which loses a rank."""
     model = tiny_model("llama")
     flags = ("--prefill", "0", "--decode", "2", "--decode-tensor-parallel-size", "2", *FLAGS)
     with Stack(model, tmp_path, *flags) as stack:
-        workers = {name: pid for name, pid in stack.children().items() if name.startswith("decode")}
-        ranks = {name: ranks_of(pid) for name, pid in workers.items()}
-        assert [len(each) for each in ranks.values()] == [1, 1]
+        workers = [name for name in stack.children() if name.startswith("decode")]
+        assert [len(ranks_of(stack.children()[name])) for name in workers] == [1, 1]
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
         for _ in range(2):  # the second time with what was cached
             check_together(stack, model, prompts)
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(check_together, stack, model, prompts)
-            wait_until(lambda: stack.busy_blocks() or asked.done())
-            victim = "decode-0"
-            os.kill(ranks[victim][0], signal.SIGKILL)
-            asked.result()
-        wait_until(lambda: stack.children().get(victim, workers[victim]) != workers[victim])
-        wait_until(lambda: len([w for w in stack.workers("decode") if w["state"] == "ready"]) == 2)
+        kill_a_rank(stack, model, prompts, "decode-0")
         check_together(stack, model, prompts)
         stack.wait_until_clean()
-        every = [pid for each in workers for pid in ranks_of(stack.children()[each])]
+        every = [pid for name in workers for pid in ranks_of(stack.children()[name])]
         assert len(every) == 2
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
+
+
+def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim: str) -> None:
+    """Kills a rank while the prompts are served. Returns when its worker is ready again."""
+    num_workers, before = len(stack.workers()), stack.children()[victim]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(check_together, stack, model, prompts)
+        wait_until(lambda: stack.busy_blocks() or asked.done())
+        os.kill(ranks_of(before)[0], signal.SIGKILL)
+        asked.result()
+    wait_until(lambda: stack.children().get(victim, before) != before)
+    wait_until(lambda: [worker["state"] for worker in stack.workers()] == ["ready"] * num_workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode", "architecture"),
+    [(2, 2, "llama"), (2, 1, "qwen3"), (1, 2, "mistral"), (4, 1, "gemma"), (1, 4, "qwen3-moe")],
+)
+def test_handoffs_between_sizes(
+    prefill: int, decode: int, architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model(architecture)
+    flags = [f"--prefill-tensor-parallel-size={prefill}", f"--decode-tensor-parallel-size={decode}"]
+    with Stack(model, tmp_path, *flags, "--transfer-checksums", *FLAGS) as stack:
+        prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
+        for _ in range(2):  # the second time with what was cached
+            check_together(stack, model, prompts)
+        check_samples(stack, model, prompts[-1])
+        stack.wait_until_clean()
+        workers = stack.workers("decode")
+        totals = workers[0]["totals"]
+        assert totals["handoffs_committed"] == 2 * len(prompts) + 3
+        assert totals["computed_blocks"] == 0
+        assert totals["preemptions"] > 0, "the pool was too large to test preemption"
+
+
+@pytest.mark.slow
+def test_handoffs_while_ranks_are_killed(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    flags = ("--prefill-tensor-parallel-size=2", "--decode-tensor-parallel-size=2", "--decode=2")
+    with Stack(model, tmp_path, *flags, *FLAGS) as stack:
+        prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
+        for victim in ("prefill-0", "decode-1"):
+            kill_a_rank(stack, model, prompts, victim)
+            check_together(stack, model, prompts)
+        stack.wait_until_clean()

@@ -11,6 +11,7 @@ from kvrelay.engine.batch import ModelSpec, WorkerBatch, WorkerRow
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.step_decoder import StepDecoder
 from kvrelay.ranks.step_input import StepInput
+from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.hash_runner import HashRunner
 
 
@@ -48,6 +49,10 @@ class HashReplica:
     @property
     def spec(self) -> ModelSpec:
         return self.runner.spec
+
+    @property
+    def pool_memory(self) -> PoolLike:
+        return self.runner.pool_memory
 
     def follow(self, batch: WorkerBatch) -> None:
         self.runner.execute(without_samples(batch))

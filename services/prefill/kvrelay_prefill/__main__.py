@@ -7,6 +7,7 @@ from kvrelay.simulated.profiles import find_profile
 from kvrelay.simulated.timed_transport import paced
 from kvrelay.transfer.select import make_senders
 from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.ranked_transfers import with_other_ranks_senders
 from kvrelay.worker.worker_main import worker_main
 from kvrelay_prefill.service import PrefillRole
 
@@ -24,7 +25,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
     )
     if config.backend == "simulated":
         senders = paced(senders, find_profile(config.profile), context.spec)
-    return PrefillRole(context, senders, push_when=config.push_when)
+    return PrefillRole(context, with_other_ranks_senders(senders, context), push_when=config.push_when)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Self
 
@@ -101,6 +102,15 @@ class RankConfig(BaseModel):
         default=None, ge=1, le=1024, description="CPU threads of this rank (default: one per core)"
     )
     rank_timeout_s: float = Field(default=60.0, ge=0.5, le=3600, description="seconds to wait for the worker")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="address to listen on for KV blocks, on decode workers"
+    )
+    advertise_host: str | None = Field(
+        default=None,
+        min_length=1,
+        description="address under which prefill workers reach this rank (default: host, or the machine's name if host "
+        "is a wildcard)",
+    )
     curve_key_file: Path | None = Field(
         default=None, description="file with the fleet's key, if the worker has one (default: no encryption)"
     )
@@ -113,6 +123,13 @@ class RankConfig(BaseModel):
         if path is not None:
             CurveKey.read(path)
         return path
+
+    @property
+    def reachable_host(self) -> str:
+        """The address under which others reach this rank."""
+        if self.advertise_host is not None:
+            return self.advertise_host
+        return socket.gethostname() if is_wildcard(self.host) else self.host
 
     def curve_key(self) -> CurveKey | None:
         """The fleet's key, or None without encryption. Raises BadKeyFile."""

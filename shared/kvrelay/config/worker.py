@@ -341,8 +341,9 @@ class WorkerConfig(RankedConfig):
 
     @property
     def transfer_choice(self) -> Literal["auto", "nixl", "zmq"]:
-        """`transfer`, but simulated KV, which is small, uses zmq unless NIXL is requested by name."""
-        return "zmq" if self.backend == "simulated" and self.transfer == "auto" else self.transfer
+        """`transfer`, but several ranks use zmq, and simulated KV, which is small, does unless NIXL is named."""
+        is_zmq = self.backend == "simulated" or self.tensor_parallel_size > 1
+        return "zmq" if is_zmq and self.transfer == "auto" else self.transfer
 
     @property
     def publishes_prefixes(self) -> bool:
@@ -389,10 +390,10 @@ class WorkerConfig(RankedConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self._check_simulated()
-        if self.tensor_parallel_size > 1 and self.role == "prefill":
+        if self.tensor_parallel_size > 1 and self.transfer == "nixl":
             raise ValueError(
-                f"tensor_parallel_size = {self.tensor_parallel_size} on a prefill worker: ranks do not hand KV over "
-                f"yet; set it on decode workers, without prefill workers"
+                f"transfer = nixl with tensor_parallel_size = {self.tensor_parallel_size}: several ranks hand KV over "
+                f"by zmq (allowed: auto, zmq)"
             )
         self._check_without_redis()
         if self.prefill_delayer and self.role == "prefill":

@@ -212,6 +212,11 @@ class ModelSpec:
     tensor_parallel_size: int = 1  # ranks among which heads are divided; the numbers above are of one rank
     total_kv_heads: int = 0  # KV heads of the whole model; 0: simulated
 
+    @property
+    def pairing_fingerprint(self) -> str:
+        """Equal for workers that hand KV over to each other, whatever their numbers of ranks."""
+        return self.model_identity or self.fingerprint
+
 
 class RowsFailed(Exception):
     """A step failed because of the sequences in `keys`. Without them it may be run again.

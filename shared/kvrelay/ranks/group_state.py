@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
 
 from kvrelay.ranks.messages import Alive, Done, Failed, Hello, PoolFacts, Progress, Pushed, Ready, Software
+from kvrelay.ranks.transfer_messages import TransferReport
 
 
 class Phase(StrEnum):
@@ -27,6 +28,7 @@ class _Rank:
     where: str
     heard_at: float
     facts: PoolFacts | None = None
+    endpoint: dict[str, str] = field(default_factory=dict)
     num_done: int = 0  # number of the last published message that it has ended
     step_s: float = 0.0
 
@@ -61,6 +63,15 @@ class GroupState:
         """All ranks have ended what was published up to this number."""
         return min((rank.num_done for rank in self._ranks.values()), default=0)
 
+    def has_joined(self, rank: int, process: str) -> bool:
+        """Whether this process is a rank of the group."""
+        known = self._ranks.get(rank)
+        return known is not None and known.process == process
+
+    def endpoint_of(self, rank: int) -> dict[str, str]:
+        """The address of a rank's receiver."""
+        return self._ranks[rank].endpoint
+
     def fail(self, reason: str) -> None:
         """Ends the group. Only the first reason counts: the others follow from it."""
         if self.phase is not Phase.FAILED:
@@ -80,11 +91,11 @@ class GroupState:
                 rank.num_done, rank.step_s = message.number, message.seconds
                 self.step_error = f"rank {message.rank}: {message.error}" if message.error else self.step_error
             case Ready():
-                rank.facts = message.facts
+                rank.facts, rank.endpoint = message.facts, message.endpoint
                 self._compare()
             case Failed():
                 self.fail(f"rank {message.rank} ({rank.where}) failed: {message.reason}")
-            case Progress() | Alive():
+            case Progress() | Alive() | TransferReport():
                 pass
 
     def on_own_facts(self, facts: PoolFacts) -> None:

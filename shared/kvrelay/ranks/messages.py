@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from kvrelay.ranks.step_input import StepInput
+from kvrelay.ranks.transfer_messages import TransferReport, TransferSettings
 
 RANK_PROTOCOL = 2
 """Changes with every change of these messages."""
@@ -48,6 +49,7 @@ class RankSettings(msgspec.Struct, array_like=True, frozen=True):
     fused_layers: bool
     quantization: Literal["none", "int8", "int4"]
     load_format: Literal["auto", "dummy"]
+    transfers: TransferSettings | None = None  # None: KV stays in the worker
 
 
 class PoolFacts(msgspec.Struct, array_like=True, frozen=True):
@@ -123,6 +125,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     rank: int
     facts: PoolFacts
     load_s: float
+    endpoint: dict[str, str] = {}  # of the rank's receiver; empty: it has none
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
@@ -147,9 +150,10 @@ class Alive(msgspec.Struct, array_like=True, frozen=True, tag="alive"):
     rank: int
 
 
-Pushed = Hello | Progress | Ready | Done | Failed | Alive
+Pushed = Hello | Progress | Ready | Done | Failed | Alive | TransferReport
 
 STEP_TOPIC, BEAT_TOPIC = b"s", b"b"
-"""First frames of published messages. The second one of a numbered message is its number, 8 bytes."""
+"""First frames of published messages. The second one of a numbered message is its number, 8 bytes. The fourth one, of
+steps, has the number of transfer calls that were published before it for each rank, 4 bytes each."""
 
 encode = msgspec.msgpack.Encoder().encode

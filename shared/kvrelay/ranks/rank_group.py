@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 import zmq
 
 from kvrelay.curve import CurveKey
@@ -41,6 +42,8 @@ from kvrelay.ranks.messages import (
 )
 from kvrelay.ranks.rank_process import RankProcess
 from kvrelay.ranks.step_input import StepInput
+from kvrelay.ranks.transfer_messages import CALL_TOPIC, TransferCall, TransferReport
+from kvrelay.transfer.endpoints import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +114,8 @@ class RankGroup:
         self._changed = threading.Condition()  # guards the state
         self._publishing = threading.Lock()  # guards the publisher and the number of its messages
         self._num_published = 0
+        self._num_calls = np.zeros(options.size, np.uint32)  # by rank
+        self._report_handlers: dict[int, Callable[[TransferReport], None]] = {}
         self._processes: list[RankProcess] = []
         self._decoder = msgspec.msgpack.Decoder(Pushed)
         self._is_closing = False
@@ -176,6 +181,29 @@ class RankGroup:
             error, state.step_error = state.step_error, ""
             return error
 
+    # -- transfers ----------------------------------------------------------------------------------------------------
+
+    def publish_call(self, rank: int, call: TransferCall) -> None:
+        """Has a rank carry out a call, before all steps that are published later. Does nothing if the group has
+        failed or is closed."""
+        body = encode(call)
+        with self._publishing:
+            if self._is_closing or self._state.phase is Phase.FAILED:
+                return
+            self._num_calls[rank] += 1
+            number = int(self._num_calls[rank]).to_bytes(8, "little")
+            self._publisher.send_multipart([CALL_TOPIC + bytes([rank]), number, body])
+
+    def on_report(self, rank: int, handle: Callable[[TransferReport], None]) -> None:
+        """From now on `handle` gets what the rank's transport reports, on the group's thread."""
+        self._report_handlers[rank] = handle
+
+    def endpoint_of(self, rank: int) -> Endpoint:
+        """The address of a rank's receiver."""
+        return self._state.endpoint_of(rank)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
     def fail(self, reason: str) -> str:
         """Ends the group because of an error of rank 0. Returns the first reason, which may be another: if a rank is
         lost, rank 0 has an error too."""
@@ -230,7 +258,8 @@ class RankGroup:
         with self._publishing:
             self._num_published += 1
             number = self._num_published
-            self._publisher.send_multipart([STEP_TOPIC, number.to_bytes(8, "little"), body])
+            frames = [STEP_TOPIC, number.to_bytes(8, "little"), body, self._num_calls.tobytes()]
+            self._publisher.send_multipart(frames)
         return number
 
     def _beat(self) -> None:
@@ -300,11 +329,18 @@ class RankGroup:
             except msgspec.DecodeError as error:
                 log.warning("ignored a message that is none of a rank's: %s", error)
                 continue
+            if isinstance(message, TransferReport):
+                self._take_report(message)
             with self._changed:
                 before = self._state.phase
                 self._state.on_message(message, time.monotonic())
                 self._changed.notify_all()
             _log_message(message, before)
+
+    def _take_report(self, report: TransferReport) -> None:
+        handle = self._report_handlers.get(report.rank)
+        if handle is not None and self._state.has_joined(report.rank, report.process):
+            handle(report)
 
     def _note_exits(self, ready: Mapping[object, int]) -> None:
         for process in self._processes:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import zmq
 
 from kvrelay.curve import CurveKey
@@ -44,8 +45,13 @@ from kvrelay.ranks.messages import (
     encode,
 )
 from kvrelay.ranks.rank_group import BEATS_A_SILENCE, LINGER_MS
+from kvrelay.ranks.rank_transfers import RankTransfers
 from kvrelay.ranks.step_decoder import StepDecoder
 from kvrelay.ranks.step_input import OutOfStep, StepInput
+from kvrelay.ranks.transfer_messages import CALL_TOPIC, TransferSettings
+from kvrelay.transfer.base import PartReceiver, PartSender
+from kvrelay.transfer.endpoints import Endpoint
+from kvrelay.transfer.pool_memory import PoolLike
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +70,9 @@ class FollowingRunner(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
+    @property
+    def pool_memory(self) -> PoolLike: ...
+
     def follow(self, batch: WorkerBatch) -> None:
         """Computes this rank's part of a step that rank 0 runs at the same time, and samples nothing.
 
@@ -75,6 +84,8 @@ class FollowingRunner(Protocol):
 Report = Callable[[str], None]
 Load = Callable[[RankSettings, int, Report], FollowingRunner]
 """Loads a rank's part, and reports what it does. Its errors are reported to the engine."""
+OpenTransport = Callable[[TransferSettings, PoolLike], PartSender | PartReceiver]
+"""Opens a rank's transport over its pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +115,18 @@ def facts_of(spec: ModelSpec) -> PoolFacts:
 class RankMember:
     """One rank's connection to the engine."""
 
-    def __init__(self, options: MemberOptions, load: Load) -> None:
+    def __init__(self, options: MemberOptions, load: Load, open_transport: OpenTransport | None = None) -> None:
+        """`open_transport` is needed for workers that hand KV over."""
         self._options = options
         self._load = load
+        self._open_transport = open_transport
+        self._transfers: RankTransfers | None = None
         self._process = secrets.token_hex(8)
         self._context = ZmqContext()
         self._decoder = msgspec.msgpack.Decoder(Published)
         self._steps = self._subscribe(STEP_TOPIC)
+        self._calls = self._subscribe(CALL_TOPIC + bytes([options.rank]))
+        self._num_calls_before = 0  # calls published before the last message
         self._num_received = 0  # number of the last published message
         self._waits = False  # True while the main thread waits for a message
         self._runner: FollowingRunner | None = None
@@ -119,7 +135,7 @@ class RankMember:
     def run(self) -> None:
         """Runs until the engine ends the group. Raises RankEnds."""
         try:
-            announce = self._join()
+            announce = self._announce = self._join()
             self._results = self._push_socket(announce)
             self._watch = _Watch(self, announce)
             self._say(Hello(announce.group, self._options.rank, self._process, _where(), self._options.software))
@@ -130,6 +146,8 @@ class RankMember:
             self._report(error)
             raise RankEnds(str(error) or type(error).__name__) from error
         finally:
+            if self._transfers is not None:
+                self._transfers.close()
             self._context.close(LINGER_MS)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -140,7 +158,7 @@ class RankMember:
         while time.monotonic() < deadline:
             if not self._steps.poll(POLL_MS):
                 continue
-            _, number, body = self._steps.recv_multipart()
+            _, number, body, *_ = self._steps.recv_multipart()
             message = self._decoder.decode(body)
             if isinstance(message, Announce):
                 self._num_received = int.from_bytes(number, "little")
@@ -153,8 +171,10 @@ class RankMember:
     def _receive(self) -> Published:
         """The next message. Raises OutOfStep if one before it is missing."""
         self._waits = True
-        _, raw_number, body = self._steps.recv_multipart()
+        _, raw_number, body, *calls = self._steps.recv_multipart()
         self._waits = False
+        if calls:
+            self._num_calls_before = int(np.frombuffer(calls[0], np.uint32)[self._options.rank])
         number = int.from_bytes(raw_number, "little")
         if number != self._num_received + 1:
             raise OutOfStep(f"message {number} came after message {self._num_received}: some were lost")
@@ -182,11 +202,30 @@ class RankMember:
         began = time.monotonic()
         rank = self._options.rank
         self._runner = self._load(settings, rank, lambda text: self._say(Progress(self._process, rank, text)))
-        self._say(Ready(self._process, rank, facts_of(self._runner.spec), time.monotonic() - began))
+        endpoint = self._start_transfers(settings, self._runner)
+        self._say(Ready(self._process, rank, facts_of(self._runner.spec), time.monotonic() - began, endpoint))
+
+    def _start_transfers(self, settings: RankSettings, runner: FollowingRunner) -> Endpoint:
+        """Returns the address of this rank's receiver; empty if it has none."""
+        if settings.transfers is None:
+            return {}
+        if self._open_transport is None:
+            raise RankEnds("this rank has no transport, and the worker hands KV over")
+        transport = self._open_transport(settings.transfers, runner.pool_memory)
+        self._transfers = RankTransfers(self._process, self._options.rank, transport)
+        results = self._push_socket(self._announce)
+        self._transfers.start(self._context, self._calls, results, self._end_with)
+        return self._transfers.endpoint or {}
+
+    def _end_with(self, reason: str) -> None:
+        """Ends the process, because a thread of it failed. The engine notices that it is gone."""
+        _end(reason)
 
     def _run_step(self, step: StepInput) -> None:
         if self._runner is None:
             raise OutOfStep("a step came before the model")
+        if self._transfers is not None:
+            self._transfers.await_calls(self._num_calls_before)
         began, error = time.perf_counter(), ""
         batch = self._sequences.decode(step)
         try:

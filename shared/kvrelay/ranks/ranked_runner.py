@@ -11,6 +11,7 @@ from typing import Protocol
 from kvrelay.engine.batch import DeviceLost, ModelRunner, ModelSpec, StepResult, WorkerBatch
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.ranks.remote_transfers import RankCalls
 from kvrelay.ranks.step_encoder import StepEncoder
 from kvrelay.ranks.step_input import StepInput
 from kvrelay.transfer.pool_memory import PoolLike
@@ -52,7 +53,9 @@ class RankedRunner:
     A step has ended when it has on all ranks. An error of another rank is raised as DeviceLost.
     """
 
-    def __init__(self, runner: LeadingRunner, group: OtherRanks) -> None:
+    def __init__(self, runner: LeadingRunner, group: OtherRanks, calls: RankCalls | None = None) -> None:
+        """`calls` are needed for workers that hand KV over."""
+        self.calls = calls
         self._runner = runner
         self._group = group
         self._encoder = StepEncoder()

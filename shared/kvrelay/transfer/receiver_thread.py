@@ -27,19 +27,27 @@ from kvrelay.transfer.write_permits import Dropped, WritePermits, Writes
 
 log = logging.getLogger(__name__)
 
+MAX_NOT_AWAITED = 4096
+"""Reservations that are remembered. Late messages come within seconds of a release."""
+
 
 class ReceiverThread:
     """A receiver into a pool. Subclasses say in `_serve` how messages come, and pass each to `_take`.
 
+    A message of a reservation that was never admitted waits for that for up to `admission_wait_s`, once for each
+    reservation: with several ranks, the sender may learn of a reservation before this rank has admitted it.
+
     Raises ValueError for an array that is no pool, or not writable.
     """
 
-    def __init__(self, thread_name: str, pool: PoolLike) -> None:
+    def __init__(self, thread_name: str, pool: PoolLike, *, admission_wait_s: float = 0.0) -> None:
         self._thread_name = thread_name
         self._pool = as_pool(pool, writable=True)
         self._pool.enter_thread()  # a subclass may make objects of its library on this thread
         self._permits = WritePermits(self._pool.num_blocks, self._pool.block_bytes)
         self._changed = Condition()  # guards the permits and `_copying`
+        self._admission_wait_s = admission_wait_s
+        self._not_awaited: dict[str, None] = {}  # reservations that were released or did not come in time
         self._copying: str | None = None  # the reservation into whose slots a message is copied
         self.counters = ReceiverCounters()
         self._thread: Thread | None = None
@@ -60,11 +68,13 @@ class ReceiverThread:
         """
         with self._changed:
             self._permits.admit(reservation, first_block, slots)
+            self._changed.notify_all()
 
     def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
         """As `admit`, for blocks that come in these parts. A block has landed when all of its parts have."""
         with self._changed:
             self._permits.admit(reservation, first_block, slots, parts)
+            self._changed.notify_all()
 
     def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
         """As the protocol's. What this side has copied itself, nobody else writes."""
@@ -78,6 +88,7 @@ class ReceiverThread:
         with self._changed:
             # Released before the wait: afterwards no further message of the reservation starts to be copied.
             self._permits.release(reservation)
+            self._await_no_more(reservation)
             while self._copying == reservation:
                 self._changed.wait()
 
@@ -118,6 +129,7 @@ class ReceiverThread:
         rows = None if data is None else np.frombuffer(data, np.uint8)
         size = header.indices.size * header.block_bytes if rows is None else rows.size
         with self._changed:
+            self._await_admission(header.reservation)
             writes = self._permits.check(header, size)
             self.counters.num_duplicate_blocks += header.indices.size - len(writes.blocks)
             if header.checksums is None:
@@ -136,6 +148,25 @@ class ReceiverThread:
             with self._changed:
                 self._copying = None
                 self._changed.notify_all()
+
+    def _await_admission(self, reservation: str) -> None:
+        """Needs the lock, which it releases while it waits."""
+        if not self._admission_wait_s or reservation in self._permits:
+            return
+
+        def is_decided() -> bool:
+            return self._closed or reservation in self._permits or reservation in self._not_awaited
+
+        if not self._changed.wait_for(is_decided, self._admission_wait_s):
+            self._await_no_more(reservation)
+
+    def _await_no_more(self, reservation: str) -> None:
+        """Needs the lock."""
+        if not self._admission_wait_s:
+            return
+        self._not_awaited[reservation] = None
+        if len(self._not_awaited) > MAX_NOT_AWAITED:
+            del self._not_awaited[next(iter(self._not_awaited))]
 
     def _copy_and_land(self, header: BlocksHeader, writes: Writes, rows: Bytes | None) -> list[ReceiverEvent]:
         if not writes.blocks:

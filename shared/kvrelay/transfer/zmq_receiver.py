@@ -45,8 +45,9 @@ class ZmqReceiver(ReceiverThread):
         advertise_host: str | None = None,
         local: bool = True,
         curve: CurveKey | None = None,
+        admission_wait_s: float = 0.0,
     ) -> None:
-        super().__init__("kv-receiver", pool)
+        super().__init__("kv-receiver", pool, admission_wait_s=admission_wait_s)
         if advertise_host is None and host in {"*", "0.0.0.0", "::"}:
             raise ValueError(f"senders cannot connect to {host!r}: advertise_host must be given")
         self._context = ZmqContext()

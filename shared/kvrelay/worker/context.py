@@ -10,6 +10,7 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, Invalid
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.telemetry.event_log import EventLog
@@ -37,6 +38,7 @@ class WorkerContext:
     events: EventLog | None = None
     tracer: Tracer | None = None
     recent: RecentStages = field(default_factory=RecentStages)
+    ranks: RankedRunner | None = None  # None: the model is in this process
 
 
 class Role(Protocol):

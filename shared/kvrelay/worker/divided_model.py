@@ -20,14 +20,16 @@ from kvrelay.ranks.rank_group import GroupOptions, RankCommand, RankGroup, Ranks
 from kvrelay.ranks.rank_member import facts_of
 from kvrelay.ranks.rank_process import RANK_COMMAND
 from kvrelay.ranks.ranked_runner import RankedRunner
+from kvrelay.ranks.transfer_messages import TransferSettings
 from kvrelay.scheduling.policies.scheduler_registry import WHOLE_PROMPTS
 from kvrelay.worker.rank_main import PARENT_VARIABLE, own_software
 
 log = logging.getLogger(__name__)
 
 
-def load_divided(config: WorkerConfig) -> RankedRunner:
+def load_divided(config: WorkerConfig, *, hands_over: bool) -> RankedRunner:
     """Starts the ranks of `tensor_parallel_size`, and returns once all have loaded their parts. `close` ends them.
+    With `hands_over` the ranks have transports for handoffs.
 
     Raises RanksFailed, UnsupportedModel and the other errors of `make_runner`. No rank is left running then.
     """
@@ -36,14 +38,14 @@ def load_divided(config: WorkerConfig) -> RankedRunner:
     try:
         group.await_joined()
         with socket.create_server((config.rank_host, 0), family=_family(config.rank_host)) as listener:
-            settings = _settings(config, listener.getsockname()[1])
+            settings = _settings(config, listener.getsockname()[1], hands_over)
             group.start(settings)
             runner = _load_own(config, settings, group, device, listener)
         group.await_ready(facts_of(runner.spec))
     except BaseException:
         group.close()
         raise
-    return RankedRunner(runner, group)
+    return RankedRunner(runner, group, group if hands_over else None)
 
 
 def make_part(
@@ -116,6 +118,7 @@ def _commands(config: WorkerConfig, engine: str, device: torch.device) -> list[R
     flags += [f"--rank-timeout-s={config.rank_timeout_s:g}", f"--threads={_threads(config)}"]
     if config.curve_key_file is not None:
         flags.append(f"--curve-key-file={config.curve_key_file}")
+    flags += [f"--host={config.host}", f"--advertise-host={config.reachable_host}"]
     environ = {PARENT_VARIABLE: str(os.getpid())}
     return [
         RankCommand(rank, [*RANK_COMMAND, *flags, f"--rank={rank}", f"--device={_device_of(device, rank)}"], environ)
@@ -133,12 +136,13 @@ def _device_of(device: torch.device, rank: int) -> str:
     return "cpu" if device.type == "cpu" else f"cuda:{(device.index or 0) + rank}"
 
 
-def _settings(config: WorkerConfig, port: int) -> RankSettings:
+def _settings(config: WorkerConfig, port: int, hands_over: bool) -> RankSettings:
     sizing = None
     if config.memory_utilization is not None and config.kv_memory_bytes is None:
         whole_prompts = config.scheduler in WHOLE_PROMPTS
         sizing = (config.memory_utilization, config.token_budget, config.max_running, whole_prompts)
     host = f"[{config.rank_host}]" if ":" in config.rank_host else config.rank_host
+    transfers = TransferSettings(config.role, config.transfer_checksums, config.max_peers)
     return RankSettings(
         model=config.model,
         size=config.tensor_parallel_size,
@@ -156,6 +160,7 @@ def _settings(config: WorkerConfig, port: int) -> RankSettings:
         fused_layers=config.fused_layers,
         quantization=config.quantization,
         load_format=config.load_format,
+        transfers=transfers if hands_over else None,
     )
 
 

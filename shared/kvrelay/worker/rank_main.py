@@ -11,10 +11,17 @@ from kvrelay.config.ranks import RankConfig
 from kvrelay.process import end_with_parent
 from kvrelay.ranks.messages import RANK_PROTOCOL, RankSettings, Software
 from kvrelay.ranks.rank_member import FollowingRunner, MemberOptions, RankEnds, RankMember, Report
+from kvrelay.ranks.transfer_messages import TransferSettings
 from kvrelay.telemetry.logs import setup_logging
+from kvrelay.transfer.base import PartReceiver, PartSender
+from kvrelay.transfer.checksums import PoolChecksums
+from kvrelay.transfer.pool_memory import PoolLike
+from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 
 log = logging.getLogger(__name__)
 
+ADMISSION_WAIT_S = 1.0
+"""How long a rank's receiver waits for the call that admits blocks which have come before it."""
 PARENT_VARIABLE = "KVRELAY_RANK_PARENT"
 """Has the process id of the worker that started the rank, which ends with it."""
 
@@ -35,15 +42,30 @@ def run_rank(config: RankConfig) -> int:
     def load(settings: RankSettings, rank: int, report: Report) -> FollowingRunner:
         return load_part(config, settings, report)
 
+    def open_transport(settings: TransferSettings, pool: PoolLike) -> PartSender | PartReceiver:
+        return make_transport(config, settings, pool)
+
     options = MemberOptions(config.engine, config.rank, own_software(), config.rank_timeout_s, config.curve_key())
     try:
-        RankMember(options, load).run()
+        RankMember(options, load, open_transport).run()
     except RankEnds as error:
         log.error("rank %d ends: %s", config.rank, error)
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def make_transport(config: RankConfig, settings: TransferSettings, pool: PoolLike) -> PartSender | PartReceiver:
+    """This rank's end of handoffs."""
+    curve = config.curve_key()
+    if settings.role == "prefill":
+        sums = PoolChecksums(pool) if settings.checksums else None
+        sender_settings = SenderSettings(max_receivers=settings.max_peers)
+        return ZmqSender(pool, settings=sender_settings, checksums=sums, curve=curve)
+    return ZmqReceiver(
+        pool, host=config.host, advertise_host=config.reachable_host, curve=curve, admission_wait_s=ADMISSION_WAIT_S
+    )
 
 
 def load_part(config: RankConfig, settings: RankSettings, report: Report) -> FollowingRunner:

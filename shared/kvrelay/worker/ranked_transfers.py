@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Shards
+from kvrelay.ranks.remote_transfers import RemoteReceiver, RemoteSender
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
+from kvrelay.worker.context import WorkerContext
 
 
 def as_sharded_sender(sender: TransferSender | ShardedSender, spec: ModelSpec) -> ShardedSender:
@@ -21,10 +23,37 @@ def as_sharded_receiver(receiver: TransferReceiver | ShardedReceiver, spec: Mode
     return receiver if isinstance(receiver, ShardedReceiver) else ShardedReceiver((receiver,), _one_rank(spec))
 
 
+def with_other_ranks_senders(
+    senders: Mapping[str, TransferSender], context: WorkerContext
+) -> Mapping[str, TransferSender | ShardedSender]:
+    """The senders of all ranks, given those of rank 0."""
+    if context.ranks is None or (calls := context.ranks.calls) is None:
+        return senders
+    layout = _layout_of(context.spec)
+    others = [RemoteSender(rank, calls) for rank in range(1, layout.shape.size)]
+    return {name: ShardedSender((sender, *others), layout) for name, sender in senders.items()}
+
+
+def with_other_ranks_receivers(
+    receivers: Mapping[str, TransferReceiver], context: WorkerContext
+) -> Mapping[str, TransferReceiver | ShardedReceiver]:
+    """The receivers of all ranks, given those of rank 0."""
+    if context.ranks is None or (calls := context.ranks.calls) is None:
+        return receivers
+    layout = _layout_of(context.spec)
+    others = [RemoteReceiver(rank, calls) for rank in range(1, layout.shape.size)]
+    return {name: ShardedReceiver((receiver, *others), layout) for name, receiver in receivers.items()}
+
+
 def shards_of(senders: Mapping[str, ShardedSender], spec: ModelSpec) -> Shards:
     """What `Reserve` says of the ranks of this worker."""
     shape = next((sender.shape for sender in senders.values()), _one_rank(spec).shape)
     return Shards(size=shape.size, num_kv_heads=shape.num_kv_heads)
+
+
+def _layout_of(spec: ModelSpec) -> ShardLayout:
+    shape = ShardShape(spec.tensor_parallel_size, spec.total_kv_heads)
+    return ShardLayout.of(shape, spec.num_layers, spec.block_bytes)
 
 
 def _one_rank(spec: ModelSpec) -> ShardLayout:

@@ -43,7 +43,7 @@ def make_sequence(
         tokens=TokenBuffer(tokens),
         num_prompt=len(tokens) - prompt.num_output,
         sampling=prompt.sampling,
-        root=root_hash(model=spec.fingerprint, cache_salt=prompt.cache_salt),
+        root=root_hash(model=spec.pairing_fingerprint, cache_salt=prompt.cache_salt),
         table=BlockTable(spec.block_size),
         router=router,
         trace=header.trace,

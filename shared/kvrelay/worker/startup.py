@@ -124,7 +124,7 @@ class WorkerStartup:
             host=config.host,
             port=config.port,
             advertise_host=config.reachable_host,
-            fingerprint=runner.spec.fingerprint,
+            fingerprint=runner.spec.pairing_fingerprint,
             settings=replace(config.link_settings, router_timeout_s=config.router_timeout_s),
             curve=config.curve_key(),
         )
@@ -143,6 +143,7 @@ class WorkerStartup:
             metrics=metrics,
             tracer=self.tracer,
             recent=self.recent,
+            ranks=runner if isinstance(runner, RankedRunner) else None,
         )
 
 

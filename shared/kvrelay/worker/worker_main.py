@@ -30,7 +30,7 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
     )
 
 
-def load_runner(config: WorkerConfig) -> ModelRunner:
+def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner:
     """Returns a runner: the loaded model with its pool, or a simulated device. Imports torch only here, because that
     takes seconds."""
     if config.backend == "simulated":
@@ -38,7 +38,7 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
     if config.tensor_parallel_size > 1:
         from kvrelay.worker.divided_model import load_divided
 
-        return load_divided(config)
+        return load_divided(config, hands_over=hands_over)
     from kvrelay.engine.device import find_device, turn_on
     from kvrelay.engine.graphs import GraphSettings
     from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner

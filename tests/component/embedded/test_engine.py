@@ -284,8 +284,8 @@ def test_drafts_come_from_earlier_outputs(model: Path) -> None:
 def test_an_engine_that_does_not_start_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runners: list[weakref.ref[Any]] = []
 
-    def keep(config: WorkerConfig) -> Any:
-        runner = load_runner(config)
+    def keep(config: WorkerConfig, **options: Any) -> Any:
+        runner = load_runner(config, **options)
         runners.append(weakref.ref(runner))
         return runner
 

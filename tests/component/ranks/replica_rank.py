@@ -21,6 +21,7 @@ from kvrelay.engine.batch import ModelSpec, WorkerBatch
 from kvrelay.process import end_with_parent
 from kvrelay.ranks.messages import RANK_PROTOCOL, RankSettings, Software
 from kvrelay.ranks.rank_member import MemberOptions, RankEnds, RankMember, Report
+from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.replicas import HashReplica
 
@@ -40,6 +41,10 @@ class DisturbedReplica:
     @property
     def spec(self) -> ModelSpec:
         return self._replica.spec
+
+    @property
+    def pool_memory(self) -> PoolLike:
+        return self._replica.pool_memory
 
     def follow(self, batch: WorkerBatch) -> None:
         if self._num_steps == self._given.get("fail_at"):

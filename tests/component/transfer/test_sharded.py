@@ -27,8 +27,10 @@ from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
 from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import ZmqReceiver
+from tests.component.ranks.remote_ends import ChannelReceiver, ChannelSender
 from tests.component.transfer.rig import Log
 from tests.component.transfer.transports import EMPTY, NO_NIXL, staged, target_pool, zmq_sender
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.component]
 
@@ -52,6 +54,10 @@ ENDS = {
     "zmq-checksum": Ends(lambda pool: zmq_sender(pool, checksum=True), ZmqReceiver),
     "zmq-staged-checksum": Ends(
         lambda pool: zmq_sender(staged(pool), checksum=True), lambda pool: ZmqReceiver(staged(pool))
+    ),
+    "zmq-channel": Ends(  # every rank behind the channel between ranks
+        lambda pool: ChannelSender(zmq_sender(pool)),
+        lambda pool: ChannelReceiver(ZmqReceiver(pool, admission_wait_s=PATIENCE_S)),
     ),
     "nixl": Ends(NixlSender, NixlReceiver, NO_NIXL),
     "nixl-checksum": Ends(lambda pool: NixlSender(pool, checksums=PoolChecksums(pool)), NixlReceiver, NO_NIXL),

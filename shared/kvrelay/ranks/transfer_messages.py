@@ -1,0 +1,78 @@
+"""Calls of rank 0 to the transports of the other ranks, and what these report.
+
+A rank carries calls out in their order, at once: also while it computes a step. That is safe because rank 0 pushes
+blocks when the step that computed them has ended on all ranks, and admits blocks that no step in flight uses. A step
+waits for the calls that were published before it, so a released slot is not written any more when a step uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvrelay.transfer.block_parts import BlockPart, PartCopy
+
+CALL_TOPIC = b"t"
+"""First byte of the first frame of published calls; the second one is the rank's number."""
+
+
+class TransferSettings(msgspec.Struct, array_like=True, frozen=True):
+    """The transports of a worker's ranks."""
+
+    role: Literal["prefill", "decode"]
+    checksums: bool
+    max_peers: int
+
+
+class PushCall(msgspec.Struct, array_like=True, frozen=True, tag="push"):
+    """See `TransferSender.push` and, with a part, `PartSender.push_part`. `copies`: index, source and slot of each."""
+
+    reservation: str
+    endpoint: dict[str, str]
+    copies: list[tuple[int, int, int]]
+    part: PartCopy | None = None
+
+
+class AbortCall(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
+    """See `TransferSender.abort`."""
+
+    reservation: str
+
+
+class AdmitCall(msgspec.Struct, array_like=True, frozen=True, tag="admit"):
+    """See `TransferReceiver.admit` and, with parts, `PartReceiver.admit_parts`."""
+
+    reservation: str
+    first_block: int
+    slots: list[int]
+    parts: list[BlockPart] = []
+
+
+class RecheckCall(msgspec.Struct, array_like=True, frozen=True, tag="recheck"):
+    """See `TransferReceiver.recheck`."""
+
+    reservation: str
+    blocks: list[int]
+
+
+class ReleaseCall(msgspec.Struct, array_like=True, frozen=True, tag="release"):
+    """See `TransferReceiver.release`."""
+
+    reservation: str
+
+
+TransferCall = PushCall | AbortCall | AdmitCall | RecheckCall | ReleaseCall
+
+
+class TransferReport(msgspec.Struct, array_like=True, frozen=True, tag="transfer"):
+    """An event of a rank's transport. `counters`: those of a sender, in the order of `SenderCounters`."""
+
+    process: str
+    rank: int
+    event: Literal["pushed", "drained", "failed", "landed", "corrupted"]
+    reservation: str
+    blocks: list[int] = []
+    num_bytes: int = 0
+    cause: str = ""
+    counters: tuple[int, int, int, int, float, int] | None = None

@@ -1,0 +1,121 @@
+"""Transports of other ranks: calls in order, early blocks, and errors. `test_sharded.py` has whole handoffs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvrelay.ranks.rank_transfers import RankTransfers
+from kvrelay.transfer.base import BlockPush, Landed, Pushed, SenderDrained
+from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
+from tests.component.ranks.remote_ends import ChannelReceiver, ChannelSender
+from tests.component.transfer.rig import Log
+from tests.fakes.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.component
+BLOCKS = np.random.default_rng(1).integers(0, 256, (8, 64), np.uint8)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def sender_of(stack: ExitStack) -> tuple[ChannelSender, Log]:
+    sender, log = ChannelSender(ZmqSender(BLOCKS)), Log()
+    stack.callback(sender.close)
+    sender.start(log.add)
+    return sender, log
+
+
+async def test_a_block_that_comes_before_its_admission_lands_when_that_comes(stack: ExitStack) -> None:
+    pool = np.zeros((8, 64), np.uint8)
+    transport, log = ZmqReceiver(pool, admission_wait_s=PATIENCE_S), Log()
+    receiver = ChannelReceiver(transport)
+    stack.callback(receiver.close)
+    receiver.start(log.add)
+    sender, _ = sender_of(stack)
+    sender.push("r", receiver.endpoint, [BlockPush(0, 3, 5)])
+    await until(lambda: transport.counters.num_messages == 1)
+    receiver.admit("r", 0, [5])
+    await log.until(lambda: Landed("r", (0,)) in log.events)
+    assert np.array_equal(pool[5], BLOCKS[3])
+    assert not transport.counters.dropped
+
+
+async def test_a_block_of_a_released_reservation_does_not_hold_up_others(stack: ExitStack) -> None:
+    pool = np.zeros((8, 64), np.uint8)
+    transport, log = ZmqReceiver(pool, admission_wait_s=PATIENCE_S), Log()
+    receiver = ChannelReceiver(transport)
+    stack.callback(receiver.close)
+    receiver.start(log.add)
+    receiver.admit("old", 0, [5])
+    receiver.release("old")
+    receiver.admit("new", 0, [5])
+    receiver.channel.await_calls()
+    sender, _ = sender_of(stack)
+    sender.push("old", receiver.endpoint, [BlockPush(0, 3, 5)])
+    sender.push("new", receiver.endpoint, [BlockPush(0, 4, 5)])
+    async with asyncio.timeout(PATIENCE_S / 2):
+        await log.until(lambda: Landed("new", (0,)) in log.events)
+    assert np.array_equal(pool[5], BLOCKS[4])
+    assert transport.counters.dropped == {"unknown_reservation": 1}
+
+
+async def test_a_block_whose_admission_never_comes_is_dropped(stack: ExitStack) -> None:
+    pool = np.zeros((8, 64), np.uint8)
+    transport, log = ZmqReceiver(pool, admission_wait_s=0.05), Log()
+    receiver = ChannelReceiver(transport)
+    stack.callback(receiver.close)
+    receiver.start(log.add)
+    sender, _ = sender_of(stack)
+    for _ in range(2):
+        sender.push("never", receiver.endpoint, [BlockPush(0, 3, 5)])
+    await until(lambda: transport.counters.dropped == {"unknown_reservation": 2})
+    assert not pool.any()
+
+
+async def test_an_abort_drains_and_the_counters_of_the_rank_arrive(stack: ExitStack) -> None:
+    pool = np.zeros((8, 64), np.uint8)
+    receiver = ChannelReceiver(ZmqReceiver(pool))
+    stack.callback(receiver.close)
+    receiver.start(Log().add)
+    receiver.admit("r", 0, [0, 1])
+    receiver.channel.await_calls()
+    sender, log = sender_of(stack)
+    sender.push("r", receiver.endpoint, [BlockPush(0, 0, 0), BlockPush(1, 1, 1)])
+    await log.until(lambda: sum(len(each.blocks) for each in log.events if isinstance(each, Pushed)) == 2)
+    sender.abort("r")
+    await log.until(lambda: SenderDrained("r") in log.events)
+    assert (sender.counters.num_blocks, sender.counters.num_bytes) == (2, 128)
+
+
+async def test_a_call_that_cannot_be_carried_out_fails_the_rank(stack: ExitStack) -> None:
+    receiver = ChannelReceiver(ZmqReceiver(np.zeros((8, 64), np.uint8)))
+    stack.callback(receiver.close)
+    receiver.start(Log().add)
+    receiver.admit("r", 0, [9])
+    failures = receiver.channel.failures
+    await until(lambda: failures)
+    assert "a call to its transport failed: ValueError: slots 9..9 in a pool of 8 blocks" in failures[0]
+
+
+async def test_a_lost_call_fails_the_rank(stack: ExitStack) -> None:
+    sender, _ = sender_of(stack)
+    sender.channel._num_calls += 1
+    sender.abort("r")
+    failures = sender.channel.failures
+    await until(lambda: failures)
+    assert failures[0] == "call 2 came after call 0: some were lost"
+
+
+def test_only_receivers_have_an_address() -> None:
+    sender, receiver = ZmqSender(BLOCKS), ZmqReceiver(np.zeros((8, 64), np.uint8))
+    assert RankTransfers("p", 1, sender).endpoint is None
+    assert RankTransfers("p", 1, receiver).endpoint == receiver.endpoint
+    receiver.close()

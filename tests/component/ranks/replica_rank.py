@@ -1,7 +1,7 @@
 """A rank whose part of the model is the whole hash model. Its only argument is JSON with `engine`, `rank` and these:
 
 `pool_file`: gets a digest of the pool with each step. `fail_at`: so many steps run before one fails. `hold_load`: the
-load waits for this file.
+load waits for this file. `order_file`: gets a line for each step and each released reservation.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,14 @@ from kvrelay.engine.batch import ModelSpec, WorkerBatch
 from kvrelay.process import end_with_parent
 from kvrelay.ranks.messages import RANK_PROTOCOL, RankSettings, Software
 from kvrelay.ranks.rank_member import MemberOptions, RankEnds, RankMember, Report
+from kvrelay.ranks.transfer_messages import TransferSettings
+from kvrelay.transfer.base import PartReceiver
 from kvrelay.transfer.pool_memory import PoolLike
+from kvrelay.transfer.zmq_transport import ZmqReceiver
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.replicas import HashReplica
 
+TOO_SOON_S = 0.5
 SOFTWARE = Software(RANK_PROTOCOL, "1.0", "2.0")
 
 
@@ -37,6 +42,7 @@ class DisturbedReplica:
         self._replica = HashReplica(runner)
         self._given = given
         self._num_steps = 0
+        self.began = threading.Event()
 
     @property
     def spec(self) -> ModelSpec:
@@ -50,9 +56,31 @@ class DisturbedReplica:
         if self._num_steps == self._given.get("fail_at"):
             raise MemoryError("no memory is left, as told")
         self._num_steps += 1
+        self.began.set()
+        note(self._given, "step")
         self._replica.follow(batch)
         if "pool_file" in self._given:
             Path(self._given["pool_file"]).write_text(digest(self._replica.runner.pool_bytes))
+
+
+class HesitantReceiver(ZmqReceiver):
+    """Before a release it waits in vain for a step that runs too soon."""
+
+    def __init__(self, pool: PoolLike, replica: DisturbedReplica, given: dict[str, Any]) -> None:
+        super().__init__(pool)
+        self._replica = replica
+        self._given = given
+
+    def release(self, reservation: str) -> None:
+        self._replica.began.wait(TOO_SOON_S)
+        note(self._given, f"released {reservation}")
+        super().release(reservation)
+
+
+def note(given: dict[str, Any], line: str) -> None:
+    if "order_file" in given:
+        with Path(given["order_file"]).open("a") as file:
+            file.write(f"{line}\n")
 
 
 def main() -> int:
@@ -77,14 +105,19 @@ def main() -> int:
             fingerprint=given.get("fingerprint", "hash-model"),
             num_swap_slots=slots,
         )
-        return DisturbedReplica(runner, given)
+        replicas.append(DisturbedReplica(runner, given))
+        return replicas[-1]
 
+    def open_transport(settings: TransferSettings, pool: PoolLike) -> PartReceiver:
+        return HesitantReceiver(pool, replicas[-1], given)
+
+    replicas: list[DisturbedReplica] = []
     software = Software(RANK_PROTOCOL, given.get("version", "1.0"), "2.0")
     options = MemberOptions(
         engine=given["engine"], rank=given["rank"], software=software, timeout_s=given.get("timeout_s", 60.0)
     )
     try:
-        RankMember(options, load).run()
+        RankMember(options, load, open_transport).run()
     except RankEnds as error:
         logging.error("%s", error)
         return 1

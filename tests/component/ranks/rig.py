@@ -15,6 +15,7 @@ from kvrelay.ranks.messages import RankSettings
 from kvrelay.ranks.rank_group import GroupOptions, RankCommand, RankGroup
 from kvrelay.ranks.rank_member import facts_of
 from kvrelay.ranks.ranked_runner import RankedRunner
+from kvrelay.ranks.transfer_messages import TransferSettings
 from tests.component.ranks.replica_rank import SOFTWARE
 from tests.fakes.replicas import LeadingHashRunner
 from tests.fakes.waiting import PATIENCE_S
@@ -34,7 +35,7 @@ def group_options(size: int, **changes: Any) -> GroupOptions:
     return GroupOptions(**{"size": size, "group": "test", "software": SOFTWARE, "timeout_s": PATIENCE_S, **changes})
 
 
-def rank_settings(size: int, num_slots: int = 0) -> RankSettings:
+def rank_settings(size: int, num_slots: int = 0, transfers: TransferSettings | None = None) -> RankSettings:
     return RankSettings(
         model="hash",
         size=size,
@@ -52,6 +53,7 @@ def rank_settings(size: int, num_slots: int = 0) -> RankSettings:
         fused_layers=True,
         quantization="none",
         load_format="auto",
+        transfers=transfers,
     )
 
 
@@ -78,10 +80,10 @@ def opened(size: int, *, options: dict[str, Any] | None = None, **given: dict[st
         group.close()
 
 
-def start(group: RankGroup, size: int, num_slots: int = 0) -> Ranks:
+def start(group: RankGroup, size: int, num_slots: int = 0, transfers: TransferSettings | None = None) -> Ranks:
     """Raises RanksFailed."""
     group.await_joined()
-    group.start(rank_settings(size, num_slots))
+    group.start(rank_settings(size, num_slots, transfers))
     leader = LeadingHashRunner(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)
     group.await_ready(facts_of(leader.spec))
     return Ranks(group, leader, RankedRunner(leader, group))

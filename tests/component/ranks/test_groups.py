@@ -23,6 +23,8 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.messages import STEP_TOPIC, Start, encode
 from kvrelay.ranks.rank_group import RankGroup, RanksFailed
 from kvrelay.ranks.rank_member import facts_of
+from kvrelay.ranks.remote_transfers import RemoteReceiver
+from kvrelay.ranks.transfer_messages import TransferSettings
 from tests.component.ranks.replica_rank import digest
 from tests.component.ranks.rig import (
     BLOCK_SIZE,
@@ -272,6 +274,34 @@ def test_ranks_end_with_a_killed_engine(tmp_path: Path) -> None:
     engine.stdout.close()
     _, alive = psutil.wait_procs(family, PATIENCE_S)
     assert not alive
+
+
+TRANSFERS = TransferSettings("decode", checksums=False, max_peers=8)
+
+
+def test_a_step_waits_for_the_calls_that_were_published_before_it(tmp_path: Path) -> None:
+    """Otherwise a late block of a released reservation could be written over what the step writes."""
+    order = tmp_path / "order"
+    with opened(3, rank_2={"order_file": str(order)}) as group:
+        ranks = start(group, 3, transfers=TRANSFERS)
+        remote = RemoteReceiver(2, group)
+        assert remote.endpoint["address"].startswith("tcp://127.0.0.1:")
+        remote.admit("r", 0, [1])
+        remote.release("r")
+        ranks.runner.add_sequence(KEY, Sampling(), [1, 2, 3], 3)
+        ranks.runner.execute(prompt_step(1))
+        assert order.read_text().splitlines() == ["released r", "step"]
+
+
+@pytest.mark.slow
+def test_a_call_that_cannot_be_carried_out_ends_the_group() -> None:
+    with opened(2) as group:
+        start(group, 2, transfers=TRANSFERS)
+        RemoteReceiver(1, group).admit("r", 0, [NUM_BLOCKS])
+        with pytest.raises(DeviceLost, match="rank 1 exited with status 1"):
+            group.lost.result(PATIENCE_S)
+        RemoteReceiver(1, group).release("r")  # calls to a failed group are lost
+    assert_none_runs(group)
 
 
 @pytest.mark.slow

@@ -1,0 +1,25 @@
+"""Rank 0 of a group of two whose other rank joins, and then takes part in nothing. Argument: the address."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+
+from kvrelay.engine.parallel.group import RankLost, TensorParallelGroup
+from tests.fakes.waiting import PATIENCE_S
+
+
+def main() -> None:
+    group = TensorParallelGroup.connect(0, 2, sys.argv[1], PATIENCE_S)
+    threading.Timer(0.2, group.leave).start()
+    for _ in range(2):  # in the collective, and before the next one
+        try:
+            group.all_reduce(torch.ones(4))
+        except RankLost as error:
+            print(error)
+
+
+if __name__ == "__main__":
+    main()

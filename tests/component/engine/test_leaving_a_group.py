@@ -1,0 +1,35 @@
+"""A rank that is lost without its connection being closed holds up neither others nor the end of their processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvrelay.engine.parallel.group import GroupNotFormed, TensorParallelGroup
+from tests.component.engine.tensor_parallel_ranks import free_address
+from tests.fakes.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.component
+
+
+def test_leaving_ends_a_collective_and_the_process_can_end() -> None:
+    address = free_address()
+    command = [sys.executable, "-m", "tests.component.engine.leaving_rank", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        idle = TensorParallelGroup.connect(1, 2, address, PATIENCE_S)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+        assert output.splitlines() == ["rank 0 of 2 has left the group"] * 2
+        assert process.returncode == 1
+        idle.close()
+
+
+def test_a_check_ends_the_wait_for_other_ranks() -> None:
+    def check() -> None:
+        raise ValueError("rank 1 was killed by SIGKILL")
+
+    with pytest.raises(ValueError, match="rank 1 was killed by SIGKILL"):
+        TensorParallelGroup.connect(0, 2, free_address(), PATIENCE_S, check=check)
+    with pytest.raises(GroupNotFormed, match="1 did not come"):
+        TensorParallelGroup.connect(0, 2, free_address(), 0.1)

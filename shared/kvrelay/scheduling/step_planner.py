@@ -21,6 +21,9 @@ SHARED_STEP_PART = 4
 MAX_PAUSED_STEPS = 2
 """Steps in a row in which decodes may be paused for prompts of tenants that were served less."""
 
+RUNS_PART = 8
+"""The part of the token budget that forced tokens take, at most, if unconstrained rows share the step."""
+
 DRAFTS_PART = 4
 """The part of the token budget that drafts take, at most, while prompts run or wait."""
 
@@ -64,14 +67,15 @@ class StepPlanner:
     def plan_decodes(self, draft: PlanDraft) -> None:
         """Adds a row for every running decode. A sequence that finds no free block preempts others, or is preempted.
 
-        A row holds one token, and behind tokens that a grammar forced as many more as the token budget has beside one
-        for each running sequence. Drafts come behind these.
+        A row holds one token, behind it the tokens that a grammar forced, as far as the step has room for them, and
+        drafts behind these.
         """
         self._num_paused_steps = self._num_paused_steps + 1 if self._has_paused else 0
         self._has_paused = False
         rows: list[PlannedRow] = []
         short: list[Sequence] = []  # sequences that need a block
-        runs: dict[Sequence, int] = {}  # tokens of the rows that hold several
+        jumping: list[int] = []  # rows with forced tokens
+        has_others = False  # rows that never have any
         speculating: list[int] = []  # rows that may have drafts
         draft.prompting = prompting = []
         for sequence in self._running.values():
@@ -87,10 +91,11 @@ class StepPlanner:
                 speculating.append(len(rows) - 1)
             if is_beam or position >= sequence.table.capacity_tokens:
                 short.append(sequence)
-            if sequence.jumps and (num_remaining := sequence.num_remaining) > 1:
-                num_spare = draft.budget_left - len(self._running) - sum(runs.values()) + len(runs)
-                runs[sequence] = num_tokens = min(num_remaining, 1 + max(0, num_spare))
-                rows[-1] = PlannedRow(sequence, position, num_tokens, False, num_tokens == num_remaining)
+            if not sequence.jumps:
+                has_others = True
+            elif sequence.num_remaining > 1:
+                jumping.append(len(rows) - 1)
+        runs = self._plan_runs(jumping, rows, draft, has_others=has_others) if jumping else {}
         if short:
             short = self._blocks.grow_each(short)
         for sequence in dict.fromkeys((*short, *runs)):
@@ -100,6 +105,25 @@ class StepPlanner:
         if speculating and not draft.ahead:
             draft.has_drafts = self._add_drafts(speculating, rows, draft)
         draft.add_decodes(rows, has_runs=draft.has_drafts or bool(runs))
+
+    def _plan_runs(
+        self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft, *, has_others: bool
+    ) -> dict[Sequence, int]:
+        """Adds forced tokens to rows. Returns the number of tokens of these rows.
+
+        Forced tokens take what is left of the token budget beside one token for each running sequence, and at most a
+        part of it if unconstrained rows share the step. The rest of a run follows in the next steps.
+        """
+        num_spare = draft.budget_left - len(self._running)
+        if has_others:
+            num_spare = min(num_spare, draft.budget_left // RUNS_PART)
+        runs: dict[Sequence, int] = {}
+        for place in places:
+            row, num_remaining = rows[place], rows[place].sequence.num_remaining
+            runs[row.sequence] = num_tokens = min(num_remaining, 1 + max(0, num_spare))
+            rows[place] = PlannedRow(row.sequence, row.position, num_tokens, False, num_tokens == num_remaining)
+            num_spare -= num_tokens - 1
+        return runs
 
     def _add_drafts(self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft) -> bool:
         """Adds drafts to some of the rows. Returns whether there are any.

@@ -18,6 +18,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.step_planner import RUNS_PART
 from kvrelay.worker.load_report import SpeedMeter, report_load
 from kvrelay.worker.step_loop import worker_batch
 from kvrelay_decode.stream import entry_of
@@ -126,6 +127,24 @@ def test_runs_stay_within_the_token_budget_and_leave_a_token_to_every_decode() -
         decodes = [row.num_tokens for row in plan.rows if not row.is_prefill]
         assert decodes == sorted(decodes, key=lambda size: size == 1), "runs come before single tokens"
     assert any(not row.sample and not row.is_prefill for plan in world.plans for row in plan.rows), "a run was cut"
+
+
+def test_runs_take_a_part_of_the_budget_beside_unconstrained_rows() -> None:
+    """So that a step, and with it the gap between the tokens of these rows, is bounded."""
+    free, budget = msgspec.structs.replace(CONSTRAINED, grammar=None, max_tokens=6), 2 * RUNS_PART
+    samplings = [CONSTRAINED, CONSTRAINED, free, CONSTRAINED]
+    world = Fleetless(samplings, token_budget=budget)
+    outputs = world.run()
+    assert outputs == [expected_tokens(PROMPT, each, 64) for each in samplings]
+    beside: list[int] = []
+    alone: list[int] = []
+    for plan in world.plans:
+        decodes = [row for row in plan.rows if not row.is_prefill]
+        has_others = any(row.sequence is world.sequences[2] for row in decodes)
+        (beside if has_others else alone).append(sum(row.num_tokens for row in decodes) - len(decodes))
+    assert max(beside) == budget // RUNS_PART < max(alone)
+    rows = [sum(row.sequence is world.sequences[2] for row in plan.rows) for plan in world.plans]
+    assert sum(rows) == 6, "the unconstrained row gets a token in each step"
 
 
 def test_a_run_ends_at_max_tokens_and_at_a_stop_token() -> None:

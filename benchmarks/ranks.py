@@ -1,0 +1,161 @@
+"""What dividing a model among ranks costs on one machine: two ranks of one thread against one process of two threads.
+
+A model of the shape of Qwen3-0.6B with random weights runs in the engine in Python: decoding steps of so many sequences
+behind prompts of 64 tokens, and prompts of 512 tokens, one step each. One process runs fused layers, and the modules of
+transformers, which are what ranks divide. Engines take turns, `--rounds` times; the table has medians, and the share of
+one process with modules. The time in collectives is rank 0's, waits for the other rank included.
+
+Usage: python -m benchmarks.ranks [--dtype bfloat16] [--layers 28] [--rounds 2] [--write benchmarks/results/ranks.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvrelay import Engine, SamplingParams
+from kvrelay.engine.parallel.group import TensorParallelGroup
+
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+BATCHES = (1, 8)
+NUM_STEPS = 24
+NUM_WARM = 4
+PROMPT_TOKENS = 512
+NUM_PROMPTS = 5
+ENGINES: dict[str, dict[str, Any]] = {
+    "one process, 2 threads, fused layers": {"threads": 2},
+    "one process, 2 threads, modules": {"threads": 2, "fused_layers": False},
+    "2 ranks, 1 thread each": {"threads": 1, "tensor_parallel_size": 2},
+}
+BASE = "one process, 2 threads, modules"
+
+
+def write_model(directory: Path, num_layers: int) -> None:
+    """A directory with the config of Qwen3-0.6B and the demo model's tokenizer."""
+    config = json.loads((DEMO / "config.json").read_text())
+    config |= {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config |= {"head_dim": 128, "num_hidden_layers": num_layers, "vocab_size": 151936}
+    config["layer_types"] = ["full_attention"] * num_layers
+    (directory / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, directory / name)
+
+
+@contextmanager
+def timed_collectives() -> Iterator[list[float]]:
+    """Seconds of rank 0 in collectives, one entry for each."""
+    seconds: list[float] = []
+    original = TensorParallelGroup._wait
+
+    def wait(group: TensorParallelGroup, begin: Any) -> None:
+        began = time.perf_counter()
+        original(group, begin)
+        seconds.append(time.perf_counter() - began)
+
+    TensorParallelGroup._wait = wait  # type: ignore[method-assign,assignment]
+    try:
+        yield seconds
+    finally:
+        TensorParallelGroup._wait = original  # type: ignore[method-assign]
+
+
+def timed_steps(engine: Engine, count: int, collectives: list[float]) -> tuple[float, float]:
+    """Median seconds of a step, and of it in collectives."""
+    steps, waits = [], []
+    for _ in range(count):
+        collectives.clear()
+        began = time.perf_counter()
+        engine.step()
+        steps.append(time.perf_counter() - began)
+        waits.append(sum(collectives))
+    return statistics.median(steps), statistics.median(waits)
+
+
+def measure(model: Path, dtype: str, settings: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Seconds of a step, and of it in collectives, by name of the load."""
+    found: dict[str, tuple[float, float]] = {}
+    with timed_collectives() as collectives:
+        engine = Engine(
+            str(model),
+            load_format="dummy",
+            dtype=dtype,
+            num_blocks=256,
+            token_budget=PROMPT_TOKENS,
+            prefix_cache=False,
+            max_model_len=2048,
+            **settings,
+        )
+        try:
+            for batch in BATCHES:
+                params = SamplingParams(temperature=0, max_tokens=NUM_STEPS + NUM_WARM + 2, ignore_eos=True)
+                for number in range(batch):
+                    engine.add_request(None, [10 + number] * 64, params)
+                for _ in range(1 + NUM_WARM):
+                    engine.step()
+                found[f"decoding, {batch}"] = timed_steps(engine, NUM_STEPS, collectives)
+                for name in list(engine.request_ids):
+                    engine.abort(name)
+            for number in range(NUM_PROMPTS + 1):
+                engine.add_request(
+                    None, [20 + number] * PROMPT_TOKENS, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+                )
+            engine.step()
+            found[f"prompt of {PROMPT_TOKENS}"] = timed_steps(engine, NUM_PROMPTS, collectives)
+        finally:
+            engine.close()
+    return found
+
+
+def table(rounds: dict[str, list[dict[str, tuple[float, float]]]]) -> str:
+    """A row for each engine and load."""
+    lines = ["| Load | Engine | Step, ms | In collectives, ms | Of one process with modules |", "|---|---|---|---|---|"]
+    middle = {
+        name: {load: tuple(statistics.median(each[load][at] for each in runs) for at in (0, 1)) for load in runs[0]}
+        for name, runs in rounds.items()
+    }
+    for load in middle[BASE]:
+        for name, values in middle.items():
+            step, waits = values[load]
+            share = middle[BASE][load][0] / step
+            lines.append(f"| {load} | {name} | {1e3 * step:.1f} | {1e3 * waits:.1f} | {share:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    rounds: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in ENGINES}
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory), arguments.layers)
+        for _ in range(arguments.rounds):
+            for name, settings in ENGINES.items():
+                rounds[name].append(measure(Path(directory), arguments.dtype, settings))
+    text = f"""# Ranks
+
+`python -m benchmarks.ranks`: {arguments.layers} layers of Qwen3-0.6B's shape in {arguments.dtype}, random weights,
+rounds in turns: {arguments.rounds}. {platform.machine()}, {len(os.sched_getaffinity(0))} cores.
+
+{table(rounds)}
+"""
+    print(text)
+    if arguments.write:
+        arguments.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -81,6 +81,7 @@ FLOODS = (
     Load("many short", 48, 64, 16),
     Load("few long prompts", 6, 3000, 8),
     Load("long outputs", 48, 64, 512),
+    Load("many long outputs", 200, 64, 512),
     Load("eight samples", 6, 64, 128, n=8),
 )
 

@@ -29,6 +29,7 @@ from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan, work_of
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
+from kvrelay.scheduling.queue.decode_turns import DecodeTurns
 from kvrelay.scheduling.queue.fair_shares import FairShares
 from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
@@ -93,7 +94,8 @@ class BatchScheduler:
             self.reclaimer,
             decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
-        self._planner = StepPlanner(self.lifecycle, self._admission, self.preemptor, self.chunks)
+        self.turns = DecodeTurns(self.shares)
+        self._planner = StepPlanner(self.lifecycle, self._admission, self.preemptor, self.chunks, self.turns)
         self._commit = StepCommit(self.lifecycle)
         self._step = 0
         self._uncommitted: list[StepPlan] = []  # the step in flight, and the one planned behind it
@@ -303,6 +305,7 @@ class BatchScheduler:
         self._landed(plan)
         self.blocks.copies.done(plan.copies)
         self.chunks.measured(plan, result.forward_s)
+        self.turns.measured(plan, result.forward_s)
         drafter = self.lifecycle.drafter
         if drafter.is_used and any(row.sequence.drafts is not None for row in plan.rows):
             drafter.measured(*work_of(plan.rows), result.forward_s)

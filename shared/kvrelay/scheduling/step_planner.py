@@ -12,6 +12,7 @@ from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import PlanDraft, PlannedRow
 from kvrelay.scheduling.policies.chunk_sizes import MIN_CHUNK, Chunks
 from kvrelay.scheduling.preemptor import Preemptor
+from kvrelay.scheduling.queue.decode_turns import DecodeTurns
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
 
@@ -37,6 +38,7 @@ class StepPlanner:
         admission: SequenceAdmission,
         preemptor: Preemptor,
         chunks: Chunks,
+        turns: DecodeTurns,
     ) -> None:
         self._lifecycle = lifecycle
         self._running = lifecycle.running
@@ -46,6 +48,7 @@ class StepPlanner:
         self._admission = admission
         self._preemptor = preemptor
         self._chunks = chunks
+        self._turns = turns
         self._has_paused = False  # decodes, in the latest step
         self._num_paused_steps = 0  # in a row
 
@@ -78,12 +81,14 @@ class StepPlanner:
         has_others = False  # rows that never have any
         speculating: list[int] = []  # rows that may have drafts
         draft.prompting = prompting = []
+        self._turns.plan_step(self._running.values())
+        resting = self._turns.resting
         for sequence in self._running.values():
             is_beam = sequence.beams is not None
             if (is_beam or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding:
                 prompting.append(sequence)
                 continue
-            if sequence.num_planned and not _continues(sequence):
+            if sequence in resting or (sequence.num_planned and not _continues(sequence)):
                 continue
             position = sequence.num_computed + sequence.num_planned
             rows.append(PlannedRow(sequence, position, 1, False, True))
@@ -105,6 +110,8 @@ class StepPlanner:
         if speculating and not draft.ahead:
             draft.has_drafts = self._add_drafts(speculating, rows, draft)
         draft.add_decodes(rows, has_runs=draft.has_drafts or bool(runs))
+        if self._turns.is_probe:
+            draft.budget_left = 0  # nor prompts: they are all of the tenant whose decodes rest
 
     def _plan_runs(
         self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft, *, has_others: bool

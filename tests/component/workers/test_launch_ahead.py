@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import PlanDraft, PlannedRow
+from kvrelay.scheduling.queue import decode_turns
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -63,7 +64,7 @@ def test_prompts_that_share_prefixes_are_handed_over(redis_url: str, runners: li
 def test_decodes_of_a_flood_that_pause_for_light_prompts_go_on_with_their_own_tokens(
     redis_url: str, runners: list[HashRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of up to three steps, one after another, beside 8 decodes of another tenant and its waiting prompts."""
+    """Prompts of up to three steps, one after another, beside decodes of another tenant, which also take turns."""
     num_paused: list[int] = []
     return_paused = StepPlanner._return_paused
 
@@ -72,6 +73,7 @@ def test_decodes_of_a_flood_that_pause_for_light_prompts_go_on_with_their_own_to
         num_paused.append(len(paused) if sequence in draft.prompts else 0)
 
     monkeypatch.setattr(StepPlanner, "_return_paused", count)
+    monkeypatch.setattr(decode_turns, "PROBE_EVERY_STEPS", 8)
     sampling = Sampling(temperature=0.0, max_tokens=100, ignore_eos=True)
 
     async def test() -> None:
@@ -79,7 +81,7 @@ def test_decodes_of_a_flood_that_pause_for_light_prompts_go_on_with_their_own_to
             decode, prompts = f.decode[0], [prompt_of(4 + number, number) for number in range(14)]
             scheduler = decode.context.scheduler
             assert isinstance(scheduler, BatchScheduler)
-            scheduler.shares.reclaim_lag = 2.0
+            scheduler.shares.reclaim_lag, scheduler.turns.least_turns = 2.0, 2
             flood = [
                 f.router.generate(decode.me, f"flood-{number}", prompt, sampling, tenant="flood")
                 for number, prompt in enumerate(prompts)

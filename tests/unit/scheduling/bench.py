@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.kv.ablations import NullCache
@@ -102,6 +103,8 @@ class Bench:
         self.sequences: list[Sequence] = []
         self.tokens_drawn = 0
         self.num_paused_steps = 0  # in a row
+        self.step_s: Callable[[StepPlan], float] = lambda plan: 0.0
+        """What steps take; 0.0: not measured."""
         self.tenant, self.weight = "", 1.0
         """Of the sequences that are added from now on."""
 
@@ -162,7 +165,7 @@ class Bench:
             self.tokens_drawn += row.sample
             drawn = token_id if token_id is not None else 1 + self.tokens_drawn % 7
             rows.append(RowResult((drawn,) if row.sample else ()))
-        return StepResult(plan.step, rows, 0.0)
+        return StepResult(plan.step, rows, self.step_s(plan))
 
     def step(self) -> tuple[StepPlan, list[SequenceOutput]]:
         decoding = [s for s in self.scheduler.running.values() if s.is_decoding]
@@ -214,7 +217,8 @@ class Bench:
         if isinstance(self.scheduler.policy, SarathiPolicy):
             back = {s.key for s in plan.admitted}  # from the host, or with all but the last token cached
             assert planned - back <= {s.key for s in decoding} - preempted
-            self.check_left_out([s for s in decoding if s.key not in planned | preempted], plan)
+            left_out = [s for s in decoding if s.key not in planned | preempted]
+            self.check_left_out([s for s in left_out if s not in self.scheduler.turns.resting], plan)
         for row in plan.rows:
             assert row.position == row.sequence.num_computed
             assert row.sequence.table.capacity_tokens >= row.position + row.num_tokens

@@ -143,6 +143,24 @@ def test_chunks_shrink_to_the_blocks_that_there_are(
     run_history(bench, wanted, num_tenants)
 
 
+@pytest.mark.parametrize("kind", [Bench, OverlappedBench])
+@settings(max_examples=examples(100), deadline=None)
+@given(requests, policies, st.integers(8, 40), st.integers(2, 8), st.integers(2, 3), st.floats(0.1, 10))
+def test_every_sequence_ends_with_all_its_tokens_if_decodes_take_turns(
+    kind: type[Bench],
+    wanted: list[tuple[list[int], int, int, int, str]],
+    policy: SchedulerSettings,
+    token_budget: int,
+    max_running: int,
+    num_tenants: int,
+    token_s: float,
+) -> None:
+    bench = kind(NUM_BLOCKS, token_budget, max_running, True, "sarathi", policy)
+    bench.scheduler.turns.least_turns = 1
+    bench.step_s = lambda plan: 1 + token_s * len(plan.rows)
+    run_history(bench, wanted, num_tenants)
+
+
 @pytest.mark.parametrize("order", get_args(QueueOrderName))
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_nobody_is_passed_by_more_than_the_bound(scheduler: str, order: QueueOrderName) -> None:

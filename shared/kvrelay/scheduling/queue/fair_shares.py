@@ -87,6 +87,10 @@ class FairShares:
     def num_waiting_tenants(self) -> int:
         return len(self._waiting)
 
+    def waits_alone(self, tenant: str) -> bool:
+        """Returns whether no sequence of another tenant waits."""
+        return not self._waiting or (len(self._waiting) == 1 and tenant in self._waiting)
+
     def is_waiting(self, tenant: str) -> bool:
         """Returns whether a sequence of the tenant waits."""
         return tenant in self._waiting
@@ -215,6 +219,20 @@ class FairShares:
             for other, each in self._present.items()
             if each.counter > least and each.num_sequences / each.weight > most
         }
+
+    def heaviest(self, num_sequences: int) -> str | None:
+        """Returns the tenant with most sequences, by weight, if there are several tenants and it has more than
+        `num_sequences`."""
+        if not self.is_contested:
+            return None
+        tenant, share = max(self._present.items(), key=lambda item: item[1].num_sequences / item[1].weight)
+        return tenant if share.num_sequences > num_sequences else None
+
+    def lighter_than(self, tenant: str) -> list[str]:
+        """Returns the tenants here that are behind `tenant` by more than `reclaim_lag`."""
+        counter = self._present[tenant].counter
+        lag = self.reclaim_lag
+        return [other for other, each in self._present.items() if each.counter + lag / each.weight < counter]
 
     def is_behind(self, tenant: str, num_tokens: int) -> bool:
         """Returns whether a tenant here was served more than `tenant` will be after `num_tokens` more."""

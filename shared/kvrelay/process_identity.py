@@ -45,7 +45,7 @@ def own_identity() -> str:
 
 
 def has_ended(identity: str) -> bool:
-    """Whether all threads of that process have ended. False also if that is unknown."""
+    """Returns whether all threads of that process have ended. False also if that is unknown."""
     process = _parse(identity)
     try:
         return process is not None and process.machine == _machine() and _is_gone(process)

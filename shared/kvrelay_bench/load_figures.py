@@ -48,7 +48,7 @@ class BenchSlo:
     e2e_s: float | None = None
 
     def is_met(self, record: Record) -> bool:
-        """Whether a request is good. An answer of one token meets any bound of TPOT."""
+        """Returns whether a request is good. An answer of one token meets any bound of TPOT."""
         if record.error:
             return False
         measured = (record.ttft_s, record.tpot_s or 0.0, record.e2e_s)
@@ -59,7 +59,7 @@ class BenchSlo:
 
     @property
     def is_set(self) -> bool:
-        """Whether at least one bound is set."""
+        """Returns whether at least one bound is set."""
         return any(bound is not None for bound in (self.ttft_s, self.tpot_s, self.e2e_s))
 
 

@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Returns whether `step` has anything to do."""
         return bool(self._open)
 
     def chat_prompt(

@@ -65,7 +65,7 @@ class OverdueTransfers:
         request.last_progress = self._clock.read(now)
 
     def has_stalled(self, request: DecodeRequest, now: float) -> bool:
-        """Whether nothing of a handoff has come for `STALLED_AFTER_S`. Call it several times a second."""
+        """Returns whether nothing of a handoff has come for `STALLED_AFTER_S`. Call it several times a second."""
         return self._clock.read(now) - request.last_progress > STALLED_AFTER_S
 
     def handed(self, request: DecodeRequest, now: float, *, is_repeated: bool) -> None:

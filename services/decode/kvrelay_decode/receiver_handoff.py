@@ -91,17 +91,17 @@ class ReceiverHandoff:
 
     @property
     def awaits_blocks(self) -> bool:
-        """Whether the handoff message is here, and blocks or the answer to a resend request are missing."""
+        """Returns whether the handoff message is here, and blocks or the answer to a resend request are missing."""
         return self.state is ReceiverState.FILLING and self._handoff is not None
 
     @property
     def is_answered(self) -> bool:
-        """Whether prefill has said of the last resend request that its blocks have left."""
+        """Returns whether prefill has said of the last resend request that its blocks have left."""
         return self._handoff is not None and self._handoff.resend >= self._num_resend_requests
 
     @property
     def awaits_resend(self) -> bool:
-        """Whether blocks were requested again and the sequence is not committed yet."""
+        """Returns whether blocks were requested again and the sequence is not committed yet."""
         return self.state is ReceiverState.FILLING and self._num_resend_requests > 0
 
     @property

@@ -33,10 +33,10 @@ class DecodeRequest:
 
     @property
     def is_quarantined(self) -> bool:
-        """Whether the handoff has ended, but its sender may still write into its blocks."""
+        """Returns whether the handoff has ended, but its sender may still write into its blocks."""
         return self.handoff is not None and self.handoff.state is ReceiverState.QUARANTINED
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the handoff waits for its reservation and holds nothing."""
+        """Returns whether the handoff waits for its reservation and holds nothing."""
         return self.handoff is not None and self.handoff.state is ReceiverState.ASKED

@@ -156,7 +156,7 @@ class FleetView:
         return [known.peer for known in self._workers.values() if not known.refused]
 
     def is_gone(self, record: WorkerRecord) -> bool:
-        """Whether this incarnation is replaced, lost or incompatible."""
+        """Returns whether this incarnation is replaced, lost or incompatible."""
         known = self._workers.get(record.worker_id)
         return known is None or known.record.incarnation != record.incarnation or bool(known.lost or known.refused)
 
@@ -191,7 +191,7 @@ class FleetView:
         return self._limits[1]
 
     def has_joining(self, now: float) -> bool:
-        """Whether a registered worker has not answered yet."""
+        """Returns whether a registered worker has not answered yet."""
         return any(known.state(now) is WorkerState.JOINING for known in self._workers.values())
 
     def states(self, now: float) -> Counter[tuple[str, str]]:
@@ -279,7 +279,7 @@ def _limits_of(records: list[WorkerRecord]) -> ModelLimits:
 
 
 def _are_speeds(values: tuple[float | None, ...] | None) -> TypeGuard[tuple[float, ...]]:
-    """Whether measured speeds are usable. A single NaN would make every comparison of workers false."""
+    """Returns whether measured speeds are usable. A single NaN would make every comparison of workers false."""
     return values is not None and all(value is not None and isfinite(value) and value >= 0 for value in values)
 
 

@@ -129,7 +129,7 @@ class LayerKind(NamedTuple):
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def sees_all(self, num_keys: int) -> bool:
-        """Whether the query at the last of `num_keys` tokens attends to all of them."""
+        """Returns whether the query at the last of `num_keys` tokens attends to all of them."""
         return self.sliding_window is None or num_keys <= self.sliding_window
 
     @property
@@ -148,7 +148,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_eight_bit(dtype: torch.dtype) -> bool:
-    """Whether the dtype is one of the 8-bit `KV_DTYPES`."""
+    """Returns whether the dtype is one of the 8-bit `KV_DTYPES`."""
     return dtype in KV_DTYPES.values()
 
 

@@ -68,7 +68,7 @@ class CascadePlan:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether the order of the rows is unchanged."""
+        """Returns whether the order of the rows is unchanged."""
         return bool((self.order[:-1] < self.order[1:]).all())
 
 

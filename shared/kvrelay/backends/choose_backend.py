@@ -101,7 +101,7 @@ def _trial_failure(
 
 
 def _has_kernels_of_its_own(device: torch.device) -> bool:
-    """Whether FlashInfer has prefill kernels of its own for this GPU, as it has for Hopper."""
+    """Returns whether FlashInfer has prefill kernels of its own for this GPU, as it has for Hopper."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -82,7 +82,7 @@ class FlashInferBackend:
 
     @staticmethod
     def can_hold(layout: KVLayout) -> bool:
-        """Whether the kernels support this dtype and these heads."""
+        """Returns whether the kernels support this dtype and these heads."""
         fits = layout.num_kv_heads * layout.head_dim <= _MAX_ELEMENTS
         return layout.dtype in _DTYPES and layout.head_dim in _HEAD_DIMS and fits
 

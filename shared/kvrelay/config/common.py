@@ -47,7 +47,7 @@ def with_password(url: str, password: str) -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` means every interface, so peers need another address."""
+    """Returns whether `host` means every interface, so peers need another address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -216,7 +216,7 @@ class CommonConfig(BaseModel):
 
     @property
     def uses_redis(self) -> bool:
-        """Whether Redis is configured, reachable or not."""
+        """Returns whether Redis is configured, reachable or not."""
         return self.redis_url != NO_REDIS
 
     @property

@@ -133,7 +133,7 @@ def flag_names(field_name: str) -> list[str]:
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Whether the field is a list, separated by commas in flags and variables."""
+    """Returns whether the field is a list, separated by commas in flags and variables."""
     return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("list"))
 
 

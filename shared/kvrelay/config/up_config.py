@@ -130,7 +130,7 @@ class UpConfig(BaseModel):
 
     @property
     def places_workers(self) -> bool:
-        """Whether `kvrelay up` assigns GPUs to workers."""
+        """Returns whether `kvrelay up` assigns GPUs to workers."""
         return bool(self.devices or self.decode_devices)
 
     def tensor_parallel_size_of(self, role: str) -> int | None:

@@ -347,7 +347,7 @@ class WorkerConfig(RankedConfig):
 
     @property
     def publishes_prefixes(self) -> bool:
-        """Whether this worker publishes its cache to the prefix index. Only the tree reports changes."""
+        """Returns whether this worker publishes its cache to the prefix index. Only the tree reports changes."""
         return self.uses_redis and self.prefix_index and self.prefix_cache and self.prefix_lookup == "tree"
 
     @property

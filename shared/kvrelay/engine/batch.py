@@ -102,7 +102,7 @@ class WorkerBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the batch has rows, copies nothing, and has no rows of beams."""
+        """Returns whether the batch has rows, copies nothing, and has no rows of beams."""
         if self.swap_out.blocks or self.swap_in.blocks or self.copies or not self.rows:
             return False
         return all(row.beam is None for row in self.rows)
@@ -305,11 +305,11 @@ class LaunchingRunner(ModelRunner, Protocol):
 
     @property
     def launches_ahead(self) -> bool:
-        """Whether steps are ever launched behind a running one here."""
+        """Returns whether steps are ever launched behind a running one here."""
         ...
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """Whether `launch` accepts this batch while the previous step has not landed.
+        """Returns whether `launch` accepts this batch while the previous step has not landed.
 
         A row with `has_placeholder` then takes its token from device memory. False means that the batch needs something
         that the host learns when the previous step lands, or that its launch would wait for the device.

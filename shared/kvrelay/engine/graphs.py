@@ -123,7 +123,7 @@ class DecodeGraphs:
         self._most_read_again = _REREAD_BYTES // token_bytes
 
     def can_run(self, rows: PackedRows) -> bool:
-        """Whether a captured size holds all tokens, and rows of several tokens do not read too much again."""
+        """Returns whether a captured size holds all tokens, and rows of several tokens do not read too much again."""
         num_tokens = int(rows.query_starts[-1])
         if padded_size(self.sizes, num_tokens) is None:
             return False

@@ -107,7 +107,7 @@ class StepsInFlight:
 
     @property
     def has_stale(self) -> bool:
-        """Whether a step in flight has to run again; needs the lock."""
+        """Returns whether a step in flight has to run again; needs the lock."""
         return any(step.is_stale for step in self._steps)
 
 
@@ -127,7 +127,7 @@ class StepInFlight:
 
     @property
     def is_stale(self) -> bool:
-        """Whether this step read a token from device memory that differs from the sampled one."""
+        """Returns whether this step read a token from device memory that differs from the sampled one."""
         if self.took_from is None or not self.took_from.resampled:
             return False
         return any(row.has_placeholder and row.key in self.took_from.resampled for row in self.batch.rows)

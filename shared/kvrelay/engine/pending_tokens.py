@@ -224,7 +224,7 @@ class SampledTokens:
                 raise RuntimeError("tokens of a sequence must land in the order in which they were launched")
 
     def miss_tokens(self, parameters: Parameters) -> bool:
-        """Whether tokens are pending for one of these sequences that has penalties, a grammar or bad words."""
+        """Returns whether tokens are pending for one of these sequences that has penalties, a grammar or bad words."""
         counted = parameters["life"][(parameters["counts"] >= 0) | parameters["follows"]] if self._pending else ()
         return any(bool(np.isin(counted, pending.rows.parameters["life"]).any()) for pending in self._pending)
 

@@ -99,7 +99,7 @@ class MemoryGauge(Protocol):
 
     @property
     def pool_rests(self) -> bool:
-        """Whether a pool counts in `rest` before it is written to."""
+        """Returns whether a pool counts in `rest` before it is written to."""
         ...
 
     def total(self) -> int:

@@ -198,7 +198,7 @@ class Sampler:
         return follows | self._penalised(parameters)
 
     def can_sample_all(self, keys: Sequence[SequenceKey]) -> bool:
-        """Whether all keys are known and no sequence has a grammar, so that none is late."""
+        """Returns whether all keys are known and no sequence has a grammar, so that none is late."""
         return self._masks.is_unused and self._state.has_all(keys)
 
     def late(self, keys: Sequence[SequenceKey], num_others: int) -> NDArray[np.bool_]:

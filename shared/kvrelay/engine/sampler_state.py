@@ -68,7 +68,7 @@ class SamplerState:
         return key in self._slots
 
     def has_all(self, keys: Iterable[SequenceKey]) -> bool:
-        """Whether all keys are known."""
+        """Returns whether all keys are known."""
         return self._slots.keys() >= set(keys)
 
     def add(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:

@@ -140,7 +140,7 @@ class TokenMasks:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no sequence has a grammar."""
+        """Returns whether no sequence has a grammar."""
         return not self._states
 
     def late(self, slots: NDArray[np.int64], num_others: int) -> NDArray[np.bool_]:

@@ -186,7 +186,7 @@ class SharedLimits:
                 self._unreported.remove((running, request_id))
 
     def _may_ask(self, now: float) -> bool:
-        """Whether to ask Redis: always while it answers; after a failure one request at a time."""
+        """Returns whether to ask Redis: always while it answers; after a failure one request at a time."""
         if not self._away_until:
             return True
         if now < self._away_until:

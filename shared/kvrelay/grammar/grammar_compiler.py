@@ -58,7 +58,7 @@ class GrammarCompiler(Protocol):
         """Length of a `TokenMask`."""
 
     def knows(self, grammar: Grammar) -> bool:
-        """Whether the grammar is compiled already."""
+        """Returns whether the grammar is compiled already."""
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning of the output. May take milliseconds the first time; releases the GIL meanwhile.

@@ -25,7 +25,7 @@ class ShardShape(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether the heads divide by the ranks, or the ranks by the heads."""
+        """Returns whether the heads divide by the ranks, or the ranks by the heads."""
         return self.size > 0 < self.num_kv_heads and (
             self.num_kv_heads % self.size == 0 or self.size % self.num_kv_heads == 0
         )
@@ -75,7 +75,7 @@ def map_heads(source: ShardShape, target: ShardShape) -> tuple[HeadCopy, ...]:
 
 
 def _follows(last: HeadCopy, source_rank: int, source_head: int, target_rank: int) -> bool:
-    """Whether a head lies behind those of the last copy on both sides."""
+    """Returns whether a head lies behind those of the last copy on both sides."""
     is_same_pair = (last.source_rank, last.target_rank) == (source_rank, target_rank)
     return is_same_pair and last.source_head + last.num_heads == source_head
 

@@ -72,7 +72,7 @@ class MessengerSockets:
         return frames
 
     def may_receive(self) -> bool:
-        """Whether a message waits. Costs a quarter of the exception that `receive` raises if none does."""
+        """Returns whether a message waits. Costs a quarter of the exception that `receive` raises if none does."""
         return bool(int(self._inbox.getsockopt(EVENTS)) & POLLIN)
 
     def send(self, address: str, frames: list[bytes]) -> None:

@@ -36,5 +36,5 @@ class FailureKind(StrEnum):
 
     @property
     def recurs(self) -> bool:
-        """Whether the request would fail in the same way on any other worker."""
+        """Returns whether the request would fail in the same way on any other worker."""
         return self in (FailureKind.NO_TOKEN_ALLOWED, FailureKind.GRAMMAR_FAILED)

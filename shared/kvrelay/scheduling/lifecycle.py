@@ -199,7 +199,7 @@ class SequenceLifecycle:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is known, or one that was ended is still in a step in flight."""
+        """Returns whether a sequence is known, or one that was ended is still in a step in flight."""
         return bool(self._sequences or self._ended_in_flight)
 
     @property

@@ -113,7 +113,7 @@ class StepPlan:
 
     @property
     def has_work(self) -> bool:
-        """Whether the step has anything to execute."""
+        """Returns whether the step has anything to execute."""
         return bool(self.rows or self.copies) or self.swaps is not None
 
     @property

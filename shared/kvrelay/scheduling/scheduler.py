@@ -264,7 +264,7 @@ class BatchScheduler:
         return rows[0].is_prefill or len(self.waiting) > self.waiting.num_remote  # prompt chunks are the first rows
 
     def _expects_drafts(self) -> bool:
-        """Whether to wait for the tokens of the step in flight, because drafts are likely to follow them."""
+        """Returns whether to wait for the tokens of the step in flight, because drafts are likely to follow them."""
         plan, drafter = self._uncommitted[0], self.lifecycle.drafter
         if not drafter.is_used:
             return False
@@ -380,7 +380,7 @@ class BatchScheduler:
 
     @property
     def group_samples(self) -> bool:
-        """Whether the samples of a request run at the same time."""
+        """Returns whether the samples of a request run at the same time."""
         return self.settings.group_samples
 
     @property
@@ -400,7 +400,7 @@ class BatchScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is known, or one that was ended is still in a step in flight."""
+        """Returns whether a sequence is known, or one that was ended is still in a step in flight."""
         return self.lifecycle.has_work
 
 

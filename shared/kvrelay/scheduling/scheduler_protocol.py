@@ -82,7 +82,7 @@ class Scheduler(Protocol):
 
     @property
     def group_samples(self) -> bool:
-        """Whether the samples of a request run at the same time."""
+        """Returns whether the samples of a request run at the same time."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Scheduler(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence waits, is being received or runs."""
+        """Returns whether any sequence waits, is being received or runs."""
         ...
 
     def calibrate(self, cost: StepCost) -> None:

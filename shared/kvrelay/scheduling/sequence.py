@@ -174,7 +174,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the newest token lacks KV, and that token is output."""
+        """Returns whether only the newest token lacks KV, and that token is output."""
         num_tokens = self.tokens.num_tokens + self.num_expected
         position = self.num_computed + self.num_planned
         is_last = num_tokens - position == 1 and num_tokens > self.num_prompt and position > 0
@@ -182,12 +182,12 @@ class Sequence:
 
     @property
     def is_prompting(self) -> bool:
-        """Whether the next row is a chunk of a prompt. Decodes have several tokens if a grammar forced them."""
+        """Returns whether the next row is a chunk of a prompt. Decodes have several tokens if a grammar forced them."""
         return (self.beams is not None or self.block_state is not BlockState.RUNNING) and not self.is_decoding
 
     @property
     def wants_token(self) -> bool:
-        """Whether a token is sampled once all KV is computed. A prompt that is only scored needs none."""
+        """Returns whether a token is sampled once all KV is computed. A prompt that is only scored needs none."""
         if self.beams is not None:
             return self.beams.wants_candidates
         return self.sampling.max_tokens > self.num_output

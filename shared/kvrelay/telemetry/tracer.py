@@ -38,7 +38,7 @@ class SpanSink(Protocol):
     """Receives spans. `kvrelay.telemetry.otlp.SdkSpans` implements it with the SDK."""
 
     def is_sampled(self, context: TraceContext, parent: TraceContext | None, name: str) -> bool:
-        """Whether a trace that starts here, or arrives from a client, is recorded."""
+        """Returns whether a trace that starts here, or arrives from a client, is recorded."""
         ...
 
     def put(self, span: Span) -> None:

@@ -28,7 +28,7 @@ class Launcher(Protocol):
     """Starts steps. All methods are called on the event loop's thread."""
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """Whether the step may be launched before the one in flight has landed."""
+        """Returns whether the step may be launched before the one in flight has landed."""
         ...
 
     async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
@@ -45,7 +45,7 @@ MakeLauncher = Callable[[ModelRunner, StepTrace | None], Launcher]
 
 
 def overlaps_steps(runner: ModelRunner, overlap: str, *, is_simulated: bool) -> bool:
-    """Whether the step loop plans ahead, for `overlap` on, off or auto (see `WorkerConfig.overlap`)."""
+    """Returns whether the step loop plans ahead, for `overlap` on, off or auto (see `WorkerConfig.overlap`)."""
     if overlap == "auto":
         return is_simulated or getattr(runner, "launches_ahead", False)
     return overlap == "on"

@@ -17,7 +17,7 @@ def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:
 
 
 def are_in_vocabulary(packed: PackedCandidates, vocab_size: int) -> bool:
-    """Whether all candidates are tokens of a model with so many."""
+    """Returns whether all candidates are tokens of a model with so many."""
     token_ids = np.frombuffer(packed.token_ids, "<i4")
     return int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
 

@@ -37,7 +37,7 @@ RequestT = TypeVar("RequestT", bound=OpenRequest)
 
 
 def is_same_process(one: PeerRef, other: PeerRef) -> bool:
-    """Whether both refer to one incarnation of a peer, under whatever address."""
+    """Returns whether both refer to one incarnation of a peer, under whatever address."""
     return one.peer_id == other.peer_id and one.incarnation == other.incarnation
 
 

@@ -63,7 +63,7 @@ class Tenants:
 
     @property
     def are_several(self) -> bool:
-        """Whether requests may have different shares."""
+        """Returns whether requests may have different shares."""
         return self.by_user or len({each.tenant for each in self.of_keys.values()}) > 1
 
     def of(self, key: str, user: str = "") -> Tenant:

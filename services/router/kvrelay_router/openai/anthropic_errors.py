@@ -27,7 +27,7 @@ _STATUSES = {502: 500, 503: 529}
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
+    """Returns whether a path belongs to Anthropic's API."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 

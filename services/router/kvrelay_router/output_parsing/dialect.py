@@ -43,11 +43,11 @@ class Dialect(Protocol):
     def is_plain(self) -> bool: ...
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Whether the end of this prompt opens the reasoning."""
+        """Returns whether the end of this prompt opens the reasoning."""
         ...
 
     def is_open_in(self, message: str) -> bool:
-        """Whether a message that is continued ends within its reasoning."""
+        """Returns whether a message that is continued ends within its reasoning."""
         ...
 
     def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool) -> OutputParser:

@@ -88,7 +88,7 @@ class ContentTokens:
         self._making = threading.Lock()
 
     def are_spelled(self, texts: list[str]) -> bool:
-        """Whether one of these texts spells out a control token. Then encoding may take long."""
+        """Returns whether one of these texts spells out a control token. Then encoding may take long."""
         return bool(texts) and any(self._spellings.find(texts))
 
     def encode(

@@ -228,7 +228,7 @@ class TextService:
         return self.dialect.new_counter(self.tokenizer.backend.token_to_id, begins_inside=begins_inside)
 
     def begins_inside_reasoning(self, prompt_ids: list[int]) -> bool:
-        """Whether the prompt ends with the beginning of reasoning."""
+        """Returns whether the prompt ends with the beginning of reasoning."""
         if self.dialect.is_plain:
             return False
         return self.dialect.is_opened_by(self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False))

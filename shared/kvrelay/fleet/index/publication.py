@@ -100,7 +100,7 @@ class Publication:
 
     @property
     def is_settled(self) -> bool:
-        """Whether Redis confirmed all events of the cache."""
+        """Returns whether Redis confirmed all events of the cache."""
         return self.state is RangeState.OPEN and not self.num_pending and self._in_flight is None
 
     def absorb(self, events: Iterable[CacheEvent]) -> None:

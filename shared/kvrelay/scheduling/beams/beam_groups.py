@@ -49,7 +49,7 @@ class BeamGroup:
 
     @property
     def wants_candidates(self) -> bool:
-        """Whether the last tokens of its sequences need candidates. Recomputing a prefix needs none."""
+        """Returns whether the last tokens of its sequences need candidates. Recomputing a prefix needs none."""
         return self.has_beams or self.search.num_tokens == 0
 
     @property
@@ -73,12 +73,12 @@ class BeamGroup:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether one of its sequences is in a step."""
+        """Returns whether one of its sequences is in a step."""
         return any(member.num_planned for member in self.members)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next step of the search can be made."""
+        """Returns whether the next step of the search can be made."""
         if self.wants_candidates:
             return len(self._offered) == len(self.members)
         return self.leader.num_computed == self.leader.num_tokens

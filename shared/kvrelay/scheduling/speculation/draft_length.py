@@ -80,7 +80,7 @@ class DraftLength:
 
     @property
     def may_pay(self) -> bool:
-        """Whether drafts that are nearly always accepted would pay in this step."""
+        """Returns whether drafts that are nearly always accepted would pay in this step."""
         return self._least_probability < _MOST_RATE
 
     def choose(self, own: AcceptanceRates, kind: int, shares: Seq[float]) -> tuple[int, float]:

@@ -116,7 +116,7 @@ class Drafter:
         return _before_stop(np.asarray(found.token_ids[:count], np.int32), sequence.stop_tokens)
 
     def expects(self, sequence: Sequence) -> bool:
-        """Whether there are likely to be drafts behind the token that the step in flight samples."""
+        """Returns whether there are likely to be drafts behind the token that the step in flight samples."""
         known = sequence.drafts
         if known is None:
             return False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +22,7 @@ from kvrelay_router.dispatch.active_requests import (
     ExpectedCacheHit,
     Search,
 )
+from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     AwaitLostWorkers,
@@ -40,9 +43,15 @@ from kvrelay_router.dispatch.placement import Placement, as_json, work_of
 from kvrelay_router.dispatch.token_path import token_events
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.dispatch.worker_waits import WorkerWaits
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.routing.candidates import Decision
 
 log = logging.getLogger(__name__)
+
+
+def first_search() -> FindPlacement:
+    """What a new request needs."""
+    return FindPlacement(1, "", frozenset())
 
 
 class SendMessage(Protocol):
@@ -53,7 +62,7 @@ class SendMessage(Protocol):
 class AttemptDriver:
     """Feeds events to the attempt machines of all sequences and carries out their instructions.
 
-    Calls `on_ended` once for each sequence, with its error or None.
+    Calls `on_ended` once for each sequence, with its error or None, and `on_failed` if a whole request must end.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class AttemptDriver:
         placement: Placement,
         load: OutstandingLoad,
         on_ended: Callable[[ActiveSequence, RequestFailed | None], None],
+        on_failed: Callable[[ActiveRequest, RequestFailed], None],
         max_wait_for_worker_s: float,
         max_wait_for_lost_s: float,
         tracing: AttemptTracing | None = None,
@@ -73,6 +83,7 @@ class AttemptDriver:
         self._placement = placement
         self._load = load
         self._on_ended = on_ended
+        self._on_failed = on_failed
         self._max_wait_for_worker_s = max_wait_for_worker_s
         self._max_wait_for_lost_s = min(max_wait_for_lost_s, max_wait_for_worker_s)
         self._tracing = tracing
@@ -144,6 +155,43 @@ class AttemptDriver:
             kind, cause = FailureKind.PROTOCOL_ERROR, f"{worker.peer_id} broke the protocol: {error}"
             self.feed(sequence, AttemptFailed(worker, attempts.attempt, num_output, kind, cause, retriable=True))
 
+    def place_all(self, sequences: Iterable[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
+        """Sends an attempt of each sequence to the chosen workers. Messages hold whole prompts, so long ones leave in
+        slices, with turns of the event loop in between. Raises what `place` raises for the first slice."""
+        waiting = deque(sequences)
+        self._place_some(waiting, decision, search)
+        if waiting:
+            self._continue_soon(waiting, decision, search)
+
+    def _continue_soon(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
+        asyncio.get_running_loop().call_soon(self._place_rest, waiting, decision, search)
+
+    def _place_some(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
+        share = LoopShare()
+        while waiting:
+            sequence = waiting[0]
+            if sequence.attempts.state is AttemptState.WAITING:  # else it ended before its turn
+                self.place(sequence, decision, search.cause)
+            waiting.popleft()
+            if share.is_used_up:
+                return
+
+    def _place_rest(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
+        if not self._placement.is_usable(decision):
+            # A worker was lost in between. These sequences were not sent to it, so nothing would report the loss.
+            for sequence in waiting:
+                if sequence.attempts.state is AttemptState.WAITING:
+                    self._find_placement(sequence, search)
+            return
+        try:
+            self._place_some(waiting, decision, search)
+        except Exception as error:
+            log.exception("placing a sequence failed", extra=_log_fields(waiting[0]))
+            self._on_failed(waiting[0].request, RequestFailed(str(error)))
+            return
+        if waiting:
+            self._continue_soon(waiting, decision, search)
+
     def place(self, sequence: ActiveSequence, decision: Decision, cause: str) -> None:
         """Sends an attempt to the chosen workers. `cause`: why the attempt before it failed, or empty."""
         prefill = decision.prefill.peer if decision.prefill is not None else None
@@ -169,7 +217,7 @@ class AttemptDriver:
 
     def await_first(self, request: ActiveRequest, reason: str, timeout_s: float) -> None:
         """No worker is ready for a new request: its sequences wait. They are placed together."""
-        search = FindPlacement(1, "", frozenset())
+        search = first_search()
         timeout_s = min(timeout_s, self._max_wait_for_worker_s)
         failed = PlacementFailed(f"{reason}, for {timeout_s:g} s")
         for sequence in list(request.sequences.values()):
@@ -256,13 +304,14 @@ class AttemptDriver:
         if not isinstance(decision, Decision):
             self._await_placement(sequence, search, decision.reason)
             return
-        for each in list(sequence.request.sequences.values()):
-            # The sequences of a new request share their search, and go to the same workers.
-            if each is sequence or each.waiting_for is search:
-                self._waits.remove(each)
-                if search.is_suspect:
-                    self._waits.try_suspect(each)
-                self.place(each, decision, search.cause)
+        # The sequences of a new request share their search, and go to the same workers.
+        siblings = sequence.request.sequences.values()
+        found = [each for each in siblings if each is sequence or each.waiting_for is search]
+        for each in found:
+            self._waits.remove(each)
+            if search.is_suspect:
+                self._waits.try_suspect(each)
+        self.place_all(found, decision, search)
 
     def _await_placement(self, sequence: ActiveSequence, search: FindPlacement, reason: str) -> None:
         if sequence.waiting_for is None:

@@ -20,7 +20,7 @@ from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.active_requests import ActiveRequest, ActiveSequence, DispatchSettings
 from kvrelay_router.dispatch.attempt import SequenceAttempts
-from kvrelay_router.dispatch.attempt_driver import AttemptDriver
+from kvrelay_router.dispatch.attempt_driver import AttemptDriver, first_search
 from kvrelay_router.dispatch.events import Cancelled, StopMatched, WorkerBack
 from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.intake import TokenIntake
@@ -117,6 +117,7 @@ class RouterDispatcher:
             self._placement,
             self.load,
             self._sequence_ended,
+            self._failed,
             self.settings.max_wait_for_worker_s,
             self.settings.max_wait_for_lost_s,
             self._tracing,
@@ -208,8 +209,7 @@ class RouterDispatcher:
             return self._submit_waiting(request, prompt, decision.reason, deadline_s)
         running = self._begin(request, prompt)
         try:
-            for sequence in list(running.sequences.values()):
-                self._driver.place(sequence, decision, "")
+            self._driver.place_all(list(running.sequences.values()), decision, first_search())
         except Exception as error:
             self._end(running, "failed", RequestFailed(str(error)))
             raise
@@ -368,6 +368,9 @@ class RouterDispatcher:
             self._end(running, "timed_out" if error.kind is FailureKind.DEADLINE else "failed", error)
         if not running.sequences and running.handle in self._running:
             self._forget(running)
+
+    def _failed(self, running: ActiveRequest, error: RequestFailed) -> None:
+        self._end(running, "failed", error)
 
     def _end(self, running: ActiveRequest, outcome: str, error: RequestFailed) -> None:
         """Cancels all unfinished sequences. The client gets the error."""

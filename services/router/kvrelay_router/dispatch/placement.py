@@ -208,6 +208,13 @@ class Placement:
             self._note_fallback(decision)
         return decision
 
+    def is_usable(self, decision: Decision) -> bool:
+        """Returns whether the chosen workers may still be chosen."""
+        candidates = self._candidates()
+        return (decision.prefill is None or decision.prefill.peer in [each.peer for each in candidates.prefill]) and (
+            decision.decode is None or decision.decode.peer in [each.peer for each in candidates.decode]
+        )
+
     def placed(self, decision: Decision, prompt: PromptPrefixes) -> None:
         """The decision was carried out, so its workers will hold the prompt's blocks."""
         self._prefixes.now = self._clock()

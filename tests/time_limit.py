@@ -72,6 +72,7 @@ def _limit_s(item: pytest.Item) -> float:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
-    from tests.each_test_once import EachTestOnce  # noqa: PLC0415 - pytest-xdist may be absent or switched off
+    # pytest-xdist may be absent or switched off
+    from tests.each_test_once import EachTestOnce
 
     return EachTestOnce(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import pytest
 
-from kvrelay.protocol.messages import AnyBody, PeerRef, Prefill
+from kvrelay.protocol.messages import AnyBody, PeerRef, Prefill, Reserve
 from kvrelay_router import loop_share
 from kvrelay_router.dispatch.interface import RequestFailed
 from tests.component.dispatch.fake_workers import FakeDecode, true_tokens
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
-from tests.fakes.waiting import until
+from tests.fakes.waiting import PATIENCE_S, until
 
 NUM_SEQUENCES = 5
 
@@ -24,6 +25,17 @@ def one_in_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def num_placed(rig: Rig, request_id: str) -> int:
     return sum(bool(each["attempts"]) for each in rig.dispatcher.recent_request(request_id)["sequences"])  # type: ignore[index]
+
+
+async def placed_per_turn(rig: Rig, request_id: str) -> list[int]:
+    """The number of placed sequences after each turn of the event loop that placed some, until all are."""
+    seen = [num_placed(rig, request_id)]
+    async with asyncio.timeout(PATIENCE_S):
+        while seen[-1] < NUM_SEQUENCES:
+            await asyncio.sleep(0)
+            if (now := num_placed(rig, request_id)) > seen[-1]:
+                seen.append(now)
+    return seen[1:]
 
 
 async def test_all_sequences_are_sent_to_the_same_workers(rig: Rig) -> None:
@@ -56,8 +68,12 @@ async def test_a_worker_lost_in_between_gets_no_more(rig: Rig) -> None:
     first = handle.served_by.decode
     lost = rig.workers[str(first)].messenger.me
     rig.dispatcher.view.lost(lost, "cut off", time.monotonic())
+    num_waiting = await placed_per_turn(rig, handle.request.request_id)
+    assert num_waiting == list(range(2, NUM_SEQUENCES + 1))  # one after another, as before
     assert await read(handle) == {sequence: true_tokens(sequence, 6) for sequence in range(NUM_SEQUENCES)}
     assert handle.served_by.decode != first
+    decode_of = {name for name, worker in rig.workers.items() if worker.got(Reserve)}
+    assert len(decode_of) == 2  # that of the first sequence, and one for all others
     await rig.nothing_is_left()
 
 

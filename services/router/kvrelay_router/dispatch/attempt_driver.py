@@ -179,9 +179,8 @@ class AttemptDriver:
     def _place_rest(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
         if not self._placement.is_usable(decision):
             # A worker was lost in between. These sequences were not sent to it, so nothing would report the loss.
-            for sequence in waiting:
-                if sequence.attempts.state is AttemptState.WAITING:
-                    self._find_placement(sequence, search)
+            self._await_together(waiting, search, "a chosen worker was lost", self._max_wait_for_worker_s)
+            self.place_waiting()
             return
         try:
             self._place_some(waiting, decision, search)
@@ -217,11 +216,17 @@ class AttemptDriver:
 
     def await_first(self, request: ActiveRequest, reason: str, timeout_s: float) -> None:
         """No worker is ready for a new request: its sequences wait. They are placed together."""
-        search = first_search()
         timeout_s = min(timeout_s, self._max_wait_for_worker_s)
+        self._await_together(list(request.sequences.values()), first_search(), reason, timeout_s)
+
+    def _await_together(
+        self, sequences: Iterable[ActiveSequence], search: FindPlacement, reason: str, timeout_s: float
+    ) -> None:
+        """Sequences of one request wait for a worker. They are placed together."""
         failed = PlacementFailed(f"{reason}, for {timeout_s:g} s")
-        for sequence in list(request.sequences.values()):
-            self._waits.add(sequence, search, timeout_s, partial(self.feed, sequence, failed))
+        for sequence in sequences:
+            if sequence.attempts.state is AttemptState.WAITING:
+                self._waits.add(sequence, search, timeout_s, partial(self.feed, sequence, failed))
 
     def place_waiting(self) -> None:
         """Looks for workers again for all sequences that wait for one."""

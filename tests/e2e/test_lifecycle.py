@@ -59,6 +59,11 @@ class Stream(threading.Thread):
 def family_of(stack: Stack) -> Iterator[list[psutil.Process]]:
     """All processes of a system; in the end none of them is left."""
     root = psutil.Process(stack.process.pid)
+
+    def has_compiler() -> bool:
+        return any("kvrelay_router.text.grammar_process" in each.cmdline() for each in root.children(recursive=True))
+
+    wait_until(has_compiler)  # the router starts it while it serves
     family = [root, *root.children(recursive=True)]
     yield family
     _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
@@ -74,7 +79,7 @@ def test_two_of_each_share_the_work_and_ctrl_c_lets_every_stream_end(tmp_path: P
         ) as stack,
         family_of(stack) as family,
     ):
-        assert len(family) == 1 + 1 + 1 + 4  # up, redis, router, workers
+        assert len(family) == 1 + 1 + 2 + 4  # up, redis, router and its compiler of grammars, workers
         expected = stack.complete(prompt_of(60), 400, ignore_eos=True)["token_ids"]
         streams = [Stream(stack, body_of(stack, max_tokens=400)) for _ in range(8)]
         assert all(stream.begun.wait(PATIENCE_S) for stream in streams)

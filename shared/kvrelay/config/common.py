@@ -54,6 +54,11 @@ def is_wildcard(host: str) -> bool:
         return host == "*"
 
 
+def reachable_host(host: str, advertise_host: str | None) -> str:
+    """The address under which peers reach what listens on `host`."""
+    return advertise_host or (socket.gethostname() if is_wildcard(host) else host)
+
+
 def default_model() -> str:
     """The demo model's directory, or "" (which validation rejects) if it is not installed."""
     return str(demo_model_path() or "")
@@ -229,9 +234,7 @@ class CommonConfig(BaseModel):
     @property
     def reachable_host(self) -> str:
         """The address to advertise to peers."""
-        if self.advertise_host:
-            return self.advertise_host
-        return socket.gethostname() if is_wildcard(self.host) else self.host
+        return reachable_host(self.host, self.advertise_host)
 
     def curve_key(self) -> CurveKey | None:
         """The fleet's key, or None without encryption. Raises BadKeyFile."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from kvrelay.config.common import CommonConfig, LogFormat, LogLevel, is_wildcard
+from kvrelay.config.common import CommonConfig, LogFormat, LogLevel, is_wildcard, reachable_host
 from kvrelay.curve import CurveKey
 
 MAX_RANKS = 64
@@ -127,9 +126,7 @@ class RankConfig(BaseModel):
     @property
     def reachable_host(self) -> str:
         """The address under which others reach this rank."""
-        if self.advertise_host is not None:
-            return self.advertise_host
-        return socket.gethostname() if is_wildcard(self.host) else self.host
+        return reachable_host(self.host, self.advertise_host)
 
     def curve_key(self) -> CurveKey | None:
         """The fleet's key, or None without encryption. Raises BadKeyFile."""

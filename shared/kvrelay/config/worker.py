@@ -381,6 +381,13 @@ class WorkerConfig(RankedConfig):
         return tuple(sorted(set(self.cuda_graph_sizes))) or default_sizes(largest)
 
     @property
+    def pool_sizing(self) -> tuple[float, int, int, bool] | None:
+        """The fields of the engine's `PoolSizing`; None if the pool's size is no share of the memory."""
+        if self.memory_utilization is None or self.kv_memory_bytes is not None:
+            return None
+        return self.memory_utilization, self.token_budget, self.max_running, self.scheduler in WHOLE_PROMPTS
+
+    @property
     def swap_bytes(self) -> int | None:
         """Bytes of swap space; None: the default share of the pool. Prefill workers never swap."""
         if self.role == "prefill" or self.preemption == "recompute":

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvrelay.ranks.messages import Alive, Done, Failed, Hello, PoolFacts, Progress, Pushed, Ready, Software
+from kvrelay.ranks.messages import Done, Hello, PoolFacts, Progress, Pushed, RankAlive, RankFailed, Ready, Software
 from kvrelay.ranks.transfer_messages import TransferReport
 
 
@@ -93,9 +93,9 @@ class GroupState:
             case Ready():
                 rank.facts, rank.endpoint = message.facts, message.endpoint
                 self._compare()
-            case Failed():
+            case RankFailed():
                 self.fail(f"rank {message.rank} ({rank.where}) failed: {message.reason}")
-            case Progress() | Alive() | TransferReport():
+            case Progress() | RankAlive() | TransferReport():
                 pass
 
     def on_own_facts(self, facts: PoolFacts) -> None:

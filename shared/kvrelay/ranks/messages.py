@@ -2,7 +2,7 @@
 
 The engine publishes to all ranks: `Announce` until every rank has joined, `Start`, steps, `Beat`, `End`. Published
 messages are numbered without gaps, so a rank notices if one is lost. Ranks push to the engine: `Hello`, `Progress`,
-`Ready`, `Done`, `Failed`, `Alive`.
+`Ready`, `Done`, `RankFailed`, `RankAlive`.
 """
 
 from __future__ import annotations
@@ -139,18 +139,18 @@ class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
     error: str = ""
 
 
-class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
+class RankFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     process: str
     rank: int
     reason: str
 
 
-class Alive(msgspec.Struct, array_like=True, frozen=True, tag="alive"):
+class RankAlive(msgspec.Struct, array_like=True, frozen=True, tag="alive"):
     process: str
     rank: int
 
 
-Pushed = Hello | Progress | Ready | Done | Failed | Alive | TransferReport
+Pushed = Hello | Progress | Ready | Done | RankFailed | RankAlive | TransferReport
 
 STEP_TOPIC, BEAT_TOPIC = b"s", b"b"
 """First frames of published messages. The second one of a numbered message is its number, 8 bytes. The fourth one, of

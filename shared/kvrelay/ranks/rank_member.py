@@ -27,17 +27,17 @@ from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.ranks.messages import (
     BEAT_TOPIC,
     STEP_TOPIC,
-    Alive,
     Announce,
     Beat,
     Done,
     End,
-    Failed,
     Hello,
     PoolFacts,
     Progress,
     Published,
     Pushed,
+    RankAlive,
+    RankFailed,
     RankSettings,
     Ready,
     Software,
@@ -241,7 +241,7 @@ class RankMember:
         if hasattr(self, "_results"):
             text = str(error) if isinstance(error, RankEnds | OutOfStep) else f"{type(error).__name__}: {error}"
             with suppress(zmq.ZMQError):
-                self._say(Failed(self._process, self._options.rank, text))
+                self._say(RankFailed(self._process, self._options.rank, text))
 
     # -- sockets ------------------------------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class _Watch:
 
     def _run(self) -> None:
         member, interval_s = self._member, self._silence_s / BEATS_A_SILENCE
-        alive = encode(Alive(member._process, member._options.rank))
+        alive = encode(RankAlive(member._process, member._options.rank))
         heard_at = time.monotonic()
         try:
             while True:

@@ -17,7 +17,7 @@ class RankProcess:
     thread that started it ends, so none outlives an engine that was killed."""
 
     def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Raises OSError."""
+        """Starts the process. Raises OSError if the command cannot be run."""
         self.rank = rank
         self._process = subprocess.Popen(command, env={**os.environ, **environ}, stdin=subprocess.DEVNULL)
         self.fd = os.pidfd_open(self._process.pid)

@@ -35,7 +35,7 @@ class PushCall(msgspec.Struct, array_like=True, frozen=True, tag="push"):
 
 
 class AbortCall(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
-    """See `TransferSender.abort`."""
+    """Ends the pushes of a reservation, as `TransferSender.abort` does."""
 
     reservation: str
 
@@ -50,14 +50,14 @@ class AdmitCall(msgspec.Struct, array_like=True, frozen=True, tag="admit"):
 
 
 class RecheckCall(msgspec.Struct, array_like=True, frozen=True, tag="recheck"):
-    """See `TransferReceiver.recheck`."""
+    """Compares blocks with their checksums again, as `TransferReceiver.recheck` does."""
 
     reservation: str
     blocks: list[int]
 
 
 class ReleaseCall(msgspec.Struct, array_like=True, frozen=True, tag="release"):
-    """See `TransferReceiver.release`."""
+    """Takes no more blocks of a reservation, as `TransferReceiver.release` does."""
 
     reservation: str
 

@@ -15,13 +15,13 @@ from kvrelay.engine.device import find_device
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
 from kvrelay.engine.parallel.group import GroupNotFormed, TensorParallelGroup
 from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.messaging.sockets import tcp_host
 from kvrelay.ranks.messages import RankSettings
 from kvrelay.ranks.rank_group import GroupOptions, RankCommand, RankGroup, RanksFailed
 from kvrelay.ranks.rank_member import facts_of
 from kvrelay.ranks.rank_process import RANK_COMMAND
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.ranks.transfer_messages import TransferSettings
-from kvrelay.scheduling.policies.scheduler_registry import WHOLE_PROMPTS
 from kvrelay.worker.rank_main import PARENT_VARIABLE, own_software
 
 log = logging.getLogger(__name__)
@@ -137,23 +137,18 @@ def _device_of(device: torch.device, rank: int) -> str:
 
 
 def _settings(config: WorkerConfig, port: int, hands_over: bool) -> RankSettings:
-    sizing = None
-    if config.memory_utilization is not None and config.kv_memory_bytes is None:
-        whole_prompts = config.scheduler in WHOLE_PROMPTS
-        sizing = (config.memory_utilization, config.token_budget, config.max_running, whole_prompts)
-    host = f"[{config.rank_host}]" if ":" in config.rank_host else config.rank_host
     transfers = TransferSettings(config.role, config.transfer_checksums, config.max_peers)
     return RankSettings(
         model=config.model,
         size=config.tensor_parallel_size,
-        init_address=f"tcp://{host}:{port}",
+        init_address=f"{tcp_host(config.rank_host)}:{port}",
         timeout_s=config.rank_timeout_s,
         dtype=config.dtype,
         kv_cache_dtype=config.kv_cache_dtype,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         kv_memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
-        pool_sizing=sizing,
+        pool_sizing=config.pool_sizing,
         swap_bytes=config.swap_bytes,
         max_model_len=config.max_model_len,
         cascade_attention=config.cascade_attention,

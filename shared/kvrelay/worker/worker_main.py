@@ -8,7 +8,6 @@ from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.process import service_main
-from kvrelay.scheduling.policies.scheduler_registry import WHOLE_PROMPTS
 from kvrelay.simulated.simulated_runner import make_simulated_runner
 from kvrelay.worker.host import run_workers
 from kvrelay.worker.startup import RoleFactory
@@ -43,10 +42,7 @@ def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner
     from kvrelay.engine.graphs import GraphSettings
     from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
 
-    sizing = None
-    if config.memory_utilization is not None and config.kv_memory_bytes is None:
-        whole_prompts = config.scheduler in WHOLE_PROMPTS
-        sizing = PoolSizing(config.memory_utilization, config.token_budget, config.max_running, whole_prompts)
+    sizing = config.pool_sizing
     device = find_device(config.device)
     with turn_on(device):
         runner = make_runner(
@@ -56,7 +52,7 @@ def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
-            size_pool=sizing,
+            size_pool=None if sizing is None else PoolSizing(*sizing),
             swap_bytes=config.swap_bytes,
             max_model_len=config.max_model_len,
             device=device,

@@ -50,7 +50,6 @@ class TensorParallelGroup:
     """One rank's connection to its group. Calls come from one thread at a time."""
 
     def __init__(self, rank: int, size: int, process_group: Any, store: Any) -> None:
-        """Use `connect`."""
         self.rank = rank
         self.size = size
         self._group = process_group

@@ -185,7 +185,7 @@ class _Planner:
             self._refuse(f"the parameter {path} has the style {style}, which is not supported")
 
     def _cut(self, path: str, dim: int, packed: int = 1) -> None:
-        """Cuts evenly."""
+        """Gives each rank an equal part of a parameter along `dim`, of each of the `packed` matrices in it."""
         if (parameter := self._parameters.get(path)) is None:  # the layer has no bias
             return
         full, size = parameter.shape[dim] // packed, self._size

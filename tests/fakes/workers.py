@@ -36,6 +36,8 @@ from tests.fakes.hash_runner import HashRunner
 from tests.fakes.waiting import PATIENCE_S
 
 IDLE_STATES = {BlockState.FREE.value, BlockState.CACHED.value, "total"}
+HURRY_S = 0.02
+"""From the first signal to the second."""
 
 
 def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
@@ -106,6 +108,7 @@ class LocalWorker:
         self.runner.go_on()
         started = self.shell._started
         if started is None:
+            self.shell.close()
             return
         # Not by cancellation alone: redis swallows one that comes at the wrong moment. A dead worker would then renew
         # its lease for ever, and the event loop could not be closed.
@@ -125,12 +128,15 @@ class LocalWorker:
         if started.context.events is not None:
             started.context.events.close()
 
-    async def stop(self) -> None:
-        """As SIGTERM does."""
+    async def stop(self, *, hurried: bool = False) -> None:
+        """As SIGTERM does. `hurried`: a second signal soon cuts the drain short."""
         assert self._task is not None
         self.runner.go_on()
         self.shell.on_signal()
         try:
+            if hurried:
+                await asyncio.sleep(HURRY_S)
+                self.shell.on_signal()
             await asyncio.gather(self._task, return_exceptions=True)
             await self.shell.leave()
             self.shell.close()

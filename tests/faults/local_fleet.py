@@ -118,13 +118,10 @@ class LocalFleet:
         return worker.config.role
 
     async def restart(self, name: str, *, hurried: bool = False) -> None:
-        """SIGTERM, drain, and a new start. `hurried`: a second signal, so that the drain is cut short."""
+        """SIGTERM, drain, and a new start. `hurried` as for `LocalWorker.stop`."""
         self.events.append(f"restart {name}{' in a hurry' if hurried else ''}")
         worker = self.workers.pop(name)
-        if hurried:
-            worker.shell.on_signal()
-            await asyncio.sleep(0.02)
-        await worker.stop()
+        await worker.stop(hurried=hurried)
         await self.start_worker(worker.config.role, name)
 
     async def mute(self, name: str, for_s: float) -> None:

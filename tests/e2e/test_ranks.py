@@ -69,6 +69,27 @@ def test_one_role(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_stages(architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Decode workers of two stages that compute prompts as well, one of which loses a stage."""
+    model = tiny_model(architecture)
+    flags = ("--prefill", "0", "--decode", "2", "--pipeline-parallel-size", "2", *FLAGS)
+    with Stack(model, tmp_path, *flags) as stack:
+        prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
+        for number in range(MAX_ROUNDS):  # from the second on with what was cached
+            check_together(stack, model, prompts if number < 2 else prompts * 3)
+            if number and decode_totals(stack)["preemptions"]:
+                break
+        check_samples(stack, model, prompts[-1])
+        kill_a_rank(stack, model, prompts, "decode-0")
+        check_together(stack, model, prompts)
+        stack.wait_until_clean()
+        every = [pid for pid in stack.children().values() for pid in ranks_of(pid)]
+        assert len(every) == 2
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
+
+
 def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim: str) -> None:
     """Kills a rank while the prompts are served. Returns when its worker is ready again."""
     num_workers, before = len(stack.workers()), stack.children()[victim]

@@ -65,9 +65,9 @@ def place_workers(
 def _check_device(worker: WorkerConfig) -> None:
     if worker.backend == "simulated":
         raise ConfigError("devices: backend = simulated uses no GPU: leave devices out")
-    if worker.tensor_parallel_size > 1:
+    if worker.num_ranks > 1:
         raise ConfigError(
-            f"devices: a placed worker sees one GPU, and tensor_parallel_size = {worker.tensor_parallel_size} needs as "
+            f"devices: a placed worker sees one GPU, and {worker.division} needs as "
             f"many: set device = cuda:N, from which ranks take GPUs in turn"
         )
     if worker.device not in ("auto", "cuda"):

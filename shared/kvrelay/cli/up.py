@@ -160,11 +160,8 @@ def _with_part_of_memory(worker: WorkerConfig, num_processes: int) -> WorkerConf
 def _with_threads(own: UpConfig, workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
     """Divides the cores among all processes that compute: workers and their ranks. `threads` are of each."""
     num_cores = len(os.sched_getaffinity(0))
-    num_ranks = sum(worker.tensor_parallel_size for worker in workers)
-    by_rank = [
-        num_cores // worker.tensor_parallel_size if own.cores == "shared" else num_cores // num_ranks
-        for worker in workers
-    ]
+    num_ranks = sum(worker.num_ranks for worker in workers)
+    by_rank = [num_cores // worker.num_ranks if own.cores == "shared" else num_cores // num_ranks for worker in workers]
     return [
         worker if worker.threads else worker.model_copy(update={"threads": max(1, threads)})
         for worker, threads in zip(workers, by_rank, strict=True)

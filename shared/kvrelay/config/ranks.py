@@ -23,6 +23,13 @@ class RankedConfig(CommonConfig):
         description="ranks (processes) among which the model and its KV pool are divided; rank 0 is the worker's own "
         "process",
     )
+    pipeline_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_RANKS,
+        description="stages (processes) among which the model's layers and their KV are divided, so that several steps "
+        "are computed at the same time, each in another stage",
+    )
     local_ranks: int | None = Field(
         default=None,
         ge=0,
@@ -52,9 +59,21 @@ class RankedConfig(CommonConfig):
     )
 
     @property
+    def num_ranks(self) -> int:
+        """The processes that hold the model together, rank 0 included."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def division(self) -> str:
+        """What makes the ranks, for messages."""
+        if self.pipeline_parallel_size > 1:
+            return f"pipeline_parallel_size = {self.pipeline_parallel_size}"
+        return f"tensor_parallel_size = {self.tensor_parallel_size}"
+
+    @property
     def num_local_ranks(self) -> int:
         """The ranks besides rank 0 that the worker starts itself."""
-        others = self.tensor_parallel_size - 1
+        others = self.num_ranks - 1
         return others if self.local_ranks is None else self.local_ranks
 
     @field_validator("rank_host")
@@ -66,10 +85,15 @@ class RankedConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _ranks_fit_together(self) -> Self:
-        others = self.tensor_parallel_size - 1
+        if self.tensor_parallel_size > 1 < self.pipeline_parallel_size:
+            raise ValueError(
+                f"pipeline_parallel_size = {self.pipeline_parallel_size} with tensor_parallel_size = "
+                f"{self.tensor_parallel_size}: a model is divided by layers or by heads, not by both"
+            )
+        others = self.num_ranks - 1
         if self.num_local_ranks > others:
             raise ValueError(
-                f"local_ranks = {self.local_ranks} of tensor_parallel_size = {self.tensor_parallel_size} "
+                f"local_ranks = {self.local_ranks} of {self.division} "
                 f"(allowed: 0 to {others}; rank 0 is the worker's own process)"
             )
         if self.num_local_ranks < others and not self.rank_port:

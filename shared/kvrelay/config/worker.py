@@ -342,7 +342,7 @@ class WorkerConfig(RankedConfig):
     @property
     def transfer_choice(self) -> Literal["auto", "nixl", "zmq"]:
         """`transfer`, but several ranks use zmq, and simulated KV, which is small, does unless NIXL is named."""
-        is_zmq = self.backend == "simulated" or self.tensor_parallel_size > 1
+        is_zmq = self.backend == "simulated" or self.num_ranks > 1
         return "zmq" if is_zmq and self.transfer == "auto" else self.transfer
 
     @property
@@ -397,10 +397,14 @@ class WorkerConfig(RankedConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self._check_simulated()
-        if self.tensor_parallel_size > 1 and self.transfer == "nixl":
+        if self.num_ranks > 1 and self.transfer == "nixl":
             raise ValueError(
-                f"transfer = nixl with tensor_parallel_size = {self.tensor_parallel_size}: several ranks hand KV over "
-                f"by zmq (allowed: auto, zmq)"
+                f"transfer = nixl with {self.division}: several ranks hand KV over by zmq (allowed: auto, zmq)"
+            )
+        if self.pipeline_parallel_size > 1 and self.role == "prefill":
+            raise ValueError(
+                f"{self.division} on a prefill worker: stages do not hand KV over. Use decode workers alone, which "
+                f"compute prompts as well"
             )
         self._check_without_redis()
         if self.prefill_delayer and self.role == "prefill":
@@ -456,10 +460,8 @@ class WorkerConfig(RankedConfig):
             raise ValueError("several workers in a process (num_workers, workers_per_process) need backend = simulated")
         if self.backend == "simulated" and self.memory_utilization is not None:
             raise ValueError("memory_utilization cannot be measured with backend = simulated: set num_blocks")
-        if self.backend == "simulated" and self.tensor_parallel_size > 1:
-            raise ValueError(
-                "tensor_parallel_size divides a real model: with backend = simulated, name a profile of it"
-            )
+        if self.backend == "simulated" and self.num_ranks > 1:
+            raise ValueError(f"{self.division} divides a real model: with backend = simulated, name a profile of it")
         if self.num_workers > 1 and (self.port or self.transfer_port or self.http_port):
             raise ValueError(
                 "port, transfer_port and http_port must be 0 (any free one) for more than one worker in a process"

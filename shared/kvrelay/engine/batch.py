@@ -211,6 +211,14 @@ class ModelSpec:
     model_identity: str = ""  # the fingerprint of workers that have the whole model in one process; empty: simulated
     tensor_parallel_size: int = 1  # ranks among which heads are divided; the numbers above are of one rank
     total_kv_heads: int = 0  # KV heads of the whole model; 0: simulated
+    pipeline_parallel_size: int = 1  # stages among which layers are divided; the numbers above are of the last one
+    total_layers: int = 0  # layers of the whole model; 0: simulated
+
+    @property
+    def total_block_bytes(self) -> int:
+        """Bytes of one block on all ranks together."""
+        layers = self.total_layers if self.pipeline_parallel_size > 1 else self.num_layers
+        return self.block_bytes * self.tensor_parallel_size * layers // max(1, self.num_layers)
 
     @property
     def pairing_fingerprint(self) -> str:

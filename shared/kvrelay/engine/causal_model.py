@@ -27,6 +27,7 @@ from kvrelay.engine.checkpoint import (
     read_integer_model,
     read_model,
     read_sharded_model,
+    read_stage_model,
 )
 from kvrelay.engine.eager import EagerForward, Forward
 from kvrelay.engine.fused.forward import FusedForward
@@ -36,6 +37,9 @@ from kvrelay.engine.parallel.group import TensorParallelGroup
 from kvrelay.engine.parallel.shard_plan import ShardPlan, check_tensor_parallel, plan_shards
 from kvrelay.engine.parallel.sharded_checkpoint import fill_randomly
 from kvrelay.engine.parallel.sharded_modules import connect_modules
+from kvrelay.engine.parallel.stage_link import StageLink
+from kvrelay.engine.parallel.stage_modules import connect_stage, drop_absent
+from kvrelay.engine.parallel.stage_plan import StagePlan, check_pipeline_parallel, plan_stage
 from kvrelay.engine.probe import ForwardCheck, ObservedLayers, check_paged_forward, observe_layers
 from kvrelay.engine.quantization_cost import QuantizationCost
 from kvrelay.engine.quantized.stored_format import StoredFormat, find_format, stated_quantization
@@ -68,7 +72,13 @@ class ModelSource:
     stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
     quantization: Quantization = "none"
     stored_format: StoredFormat | None = None  # of integer weights in the checkpoint that are read here
-    tensor_parallel: TensorParallelGroup | None = None  # the ranks among which the model is divided
+    tensor_parallel: TensorParallelGroup | None = None  # the ranks among which heads are divided
+    pipeline: StageLink | None = None  # the stages among which layers are divided
+
+    @property
+    def group(self) -> TensorParallelGroup | None:
+        """All ranks that load the model together."""
+        return self.tensor_parallel if self.pipeline is None else self.pipeline.group
 
     @property
     def weights_salt(self) -> str:
@@ -90,10 +100,13 @@ class CausalModel:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         shard_plan: ShardPlan | None = None,
+        stage_plan: StagePlan | None = None,
     ) -> None:
-        """`layout` is of this rank's KV heads. `shard_plan`: how the model is divided; None: it is not."""
+        """`layout` is of this rank's KV heads and layers. `shard_plan`: how heads are divided; `stage_plan`: how layers
+        are; None: they are not."""
         self.source = source
         self.shard_plan = shard_plan
+        self.stage_plan = stage_plan
         self.layout = layout
         self.backend = backend
         self.vocab_size = vocab_size
@@ -102,10 +115,23 @@ class CausalModel:
 
     @property
     def whole_layout(self) -> KVLayout:
-        """The layout of the whole model's KV heads."""
-        if self.shard_plan is None:
-            return self.layout
-        return replace(self.layout, num_kv_heads=self.shard_plan.num_kv_heads)
+        """The layout of the whole model's KV."""
+        layout = self.layout
+        if self.shard_plan is not None:
+            layout = replace(layout, num_kv_heads=self.shard_plan.num_kv_heads)
+        if self.stage_plan is not None:
+            layout = replace(layout, num_layers=self.stage_plan.num_layers)
+        return layout
+
+    @property
+    def is_divided(self) -> bool:
+        """Returns whether other processes compute a part of each step."""
+        return self.shard_plan is not None or self.stage_plan is not None
+
+    @property
+    def follows(self) -> bool:
+        """Returns whether another rank samples."""
+        return self.source.group is not None and self.source.group.rank > 0
 
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         return self.forward.hidden_states(token_ids, positions, step)
@@ -124,6 +150,7 @@ def open_source(
     kv_cache_dtype: str = "auto",
     quantization: Quantization = "none",
     tensor_parallel: TensorParallelGroup | None = None,
+    pipeline: StageLink | None = None,
 ) -> ModelSource:
     """Reads and checks the config, and resolves `auto`.
 
@@ -152,23 +179,29 @@ def open_source(
             f"quantization = {quantization}: the checkpoint is quantized already, by {stored_format.method}"
         )
     if tensor_parallel is not None:
-        _check_divisible(config, quantization, load_format, tensor_parallel.size)
+        _check_weights(config, quantization, load_format, f"tensor_parallel_size = {tensor_parallel.size}")
+        check_tensor_parallel(config, tensor_parallel.size)
+    if pipeline is not None:
+        _check_weights(config, quantization, load_format, f"pipeline_parallel_size = {pipeline.num_stages}")
+        check_pipeline_parallel(config, pipeline.num_stages)
     stored = KV_DTYPES.get(kv_cache_dtype)
     return ModelSource(
-        *(name, config, computed, target, length, load_format, stored, quantization, stored_format, tensor_parallel)
+        *(name, config, computed, target, length, load_format, stored, quantization, stored_format, tensor_parallel),
+        pipeline=pipeline,
     )
 
 
-def _check_divisible(config: PreTrainedConfig, quantization: Quantization, load_format: LoadFormat, size: int) -> None:
-    """Raises UnsupportedModel for a model that cannot be divided among `size` ranks."""
+def _check_weights(
+    config: PreTrainedConfig, quantization: Quantization, load_format: LoadFormat, division: str
+) -> None:
+    """Raises UnsupportedModel for weights that cannot be divided, by the setting `division`."""
     stated = stated_quantization(config) if load_format != "dummy" else None
     if quantization != "none" or stated is not None:
         method = quantization if stated is None else stated[0]
         raise UnsupportedModel(
-            f"{config.model_type}: weights quantized by {method} are not divided: tensor_parallel_size = {size} takes "
+            f"{config.model_type}: weights quantized by {method} are not divided: {division} takes "
             f"weights in 16 or 32 bits"
         )
-    check_tensor_parallel(config, size)
 
 
 def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -207,6 +240,8 @@ def load_model(
     register()
     if source.tensor_parallel is not None:
         return _load_sharded(source, source.tensor_parallel, block_size, backend, cascade_attention=cascade_attention)
+    if source.pipeline is not None:
+        return _load_stage(source, source.pipeline, block_size, backend, cascade_attention=cascade_attention)
     weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
     model = _read_model(source, weights)
     model.to(source.device).eval()  # type: ignore[arg-type]
@@ -268,6 +303,56 @@ def _load_sharded(
     return CausalModel(source, EagerForward(model), layout, backend, observed.vocab_size, eos_token_ids, plan)
 
 
+def _load_stage(
+    source: ModelSource,
+    link: StageLink,
+    block_size: int,
+    backend: AttentionBackend | None,
+    *,
+    cascade_attention: bool,
+) -> CausalModel:
+    """Loads this stage's layers as `load_model` does. All stages run the checks together and get the same results."""
+    group = link.group
+    with group.in_agreement():
+        if source.load_format == "dummy":
+            model, plan = _make_dummy_stage(source, link)
+        else:
+            model, plan = read_stage_model(
+                *(source.name, source.config, source.dtype, ATTENTION_NAME, link.stage, link.num_stages)
+            )
+        model.to(source.device).eval()  # type: ignore[arg-type]
+    head = connect_stage(model, plan, link)
+    observed = observe_layers(model, len(plan.own_layers), source.max_model_len)
+    layout = KVLayout(
+        *(observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size), observed.dtype, source.stored
+    )
+    with group.in_agreement():
+        if backend is None:
+            backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
+    check_paged_forward(model, layout, backend, source.max_model_len)
+    head.is_shared = False
+    own = plan.own_layers
+    log.info(
+        "pipeline parallelism: stage %d of %d has layers %d to %d of %d",
+        *(plan.stage, plan.num_stages, own.start, own.stop - 1, plan.num_layers),
+    )
+    eos_token_ids = _eos_token_ids(model, observed.vocab_size)
+    return CausalModel(
+        *(source, EagerForward(model), layout, backend, observed.vocab_size, eos_token_ids), stage_plan=plan
+    )
+
+
+def _make_dummy_stage(source: ModelSource, link: StageLink) -> tuple[PreTrainedModel, StagePlan]:
+    """The stage's layers with random weights, which are those of the whole model."""
+    with torch.device("meta"):
+        model = _from_config(source, ATTENTION_NAME)
+    plan = plan_stage(model, link.stage, link.num_stages)
+    plan_shards(model, 0, 1)  # raises for models whose random weights are not made module by module
+    fill_randomly(model, source.device, _DUMMY_SEED, None, plan.has)
+    drop_absent(model, plan)
+    return model, plan
+
+
 def _read_model(source: ModelSource, weights: StoredWeights | None) -> PreTrainedModel:
     if source.load_format == "dummy":
         return make_dummy(source, ATTENTION_NAME)
@@ -322,16 +407,8 @@ def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrain
     group = source.tensor_parallel
     rank, size = (0, 1) if group is None else (group.rank, group.size)
 
-    def make() -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            deepcopy(source.config),  # the model keeps this config, and it names the attention implementation
-            dtype=source.dtype,
-            attn_implementation=attn_implementation,
-        )
-        return model
-
     with torch.device("meta"):
-        model = make()
+        model = _from_config(source, attn_implementation)
     try:
         plan = plan_shards(model, rank, size)
     except UnsupportedModel:
@@ -340,9 +417,18 @@ def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrain
         generators = [source.device] if source.device.type == "cuda" else []
         with torch.random.fork_rng(generators), torch.device(source.device):
             torch.manual_seed(_DUMMY_SEED)
-            return make(), None
+            return _from_config(source, attn_implementation), None
     fill_randomly(model, source.device, _DUMMY_SEED, plan if size > 1 else None)
     return model, plan
+
+
+def _from_config(source: ModelSource, attn_implementation: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        deepcopy(source.config),  # the model keeps this config, and it names the attention implementation
+        dtype=source.dtype,
+        attn_implementation=attn_implementation,
+    )
+    return model
 
 
 def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:

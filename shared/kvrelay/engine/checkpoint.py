@@ -24,7 +24,10 @@ from transformers.utils.hub import cached_file
 
 from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.parallel.shard_plan import ShardPlan, plan_shards
-from kvrelay.engine.parallel.sharded_checkpoint import narrowed_class, restore_class, sharded_state_dict
+from kvrelay.engine.parallel.sharded_checkpoint import ModelClass, narrowed_class, restore_class, sharded_state_dict
+from kvrelay.engine.parallel.sharded_modules import narrow
+from kvrelay.engine.parallel.stage_modules import drop_absent
+from kvrelay.engine.parallel.stage_plan import StagePlan, config_of_stage, plan_stage
 from kvrelay.engine.quantized.stored_format import SUPPORTED, stated_quantization
 from kvrelay.engine.quantized.stored_weights import StoredWeights
 
@@ -104,20 +107,45 @@ def read_sharded_model(
     """
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(deepcopy(config))
-    plan, model_class = plan_shards(whole, rank, size), type(whole)
+    plan = plan_shards(whole, rank, size)
+    narrowed = narrowed_class(type(whole), lambda model: narrow(model, plan))
+    with _refusing(name, "it cannot be loaded"):
+        state = sharded_state_dict(name, whole, plan.cuts)
+    return _read_part(name, narrowed, state, _options(config, dtype, attn_implementation), type(whole)), plan
+
+
+def read_stage_model(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, stage: int, num_stages: int
+) -> tuple[PreTrainedModel, StagePlan]:
+    """Loads the layers that a stage has. Returns its plan too.
+
+    Raises:
+        UnsupportedModel: the model has fewer layers than stages, or as `read_model`.
+        OSError: there are no weights in safetensors files.
+    """
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(deepcopy(config))
+    plan = plan_stage(whole, stage, num_stages)
+    narrowed = narrowed_class(type(whole), lambda model: drop_absent(model, plan))
+    with _refusing(name, "it cannot be loaded"):
+        state = sharded_state_dict(name, whole, {}, plan.has)
+    options = _options(config_of_stage(config, plan), dtype, attn_implementation)
+    return _read_part(name, narrowed, state, options, type(whole)), plan
+
+
+def _read_part(
+    name: str, narrowed: ModelClass, state: dict[str, Any], options: dict[str, Any], model_class: ModelClass
+) -> PreTrainedModel:
+    """Loads a model of the class `narrowed` from a part of the checkpoint's tensors."""
     with _refusing(name, "it cannot be loaded"), _without_progress_bars():
-        answer: Any = narrowed_class(model_class, plan).from_pretrained(
-            None,
-            **_options(config, dtype, attn_implementation),
-            state_dict=sharded_state_dict(name, whole, plan),
-        )
+        answer: Any = narrowed.from_pretrained(None, **options, state_dict=state)
     model: PreTrainedModel
     model, loaded = answer
     restore_class(model, model_class)
     _check_loaded(name, loaded)
     _check_stored(name, loaded["unexpected_keys"])
     _read_generation_config(name, model)
-    return model, plan
+    return model
 
 
 def _read_generation_config(name: str, model: PreTrainedModel) -> None:

@@ -48,11 +48,13 @@ def fingerprint(model_dir: Path, layout: KVLayout, salt: str = "") -> str:
     return digest.hexdigest()
 
 
-def shard_fingerprint(identity: str, size: int) -> str:
-    """The fingerprint of workers that divide a model among `size` ranks. `identity` is that of the undivided model."""
-    if size == 1:
+def shard_fingerprint(identity: str, size: int, num_stages: int = 1) -> str:
+    """The fingerprint of workers that divide a model's heads among `size` ranks, and its layers among `num_stages`.
+    `identity` is that of the undivided model."""
+    if size == num_stages == 1:
         return identity
-    return hashlib.blake2b(f"{identity} tensor_parallel_size {size}".encode(), digest_size=16).hexdigest()
+    stages = f" pipeline_parallel_size {num_stages}" if num_stages > 1 else ""
+    return hashlib.blake2b(f"{identity} tensor_parallel_size {size}{stages}".encode(), digest_size=16).hexdigest()
 
 
 def find_model_dir(name: str) -> Path:

@@ -15,6 +15,7 @@ from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.parallel.group import TensorParallelGroup
+from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.profile import (
     SWAP_PART,
     MemoryGauge,
@@ -64,6 +65,7 @@ def make_runner(
     fused_layers: bool = True,
     quantization: Quantization = "none",
     tensor_parallel: TensorParallelGroup | None = None,
+    pipeline: StageLink | None = None,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
 
@@ -73,36 +75,43 @@ def make_runner(
     decoding steps are captured in CUDA graphs if model and backend allow it. Their scratch block is part of the memory,
     and one more than `num_blocks` if that is given.
 
-    With `tensor_parallel`, this process loads its rank's part of the model. All ranks call this at the same time, with
-    the same arguments but for device and group. `memory_bytes` and `swap_bytes` are each rank's; on CPUs, `size_pool`
-    is the share of all ranks on this machine together. All ranks get the same number of blocks. There are no graphs.
+    With `tensor_parallel` or `pipeline`, this process loads its rank's part of the model: some heads, or some layers.
+    All ranks call this at the same time, with the same arguments but for device and group. `memory_bytes` and
+    `swap_bytes` are each rank's; on CPUs, `size_pool` is the share of all ranks on this machine together. All ranks get
+    the same number of blocks. There are no graphs.
 
     Raises UnsupportedModel with the reason; ValueError for an unknown dtype, memory for less than one block, or CUDA
     graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; OSError for no such model.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    with _agreeing(tensor_parallel):
+    group = tensor_parallel if pipeline is None else pipeline.group
+    with _agreeing(group):
         source = open_source(
-            *(model, dtype, device, max_model_len, load_format, kv_cache_dtype, quantization), tensor_parallel
+            *(model, dtype, device, max_model_len, load_format, kv_cache_dtype, quantization),
+            tensor_parallel,
+            pipeline,
         )
-    if tensor_parallel is not None and graphs is not None:
-        log.info("CUDA graphs are off: they do not capture the collectives of tensor parallelism")
+    if group is not None and graphs is not None:
+        log.info("CUDA graphs are off: they do not capture what ranks send each other")
         graphs = None
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
     loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention, fused_layers=fused_layers)
     if num_blocks is None and size_pool is not None:
-        num_blocks = _sized_pool(loaded, size_pool, gauge, graphs, swap_bytes, tensor_parallel)
+        num_blocks = _sized_pool(loaded, size_pool, gauge, graphs, swap_bytes, group)
     elif num_blocks is None:
-        with _agreeing(tensor_parallel):
+        with _agreeing(group):
             num_blocks = _num_blocks_of(loaded.layout, memory_bytes, with_scratch=graphs is not None)
-    if tensor_parallel is not None:
-        num_blocks = tensor_parallel.least(num_blocks)
-    with _agreeing(tensor_parallel):
+    if group is not None:
+        num_blocks = group.least(num_blocks)
+    with _agreeing(group):
         if max_model_len is not None:
             _check_holds(loaded.layout, num_blocks, max_model_len)
         num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
+    if group is not None:
+        num_slots = group.least(num_slots)  # stages may have blocks of unequal size
+    with _agreeing(group):
         runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
     if graphs is not None:
         runner.try_graphs(graphs)

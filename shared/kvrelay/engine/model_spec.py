@@ -15,6 +15,7 @@ def spec_of(model: CausalModel, name: str, num_blocks: int, num_swap_slots: int,
     takes."""
     layout, source = model.layout, model.source
     path, size = find_model_dir(source.name), 1 if model.shard_plan is None else model.shard_plan.size
+    num_stages = 1 if model.stage_plan is None else model.stage_plan.num_stages
     identity = fingerprint(path, model.whole_layout, source.weights_salt)
     return ModelSpec(
         name=name,
@@ -28,13 +29,15 @@ def spec_of(model: CausalModel, name: str, num_blocks: int, num_swap_slots: int,
         num_blocks=num_blocks,
         block_bytes=layout.block_bytes,
         dtype=dtype_name(layout.dtype),
-        fingerprint=shard_fingerprint(identity, size),
+        fingerprint=shard_fingerprint(identity, size, num_stages),
         num_swap_slots=num_swap_slots,
         swap_block_s=swap_block_s,
         device=describe_device(source.device),
         kv_dtype=dtype_name(layout.pool_dtype),
         tokenizer=identity_of_file(path / "tokenizer.json"),
-        model_identity=identity,
+        model_identity=identity if num_stages == 1 else "",  # stages do not hand KV over
         tensor_parallel_size=size,
         total_kv_heads=model.whole_layout.num_kv_heads,
+        pipeline_parallel_size=num_stages,
+        total_layers=model.whole_layout.num_layers,
     )

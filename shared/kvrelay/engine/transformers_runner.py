@@ -54,14 +54,14 @@ class TransformersRunner:
         """`name` is the model's name in the spec; by default its path or hub name.
 
         `with_scratch`: the pool has one more block, for CUDA graphs. `launches_ahead`: see `LaunchingRunner`; None:
-        only on GPUs, because on a CPU a step is computed when its launch returns, and without tensor parallelism.
+        only on GPUs, because on a CPU a step is computed when its launch returns, and with the model in one process.
         """
         layout, source = model.layout, model.source
         self._model = model
         self._backend = model.backend
         self._device = source.device
         # Other ranks need a step's tokens on the host.
-        ahead = source.device.type == "cuda" and model.shard_plan is None
+        ahead = source.device.type == "cuda" and not model.is_divided
         self.launches_ahead = ahead if launches_ahead is None else launches_ahead
         self._blocks = allocate_pool(layout, num_blocks + with_scratch, source.device)
         self._pool = self._blocks[:num_blocks]
@@ -72,7 +72,7 @@ class TransformersRunner:
         compiler = partial(make_grammar_compiler, source.name, model.vocab_size, model.eos_token_ids)
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
         self._scored = ScoredPrompts(self._lock)
-        self._lockstep = None if model.shard_plan is None else Lockstep()
+        self._lockstep = Lockstep() if model.is_divided else None
         self._spec = spec_of(model, name or source.name, num_blocks, num_swap_slots, self._host.measure())
         self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
 
@@ -134,8 +134,8 @@ class TransformersRunner:
 
     @property
     def follows(self) -> bool:
-        """Whether this is another rank than the first of a tensor-parallel group, so that it runs steps by `follow`."""
-        return self._model.shard_plan is not None and self._model.shard_plan.rank > 0
+        """Whether this is another rank than the first of a group, so that it runs steps by `follow`."""
+        return self._model.follows
 
     def resolve(self, batch: WorkerBatch) -> WorkerBatch:
         """The batch as all ranks of a group compute it, for `follow` on other ranks and then `execute` on this one.
@@ -161,8 +161,8 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def follow(self, batch: WorkerBatch) -> None:
-        """Computes this rank's share of a step while rank 0 executes it: swaps, copies, the forward, and the head for
-        the same rows. It samples nothing, and needs no `add_sequence` and `drop_sequence`.
+        """Computes this rank's share of a step while rank 0 executes it: swaps, copies, the forward, and with divided
+        heads the head for the same rows. It samples nothing, and needs no `add_sequence` and `drop_sequence`.
 
         The batch is what `resolve` returned on rank 0. The group remains in step if rank 0's `execute` raises anything
         but DeviceLost.
@@ -175,7 +175,8 @@ class TransformersRunner:
         self._host.swap(batch.swap_out, batch.swap_in)
         self._copy_blocks(batch.copies)
         if batch.rows:
-            for hidden in self._follow_rows(batch.rows).head_inputs():
+            forward = self._follow_rows(batch.rows)
+            for hidden in forward.head_inputs() if self._model.shard_plan is not None else ():
                 self._model.logits(hidden)
 
     def _follow_rows(self, rows: Sequence[WorkerRow]) -> StepForward:

@@ -14,6 +14,7 @@ from kvrelay.engine.batch import DeviceLost
 from kvrelay.engine.device import find_device
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
 from kvrelay.engine.parallel.group import GroupNotFormed, TensorParallelGroup
+from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.messaging.sockets import tcp_host
 from kvrelay.ranks.messages import RankSettings
@@ -28,12 +29,13 @@ log = logging.getLogger(__name__)
 
 
 def load_divided(config: WorkerConfig, *, hands_over: bool) -> RankedRunner:
-    """Starts the ranks of `tensor_parallel_size`, and returns once all have loaded their parts. `close` ends them.
-    With `hands_over` the ranks have transports for handoffs.
+    """Starts the ranks of `tensor_parallel_size` or `pipeline_parallel_size`, and returns once all have loaded their
+    parts. `close` ends them. With `hands_over` the ranks have transports for handoffs.
 
     Raises RanksFailed, UnsupportedModel and the other errors of `make_runner`. No rank is left running then.
     """
     device = find_device(config.device)
+    hands_over = hands_over and config.pipeline_parallel_size == 1
     group = RankGroup(_options(config), lambda engine: _commands(config, engine, device))
     try:
         group.await_joined()
@@ -55,7 +57,11 @@ def make_part(
     threads: int | None,
     model: str | None = None,
 ) -> TransformersRunner:
-    """Loads one rank's part. All ranks call this at the same time. `model` is its place on this machine."""
+    """Loads one rank's part. All ranks call this at the same time. `model` is its place on this machine.
+
+    With several stages the group is only for the load, and the stages are connected by `StageLink`.
+    """
+    link = StageLink.connect(group) if settings.num_stages > 1 else None
     sizing = settings.pool_sizing
     return make_runner(
         model or settings.model,
@@ -73,7 +79,8 @@ def make_part(
         fused_layers=settings.fused_layers,
         quantization=settings.quantization,
         load_format=settings.load_format,
-        tensor_parallel=group,
+        tensor_parallel=group if link is None else None,
+        pipeline=link,
     )
 
 
@@ -101,7 +108,7 @@ def _load_own(
 
 def _options(config: WorkerConfig) -> GroupOptions:
     return GroupOptions(
-        size=config.tensor_parallel_size,
+        size=config.num_ranks,
         group=secrets.token_hex(8),
         software=own_software(),
         host=config.rank_host,
@@ -140,7 +147,7 @@ def _settings(config: WorkerConfig, port: int, hands_over: bool) -> RankSettings
     transfers = TransferSettings(config.role, config.transfer_checksums, config.max_peers)
     return RankSettings(
         model=config.model,
-        size=config.tensor_parallel_size,
+        size=config.num_ranks,
         init_address=f"{tcp_host(config.rank_host)}:{port}",
         timeout_s=config.rank_timeout_s,
         dtype=config.dtype,
@@ -156,6 +163,7 @@ def _settings(config: WorkerConfig, port: int, hands_over: bool) -> RankSettings
         quantization=config.quantization,
         load_format=config.load_format,
         transfers=transfers if hands_over else None,
+        num_stages=config.pipeline_parallel_size,
     )
 
 

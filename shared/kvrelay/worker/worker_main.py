@@ -34,7 +34,7 @@ def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner
     takes seconds."""
     if config.backend == "simulated":
         return make_simulated_runner(config)
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         from kvrelay.worker.divided_model import load_divided
 
         return load_divided(config, hands_over=hands_over)

@@ -13,6 +13,7 @@ import torch
 from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel.group import TensorParallelGroup
+from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.ports import HeldPort
 from tests.fakes.waiting import PATIENCE_S
@@ -34,7 +35,7 @@ def serve(connection: Connection) -> None:
             match command:
                 case ("make", rank, size, address, options):
                     group = TensorParallelGroup.connect(rank, size, address, PATIENCE_S)
-                    runner = make_runner(tensor_parallel=group, **options)
+                    runner = make_part(group, **options)
                     answer = runner.spec
                 case ("follow", batch):
                     assert runner is not None
@@ -46,6 +47,13 @@ def serve(connection: Connection) -> None:
         except Exception as error:
             answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         connection.send(answer)
+
+
+def make_part(group: TensorParallelGroup, *, pipeline: bool = False, **options: Any) -> TransformersRunner:
+    """A rank's runner, of a stage with `pipeline`. The other options are those of `make_runner`."""
+    if pipeline:
+        return make_runner(pipeline=StageLink.connect(group), **options)
+    return make_runner(tensor_parallel=group, **options)
 
 
 class RankProcesses:
@@ -66,7 +74,7 @@ class RankProcesses:
             self.processes.append(process)
 
     def divide(self, size: int, *, own: dict[str, Any] | None = None, **options: Any) -> DividedRunner:
-        """A model divided among the test's process and others; `options` are those of `make_runner`, and `own` is
+        """A model divided among the test's process and others; `options` are those of `make_part`, and `own` is
         different for the test's process."""
         address = free_address()
         self._start(size - 1)
@@ -80,7 +88,7 @@ class RankProcesses:
     ) -> tuple[TransformersRunner, TensorParallelGroup]:
         group = TensorParallelGroup.connect(0, size, address, PATIENCE_S)
         try:
-            return make_runner(tensor_parallel=group, **options), group
+            return make_part(group, **options), group
         except BaseException:
             group.close()
             self.answers = [connection.recv() for connection in self.connections[: size - 1]]

@@ -98,14 +98,37 @@ def test_what_ranks_hold_and_say_of_themselves(
     assert spec.model_identity == whole.model_identity == whole.fingerprint != spec.fingerprint
 
 
+STAGES = [
+    pytest.param(name, size, id=f"{name}-{size}", marks=() if (name, size) == ("qwen3", 2) else pytest.mark.slow)
+    for name in DIVIDED
+    for size in ((2, 3) if DIVIDED[name]().num_hidden_layers == 3 else (2,))
+]
+
+
+@pytest.mark.parametrize(("architecture", "size"), STAGES)
+def test_greedy_tokens_of_stages_are_those_of_generate(
+    architecture: str, size: int, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
+) -> None:
+    path = model_dir(architecture)
+    runner, model = divide(size, path, pipeline=True), load_reference(path)
+    spec = runner.spec
+    assert (spec.pipeline_parallel_size, spec.total_layers) == (size, DIVIDED[architecture]().num_hidden_layers)
+    assert spec.num_layers == 1, "rank 0 is the last stage"
+    sequences = start(runner, prompts_of(), GREEDY, num_output=NUM_OUTPUT)
+    run(runner, sequences)
+    for sequence in sequences:
+        assert sequence.output == generate(model, sequence.prompt, NUM_OUTPUT)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("size", "pipeline"), [(4, False), (2, True)], ids=["heads", "layers"])
 def test_a_divided_model_with_random_weights_is_the_whole_one(
-    divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
+    size: int, pipeline: bool, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
 ) -> None:
     path = model_dir("tied-llama")
     runners: list[Any] = [
         make_runner(str(path), dtype="float32", num_blocks=NUM_BLOCKS, load_format="dummy"),
-        divide(4, path, load_format="dummy"),
+        divide(size, path, load_format="dummy", pipeline=pipeline),
     ]
     outputs = []
     for runner in runners:
@@ -113,15 +136,19 @@ def test_a_divided_model_with_random_weights_is_the_whole_one(
         run(runner, sequences)
         outputs.append([sequence.output for sequence in sequences])
     assert outputs[0] == outputs[1]
-    assert runners[0].spec.model_identity == runners[1].spec.model_identity
+    assert pipeline or runners[0].spec.model_identity == runners[1].spec.model_identity
 
 
+@pytest.mark.parametrize("pipeline", [False, True], ids=["heads", "layers"])
 def test_scores_beams_and_drafts_keep_the_ranks_in_step(
-    divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    pipeline: bool,
+    divide: Callable[..., DividedRunner],
+    model_dir: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other ranks know of these only what is in the batch."""
     path = model_dir("llama")
-    whole, divided = make_runner(str(path), dtype="float32", num_blocks=NUM_BLOCKS), divide(2, path)
+    whole, divided = make_runner(str(path), dtype="float32", num_blocks=NUM_BLOCKS), divide(2, path, pipeline=pipeline)
     steps = list(_mixed_steps())
     for runner in (whole, divided):
         for key, sampling, prompt in _MIXED:
@@ -171,11 +198,12 @@ def _mixed_steps() -> Iterator[WorkerBatch]:
     )
 
 
+@pytest.mark.parametrize("pipeline", [False, True], ids=["heads", "layers"])
 def test_copies_and_swaps_reach_the_blocks_of_all_ranks(
-    divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
+    pipeline: bool, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
 ) -> None:
     path = model_dir("gemma2")
-    runner, model = divide(2, path, swap_bytes=1 << 20), load_reference(path)
+    runner, model = divide(2, path, swap_bytes=1 << 20, pipeline=pipeline), load_reference(path)
     (sequence,) = start(runner, prompts_of((50,)), GREEDY, num_output=8)
     sequence.num_output = 4
     run(runner, [sequence])
@@ -191,11 +219,15 @@ def test_copies_and_swaps_reach_the_blocks_of_all_ranks(
     assert sequence.output == generate(model, sequence.prompt, 8)
 
 
+@pytest.mark.parametrize("pipeline", [False, True], ids=["heads", "layers"])
 def test_ranks_stay_in_step_behind_steps_that_fail(
-    divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    pipeline: bool,
+    divide: Callable[..., DividedRunner],
+    model_dir: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = model_dir("llama")
-    runner, model = divide(2, path), load_reference(path)
+    runner, model = divide(2, path, pipeline=pipeline), load_reference(path)
     (sequence,) = start(runner, prompts_of((30,)), GREEDY, num_output=6)
     row = sequence.row(30)
     with pytest.raises(KeyError, match="never added"):
@@ -223,11 +255,12 @@ def _fail(*_: object, **__: object) -> None:
     raise RuntimeError("the sampler failed")
 
 
+@pytest.mark.parametrize("pipeline", [False, True], ids=["heads", "layers"])
 def test_pools_have_as_many_blocks_as_fit_on_every_rank(
-    divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
+    pipeline: bool, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
 ) -> None:
     sizing = PoolSizing(memory_utilization=0.5, token_budget=64, max_running=4)
-    runner = divide(2, model_dir("llama"), num_blocks=None, size_pool=sizing, max_model_len=64)
+    runner = divide(2, model_dir("llama"), num_blocks=None, size_pool=sizing, max_model_len=64, pipeline=pipeline)
     assert len({spec.num_blocks for spec in runner.specs}) == 1
     (sequence,) = start(runner, prompts_of((30,)), GREEDY, num_output=6)
     run(runner, [sequence])

@@ -27,6 +27,10 @@ pytestmark = pytest.mark.unit
         ({"rank_host": "0.0.0.0"}, "must be one address of this machine"),
         ({"rank_host": "::"}, "must be one address of this machine"),
         ({"tensor_parallel_size": 2, "backend": "simulated"}, "divides a real model"),
+        ({"pipeline_parallel_size": 2, "backend": "simulated"}, "pipeline_parallel_size = 2 divides a real model"),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, "by layers or by heads, not by both"),
+        ({"pipeline_parallel_size": 2, "local_ranks": 2}, r"local_ranks = 2 of pipeline_parallel_size = 2"),
+        ({"pipeline_parallel_size": 2, "transfer": "nixl"}, "transfer = nixl with pipeline_parallel_size = 2"),
     ],
 )
 def test_what_does_not_go_together(given: dict[str, Any], message: str) -> None:
@@ -34,7 +38,15 @@ def test_what_does_not_go_together(given: dict[str, Any], message: str) -> None:
         WorkerConfig(role="decode", **given)
 
 
+def test_stages_hand_no_kv_over() -> None:
+    with pytest.raises(ValidationError, match="pipeline_parallel_size = 2 on a prefill worker"):
+        WorkerConfig(role="prefill", pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="prefill worker"):
+        make_plan({"prefill": "1", "decode": "1", "pipeline_parallel_size": "2"}, {})
+
+
 def test_ranks_that_a_worker_starts() -> None:
+    assert WorkerConfig(role="decode", pipeline_parallel_size=3).num_local_ranks == 2
     assert WorkerConfig(role="decode").num_local_ranks == 0
     assert WorkerConfig(role="decode", tensor_parallel_size=4).num_local_ranks == 3
     some = WorkerConfig(role="decode", tensor_parallel_size=4, local_ranks=1, rank_port=4000)

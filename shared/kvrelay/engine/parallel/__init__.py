@@ -1,1 +1,1 @@
-"""Tensor parallelism: a model whose heads, MLPs, experts and vocabulary are divided over processes."""
+"""A model divided over processes: heads, MLPs, experts and vocabulary (tensor parallelism), or layers (pipeline)."""

@@ -49,12 +49,15 @@ class RankLost(DeviceLost):
 class TensorParallelGroup:
     """One rank's connection to its group. Calls come from one thread at a time."""
 
-    def __init__(self, rank: int, size: int, process_group: Any, store: Any) -> None:
+    def __init__(self, rank: int, size: int, process_group: Any, store: Any, own_host: str) -> None:
+        """`own_host`: the address of this machine at which the other ranks reach it."""
         self.rank = rank
         self.size = size
+        self.own_host = own_host
         self._group = process_group
         self._store = store  # rank 0's is the server of the others' stores
         self._has_left = False
+        self._close_others: list[Callable[[], None]] = []
 
     @classmethod
     def connect(
@@ -85,7 +88,7 @@ class TensorParallelGroup:
         try:
             _await_ranks(store, rank, size, init_address, timeout_s, check)
             group = _make_nccl(store, rank, size, device) if _is_cuda(device) else _make_gloo(store, rank, size, host)
-            connected = cls(rank, size, group, store)
+            connected = cls(rank, size, group, store, _host_towards(host))
             group.set_timeout(timedelta(seconds=timeout_s))
             connected._check_connected(init_address, device)
             group.set_timeout(_COLLECTIVE_TIMEOUT)
@@ -152,13 +155,32 @@ class TensorParallelGroup:
             rank = next(rank for rank, length in enumerate(lengths) if length)
             raise UnsupportedModel(f"rank {rank} of {self.size}: {messages[rank]}")
 
+    def all_texts(self, text: str) -> list[str]:
+        """The texts of all ranks.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        raw = text.encode()
+        return self._all_texts(raw, max(self._all_numbers(len(raw))))
+
     def leave(self) -> None:
         """Ends a collective in which this rank waits, now or later, with `RankLost`. Thread-safe. For a rank that is
         lost without its connection being closed. GPUs do not wait on the host, so there it does nothing."""
         self._has_left = True
 
+    @property
+    def has_left(self) -> bool:
+        return self._has_left
+
+    def on_close(self, close: Callable[[], None]) -> None:
+        """`close` is called when the connections are closed."""
+        self._close_others.append(close)
+
     def close(self) -> None:
         """Closes the connections. Other ranks that wait for this one get `RankLost`."""
+        for close in self._close_others:
+            close()
         self._group = self._store = None
 
     def _all_numbers(self, number: int) -> list[int]:
@@ -308,14 +330,15 @@ def _make_gloo(store: Any, rank: int, size: int, host: str) -> Any:
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()
     # Without this, gloo listens on the address of the machine's name.
-    own = host if _is_loopback(host) else _own_address(host)
-    options._devices = [gloo.create_device(hostname=own)]
+    options._devices = [gloo.create_device(hostname=_host_towards(host))]
     options._timeout = timedelta(seconds=store.timeout.total_seconds())
     return gloo(dist.PrefixStore("gloo", store), rank, size, options)
 
 
-def _own_address(host: str) -> str:
-    """This machine's address towards a host."""
+def _host_towards(host: str) -> str:
+    """This machine's address towards a host; a loopback address is itself."""
+    if _is_loopback(host):
+        return host
     with socket.socket(_family(host, 1), socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # a datagram socket sends nothing here
         address: str = probe.getsockname()[0]

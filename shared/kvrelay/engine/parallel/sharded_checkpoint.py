@@ -6,6 +6,7 @@ model's (it stacks experts, for example), which works for parts of tensors as fo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,17 +18,18 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.checkpoint_files import weight_files
 from kvrelay.engine.parallel.shard_plan import Cut, ShardPlan
-from kvrelay.engine.parallel.sharded_modules import narrow, narrow_parameter
+from kvrelay.engine.parallel.sharded_modules import narrow_parameter
 
 ModelClass = type[PreTrainedModel]
 
 
-def narrowed_class(model_class: ModelClass, plan: ShardPlan) -> ModelClass:
-    """A model class whose instances have a rank's parameters. They are for loading: see `restore_class`."""
+def narrowed_class(model_class: ModelClass, narrow: Callable[[PreTrainedModel], None]) -> ModelClass:
+    """A model class whose instances have a rank's parameters, to which `narrow` reduces a whole model. They are for
+    loading: see `restore_class`."""
 
     def init(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
-        narrow(self, plan)
+        narrow(self)
 
     members = {"__init__": init, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
     return type(model_class.__name__, (model_class,), members)
@@ -38,10 +40,13 @@ def restore_class(model: PreTrainedModel, model_class: ModelClass) -> None:
     model.__class__ = model_class
 
 
-def sharded_state_dict(name: str, model: PreTrainedModel, plan: ShardPlan) -> dict[str, Any]:
-    """The checkpoint's tensors, of which those that are divided are read in part. A value `x` is read by `x[...]`.
+def sharded_state_dict(
+    name: str, model: PreTrainedModel, cuts: Mapping[str, Cut], has: Callable[[str], bool] = lambda path: True
+) -> dict[str, Any]:
+    """The checkpoint's tensors that a rank `has`, of which those with `cuts` are read in part. A value `x` is read by
+    `x[...]`.
 
-    `model` is the whole model, on the meta device.
+    `model` is the whole model, on the meta device. Both are by the path of a parameter.
 
     Raises:
         UnsupportedModel: tensors that cannot be read in part, or of other shapes than the config's.
@@ -57,8 +62,10 @@ def sharded_state_dict(name: str, model: PreTrainedModel, plan: ShardPlan) -> di
         tensors: Any = safe_open(file, "pt")
         for key in tensors.keys():  # noqa: SIM118 - it is no mapping
             path, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+            if not has(path):
+                continue
             stored = tensors.get_slice(key)
-            if (cut := plan.cuts.get(path)) is None:
+            if (cut := cuts.get(path)) is None:
                 state[key] = stored
                 continue
             if pattern is not None and len(targets_of[pattern]) > 1:
@@ -109,8 +116,15 @@ class _StoredPart:
         return self._cut.of(self._shape[dim], read)[index]
 
 
-def fill_randomly(model: PreTrainedModel, device: torch.device, seed: int, plan: ShardPlan | None) -> None:
-    """Gives a model on the meta device random weights, of which only the plan's parts stay.
+def fill_randomly(
+    model: PreTrainedModel,
+    device: torch.device,
+    seed: int,
+    plan: ShardPlan | None,
+    has: Callable[[str], bool] = lambda path: True,
+) -> None:
+    """Gives a model on the meta device random weights, of which only the plan's parts stay. Modules that this rank does
+    not have, by their path, remain on that device.
 
     The weights of a module depend on the seed and the module's number alone, so ranks have parts of one model, whatever
     their number. One module at a time is whole in memory.
@@ -119,6 +133,8 @@ def fill_randomly(model: PreTrainedModel, device: torch.device, seed: int, plan:
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.no_grad():
         for number, (path, module) in enumerate(model.named_modules()):
+            if not has(path):
+                continue
             torch.manual_seed(seed + number)
             module.to_empty(device=device, recurse=False)
             model._init_weights(module)

@@ -55,19 +55,6 @@ INLINE void find_tile(const Attention *a, int row, int64_t begin, int64_t count,
     else for (int k = TILE; k < KEY_TILE; k++) offsets[k] = offsets[TILE - 1];
 }
 
-/* exp for x <= 0, about 4e-6 relative, which is far below the rounding of the result to bfloat16. NaN stays NaN. */
-INLINE vfloat exp_of_weight(vfloat x) {
-    const __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)(x * 1.44269504089f));
-    const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vfloat r = (vfloat)(t - n);
-    vfloat p = splat(0.009560510206479146f);
-    p = p * r + 0.05591703917486773f;
-    p = p * r + 0.24024981109537322f;
-    p = p * r + 0.6931219676960613f;
-    p = p * r + 0.9999991908565828f;
-    return (vfloat)_mm512_scalef_ps((__m512)p, n);
-}
-
 /* Turns one row's scores of a tile into weights, of which keys [visible_begin, visible_end) count, and returns by how much
  * earlier results shrink. `score` has KEY_TILE / PANEL parts, `part` floats apart. */
 INLINE float soften_pairs(const Attention *a, const float *score, int64_t part, int64_t visible_begin, int64_t visible_end,
@@ -90,7 +77,7 @@ INLINE float soften_pairs(const Attention *a, const float *score, int64_t part, 
     const float shrink = new_max == *max ? 1.0f : expf(*max - base);
     vfloat total = load((const char *)sum, 0, FLOAT32) * shrink;
     UNROLL for (int i = 0; i < KEY_TILE / LANES; i++) {
-        w[i] = exp_of_weight(w[i] - base);
+        w[i] = rough_exp(w[i] - base);
         total += w[i];
     }
     UNROLL for (int i = 0; i < KEY_TILE / LANES; i += 2)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import DeviceLost, ModelRunner, ModelSpec, RowsFailed
+from kvrelay.engine.batch import ModelRunner, ModelSpec, RowsFailed
 from kvrelay.kv.pool import BlockPool
 from kvrelay.protocol.messages import Header, PeerRef, pack_tokens
 from kvrelay.protocol.messages import Prompt as PromptMessage
@@ -28,9 +28,10 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.worker import factory
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.sequences import make_sequence
-from kvrelay.worker.step_loop import StepTotals, worker_batch
+from kvrelay.worker.step_loop import StepTotals
 from kvrelay.worker.worker_main import load_runner
 from kvrelay_embedded.engine_request import EngineRequest
+from kvrelay_embedded.engine_steps import EngineSteps
 from kvrelay_embedded.outputs import CompletionOutput, RequestOutput, StepOutput
 from kvrelay_embedded.sampling_params import SamplingParams
 from kvrelay_embedded.settings import engine_config
@@ -82,8 +83,6 @@ class Engine:
         self._open: dict[str, EngineRequest] = {}
         self._by_key: dict[str, EngineRequest] = {}  # by the first part of its sequences' keys
         self._numbers = itertools.count()
-        self.totals = StepTotals()
-        """What the steps computed since the start."""
 
     def _load(self, config: WorkerConfig) -> None:
         self._runner: ModelRunner = load_runner(config, hands_over=False)
@@ -96,6 +95,10 @@ class Engine:
         if config.chunking == "dynamic" or config.speculation != "off":
             calibrate(self._scheduler, self._runner, config.token_budget)
         self._limits = _limits(config, spec)
+        most = config.scheduler_settings.max_uncommitted if spec.pipeline_parallel_size > 1 else 1
+        self.totals = StepTotals()
+        """What the steps computed since the start."""
+        self._steps = EngineSteps(self._runner, self._scheduler, most, self.totals)
 
     @property
     def spec(self) -> ModelSpec:
@@ -110,7 +113,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Returns whether `step` has anything to do."""
-        return bool(self._open)
+        return bool(self._open) or self._steps.are_in_flight
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
@@ -163,22 +166,19 @@ class Engine:
         cannot. A forward that is interrupted (KeyboardInterrupt) ends its requests too, which no output tells.
         """
         told: list[StepOutput] = []
-        started = time.perf_counter()
-        plan = self._scheduler.schedule()
-        for sequence in plan.recomputed:
-            self._by_key[sequence.key[0]].recomputed(sequence.key)
-        self.totals.schedule_s += time.perf_counter() - started
-        if not plan.has_work:
+        landed, recomputed = self._steps.run(), self._steps.recomputed
+        for sequence in recomputed:
+            if (opened := self._by_key.get(sequence.key[0])) is not None:
+                opened.recomputed(sequence.key)
+        recomputed.clear()
+        if landed is None:
             return told
-        try:
-            result = self._runner.execute(worker_batch(plan))
-        except DeviceLost:
-            raise
-        except Exception as error:
-            return self._step_failed(plan, error)
-        except BaseException as interrupt:  # Ctrl-C, nearly always during the forward
-            self._step_failed(plan, interrupt)
-            raise
+        plan, result = landed
+        if isinstance(result, BaseException):
+            told = self._step_failed(plan, result)
+            if not isinstance(result, Exception):  # Ctrl-C, nearly always during the forward
+                raise result
+            return told
         started = time.perf_counter()
         outputs = self._scheduler.commit(plan, result)
         self.totals.add(plan, result, ahead=False)
@@ -303,8 +303,9 @@ class Engine:
         return told
 
     def _failed(self, key: SequenceKey, cause: str) -> list[StepOutput]:
-        opened = self._by_key[key[0]]
         self._runner.drop_sequence(key)
+        if (opened := self._by_key.get(key[0])) is None:  # it was aborted while the step was in flight
+            return []
         told = opened.ended(key, "error", cause)
         if opened.has_ended:
             self._leave(opened)

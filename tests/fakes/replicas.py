@@ -18,6 +18,11 @@ from tests.fakes.hash_runner import HashRunner
 class LeadingHashRunner(HashRunner):
     """Rank 0 of a group whose ranks compute the whole model."""
 
+    waited_s = 0.0
+
+    def follow(self, batch: WorkerBatch) -> None:
+        self.execute(without_samples(batch))
+
     def resolve(self, batch: WorkerBatch) -> WorkerBatch:
         return resolved(batch, self._sampled)
 
@@ -42,6 +47,8 @@ def without_samples(batch: WorkerBatch) -> WorkerBatch:
 
 class HashReplica:
     """A `FollowingRunner` over the hash model, which checks the K/V that each row reads."""
+
+    waited_s = 0.0
 
     def __init__(self, runner: HashRunner) -> None:
         self.runner = runner
@@ -76,8 +83,11 @@ class ReplicasHere:
         return self._number
 
     def await_done(self, number: int) -> str:
-        assert number == self._number
+        assert 0 < number <= self._number
         return ""
+
+    def take_step_s(self, number: int) -> float:
+        return 0.0
 
     def fail(self, reason: str) -> str:
         return reason

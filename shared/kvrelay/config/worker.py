@@ -361,6 +361,7 @@ class WorkerConfig(RankedConfig):
             preemption=self.preemption,
             group_samples=self.group_samples,
             jump_forward=self.jump_forward,
+            num_stages=self.pipeline_parallel_size,
             speculation=SpeculationSettings(
                 self.speculation,
                 self.num_speculative_tokens,

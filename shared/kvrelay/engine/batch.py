@@ -308,7 +308,7 @@ class LaunchingRunner(ModelRunner, Protocol):
     """A `ModelRunner` over a device with a queue: a step may be launched while the previous one runs.
 
     `launch` is called on one thread at a time, while `land` may run on another. At most two steps are launched and not
-    ended.
+    ended, with a pipeline one more than it has stages.
     """
 
     @property

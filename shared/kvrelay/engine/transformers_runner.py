@@ -159,6 +159,12 @@ class TransformersRunner:
         num_scored = self._scored.num_scored(row)
         return structs.replace(row, num_scored=num_scored) if num_scored else row
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this stage of a pipeline has waited for the one before."""
+        pipeline = self._model.source.pipeline
+        return 0.0 if pipeline is None else pipeline.waited_s
+
     @torch.inference_mode()
     def follow(self, batch: WorkerBatch) -> None:
         """Computes this rank's share of a step while rank 0 executes it: swaps, copies, the forward, and with divided

@@ -30,7 +30,8 @@ class _Rank:
     facts: PoolFacts | None = None
     endpoint: dict[str, str] = field(default_factory=dict)
     num_done: int = 0  # number of the last published message that it has ended
-    step_s: float = 0.0
+    busy_s: float = 0.0  # of all steps
+    step_s: dict[int, float] = field(default_factory=dict)  # of each step, until it is asked for
 
 
 class GroupState:
@@ -63,6 +64,15 @@ class GroupState:
         """All ranks have ended what was published up to this number."""
         return min((rank.num_done for rank in self._ranks.values()), default=0)
 
+    @property
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank computed steps, from rank 1 on."""
+        return [rank.busy_s for _, rank in sorted(self._ranks.items())]
+
+    def take_step_s(self, number: int) -> float:
+        """The longest time that a rank computed a step which all have ended."""
+        return max((rank.step_s.pop(number, 0.0) for rank in self._ranks.values()), default=0.0)
+
     def has_joined(self, rank: int, process: str) -> bool:
         """Whether this process is a rank of the group."""
         known = self._ranks.get(rank)
@@ -88,7 +98,9 @@ class GroupState:
         rank.heard_at = now
         match message:
             case Done():
-                rank.num_done, rank.step_s = message.number, message.seconds
+                rank.num_done = message.number
+                rank.step_s[message.number] = message.seconds
+                rank.busy_s += message.seconds
                 self.step_error = f"rank {message.rank}: {message.error}" if message.error else self.step_error
             case Ready():
                 rank.facts, rank.endpoint = message.facts, message.endpoint

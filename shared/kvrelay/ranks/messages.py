@@ -130,8 +130,8 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
-    """A rank has ended the step that was published as `number`. `error` is one that leaves the ranks in step: rank 0
-    has the same, or the group ends."""
+    """A rank has ended the step that was published as `number`, in `seconds` without the wait for the stage before.
+    `error` is one that leaves the ranks in step: rank 0 has the same, or the group ends."""
 
     process: str
     rank: int

@@ -181,6 +181,17 @@ class RankGroup:
             error, state.step_error = state.step_error, ""
             return error
 
+    def take_step_s(self, number: int) -> float:
+        """The longest time that a rank computed a step which all have ended."""
+        with self._changed:
+            return self._state.take_step_s(number)
+
+    @property
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank computed steps, from rank 1 on."""
+        with self._changed:
+            return self._state.busy_s
+
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def publish_call(self, rank: int, call: TransferCall) -> None:

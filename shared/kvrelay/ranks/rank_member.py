@@ -73,6 +73,11 @@ class FollowingRunner(Protocol):
     @property
     def pool_memory(self) -> PoolLike: ...
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this stage has waited for the one before."""
+        ...
+
     def follow(self, batch: WorkerBatch) -> None:
         """Computes this rank's part of a step that rank 0 runs at the same time, and samples nothing.
 
@@ -226,13 +231,13 @@ class RankMember:
             raise OutOfStep("a step came before the model")
         if self._transfers is not None:
             self._transfers.await_calls(self._num_calls_before)
-        began, error = time.perf_counter(), ""
+        began, error, waited_s = time.perf_counter(), "", self._runner.waited_s
         batch = self._sequences.decode(step)
         try:
             self._runner.follow(batch)
         except IndexError as wrong:
             error = str(wrong)
-        took_s = time.perf_counter() - began
+        took_s = time.perf_counter() - began - (self._runner.waited_s - waited_s)
         self._say(Done(self._process, self._options.rank, self._num_received, took_s, error))
 
     def _report(self, error: Exception) -> None:

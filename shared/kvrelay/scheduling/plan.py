@@ -136,12 +136,13 @@ class NeedsCommit(Exception):
 class PlanDraft:
     """A plan while it is made. `budget_left` may fall below 0 if a policy runs a prompt longer than the budget.
 
-    `ahead`: a step is in flight, and no sequence may be preempted.
+    `ahead`: steps are in flight, and no sequence may be preempted. `num_before`: the number of these steps.
     """
 
-    def __init__(self, token_budget: int, *, ahead: bool = False) -> None:
+    def __init__(self, token_budget: int, *, ahead: bool = False, num_before: int = 0) -> None:
         self.budget_left = token_budget
         self.ahead = ahead
+        self.num_before = num_before
         self.prompts: dict[Sequence, PlannedRow] = {}
         self.decodes: dict[Sequence, PlannedRow] = {}
         self.prompting: list[Sequence] | None = None  # running prompts; None: not collected yet

@@ -5,7 +5,8 @@
 - `StepCommit` appends new tokens and ends sequences.
 - `SequenceLifecycle` has the sequences, the queue, and every transition between their states.
 
-At most two steps are uncommitted: one in flight, and one planned behind it.
+At most two steps are uncommitted: one in flight, and one planned behind it. With a pipeline of N stages there may be N
+in flight and one behind them; no decode is in two of them.
 """
 
 from __future__ import annotations
@@ -95,10 +96,12 @@ class BatchScheduler:
             decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
         self.turns = DecodeTurns(self.shares)
-        self._planner = StepPlanner(self.lifecycle, self._admission, self.preemptor, self.chunks, self.turns)
+        self._planner = StepPlanner(
+            self.lifecycle, self._admission, self.preemptor, self.chunks, self.turns, num_stages=settings.num_stages
+        )
         self._commit = StepCommit(self.lifecycle)
         self._step = 0
-        self._uncommitted: list[StepPlan] = []  # the step in flight, and the one planned behind it
+        self._uncommitted: list[StepPlan] = []  # steps in flight, and one planned behind them
         self._admitted_ahead: list[Sequence] = []  # admitted for a plan without rows: the next plan reports them
 
     @classmethod
@@ -210,15 +213,17 @@ class BatchScheduler:
         return self._planned(draft)
 
     def schedule_ahead(self) -> StepPlan | None:
-        """Plans the step behind the one in flight. Returns None if that one must be committed first. Never preempts."""
-        if len(self._uncommitted) != 1:
-            raise RuntimeError(f"{len(self._uncommitted)} steps are in flight or planned, 1 can be planned behind")
-        if any(_needs_commit_first(row) for row in self._uncommitted[0].rows) or self._expects_drafts():
-            return None
-        if self._delays_light_tenants():
+        """Plans the step behind those in flight. Returns None if one must be committed first. Never preempts."""
+        num_uncommitted = len(self._uncommitted)
+        if not 0 < num_uncommitted < self.settings.max_uncommitted:
+            raise RuntimeError(
+                f"{num_uncommitted} steps are in flight or planned, 1 to {self.settings.max_uncommitted - 1} can be "
+                f"planned behind"
+            )
+        if self._must_commit_first() or self._delays_light_tenants():
             return None
         self._refresh()
-        draft = PlanDraft(self.limits.token_budget, ahead=True)
+        draft = PlanDraft(self.limits.token_budget, ahead=True, num_before=num_uncommitted)
         try:
             self.policy.fill(self._planner, draft)
         except NeedsCommit:
@@ -247,13 +252,19 @@ class BatchScheduler:
             raise RuntimeError(f"step {plan.step} is not the last one planned")
         self._uncommitted.pop()
         if not self._uncommitted:
-            self.blocks.step_landed()
+            self.blocks.step_landed(0)
         self.blocks.copies.cancelled(plan.copies)
         # All rows end before any sequence leaves, because the beams of a search leave together.
         rows = [row for row in plan.rows if self.lifecycle.row_ended(row)]
         for sequence in dict.fromkeys(_leader(row) for row in rows):
             if sequence.abort_requested and not sequence.num_planned:
                 self.lifecycle.leave(sequence)
+
+    def _must_commit_first(self) -> bool:
+        """Returns whether the results of a step in flight are needed to plan the next one."""
+        if self.settings.num_stages > 1:  # sequences that sample in a step in flight have no row in the next one
+            return any(row.sequence.needs_commit_first for plan in self._uncommitted for row in plan.rows)
+        return any(_needs_commit_first(row) for row in self._uncommitted[0].rows) or self._expects_drafts()
 
     def _delays_light_tenants(self) -> bool:
         """Whether to plan the next step when the one in flight has ended, because a prompt of a light tenant that comes
@@ -340,7 +351,7 @@ class BatchScheduler:
             if not self._uncommitted or self._uncommitted[0] is not plan:
                 raise RuntimeError(f"step {plan.step} is not the one in flight")
             del self._uncommitted[0]
-            self.blocks.step_landed()
+            self.blocks.step_landed(len(self._uncommitted))
 
     # -- settings and numbers -----------------------------------------------------------------------------------------
 

@@ -175,9 +175,10 @@ class Scheduler(Protocol):
         ...
 
     def schedule_ahead(self) -> StepPlan | None:
-        """Plans the step behind the one in flight. Returns None if that one must be committed first. Never preempts.
+        """Plans the step behind those in flight. Returns None if one of them must be committed first. Never preempts.
 
-        Plans are committed in order. If the step in flight fails, `cancel_plan` comes before `fail_step`.
+        Plans are committed in order. If a step in flight fails, `cancel_plan` comes before `fail_step`, for the steps
+        behind it from the last one on.
         """
         ...
 

@@ -43,7 +43,7 @@ class SchedulerSettings:
     the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
     `group_samples`: whether the samples of a request are admitted, go and come back together. `jump_forward`: steps
     may bring tokens that grammars force; no step is planned behind one that samples a token under a grammar.
-    `speculation`: which sequences have drafts, and how many.
+    `speculation`: which sequences have drafts, and how many. `num_stages`: stages of the model's pipeline.
     """
 
     queue_order: QueueOrderName = "fcfs"
@@ -57,6 +57,12 @@ class SchedulerSettings:
     group_samples: bool = True
     jump_forward: bool = False
     speculation: SpeculationSettings = NO_SPECULATION
+    num_stages: int = 1
+
+    @property
+    def max_uncommitted(self) -> int:
+        """Steps that are planned or in flight at the same time: one for each stage, and one behind them."""
+        return self.num_stages + 1
 
     def __post_init__(self) -> None:
         choices = {
@@ -72,5 +78,7 @@ class SchedulerSettings:
             raise ValueError(f"queue_starvation_bound = {self.queue_starvation_bound}: must be at least 1")
         if not 0 <= self.new_token_ratio <= 1:
             raise ValueError(f"new_token_ratio = {self.new_token_ratio}: must be 0 to 1")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages = {self.num_stages}: must be at least 1")
         if self.num_swap_slots < 0 or self.swap_block_s < 0:
             raise ValueError("num_swap_slots and swap_block_s must be at least 0")

@@ -13,8 +13,8 @@
 
 Committed and planned lengths are separate. `num_computed` and the tokens change only when a step is committed.
 `num_planned` counts the tokens that uncommitted steps compute, and `num_expected` the tokens that they sample. There
-may be two such steps: one in flight, and one planned behind it. Properties of the next row (`next_position`,
-`num_remaining`, `is_decoding`) count as if these steps had succeeded.
+may be two such steps, one in flight and one planned behind it, and more with a pipeline. Properties of the next row
+(`next_position`, `num_remaining`, `is_decoding`) count as if these steps had succeeded.
 """
 
 from __future__ import annotations

@@ -39,7 +39,11 @@ class StepPlanner:
         preemptor: Preemptor,
         chunks: Chunks,
         turns: DecodeTurns,
+        *,
+        num_stages: int = 1,
     ) -> None:
+        """`num_stages`: stages of the model's pipeline. With several, decodes are divided into as many groups, whose
+        steps are in flight at the same time."""
         self._lifecycle = lifecycle
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
@@ -49,6 +53,7 @@ class StepPlanner:
         self._preemptor = preemptor
         self._chunks = chunks
         self._turns = turns
+        self._num_stages = num_stages
         self._has_paused = False  # decodes, in the latest step
         self._num_paused_steps = 0  # in a row
 
@@ -83,12 +88,15 @@ class StepPlanner:
         draft.prompting = prompting = []
         self._turns.plan_step(self._running.values())
         resting = self._turns.resting
+        most_rows = self._most_decodes(draft)
         for sequence in self._running.values():
             is_beam = sequence.beams is not None
             if (is_beam or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding:
                 prompting.append(sequence)
                 continue
-            if sequence in resting or (sequence.num_planned and not _continues(sequence)):
+            if sequence in resting or (sequence.num_planned and not self._goes_on(sequence)):
+                continue
+            if len(rows) >= most_rows and not is_beam:  # beams advance together
                 continue
             position = sequence.num_computed + sequence.num_planned
             rows.append(PlannedRow(sequence, position, 1, False, True))
@@ -107,11 +115,25 @@ class StepPlanner:
             if sequence.state is SequenceState.RUNNING:
                 self._preemptor.make_room(sequence, sequence.next_position + runs.get(sequence, 1), draft)
         # What follows tokens of a step in flight cannot be guessed yet: `schedule_ahead` waits for these if it matters.
-        if speculating and not draft.ahead:
+        if speculating and (not draft.ahead or self._num_stages > 1):
             draft.has_drafts = self._add_drafts(speculating, rows, draft)
         draft.add_decodes(rows, has_runs=draft.has_drafts or bool(runs))
         if self._turns.is_probe:
             draft.budget_left = 0  # nor prompts: they are all of the tenant whose decodes rest
+
+    def _most_decodes(self, draft: PlanDraft) -> int:
+        """The decodes of a step: with a pipeline an equal part of them for each stage, and none in the step behind."""
+        if self._num_stages == 1:
+            return 1 << 30
+        if draft.num_before >= self._num_stages:
+            return 0
+        num_decodes = sum(not sequence.is_prompting for sequence in self._running.values())
+        return -(-num_decodes // self._num_stages)
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Returns whether a sequence in a step in flight gets a row in the next one. With a pipeline only if its tokens
+        are known, so that no stage waits for the last one. A stop token may still end it."""
+        return _continues(sequence) and not (self._num_stages > 1 and sequence.num_expected)
 
     def _plan_runs(
         self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft, *, has_others: bool
@@ -172,7 +194,7 @@ class StepPlanner:
     def _plan_chunks(self, prompting: Iterable[Sequence], draft: PlanDraft) -> None:
         """Adds the next chunk of each sequence, until the budget is spent."""
         for sequence in prompting:
-            if not sequence.num_remaining or (sequence.num_planned and not _continues(sequence)):
+            if not sequence.num_remaining or (sequence.num_planned and not self._goes_on(sequence)):
                 continue
             if sequence.state is SequenceState.RUNNING:
                 self._leave_room_for_light_tenants(sequence, draft)

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Callable
 
 import torch
 
@@ -42,12 +43,12 @@ def load_divided(config: WorkerConfig, *, hands_over: bool) -> RankedRunner:
         with socket.create_server((config.rank_host, 0), family=_family(config.rank_host)) as listener:
             settings = _settings(config, listener.getsockname()[1], hands_over)
             group.start(settings)
-            runner = _load_own(config, settings, group, device, listener)
+            runner, disconnect = _load_own(config, settings, group, device, listener)
         group.await_ready(facts_of(runner.spec))
     except BaseException:
         group.close()
         raise
-    return RankedRunner(runner, group, group if hands_over else None)
+    return RankedRunner(runner, group, group if hands_over else None, disconnect)
 
 
 def make_part(
@@ -86,8 +87,8 @@ def make_part(
 
 def _load_own(
     config: WorkerConfig, settings: RankSettings, group: RankGroup, device: torch.device, listener: socket.socket
-) -> TransformersRunner:
-    """Loads rank 0's part."""
+) -> tuple[TransformersRunner, Callable[[], None]]:
+    """Loads rank 0's part. Returns it with what closes its connections."""
     try:
         connection = TensorParallelGroup.connect(
             0,
@@ -100,7 +101,11 @@ def _load_own(
         )
         # A rank may be lost without its connection being closed, for example with its machine.
         group.lost.add_done_callback(lambda _: connection.leave())
-        return make_part(settings, connection, device, _threads(config))
+        try:
+            return make_part(settings, connection, device, _threads(config)), connection.close
+        except BaseException:
+            connection.close()
+            raise
     except (DeviceLost, GroupNotFormed) as error:
         # The group knows why: which process ended and how, or what a rank could not load.
         raise RanksFailed(group.fail(str(error))) from error

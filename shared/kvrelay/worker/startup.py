@@ -28,6 +28,7 @@ from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
 from kvrelay.worker.launch import TimedLauncher, choose_launcher, overlaps_steps
 from kvrelay.worker.membership import Membership, NoMembership
+from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.reports import Reports
 from kvrelay.worker.step_loop import StepLoop
@@ -114,7 +115,11 @@ class WorkerStartup:
         is_simulated = config.backend == "simulated"
         overlap = overlaps_steps(runner, config.overlap, is_simulated=is_simulated)
         launcher = TimedLauncher if is_simulated else choose_launcher(runner, overlap=overlap)
-        steps = StepLoop(runner, scheduler, metrics, overlap=overlap, make_launcher=launcher, spans=spans)
+        num_stages = runner.spec.pipeline_parallel_size
+        make_loop = PipelinedStepLoop if overlap and num_stages > 1 else StepLoop
+        steps = make_loop(runner, scheduler, metrics, overlap=overlap, make_launcher=launcher, spans=spans)
+        if isinstance(steps, PipelinedStepLoop):
+            steps.max_in_flight = config.scheduler_settings.max_uncommitted
         event_log = config.open_event_log(config.worker_id)
         if event_log is not None:
             self.closing.callback(event_log.close)

@@ -111,7 +111,7 @@ class StepCallbacks:
 
 
 @dataclass(slots=True)
-class _PlannedStep:
+class PlannedStep:
     """A planned step. `ahead`: it was planned while the previous one was in flight. `launched_ahead`: it was also
     launched then."""
 
@@ -271,9 +271,9 @@ class StepLoop:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), None if math.isinf(remaining_delay_s) else remaining_delay_s)
 
-    async def _run_from(self, first: _PlannedStep, callbacks: StepCallbacks) -> None:
+    async def _run_from(self, first: PlannedStep, callbacks: StepCallbacks) -> None:
         """Runs a step, then the steps behind it as long as each can be planned ahead."""
-        step: _PlannedStep | None = first
+        step: PlannedStep | None = first
         flight = await self._launch(first)
         while step is not None:
             following = self._plan_ahead(callbacks)
@@ -300,19 +300,19 @@ class StepLoop:
                 raise lost
             step = following
 
-    async def _launch(self, step: _PlannedStep, *, behind: bool = False) -> Flight:
+    async def _launch(self, step: PlannedStep, *, behind: bool = False) -> Flight:
         step.launched_ahead = behind
         step.flight = await self._launcher.launch(step.batch, ahead=step.ahead, behind=behind)
         return step.flight
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _plan(self, callbacks: StepCallbacks) -> _PlannedStep:
+    def _plan(self, callbacks: StepCallbacks) -> PlannedStep:
         mark, started = self._mark(), time.perf_counter()
         plan = self.scheduler.schedule()
         return self._planned(plan, started, mark, callbacks, ahead=False)
 
-    def _plan_ahead(self, callbacks: StepCallbacks) -> _PlannedStep | None:
+    def _plan_ahead(self, callbacks: StepCallbacks) -> PlannedStep | None:
         if not self.overlap or self._stopping:
             return None
         mark, started = self._mark(), time.perf_counter()
@@ -324,8 +324,8 @@ class StepLoop:
 
     def _planned(
         self, plan: StepPlan, started: float, mark: Mark | None, callbacks: StepCallbacks, *, ahead: bool
-    ) -> _PlannedStep:
-        step = _PlannedStep(plan, worker_batch(plan), time.perf_counter() - started, ahead)
+    ) -> PlannedStep:
+        step = PlannedStep(plan, worker_batch(plan), time.perf_counter() - started, ahead)
         self.totals.schedule_s += step.schedule_s
         if self._metrics is not None:
             self._metrics.planned(plan)
@@ -339,7 +339,7 @@ class StepLoop:
             self._trace.note("planned", plan.step)
         return step
 
-    def _publish(self, step: _PlannedStep, result: StepResult, callbacks: StepCallbacks) -> None:
+    def _publish(self, step: PlannedStep, result: StepResult, callbacks: StepCallbacks) -> None:
         """Commits a step that landed, and publishes its results."""
         plan, started = step.plan, time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
@@ -362,7 +362,7 @@ class StepLoop:
         callbacks.committed(outputs)
         self._note("published", plan)
 
-    def _fail(self, step: _PlannedStep, error: Exception, callbacks: StepCallbacks) -> None:
+    def _fail(self, step: PlannedStep, error: Exception, callbacks: StepCallbacks) -> None:
         keys = error.keys if isinstance(error, RowsFailed) else None
         failed = self.scheduler.fail_step(step.plan, keys)
         self._landed(step.plan)
@@ -372,7 +372,7 @@ class StepLoop:
             self.forget(sequence.key)
         callbacks.failed(failed, failure_kind(error), f"{type(error).__name__}: {error}")
 
-    async def _cancel(self, following: _PlannedStep | None, step: _PlannedStep) -> DeviceLost | None:
+    async def _cancel(self, following: PlannedStep | None, step: PlannedStep) -> DeviceLost | None:
         """Cancels the step that was planned behind `step`. If it was launched, waits until it has ended, before its
         blocks are freed. Returns the error if the device was lost."""
         if following is None:

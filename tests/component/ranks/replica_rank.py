@@ -38,6 +38,8 @@ def digest(pool: NDArray[np.uint8]) -> str:
 
 
 class DisturbedReplica:
+    waited_s = 0.0
+
     def __init__(self, runner: HashRunner, given: dict[str, Any]) -> None:
         self._replica = HashReplica(runner)
         self._given = given

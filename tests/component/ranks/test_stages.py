@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,3 +106,35 @@ def test_a_killed_stage_is_a_lost_device(model: Path) -> None:
 def test_more_stages_than_layers(model: Path) -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_size = 4: it has 3 layers"):
         Engine(str(model), **SMALL, pipeline_parallel_size=4)
+
+
+def test_aborts_and_failed_steps_while_others_are_in_flight(
+    model: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is behind a failed step is discarded, on all stages, and computed again."""
+    engine, runner = llm.engine, llm.engine._runner
+    assert isinstance(runner, RankedRunner)
+    own: Any = runner._runner
+    prompts, outputs, errors = prompts_of(5, 6), dict[str, list[int]](), set[str]()
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"{number}", prompt, GREEDY)
+    logits, num_steps, most_in_flight = own._model.logits, 0, 0
+    while engine.has_work:
+        with monkeypatch.context() as patch:
+            if num_steps == 14:
+                patch.setattr(own._model, "logits", lambda hidden: logits(hidden) * math.nan)
+            for told in engine.step():
+                outputs.setdefault(told.request_id, []).extend(told.token_ids)
+                if told.finish_reason == "error":
+                    errors.add(told.request_id)
+        most_in_flight = max(most_in_flight, len(engine._steps._in_flight))
+        num_steps += 1
+        if num_steps == 10:
+            assert engine.abort("0")
+    assert most_in_flight >= 1, "one step landed, and others were behind it"
+    assert errors, "a step failed"
+    for number, prompt in enumerate(prompts):
+        if number and f"{number}" not in errors:
+            assert outputs[f"{number}"] == reference.greedy(model, prompt, 24)
+    assert len(errors) < 5, "no other went on"
+    assert engine._scheduler.blocks.pool.num_available == 24

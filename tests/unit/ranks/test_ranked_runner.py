@@ -4,7 +4,8 @@ and the ranks' K/V is equal."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.ranks.ranked_runner import RankedRunner
+from kvrelay.ranks.ranked_runner import RankedRunner, RankedStep
+from kvrelay.scheduling.plan import StepPlan
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.replicas import HashReplica, ReplicasHere, resolved
 from tests.thoroughness import examples
@@ -32,16 +34,41 @@ from tests.unit.worker.serving import (
 
 
 class LeadingFailingRunner(FailingRunner):
+    waited_s = 0.0
+
+    def follow(self, batch: WorkerBatch) -> None:
+        """Only takes what the stage before has sent: a step that failed has left no K/V to read."""
+
     def resolve(self, batch: WorkerBatch) -> WorkerBatch:
         return resolved(batch, self._sampled)
+
+
+@dataclass
+class Noted:
+    """A step in flight, which must end in the order of the launches."""
+
+    step: RankedStep
+    in_flight: list[RankedStep]
+
+    def land(self) -> StepResult:
+        assert self.in_flight[0] is self.step
+        try:
+            return self.step.land()
+        finally:
+            self.in_flight.pop(0)
+
+    def discard(self) -> None:
+        assert self.in_flight.pop(0) is self.step
+        self.step.discard()
 
 
 class Ranked(FailingRunner):
     """Rank 0 with two replicas, in the place of a runner of one process."""
 
-    def __init__(self, fail_at: dict[SequenceKey, int], num_slots: int, *, blame: bool) -> None:
+    def __init__(self, fail_at: dict[SequenceKey, int], num_slots: int, *, blame: bool, num_stages: int = 1) -> None:
         super().__init__(fail_at, num_slots, blame=blame)
         self.leader = LeadingFailingRunner(fail_at, num_slots, blame=blame)
+        self.leader.spec = replace(self.leader.spec, pipeline_parallel_size=num_stages)
         self.let_run = self.leader.let_run
         self.pool_bytes = self.leader.pool_bytes
         self.replicas = [
@@ -49,6 +76,8 @@ class Ranked(FailingRunner):
         ]
         self.others = ReplicasHere(*self.replicas)
         self.ranked = RankedRunner(self.leader, self.others)
+        self.launches_ahead = self.ranked.launches_ahead
+        self.in_flight: list[RankedStep] = []
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         self.ranked.add_sequence(key, sampling, token_ids, num_prompt)
@@ -64,12 +93,28 @@ class Ranked(FailingRunner):
         self.leader.late_every = self.late_every
         return self.ranked.execute(batch)
 
+    def can_launch_behind(self, batch: WorkerBatch) -> bool:
+        return self.ranked.can_launch_behind(batch)
+
+    def launch(self, batch: WorkerBatch) -> Noted:
+        self.leader.late_every = self.late_every
+        assert not any(row.has_placeholder for row in batch.rows), "a stage would wait for the last one"
+        step = self.ranked.launch(batch)
+        self.in_flight.append(step)
+        return Noted(step, self.in_flight)
+
 
 class OwnBlocks(Service):
     """A service whose peer does not write: it would write into the blocks of rank 0 alone."""
 
+    most_planned = 0
+
     def write_as_a_peer(self) -> None:
         pass
+
+    def planned(self, plan: StepPlan) -> None:
+        super().planned(plan)
+        self.most_planned = max(self.most_planned, self.num_planned)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -119,3 +164,70 @@ def test_ranks_go_on_after_steps_that_failed_on_rank_0(blame: bool, wanted: list
 
     service = serve(OwnBlocks(wanted, "sarathi", num_slots, make, overlap=True))
     check_tokens(wanted, service.served, blame=blame)
+
+
+@pytest.mark.parametrize("scheduler", ["sarathi", "simple_chunking", "vllm"])
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    wanted=jobs,
+    num_stages=st.integers(2, 4),
+    num_slots=st.sampled_from([0, 3, 40]),
+    most_drafts=st.sampled_from([0, 0, 3, 9]),
+    jump_forward=st.booleans(),
+    failure=st.sampled_from(["none", "rows", "step"]),
+)
+def test_several_steps_of_a_pipeline_in_flight(
+    scheduler: str,
+    wanted: list[Job],
+    num_stages: int,
+    num_slots: int,
+    most_drafts: int,
+    jump_forward: bool,
+    failure: str,
+) -> None:
+    """Stages before the last one compute a step as soon as it is launched, and the last one as late as can be."""
+    if failure == "none":
+        wanted = [replace(job, fail_at=None) for job in wanted]
+    made: list[Ranked] = []
+
+    def make(fail_at: dict[SequenceKey, int], num_slots: int) -> Ranked:
+        made.append(Ranked(fail_at, num_slots, blame=failure == "rows", num_stages=num_stages))
+        return made[0]
+
+    service = serve(
+        OwnBlocks(
+            *(wanted, scheduler, num_slots, make),
+            overlap=True,
+            most_drafts=most_drafts,
+            jump_forward=jump_forward,
+            num_stages=num_stages,
+        )
+    )
+    if not jump_forward:
+        check_tokens(wanted, service.served, blame=failure != "step")
+    runner = made[0]
+    assert not runner.ranked._in_flight and not runner.ranked._drops
+    if failure == "none":
+        for replica in runner.replicas:
+            assert np.array_equal(replica.runner.pool_bytes, runner.leader.pool_bytes)
+    runner.let_run.release()
+    runner.ranked.execute(WorkerBatch(0, []))
+    assert runner.others.num_sequences == [0, 0]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_have_work(num_stages: int) -> None:
+    """Chunks of one prompt are in flight in all stages, with one more behind; and groups of decodes in all stages."""
+    plain: dict[str, Any] = {"stop_at": None, "abort_at": None, "fail_at": None, "prefill_only": False, "scored": False}
+    long = Job(prompt=(1, 2, 2) * 14, max_tokens=2, after_step=0, **plain)  # two chunks
+    short = [Job(prompt=(1,) * number, max_tokens=12, after_step=0, **plain) for number in range(1, 7)]
+
+    def make(fail_at: dict[SequenceKey, int], num_slots: int) -> Ranked:
+        return Ranked(fail_at, num_slots, blame=False, num_stages=num_stages)
+
+    service = OwnBlocks([long], "sarathi", 0, make, overlap=True, num_stages=num_stages)
+    serve(service)
+    assert service.most_planned == 2
+    service = OwnBlocks(short, "sarathi", 0, make, overlap=True, num_stages=num_stages)
+    check_tokens(short, serve(service).served, blame=False)
+    assert service.most_planned == num_stages

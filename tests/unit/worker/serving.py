@@ -24,6 +24,7 @@ from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.launch import choose_launcher
+from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.guessing_drafter import GuessingDrafter
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
@@ -148,6 +149,7 @@ class Service:
         most_drafts: int = 0,
         jump_forward: bool = False,
         num_blocks: int = NUM_BLOCKS,
+        num_stages: int = 1,
     ) -> None:
         self.wanted = dict(enumerate(wanted))
         self.waiting = dict(self.wanted)
@@ -159,14 +161,19 @@ class Service:
             self.runner.late_every = 4
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         limits = SchedulerLimits(24, 6, LONGEST, frozenset({EOS_TOKEN_ID}))
-        policy = SchedulerSettings(preemption="swap", num_swap_slots=num_slots, jump_forward=jump_forward)
+        policy = SchedulerSettings(
+            preemption="swap", num_swap_slots=num_slots, jump_forward=jump_forward, num_stages=num_stages
+        )
         self.cache = PrefixCache(self.pool)
         built = find_scheduler(scheduler)(limits, self.pool, self.cache, policy)
         assert isinstance(built, BatchScheduler)
         built.lifecycle.drafter = GuessingDrafter(most_drafts)
         self.scheduler = built
         launcher = choose_launcher(self.runner, overlap=overlap)
-        self.loop = StepLoop(self.runner, built, overlap=overlap, make_launcher=launcher)
+        make_loop = PipelinedStepLoop if num_stages > 1 else StepLoop
+        self.loop = make_loop(self.runner, built, overlap=overlap, make_launcher=launcher)
+        if isinstance(self.loop, PipelinedStepLoop):
+            self.loop.max_in_flight = policy.max_uncommitted
         self.num_steps = 0
         self.num_planned = 0  # and not landed
         self.reserved: list[int] = []

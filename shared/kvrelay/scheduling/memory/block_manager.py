@@ -43,7 +43,9 @@ class BlockManager:
         self.copies = BlockCopies(pool)
         self.withheld: frozenset[int] = frozenset()
         """Blocks in quarantine whose sender is silent: they may never be released."""
-        self._replaced: list[int] = []  # blocks that a step in flight reads and that are in no table
+        # Blocks that steps in flight read and that are in no table, each with the number of these steps.
+        self._replaced: list[tuple[int, list[int]]] = []
+        self._num_uncommitted = 0
         self.shares_prefixes = not isinstance(cache, NullCache)
 
     @property
@@ -270,7 +272,7 @@ class BlockManager:
     def _share(self, sequence: Sequence, num_known: int) -> bool:
         """Replaces the sequence's own copies of blocks by `num_known` cached ones, behind those it published.
 
-        A planned step reads its own copies, so they stay held until that step has ended.
+        Planned steps read its own copies, so they stay held until these steps have ended.
         """
         if sequence.prefill_only:
             return False
@@ -282,15 +284,20 @@ class BlockManager:
             sequence.table.replace(index, block)
         if sequence.num_planned:
             self.pool.move(own, sequence.block_state, BlockState.IN_FLIGHT)
-            self._replaced += own
+            self._replaced.append((self._num_uncommitted, own))
         else:
             self.pool.release(own, sequence.block_state)
         return True
 
-    def step_landed(self) -> None:
-        """The step that was planned when the last one was committed has ended, or will not run."""
+    def step_landed(self, num_uncommitted: int) -> None:
+        """A step has ended, or will not run. So many others are still planned or in flight."""
+        self._num_uncommitted = num_uncommitted
         replaced, self._replaced = self._replaced, []
-        self.pool.release(replaced, BlockState.IN_FLIGHT)
+        for num_steps, blocks in replaced:
+            if num_steps > 1 and num_uncommitted:
+                self._replaced.append((num_steps - 1, blocks))
+            else:
+                self.pool.release(blocks, BlockState.IN_FLIGHT)
 
     def change_block_state(self, sequence: Sequence, state: BlockState) -> None:
         """Moves the holds on a sequence's blocks to another state."""

@@ -33,7 +33,7 @@ typedef struct {
     float *hidden;           /* [tokens, hidden_size]: embeddings before, the last layer's output after */
     const float *cos, *sin;  /* [angles, head_dim / 2] */
     const int64_t *angles;   /* [tokens]: each token's row of cos and sin */
-    Attention *attention;    /* planned for this step; pool, query, output and layer parameters are filled per layer */
+    const Attention *attention; /* planned for this step, without pool, query, output and layer parameters */
     char *pool;              /* the first layer's keys of block 0 */
     int64_t layer_bytes;     /* from a layer's keys to the next layer's */
     const int32_t *write_blocks, *write_slots;
@@ -45,6 +45,13 @@ typedef struct {
 } DecoderStep;
 
 /* ---- between the products ---- */
+
+/* Each piece is compiled for both types of weights. */
+#define FOR_TYPE(type, call)                        \
+    do {                                            \
+        if ((type) == BFLOAT16) call(BFLOAT16);     \
+        else call(FLOAT32);                         \
+    } while (0)
 
 /* out = x / rms(x) * weight; `size` elements. In place where `out` is `x`. */
 INLINE void norm_vector(const char *x, const int from, const float *weight, char *out, const int to, int64_t size, double eps) {
@@ -91,29 +98,26 @@ INLINE void norm_and_rotate(const Decoder *d, const DecoderLayer *layer, char *q
     }
 }
 
-/* ---- what Python calls ---- */
-
-/* Each piece is compiled for both types of weights. */
-#define FOR_TYPE(type, call)                        \
-    do {                                            \
-        if ((type) == BFLOAT16) call(BFLOAT16);     \
-        else call(FLOAT32);                         \
-    } while (0)
-
-/* hidden [tokens, size] += delta (of `type`, or null); normed = rms_norm(hidden) * weight, in `type`. */
-void kvrelay_add_and_norm(float *hidden, const char *delta, const float *weight, char *normed, int64_t num_tokens,
-                          int64_t size, double eps, int64_t type, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (num_tokens > 4)
-    for (int64_t token = 0; token < num_tokens; token++) {
-        float *row = hidden + token * size;
+static void add_and_norm(float *hidden, const char *delta, const float *weight, char *normed, int64_t token, int64_t size,
+                         double eps, int64_t type) {
+    float *row = hidden + token * size;
 #define ADD_AND_NORM(type)                                                                              \
     do {                                                                                                \
         if (delta)                                                                                      \
             for (int64_t i = 0; i < size; i++) row[i] += element(delta, token * size + i, type);         \
         norm_vector((const char *)row, FLOAT32, weight, normed + token * size * bytes_of(type), type, size, eps); \
     } while (0)
-        FOR_TYPE(type, ADD_AND_NORM);
-    }
+    FOR_TYPE(type, ADD_AND_NORM);
+}
+
+/* ---- what Python calls ---- */
+
+/* hidden [tokens, size] += delta (of `type`, or null); normed = rms_norm(hidden) * weight, in `type`. */
+void kvrelay_add_and_norm(float *hidden, const char *delta, const float *weight, char *normed, int64_t num_tokens,
+                          int64_t size, double eps, int64_t type, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (num_tokens > 4)
+    for (int64_t token = 0; token < num_tokens; token++)
+        add_and_norm(hidden, delta, weight, normed, token, size, eps, type);
 }
 
 /* out [tokens, num_in] = rows of a weight in panels, as float. Returns 0 if a token has no row. */
@@ -159,34 +163,68 @@ void kvrelay_norm_and_rotate(const Decoder *d, int64_t layer, char *qkv, int64_t
 /* out [tokens, num_out] = x . weights + bias, by `mode`; [tokens, num_out / 2] if that is GATED. */
 void kvrelay_linear(const Linear *l, const char *x, int64_t num_tokens, char *out, int64_t mode, int64_t type,
                     int64_t padded, int64_t threads) {
-    linear(l, x, num_tokens, out, (int)mode, (int)type, (int)padded, (int)threads);
+    char *const widened = space_to_widen(num_tokens, l->num_in, (int)type);
+    Team team = {0};
+#pragma omp parallel num_threads((int)threads)
+    {
+        join_team(&team);
+        begin_tiles();
+        linear(&team, l, x, num_tokens, out, (int)mode, (int)type, (int)padded, widened);
+        end_tiles();
+    }
+}
+
+/* Norms and rotates one token's queries and keys, and writes its keys and values to the pool. */
+static void rotate_and_write(const Decoder *d, const DecoderStep *s, int64_t layer, char *pool, int64_t token) {
+    const int64_t bytes = bytes_of((int)d->type), dim = d->head_dim, row = (d->num_heads + 2 * d->num_kv_heads) * dim;
+    const PoolStrides *stride = &s->attention->stride;
+#define NORM_AND_ROTATE_STEP(type) \
+    norm_and_rotate(d, &d->layers[layer], s->qkv, token, s->angles[token], s->cos, s->sin, type)
+    FOR_TYPE(d->type, NORM_AND_ROTATE_STEP);
+    const char *keys = s->qkv + (token * row + d->num_heads * dim) * bytes, *values = keys + d->num_kv_heads * dim * bytes;
+    const int32_t *block = s->write_blocks + token, *slot = s->write_slots + token;
+    kvrelay_write(pool, stride, keys, row, dim, block, slot, 1, d->num_kv_heads, dim * bytes, bytes);
+    kvrelay_write(pool + stride->key_to_value * bytes, stride, values, row, dim, block, slot, 1, d->num_kv_heads, dim * bytes,
+                  bytes);
+}
+
+/* One layer over a step; each thread of the team calls it, with its own copy of the step's attention. */
+static void decoder_layer(Team *team, const Decoder *d, const DecoderStep *s, int64_t i, Attention *a, char *widened) {
+    const DecoderLayer *layer = &d->layers[i];
+    const int type = (int)d->type;
+    const int64_t n = s->num_tokens, dim = d->head_dim;
+    SHARE_SMALL_ITEMS(team, token, n)
+        add_and_norm(s->hidden, NULL, layer->input_norm, s->normed, token, d->hidden_size, d->norm_eps, type);
+    end_piece(team);
+    linear(team, &layer->qkv, s->normed, n, s->qkv, STORE, type, 1, widened);
+    char *const pool = s->pool + i * s->layer_bytes;
+    a->pool = pool;
+    a->query = s->qkv, a->query_token = (d->num_heads + 2 * d->num_kv_heads) * dim, a->query_head = dim;
+    a->output = s->attended;
+    a->sinks = layer->sinks, a->window = layer->window, a->scaling = layer->scaling, a->softcap = layer->softcap;
+    SHARE_SMALL_ITEMS(team, token, n) rotate_and_write(d, s, i, pool, token);
+    end_piece(team);
+    attend_by_type(team, a);
+    linear(team, &layer->output, s->attended, n, (char *)s->hidden, ADD_FLOAT, type, 1, widened);
+    SHARE_SMALL_ITEMS(team, token, n)
+        add_and_norm(s->hidden, NULL, layer->mlp_norm, s->normed, token, d->hidden_size, d->norm_eps, type);
+    end_piece(team);
+    linear(team, &layer->gate_up, s->normed, n, s->activated, GATED, type, 1, widened);
+    linear(team, &layer->down, s->activated, n, (char *)s->hidden, ADD_FLOAT, type, 1, widened);
 }
 
 /* All layers over a step. */
 void kvrelay_decoder_layers(const Decoder *d, const DecoderStep *s, int64_t threads) {
-    const int type = (int)d->type;
-    const int64_t bytes = bytes_of(type), dim = d->head_dim, n = s->num_tokens, heads = d->num_heads + 2 * d->num_kv_heads;
-    Attention *a = s->attention;
-    for (int64_t i = 0; i < d->num_layers; i++) {
-        const DecoderLayer *layer = &d->layers[i];
-        kvrelay_add_and_norm(s->hidden, NULL, layer->input_norm, s->normed, n, d->hidden_size, d->norm_eps, type, threads);
-        linear(&layer->qkv, s->normed, n, s->qkv, STORE, type, 1, (int)threads);
-        kvrelay_norm_and_rotate(d, i, s->qkv, n, s->angles, s->cos, s->sin, threads);
-        char *pool = s->pool + i * s->layer_bytes;
-        const char *keys = s->qkv + d->num_heads * dim * bytes, *values = keys + d->num_kv_heads * dim * bytes;
-        kvrelay_write(pool, &a->stride, keys, heads * dim, dim, s->write_blocks, s->write_slots, n, d->num_kv_heads,
-                      dim * bytes, bytes);
-        kvrelay_write(pool + a->stride.key_to_value * bytes, &a->stride, values, heads * dim, dim, s->write_blocks,
-                      s->write_slots, n, d->num_kv_heads, dim * bytes, bytes);
-        a->pool = pool;
-        a->query = s->qkv, a->query_token = heads * dim, a->query_head = dim;
-        a->output = s->attended;
-        a->sinks = layer->sinks, a->window = layer->window, a->scaling = layer->scaling, a->softcap = layer->softcap;
-        kvrelay_attend(a);
-        linear(&layer->output, s->attended, n, (char *)s->hidden, ADD_FLOAT, type, 1, (int)threads);
-        kvrelay_add_and_norm(s->hidden, NULL, layer->mlp_norm, s->normed, n, d->hidden_size, d->norm_eps, type, threads);
-        linear(&layer->gate_up, s->normed, n, s->activated, GATED, type, 1, (int)threads);
-        linear(&layer->down, s->activated, n, (char *)s->hidden, ADD_FLOAT, type, 1, (int)threads);
+    const int64_t widest = at_least(at_least(d->hidden_size, d->num_heads * d->head_dim), d->intermediate_size);
+    char *const widened = space_to_widen(s->num_tokens, widest, (int)d->type);
+    Team team = {0};
+#pragma omp parallel num_threads((int)threads)
+    {
+        Attention attention = *s->attention;
+        join_team(&team);
+        begin_tiles();
+        for (int64_t i = 0; i < d->num_layers; i++) decoder_layer(&team, d, s, i, &attention, widened);
+        end_tiles();
     }
 }
 

@@ -12,6 +12,7 @@
  * widened as they are loaded.
  */
 #include "cpu_panels.c"
+#include "cpu_team.c"
 
 #define TILE 32                         /* keys looked at between two updates of the running maximum */
 #define DIRECT_ROWS 8                   /* up to so many rows, the keys are not worth transposing */
@@ -394,30 +395,39 @@ static char *scratch_space(int64_t bytes) {
     return space;
 }
 
-INLINE void attend(const Attention *a, const int64_t dim, const int type) {
+INLINE void attend(Team *team, const Attention *a, const int64_t dim, const int type) {
     const int64_t heads = a->num_kv_heads * a->group;
 #if HAS_PAIRS
-    const int in_pairs = type == BFLOAT16;
+    if (type == BFLOAT16) {
+        const PairScratch pairs = lay_out_pairs(a, scratch_space(pair_scratch_bytes(a)));
+        SHARE_ITEMS(team, i, a->num_items) pair_item(a, &pairs, i, dim);
+    } else
 #endif
-#pragma omp parallel num_threads((int)a->num_threads)
     {
-#if HAS_PAIRS
-        if (in_pairs) {
-            const PairScratch pairs = lay_out_pairs(a, scratch_space(pair_scratch_bytes(a)));
-            begin_tiles();
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < a->num_items; i++) pair_item(a, &pairs, i, dim);
-            end_tiles();
-        } else
-#endif
-        {
-            const Scratch scratch = lay_out(a, (float *)scratch_space(scratch_floats(a) * sizeof(float)));
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < a->num_items; i++) do_item(a, &scratch, &a->items[i], dim, type);
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < a->num_split_rows * heads; i++)
-            join_splits(a, &a->split_rows[i / heads], i % heads, dim, type);
+        const Scratch scratch = lay_out(a, (float *)scratch_space(scratch_floats(a) * sizeof(float)));
+        SHARE_ITEMS(team, i, a->num_items) do_item(a, &scratch, &a->items[i], dim, type);
+    }
+    end_piece(team);
+    if (!a->num_split_rows) return;
+    SHARE_ITEMS(team, i, a->num_split_rows * heads) join_splits(a, &a->split_rows[i / heads], i % heads, dim, type);
+    end_piece(team);
+}
+
+/* Head sizes that are common get code of their own; others share the general one. head_dim is a multiple of 16. */
+#define ATTEND(type)                                           \
+    case type:                                                 \
+        if (a->head_dim == 128) attend(team, a, 128, type);    \
+        else if (a->head_dim == 64) attend(team, a, 64, type); \
+        else attend(team, a, a->head_dim, type);               \
+        break;
+
+/* Each thread of the team calls it, with `begin_tiles` before. */
+static void attend_by_type(Team *team, const Attention *a) {
+    switch (a->pool_type) {
+        ATTEND(FLOAT32)
+        ATTEND(BFLOAT16)
+        ATTEND(FLOAT8_E4M3)
+        ATTEND(FLOAT8_E5M2)
     }
 }
 
@@ -426,20 +436,14 @@ INLINE void attend(const Attention *a, const int64_t dim, const int type) {
 /* The widths in bytes that the caller checks its own declarations against. */
 int64_t kvrelay_struct_bytes(void) { return sizeof(Attention) * 10000 + sizeof(Item) * 100 + sizeof(SplitRow); }
 
-/* Head sizes that are common get code of their own; others share the general one. head_dim is a multiple of 16. */
-#define ATTEND(type)                                       \
-    case type:                                             \
-        if (a->head_dim == 128) attend(a, 128, type);      \
-        else if (a->head_dim == 64) attend(a, 64, type);   \
-        else attend(a, a->head_dim, type);                 \
-        break;
-
 void kvrelay_attend(const Attention *a) {
-    switch (a->pool_type) {
-        ATTEND(FLOAT32)
-        ATTEND(BFLOAT16)
-        ATTEND(FLOAT8_E4M3)
-        ATTEND(FLOAT8_E5M2)
+    Team team = {0};
+#pragma omp parallel num_threads((int)a->num_threads)
+    {
+        join_team(&team);
+        begin_tiles();
+        attend_by_type(&team, a);
+        end_tiles();
     }
 }
 

@@ -3,6 +3,7 @@
  */
 #pragma once
 #include "cpu_panels.c"
+#include "cpu_team.c"
 
 #define ROWS_AT_ONCE 384 /* tokens that share a block of weights while it lies in the cache */
 
@@ -250,47 +251,48 @@ static void linear_item(const Linear *l, const char *x, int64_t first, int64_t n
 }
 
 /* Memory of this thread for `bytes` of widened activations, kept until its next call: new pages cost more than the
- * widening. Null if there is none. */
+ * widening. */
 static char *widened_space(int64_t bytes) {
     static __thread char *space;
     static __thread int64_t space_bytes;
     if (bytes > space_bytes) {
         free(space);
         space = aligned_alloc(64, (size_t)rounded_up(bytes, 64));
-        space_bytes = space ? bytes : 0;
+        if (!space) abort(); /* as torch does when memory for a step is missing */
+        space_bytes = bytes;
     }
     return space;
 }
 
-static void widen_activations(const char *x, int64_t count, char *widened, int threads) {
-    enum { AT_ONCE = 4096 };
-#pragma omp parallel for schedule(static) num_threads(threads) if (count > 4 * AT_ONCE)
-    for (int64_t first = 0; first < count; first += AT_ONCE) {
-        const int64_t end = at_most(count, first + AT_ONCE);
-        int64_t i = first;
+/* Where CPUs widen activations: the memory that `linear` needs for layers of up to `num_in`. Else null. */
+static char *space_to_widen(int64_t num_tokens, int64_t num_in, int type) {
+    return type == BFLOAT16 && WIDENS_ACTIVATIONS ? widened_space(num_tokens * num_in * (int64_t)sizeof(float)) : NULL;
+}
+
+static void widen_activations(Team *team, const char *x, int64_t count, char *widened) {
+    enum { ITEM = 4096 };
+    SHARE_ITEMS(team, item, (count + ITEM - 1) / ITEM) {
+        int64_t i = item * ITEM;
+        const int64_t end = at_most(count, i + ITEM);
         for (; i + LANES <= end; i += LANES) store(widened, i, load(x, i, BFLOAT16), FLOAT32);
         for (; i < end; i++) ((float *)widened)[i] = element(x, i, BFLOAT16);
     }
+    end_piece(team);
 }
 
-/* out = x . weights + bias, by `mode`. If `padded`, x has room for a multiple of 2 * TILE_UNIT tokens. */
-static void linear(const Linear *l, const char *x, int64_t num_tokens, char *out, int mode, int type, int padded, int threads) {
+/* out = x . weights + bias, by `mode`; each thread of the team calls it, with `begin_tiles` before. If `padded`, x has room
+ * for a multiple of 2 * TILE_UNIT tokens. `widened` is what `space_to_widen` gave one of them. */
+static void linear(Team *team, const Linear *l, const char *x, int64_t num_tokens, char *out, int mode, int type, int padded,
+                   char *widened) {
     const int64_t num_panels = rounded_up(l->num_out, PANEL) / PANEL;
     const int64_t items = rounded_up(num_tokens, ROWS_AT_ONCE) / ROWS_AT_ONCE * num_panels;
-    if (type == BFLOAT16 && WIDENS_ACTIVATIONS) {
-        char *widened = widened_space(num_tokens * l->num_in * (int64_t)sizeof(float));
-        if (!widened) abort(); /* as torch does when memory for a step is missing */
-        widen_activations(x, num_tokens * l->num_in, widened, threads);
+    if (widened) {
+        widen_activations(team, x, num_tokens * l->num_in, widened);
         x = widened;
     }
-#pragma omp parallel num_threads(threads)
-    {
-        begin_tiles();
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < items; item++) {
-            const int64_t first = item / num_panels * ROWS_AT_ONCE, rows = at_most(ROWS_AT_ONCE, num_tokens - first);
-            linear_item(l, x, first, rows, item % num_panels, out, mode, type, padded);
-        }
-        end_tiles();
+    SHARE_ITEMS(team, item, items) {
+        const int64_t first = item / num_panels * ROWS_AT_ONCE, rows = at_most(ROWS_AT_ONCE, num_tokens - first);
+        linear_item(l, x, first, rows, item % num_panels, out, mode, type, padded);
     }
+    end_piece(team);
 }

@@ -80,6 +80,22 @@ def test_bfloat16_is_no_further_from_float32_than_the_modules_are(architecture: 
     assert distance(run(fused, prompts, chunks), exact) <= 1.1 * eager
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_change_no_logit(dtype: str, tmp_path: Path) -> None:
+    """Also with more threads than cores, which sleep when they have to wait for long."""
+    build_model("qwen3", tmp_path)
+    model, prompts, chunks = load(tmp_path, dtype=dtype), random_prompts(3, 90), [67, 20, *[1] * 3]
+    num_threads, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            found.append(torch.cat(run(model, prompts, chunks)))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_a_pool_of_8_bits_takes_the_fused_layers_too(tmp_path: Path) -> None:
     build_model("qwen3", tmp_path)
     prompts, chunks = random_prompts(2, 40), [36, 3, 1]

@@ -1,0 +1,86 @@
+/* The threads of one call, which go through its pieces together: within one parallel region of OpenMP they share out the
+ * items of a piece and wait for each other after it.
+ *
+ * A decode step of a small model has some sixty such pieces of 5 to 50 us. A region for each would put the other threads
+ * to sleep and wake them as often (OMP_WAIT_POLICY is passive, see worker_main.py), which costs about as much as a piece.
+ * Here a thread spins for as long as a piece takes and sleeps only then, so a core that another process needs is not held.
+ */
+#pragma once
+#include <omp.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define RELAX() _mm_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ __volatile__("yield")
+#else
+#define RELAX() ((void)0)
+#endif
+
+enum { SPINS = 1500 }; /* of RELAX before a waiting thread sleeps: 30 to 100 us */
+enum { AT_ONCE = 4 };   /* small items */
+
+/* All zero before its region. */
+typedef struct {
+    _Atomic int size;
+    _Alignas(64) _Atomic int64_t next; /* the first item of this piece that nobody has taken */
+    _Alignas(64) _Atomic int arrived;  /* threads that are done with this piece */
+    _Alignas(64) _Atomic uint32_t piece;
+    _Atomic int sleeping;
+} Team;
+
+/* Each thread's first word in the region. OpenMP may have given fewer threads than were asked for. */
+static void join_team(Team *team) {
+    atomic_store_explicit(&team->size, omp_get_num_threads(), memory_order_relaxed);
+}
+
+/* Runs the body once for each of `count` items, on whichever thread comes first. No thread may use what the body wrote
+ * before `end_piece`. */
+#define SHARE_ITEMS(team, item, count) \
+    for (int64_t item; (item = atomic_fetch_add_explicit(&(team)->next, 1, memory_order_relaxed)) < (count);)
+
+/* The same for items that are too small to be taken one by one. */
+#define SHARE_SMALL_ITEMS(team, item, count)                                                                              \
+    for (int64_t first_; (first_ = atomic_fetch_add_explicit(&(team)->next, AT_ONCE, memory_order_relaxed)) < (count);)   \
+        for (int64_t item = first_; item < (count) && item < first_ + AT_ONCE; item++)
+
+static void sleep_until_piece_is_over(Team *team, uint32_t piece) {
+    atomic_fetch_add(&team->sleeping, 1);
+    while (atomic_load(&team->piece) == piece) {
+#if defined(__linux__)
+        syscall(SYS_futex, &team->piece, FUTEX_WAIT_PRIVATE, piece, NULL, NULL, 0);
+#else
+        sched_yield();
+#endif
+    }
+    atomic_fetch_sub(&team->sleeping, 1);
+}
+
+/* Waits until all threads of the team are here. All items of the next piece can be taken after it. */
+static void end_piece(Team *team) {
+    const int size = atomic_load_explicit(&team->size, memory_order_relaxed);
+    const uint32_t piece = atomic_load_explicit(&team->piece, memory_order_relaxed);
+    if (atomic_fetch_add(&team->arrived, 1) + 1 == size) {
+        atomic_store_explicit(&team->next, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
+        atomic_store(&team->piece, piece + 1);
+#if defined(__linux__)
+        /* Sequentially consistent on both sides: either a sleeper is seen here, or it sees the new piece. */
+        if (atomic_load(&team->sleeping)) syscall(SYS_futex, &team->piece, FUTEX_WAKE_PRIVATE, size, NULL, NULL, 0);
+#endif
+        return;
+    }
+    for (int i = 0; i < SPINS; i++) {
+        if (atomic_load_explicit(&team->piece, memory_order_acquire) != piece) return;
+        RELAX();
+    }
+    sleep_until_piece_is_over(team, piece);
+}

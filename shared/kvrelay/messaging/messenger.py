@@ -76,6 +76,7 @@ class Messenger:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._probes = ProcessProbes()
         self._events: deque[LinkEvent] = deque()  # to be reported
+        self._awaiting_room: list[tuple[PeerRef, Callable[[], None]]] = []
         self._tick: asyncio.TimerHandle | None = None
         self._flush_due = False
         self._drain_due = False
@@ -136,6 +137,18 @@ class Messenger:
         if self._links.has_events:
             self._flush_soon()
 
+    def is_backed_up(self, peer: PeerRef) -> bool:
+        """Returns whether messages to this incarnation wait until it acknowledges others."""
+        return self._links.is_backed_up(peer)
+
+    def when_room(self, peer: PeerRef, callback: Callable[[], None]) -> None:
+        """Calls back in a later turn of the event loop, once no message waits for this peer or it is lost. Never after
+        `close`."""
+        if self._links.is_backed_up(peer):
+            self._awaiting_room.append((peer, callback))
+        else:
+            asyncio.get_running_loop().call_soon(callback)
+
     @property
     def num_unacked(self) -> int:
         """Messages that no peer has acknowledged yet."""
@@ -173,6 +186,7 @@ class Messenger:
             if self._loop is not None and sockets is not None and not self._loop.is_closed():
                 self._loop.remove_reader(sockets.inbox_fd)
         finally:
+            self._awaiting_room.clear()
             self._state = _State.CLOSED
             self._sockets = None
             self._probes.close()
@@ -229,6 +243,8 @@ class Messenger:
         # new event for each one would block the loop.
         self._flush_due = False
         self._send_out()
+        if self._awaiting_room:
+            self._report_room()
         events = self._links.take_events()
         if PeerLost in map(type, events):
             # Closed before the callbacks run: a callback that sends to the lost peer would otherwise reuse the old
@@ -239,6 +255,11 @@ class Messenger:
         self._send_out()
         if self._events or self._links.has_events:
             self._flush_soon()
+
+    def _report_room(self) -> None:
+        awaiting, self._awaiting_room = self._awaiting_room, []
+        for peer, callback in awaiting:
+            self.when_room(peer, callback)
 
     def _report_events(self) -> None:
         until = time.monotonic() + MAX_WAKEUP_S

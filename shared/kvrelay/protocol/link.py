@@ -27,7 +27,6 @@ that the peer has lost this link. A message for an earlier incarnation or link o
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +34,7 @@ import msgspec
 
 from kvrelay.protocol import codec
 from kvrelay.protocol.messages import PROTOCOL_VERSION, Alive, AnyBody, Header, PeerRef, Reject, RejectCode
+from kvrelay.protocol.send_window import SendWindow
 
 REPLACED = "replaced by a newer incarnation"
 
@@ -99,15 +99,6 @@ LinkEvent = Delivered | Invalid | PeerLost | PeerRefused
 
 
 @dataclass(slots=True)
-class _Unacked:
-    seq: int
-    header: Header
-    body: bytes
-    sent_at: float
-    wait_s: float
-
-
-@dataclass(slots=True)
 class _Link:
     number: int
     peer: PeerRef
@@ -116,15 +107,15 @@ class _Link:
     next_seq: int = 1
     received: int = 0  # highest seq received in order
     early: dict[int, tuple[Header, Sequence[codec.Frame]]] = field(default_factory=dict)
-    unacked: deque[_Unacked] = field(default_factory=deque)
+    unacked: SendWindow = field(default_factory=SendWindow)
     last_sent: float = -math.inf
     ack_owed_since: float | None = None
     is_router: bool = False  # as its messages show: they have no fingerprint
     has_ended: bool = False  # its process refuses connections
     is_proven: bool = False  # a message of this incarnation has come
     reply_to: str = ""  # the address in that message
-    unacked_bytes: int = 0
     early_bytes: int = 0
+    unconfirmed_bytes: int = 0  # received since this side last sent an acknowledgement
 
 
 class Links:
@@ -138,7 +129,12 @@ class Links:
     MAX_ALL_EARLY_BYTES = 256 << 20
     """The same for all peers together."""
     MAX_UNACKED_BYTES = 256 << 20
-    """A peer that leaves more than this unacknowledged is lost."""
+    """A peer is lost if so much is kept for it and it has acknowledged nothing for `peer_timeout_s`. Prompts that wait
+    to be sent do not count: their requests hold them."""
+    MAX_HELD_BYTES = 1 << 30
+    """A peer for which more is kept is lost, however recent its last acknowledgement."""
+    ACK_BYTES = 1 << 20
+    """So many received bytes are acknowledged at once: the peer may wait for that to send more."""
     MAX_RESENT_PER_TICK = 64
     MAX_RESENT_BYTES_PER_TICK = 256 * 1024
     """Limit per peer. The oldest messages are resent first, and at least one is resent."""
@@ -202,14 +198,19 @@ class Links:
             sequence=sequence,
             trace=trace,
         )
+        is_sent_now = link.unacked.add(header, body, encoded, now, self.settings.resend_after_s)
         link.next_seq += 1
-        message = _Unacked(header.seq, header, encoded, now, self.settings.resend_after_s)
-        link.unacked.append(message)
-        link.unacked_bytes += len(encoded)
-        if link.unacked_bytes > self.MAX_UNACKED_BYTES and len(link.unacked) > 1:
-            self._lose(link, f"it has not acknowledged {link.unacked_bytes} bytes")
-            return
-        self._transmit(link, header, message.body, now)
+        if self._takes_too_little(link, now):
+            self._lose(link, f"it has not acknowledged {link.unacked.held_bytes} bytes")
+        elif is_sent_now:
+            self._transmit(link, header, encoded, now)
+
+    def _takes_too_little(self, link: _Link, now: float) -> bool:
+        unacked = link.unacked
+        if unacked.held_bytes <= self.MAX_UNACKED_BYTES or len(unacked) == 1:
+            return False
+        is_stuck = now - unacked.last_acked_at > self.settings.peer_timeout_s
+        return is_stuck or unacked.held_bytes > self.MAX_HELD_BYTES
 
     def tick(self, now: float) -> None:
         """To be called every few ten milliseconds: repeats, life signs, and the detection of silence."""
@@ -275,6 +276,11 @@ class Links:
         """Messages sent and not yet acknowledged, over all peers."""
         return sum(len(link.unacked) for link in self._all())
 
+    def is_backed_up(self, peer: PeerRef) -> bool:
+        """Returns whether messages to this incarnation wait until it acknowledges others."""
+        link = self._find(peer.peer_id, peer.incarnation)
+        return link is not None and bool(link.unacked.waiting)
+
     def silent_s(self, peer: PeerRef, now: float) -> float:
         """Seconds since the last message of this incarnation, or since the link began. Infinite without a link."""
         link = self._find(peer.peer_id, peer.incarnation)
@@ -308,8 +314,8 @@ class Links:
         link.peer_number = header.link
         link.last_received_at = now
         link.is_router, link.has_ended = not header.fingerprint, False
-        if link.unacked:
-            self._take_ack(link, header.ack)
+        if link.unacked.in_flight:
+            self._take_ack(link, header.ack, now)
         if header.seq == 0:
             return
         if link.ack_owed_since is None:
@@ -322,6 +328,8 @@ class Links:
             link.early_bytes += num_bytes
             self.early_bytes += num_bytes
             self._deliver(link)
+            if link.unconfirmed_bytes >= self.ACK_BYTES and self._find(header.sender, header.incarnation) is link:
+                self._send_alive(link, now)
 
     def _has_room(self, link: _Link, num_bytes: int) -> bool:
         """Returns whether a message ahead of a gap can be kept."""
@@ -422,6 +430,7 @@ class Links:
             link.received += 1
             link.early_bytes -= len(frames[1])
             self.early_bytes -= len(frames[1])
+            link.unconfirmed_bytes += len(frames[1])
             try:
                 body = codec.decode_body(frames)
             except codec.MalformedMessage as error:
@@ -443,9 +452,11 @@ class Links:
             reason = f"{header.sender} sent a message of protocol version {header.version} that this side cannot read"
             self._refuse(header, "malformed", f"{reason}: {error}")
 
-    def _take_ack(self, link: _Link, ack: int) -> None:
-        while link.unacked and link.unacked[0].seq <= ack:
-            link.unacked_bytes -= len(link.unacked.popleft().body)
+    def _take_ack(self, link: _Link, ack: int, now: float) -> None:
+        unacked = link.unacked
+        unacked.take_acked(ack, now)
+        while (message := unacked.next_to_send(now)) is not None:
+            self._transmit(link, _renewed(message.header, link), message.encoded(), now)
 
     # -- the life of a link -------------------------------------------------------------------------------------------
 
@@ -526,15 +537,14 @@ class Links:
     def _resend(self, link: _Link, now: float) -> None:
         """Repeats what is overdue, bounded, because a slow peer must not be buried in repeats."""
         num_left, bytes_left = self.MAX_RESENT_PER_TICK, self.MAX_RESENT_BYTES_PER_TICK
-        for message in link.unacked:
+        for message in link.unacked.in_flight:
             if now - message.sent_at < message.wait_s:
                 continue
             message.sent_at = now
             message.wait_s = min(message.wait_s * 2, self.settings.resend_at_most_s)
-            header = msgspec.structs.replace(message.header, ack=link.received, to_link=link.peer_number)
-            self._transmit(link, header, message.body, now)
+            self._transmit(link, _renewed(message.header, link), message.encoded(), now)
             num_left -= 1
-            bytes_left -= len(message.body)
+            bytes_left -= message.held_bytes
             if num_left <= 0 or bytes_left <= 0:
                 return
 
@@ -554,7 +564,13 @@ class Links:
     def _transmit(self, link: _Link, header: Header, body: bytes, now: float) -> None:
         link.last_sent = now
         link.ack_owed_since = None
+        link.unconfirmed_bytes = 0
         self._outgoing.append((link.peer.address, [codec.encode_header(header), body]))
+
+
+def _renewed(header: Header, link: _Link) -> Header:
+    """The header of a message that was not sent at once, or is sent again."""
+    return msgspec.structs.replace(header, ack=link.received, to_link=link.peer_number)
 
 
 def _sender_of(header: Header) -> PeerRef:

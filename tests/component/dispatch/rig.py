@@ -62,7 +62,7 @@ class Rig:
         prompt_logprobs = options.pop("prompt_logprobs", None)
         request = GenerateRequest(
             request_id=f"request-{next(self._numbers)}",
-            prompt_ids=PROMPT,
+            prompt_ids=options.pop("prompt_ids", PROMPT),
             sampling=Sampling(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
             num_sequences=num_sequences,
             **options,

@@ -83,7 +83,7 @@ class Attack:
             assert len(link.early) <= Links.MAX_EARLY and link.early_bytes == sum(
                 len(frames[1]) for _, frames in link.early.values()
             )
-            assert link.unacked_bytes == sum(len(message.body) for message in link.unacked)
+            assert link.unacked.held_bytes == sum(message.held_bytes for message in link.unacked)
         assert links.early_bytes == sum(link.early_bytes for link in links._all())
 
     def heal(self) -> None:

@@ -84,12 +84,27 @@ def test_a_peer_that_acknowledges_nothing_is_lost(network: Network, monkeypatch:
     a, b = network.start("a"), network.start("b")
     network.send(a, b.me, "hello")
     network.run(1.0)
-    network.stop("b")
+    network.cut.add(("a", "b"))  # what b sends still comes, so it is not silent
     for _ in range(12):
         network.send(a, b.me, "x" * 1000)
+    network.run(PEER_TIMEOUT_S - 1.0)
+    network.send(a, b.me, "too early to say")
+    assert not a.lost()
+    network.run(1.5)
+    network.send(a, b.me, "now")
     assert [event.reason for event in a.lost() if "acknowledged" in event.reason]
-    network.resume("b")
-    network.run(1.0)
+
+
+def test_a_peer_with_too_much_unacknowledged_is_lost_at_once(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Links, "MAX_UNACKED_BYTES", 10_000)
+    monkeypatch.setattr(Links, "MAX_HELD_BYTES", 20_000)
+    a, b = network.start("a"), network.start("b")
+    for _ in range(18):
+        network.send(a, b.me, "x" * 1000)
+    assert not a.lost()
+    for _ in range(3):
+        network.send(a, b.me, "x" * 1000)
+    assert [event.reason for event in a.lost() if "acknowledged" in event.reason]
 
 
 def test_messages_ahead_of_a_gap_are_bounded_and_come_in_the_end(

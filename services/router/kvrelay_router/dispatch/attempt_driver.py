@@ -59,6 +59,15 @@ class SendMessage(Protocol):
         """Sends reliably, or reports the peer lost."""
 
 
+class WorkerMessenger(Protocol):
+    """What the driver uses of `kvrelay.messaging.messenger.Messenger`."""
+
+    @property
+    def send(self) -> SendMessage: ...
+    def is_backed_up(self, peer: PeerRef) -> bool: ...
+    def when_room(self, peer: PeerRef, callback: Callable[[], None]) -> None: ...
+
+
 class AttemptDriver:
     """Feeds events to the attempt machines of all sequences and carries out their instructions.
 
@@ -67,7 +76,7 @@ class AttemptDriver:
 
     def __init__(
         self,
-        send: SendMessage,
+        messenger: WorkerMessenger,
         placement: Placement,
         load: OutstandingLoad,
         on_ended: Callable[[ActiveSequence, RequestFailed | None], None],
@@ -79,7 +88,8 @@ class AttemptDriver:
         self.num_illegal = 0
         self.num_retries = 0
         self.cache = CacheTally()
-        self._send = send
+        self._send = messenger.send
+        self._messenger = messenger
         self._placement = placement
         self._load = load
         self._on_ended = on_ended
@@ -157,14 +167,19 @@ class AttemptDriver:
 
     def place_all(self, sequences: Iterable[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
         """Sends an attempt of each sequence to the chosen workers. Messages hold whole prompts, so long ones leave in
-        slices, with turns of the event loop in between. Raises what `place` raises for the first slice."""
+        slices, with turns of the event loop in between, and no faster than the worker acknowledges them: what was not
+        sent needs no work if the client leaves. Raises what `place` raises for the first slice."""
         waiting = deque(sequences)
         self._place_some(waiting, decision, search)
         if waiting:
             self._continue_soon(waiting, decision, search)
 
     def _continue_soon(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
-        asyncio.get_running_loop().call_soon(self._place_rest, waiting, decision, search)
+        rest = partial(self._place_rest, waiting, decision, search)
+        if (computes := decision.computes) is not None:
+            self._messenger.when_room(computes.peer, rest)
+        else:
+            asyncio.get_running_loop().call_soon(rest)
 
     def _place_some(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
         share = LoopShare()
@@ -173,7 +188,9 @@ class AttemptDriver:
             if sequence.attempts.state is AttemptState.WAITING:  # else it ended before its turn
                 self.place(sequence, decision, search.cause)
             waiting.popleft()
-            if share.is_used_up:
+            if not waiting or share.is_used_up:
+                return
+            if (computes := decision.computes) is not None and self._messenger.is_backed_up(computes.peer):
                 return
 
     def _place_rest(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:

@@ -113,7 +113,7 @@ class RouterDispatcher:
 
     def _make_driver(self) -> AttemptDriver:
         return AttemptDriver(
-            self.messenger.send,
+            self.messenger,
             self._placement,
             self.load,
             self._sequence_ended,

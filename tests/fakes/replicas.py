@@ -86,6 +86,10 @@ class ReplicasHere:
         assert 0 < number <= self._number
         return ""
 
+    @property
+    def busy_s(self) -> list[float]:
+        return [0.0] * len(self._ranks)
+
     def take_step_s(self, number: int) -> float:
         return 0.0
 

@@ -37,9 +37,15 @@ class LeadingRunner(ModelRunner, Protocol):
 
 
 class OtherRanks(Protocol):
-    """The ranks that follow, as `RankGroup` has them. All methods but `take_step_s` raise DeviceLost if one is lost."""
+    """The ranks that follow, as `RankGroup` has them. Raises DeviceLost if one is lost, except where
+    only times are asked for."""
 
     lost: Future[None]
+
+    @property
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank computed steps, from rank 1 on."""
+        ...
 
     def publish_step(self, step: StepInput) -> int:
         """Sends a step to all ranks. Returns the number for `await_done`."""
@@ -99,9 +105,9 @@ class RankedRunner:
         return self._runner.pool_memory
 
     @property
-    def busy_s(self) -> float:
-        """Seconds that rank 0 computed steps, without its waits for the stage before."""
-        return self._busy_s
+    def stages_busy_s(self) -> list[float]:
+        """Seconds that each stage of a pipeline computed steps, without its waits, from the first stage on."""
+        return [*self._group.busy_s, self._busy_s]
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         self._runner.add_sequence(key, sampling, token_ids, num_prompt)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import msgspec
 
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
+from kvrelay_router.openai.answers.parsed_text import ParsedText
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import RequestedOutput, check_tokenized
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.tool_grammar import check_tool_grammar, tool_grammar
 from kvrelay_router.output_parsing.dialect import Dialect, MarkedDialect
-from kvrelay_router.output_parsing.events import PlainParser
 
 
 class ParsedPlan(msgspec.Struct, frozen=True):
@@ -52,16 +50,14 @@ async def plan_parsed_chat(
     fields = _endpoint_fields(request, output, prompt_param)
     if dialect.is_plain and not request.callable_tools:
         plan = await _plan(service, names, request, dialect, fields)
-        return ParsedPlan(plan, ParsedChoices(PlainParser, is_plain=True))
+        return ParsedPlan(plan, ParsedChoices(is_plain=True))
     plan = await _plan(service, names, request, dialect, msgspec.structs.replace(fields, is_parsed=True))
     begins_inside = _begins_inside_reasoning(service, request, plan.runs[0].request.prompt_ids)
     for choice in plan.runs[0].choices:
         choice.count_reasoning(service.text.reasoning_counter(begins_inside=begins_inside))
-    parsed = ParsedChoices(
-        partial(dialect.new_parser, request.callable_tools, begins_inside=begins_inside),
-        parallel_calls=request.parallel_tool_calls,
-        include_reasoning=request.include_reasoning,
-    )
+        parser = dialect.new_parser(request.callable_tools, begins_inside=begins_inside)
+        choice.parse_with(ParsedText(parser, hides_reasoning=not request.include_reasoning))
+    parsed = ParsedChoices(parallel_calls=request.parallel_tool_calls, include_reasoning=request.include_reasoning)
     return ParsedPlan(plan, parsed)
 
 

@@ -21,6 +21,7 @@ from kvrelay_router.output_parsing.tool import Tool
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+BEHIND_VALUES = {VALUE_END: (KEY, CLOSE)}
 
 
 def _call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
@@ -63,7 +64,7 @@ class Glm45Parser(ParameterReader):
                 raise Malformed
             yield from self._skip_spaces()
             yield from self._expect(VALUE)
-            yield from self._argument_text(key.strip(), self._value_ends, in_lines=False)
+            yield from self._argument_text(key.strip(), self._value_ends, BEHIND_VALUES, in_lines=False)
             yield from self._skip_spaces()
             if not (yield from self._skip(KEY)):
                 yield from self._expect(CLOSE)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvrelay_router.output_parsing.argument_values import ANY_TYPE, STRING, Types, quoted, types_of, written_json
 from kvrelay_router.output_parsing.text_parser import Malformed, Markers, NewId, Steps, TextParser, Write, new_call_id
 from kvrelay_router.output_parsing.tool import Tool
+
+MAX_GAP_CHARS = 256
+"""Whitespace behind the end of a value. With more, the end belongs to the value."""
+MAX_MARKER_CHARS = 32
 
 IS_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}").fullmatch
 
@@ -51,9 +55,12 @@ class ParameterReader(TextParser):
         self._num_arguments += 1
         self._drop_head()
 
-    def _argument_text(self, key: str, ends: Markers, *, in_lines: bool) -> Steps[str]:
-        """Reads a value and the marker behind it, which it returns. `in_lines`: a line break on each side is none of
-        the value's. Raises Malformed at the end of the output."""
+    def _argument_text(
+        self, key: str, ends: Markers, following: Mapping[str, Sequence[str]], *, in_lines: bool
+    ) -> Steps[str]:
+        """Reads a value and the marker behind it, which it returns. A marker belongs to the value unless one of
+        `following` comes next, or the end of the output. `in_lines`: a line break on each side is none of the value's.
+        Raises Malformed at the end of the output."""
         types = self._types(key)
         self._begin_argument(key)
         pieces = _StringPieces(self._arguments) if types == STRING else _Pieces()
@@ -62,11 +69,28 @@ class ParameterReader(TextParser):
             if first == "\n":
                 self._at += 1
         marker = yield from self._until(ends, pieces.add)
+        while marker is not None and not (yield from self._is_followed(following[marker])):
+            pieces.add(marker)
+            marker = yield from self._until(ends, pieces.add)
         if marker is None:
             self._arguments(pieces.cut())
             raise Malformed
         self._arguments(pieces.end(types, in_lines=in_lines))
         return marker
+
+    def _is_followed(self, expected: Sequence[str]) -> Steps[bool]:
+        """Whether whitespace and one of these come next, or the end of the output. Reads nothing."""
+        while True:
+            seen = self._text[self._at : self._at + MAX_GAP_CHARS + MAX_MARKER_CHARS]
+            rest = seen.lstrip()
+            if len(seen) - len(rest) >= MAX_GAP_CHARS:
+                return False
+            if any(rest.startswith(each) for each in expected):
+                return True
+            if not any(each.startswith(rest) for each in expected):
+                return False
+            if not (yield from self._more()):
+                return True
 
 
 class _Pieces:

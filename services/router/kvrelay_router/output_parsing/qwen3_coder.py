@@ -12,6 +12,8 @@ from kvrelay_router.output_parsing.tool import Tool
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+CALL_END = f"{FUNCTION_END}\n{CLOSE}"
+BEHIND_VALUES = {PARAMETER_END: (PARAMETER, FUNCTION_END, CLOSE), CALL_END: (OPEN,)}
 
 
 def _call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
@@ -35,7 +37,7 @@ class Qwen3CoderParser(ParameterReader):
 
     _opens = Markers(OPEN, FUNCTION)
     _name_ends = Markers(">", "\n")
-    _value_ends = Markers(PARAMETER_END, f"{FUNCTION_END}\n{CLOSE}")
+    _value_ends = Markers(PARAMETER_END, CALL_END)
 
     def _parse(self) -> Steps[None]:
         while (opened := (yield from self._until(self._opens, self._content))) is not None:
@@ -63,7 +65,8 @@ class Qwen3CoderParser(ParameterReader):
             key, end = yield from self._short_text(self._name_ends)
             if end != ">":
                 raise Malformed
-            if (yield from self._argument_text(key.strip(), self._value_ends, in_lines=True)) != PARAMETER_END:
+            end = yield from self._argument_text(key.strip(), self._value_ends, BEHIND_VALUES, in_lines=True)
+            if end != PARAMETER_END:
                 self._end_parameters()
                 return
         yield from self._expect(FUNCTION_END)

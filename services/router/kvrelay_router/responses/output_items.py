@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import chat_logprobs
 from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
+from kvrelay_router.openai.answers.token_kinds import TokenKind
 from kvrelay_router.output_parsing.events import (
     ArgumentsDelta,
     ContentText,
@@ -26,13 +29,20 @@ class TokenScores:
 
     def __init__(self, tokenizer: Tokenizer, num_top: int | None) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
-        self.are_wanted = num_top is not None
+        self._kept: deque[tuple[TokenLogprobs, TokenKind]] = deque()
 
     def take(self, choice: Choice) -> list[Score]:
-        """Those of all tokens since the last call."""
+        """Those of the next content, which ends where reasoning or a call begins."""
         if self._num_top is None:
             return []
-        entries = choice.take_records().logprobs
+        records = choice.take_records()
+        kinds = records.kinds or [TokenKind.CONTENT] * len(records.logprobs)
+        self._kept += zip(records.logprobs, kinds, strict=True)
+        while self._kept and self._kept[0][1] is not TokenKind.CONTENT:
+            self._kept.popleft()
+        entries = []
+        while self._kept and self._kept[0][1] is TokenKind.CONTENT:
+            entries.append(self._kept.popleft()[0])
         scores: list[Score] = chat_logprobs(self._tokenizer, entries, self._num_top)["content"].all()
         return scores
 
@@ -146,7 +156,6 @@ class OutputItems:
                 case ReasoningText(content):
                     if not self._is_in(ReasoningItem):
                         yield from self._begin(ReasoningItem(self._new_id()))
-                    self.scores.take(choice)  # an answer has those of its text alone
                     yield self._add(content, [])
                 case ToolCallBegun(_, call_id, name):
                     yield from self._begin(CallItem(self._new_id(), call_id, name))

@@ -18,6 +18,8 @@ REFUSED = ("background", "conversation", "prompt", "max_tool_calls")
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class ResponsesRequest(RequestModel):
@@ -36,7 +38,7 @@ class ResponsesRequest(RequestModel):
     tools: Annotated[list[Any], or_default([])] = Field(default_factory=list)
     tool_choice: Any = None
     parallel_tool_calls: FlagOn = True
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     stream: Flag = False
     store: FlagOn = True
     previous_response_id: str | None = None

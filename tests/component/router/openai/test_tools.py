@@ -114,11 +114,15 @@ async def test_token_ids_and_logprobs_are_those_of_all_tokens(router: Router, st
     assert sum(len(each["logprobs"]["content"]) for each in found) == len(ids)
 
 
-async def test_stop_strings_end_the_text_before_it_is_parsed(router: Router) -> None:
-    router.answers(f"I look. {CALL}")
-    answer = await router.openai.chat.completions.create(**options(stop=["Zürich"]))
+async def test_stop_strings_are_searched_in_the_content_alone(router: Router) -> None:
+    router.answers(f"{THINKING}I look. {CALL}")
+    answer = await router.openai.chat.completions.create(**options(stop=["Zürich", "Hm"]))
     (call,) = answer.choices[0].message.tool_calls or []
-    assert call.function.arguments == '{"city": "'
+    assert call.function.arguments == ARGUMENTS and answer.choices[0].finish_reason == "tool_calls"
+    answer = await router.openai.chat.completions.create(**options(stop=["look"]))
+    (choice,) = answer.choices
+    assert choice.message.content == "I " and not choice.message.tool_calls
+    assert choice.finish_reason == "stop" and choice.model_dump()["stop_reason"] == "look"
 
 
 async def test_tools_and_calls_reach_the_template(router: Router) -> None:

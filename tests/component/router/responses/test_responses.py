@@ -150,6 +150,8 @@ async def test_a_failure_within_a_stream_is_its_last_event(router: Router) -> No
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "invalid_value"),
         ({"metadata": {"a": 7}}, "metadata.a", "invalid_type"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a", "invalid_value"),
+        ({"metadata": {"x" * 65: "a"}}, f"metadata.{'x' * 65}.[key]", "invalid_value"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "invalid_value"),
         ({"input": "x" * 5000}, "input", "context_length_exceeded"),

@@ -24,7 +24,6 @@ from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import Generation, PromptRun, PromptSink
 from kvrelay_router.openai.schema.chat_request import parse_chat
 from kvrelay_router.openai.schema.completion_request import parse_completion
-from kvrelay_router.output_parsing.events import PlainParser
 from kvrelay_router.text.detokenizer import make_detokenizer
 from kvrelay_router.text.service import DecodedPrompt
 from kvrelay_router.text.tokenizer import Tokenizer
@@ -119,7 +118,7 @@ def answer_of(tokenizer: Tokenizer, case: dict[str, Any], api: str, *, stream: b
     answer: AnswerFormat
     if api == "chat":
         body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": case["logprobs"]}
-        answer = chat_format(service, "a", parse_chat(body), [run], ParsedChoices(PlainParser, is_plain=True))
+        answer = chat_format(service, "a", parse_chat(body), [run], ParsedChoices(is_plain=True))
     else:
         body |= {"prompt": "x", "echo": echo is not None} | ({"logprobs": 1} if case["logprobs"] else {})
         answer = completion_format(service, "a", parse_completion(body), [run], [echo] if echo is not None else [])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.call_families import FAMILIES, SYNTAX, Call, Family
@@ -96,6 +97,32 @@ ARGUMENTS = st.fixed_dictionaries(
         "tags": st.lists(VALUES, max_size=3),
     },
 )
+
+
+XML_ENDS = {
+    "qwen3_coder": re.compile(
+        r"</parameter>\s*(<parameter=|</function>|</tool_call>)|</function>\n</tool_call>\s*<tool_call>"
+    ),
+    "glm45": re.compile(r"</arg_value>\s*(<arg_key>|</tool_call>)"),
+}
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("name", FAMILIES)
+def test_markers_within_values_belong_to_the_values(name: str, data: st.DataObject) -> None:
+    """All that a value of an XML-like call cannot have is a closing tag with a valid continuation."""
+    family = FAMILIES[name]
+    piece = st.sampled_from([each for each in family.pieces if not each.startswith("<|")] + ["\n", " ", "x", "é🦦"])
+    values = data.draw(st.lists(st.lists(piece, max_size=8).map("".join), min_size=1, max_size=2))
+    calls: list[Call] = [("weather", {"city": value, "days": 1}) for value in values]
+    text = family.calls(calls)
+    if name in XML_ENDS:
+        assume(all(not XML_ENDS[name].search(f"{value}\n</parameter>") for value in values))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    events = parsed(family.new_parser, [text[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(text)])])
+    assert parsed(family.new_parser, list(text)) == events
+    assert read(calls_of(events)) == calls and content_of(events) == ""
 
 
 @settings(max_examples=examples(30), deadline=None)

@@ -10,6 +10,9 @@ import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.openai.answers.parsed_text import ParsedText
+from kvrelay_router.openai.answers.token_kinds import TokenKind
+from kvrelay_router.output_parsing.events import ContentText, Event
 from kvrelay_router.output_parsing.reasoning_counter import TokenCounter
 from kvrelay_router.text.detokenizer import Detokenizer
 from kvrelay_router.text.stop_strings import StopMatcher
@@ -27,12 +30,14 @@ class StopRules(msgspec.Struct, frozen=True):
 class TokenRecords(msgspec.Struct):
     """The tokens of a text. `logprobs` and `offsets` are empty unless log-probabilities were asked for.
 
-    `offsets[i]` is the position in the text at which the token of `logprobs[i]` starts.
+    `offsets[i]` is the position in the text at which the token of `logprobs[i]` starts. Texts that are parsed have
+    `kinds` instead: what the token of `logprobs[i]` became.
     """
 
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     offsets: list[int] = []
+    kinds: list[TokenKind] = []
 
 
 class Choice:
@@ -65,6 +70,12 @@ class Choice:
         self._keeps_token_ids = keeps_token_ids
         self._records = TokenRecords()
         self._reasoning: TokenCounter | None = None
+        self._parsed: ParsedText | None = None
+
+    def parse_with(self, parsed: ParsedText) -> None:
+        """Has the text parsed: it comes as the events of `take_events` instead, and stop strings count only in its
+        content."""
+        self._parsed = parsed
 
     def count_reasoning(self, counter: TokenCounter | None) -> None:
         """Has the tokens of the reasoning counted, if there is a counter."""
@@ -88,6 +99,8 @@ class Choice:
             if self._keeps_token_ids:
                 self._records.token_ids += token_ids
             text = self._feed_tokens(visible)
+            if self._parsed is not None:
+                text = self._match(text)
         if finish is None or self.finish_reason is not None:
             return text
         return text + self._finish(finish, token_ids)
@@ -98,9 +111,18 @@ class Choice:
         return self.feed(SequenceDelta(self.index, beam.token_ids, finish=beam.finish))
 
     def take_records(self) -> TokenRecords:
-        """Returns the records of all tokens since the last call."""
+        """Returns the records of all tokens since the last call. Log-probabilities of a parsed text come once it is
+        known what their tokens became."""
         records, self._records = self._records, TokenRecords()
+        if self._parsed is not None:
+            records.logprobs, records.kinds = self._parsed.take_scores()
         return records
+
+    def take_events(self, text: str) -> list[Event]:
+        """Returns the events since the last call. `text`: what `feed` returned."""
+        if self._parsed is not None:
+            return self._parsed.take_events()
+        return [ContentText(text)] if text else []
 
     def _visible(self, token_ids: list[int], finish: FinishReason) -> list[int]:
         """A token that stopped the sequence has no text, unless stops belong to the output."""
@@ -113,33 +135,55 @@ class Choice:
         for position, token_id in enumerate(delta.token_ids):
             records.token_ids.append(token_id)
             self.num_tokens += 1
+            text = self._detokenizer.feed([token_id]) if position < num_visible else ""
             if delta.logprobs:
                 entry = delta.logprobs[position]
-                records.logprobs.append(entry)
-                records.offsets.append(self._num_chars)
                 self.logprob_sum += entry.logprob
+                if self._parsed is not None:
+                    self._parsed.kinds.add(entry, text)
+                else:
+                    records.logprobs.append(entry)
+                    records.offsets.append(self._num_chars)
             if position < num_visible:
-                pieces.append(self._match(self._detokenizer.feed([token_id])))
+                pieces.append(self._match(text))
             if self.finish_reason is not None:
                 break  # a stop string: the tokens after it do not count
         return "".join(pieces)
 
     def _match(self, text: str) -> str:
-        """Returns what the stop matcher releases of a new text. A match finishes the choice."""
+        """Returns what the stop matcher releases of a new text, unless it is parsed. A match finishes the choice."""
         self._num_chars += len(text)
-        if self._matcher is None or self.num_tokens < self._stop.min_tokens:
+        if self._parsed is not None:
+            self._note_match(self._parsed.feed(text, self._active_matcher))
+            return ""
+        if (matcher := self._active_matcher) is None:
             return text
-        match = self._matcher.feed(text)
-        if match.matched is not None:
-            self.finish_reason = "stop"
-            self.stop_reason = match.matched
+        match = matcher.feed(text)
+        self._note_match(match.matched)
         return match.text
 
+    @property
+    def _active_matcher(self) -> StopMatcher | None:
+        return None if self.num_tokens < self._stop.min_tokens else self._matcher
+
+    def _note_match(self, matched: str | None) -> None:
+        if matched is not None:
+            self.finish_reason = "stop"
+            self.stop_reason = matched
+            if self._parsed is not None:
+                self._parsed.kinds.end()
+
     def _finish(self, finish: FinishReason, token_ids: list[int]) -> str:
-        text = self._match(self._detokenizer.flush())
+        flushed = self._detokenizer.flush()
+        if self._parsed is not None:
+            self._parsed.kinds.add(None, flushed)
+        text = self._match(flushed)
+        if self._parsed is not None and self.finish_reason is None:
+            self._note_match(self._parsed.finish(self._active_matcher))
+            self._parsed.kinds.end()
         if self.finish_reason is not None:
             return text
-        if self._matcher is not None:
+        if self._matcher is not None and self._parsed is None:
             text += self._matcher.flush()
         self.finish_reason = "length" if finish is FinishReason.LENGTH else "stop"
         if finish is FinishReason.STOP_TOKEN and token_ids and token_ids[-1] in self._stop.token_ids:

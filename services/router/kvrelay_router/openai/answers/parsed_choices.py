@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.output_parsing.events import (
     ContentText,
     Event,
-    OutputParser,
     ReasoningText,
     ToolCallBegun,
 )
@@ -17,35 +14,21 @@ TOOL_CALLS = "tool_calls"
 
 
 class ParsedChoices:
-    """One parser for each choice of an answer.
+    """Selects the events that the answer shows, and remembers which choices have calls.
 
     `parallel_calls`: an output may have several calls; otherwise those behind the first are dropped. `is_plain`: all
     text is content.
     """
 
-    def __init__(
-        self,
-        new_parser: Callable[[], OutputParser],
-        *,
-        is_plain: bool = False,
-        parallel_calls: bool = True,
-        include_reasoning: bool = True,
-    ) -> None:
+    def __init__(self, *, is_plain: bool = False, parallel_calls: bool = True, include_reasoning: bool = True) -> None:
         self.is_plain = is_plain
         self.include_reasoning = include_reasoning
-        self._new_parser = new_parser
         self._parallel_calls = parallel_calls
-        self._parsers: dict[int, OutputParser] = {}
         self._have_calls: set[int] = set()
 
     def events(self, choice: Choice, text: str) -> list[Event]:
         """The events of a choice's new text, and those of its end if it has finished."""
-        parser = self._parsers.get(choice.index)
-        if parser is None:
-            parser = self._parsers[choice.index] = self._new_parser()
-        events = parser.feed(text)
-        if choice.finish_reason is not None:
-            events += parser.finish()
+        events = choice.take_events(text)
         if not self.include_reasoning:
             events = [each for each in events if not isinstance(each, ReasoningText)]
         if not self._parallel_calls:

@@ -20,7 +20,6 @@ from tests.component.ranks.test_divided_engine import (
     nothing_left,
     prompts_of,
     ranks_of_this_process,
-    runner_pid,
     step_on,
 )
 from tests.e2e import reference
@@ -29,6 +28,7 @@ from tests.tiny_models import build_model
 
 pytestmark = pytest.mark.component
 __all__ = ["nothing_left"]
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +88,21 @@ def test_beam_search_is_that_of_one_process(model: Path, llm: LLM) -> None:
         assert [each.token_ids for each in answer.outputs] == [each.token_ids for each in other.outputs]
 
 
-def test_a_killed_stage_is_a_lost_device(model: Path) -> None:
-    engine = Engine(str(model), **SMALL, pipeline_parallel_size=2)
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), pytest.param(3, 1, marks=SLOW), pytest.param(3, 2, marks=SLOW)])
+def test_a_killed_stage_is_a_lost_device(size: int, victim: int, model: Path) -> None:
+    engine = Engine(str(model), **SMALL, pipeline_parallel_size=size)
     runner = engine._runner
     assert isinstance(runner, RankedRunner)
-    [rank] = [each for each in ranks_of_this_process() if each.pid == runner_pid(runner)]
-    engine.add_request("first", [1, 2, 3], GREEDY)
+    processes: list[Any] = runner._group.processes  # type: ignore[attr-defined]
+    pids = [each.pid for each in processes]
+    for number, prompt in enumerate(prompts_of(4, 6)):
+        engine.add_request(f"{number}", prompt, GREEDY)
     engine.step()
-    os.kill(rank.pid, signal.SIGKILL)
-    with pytest.raises(DeviceLost, match="rank 1 was killed by SIGKILL"):
+    os.kill(pids[victim - 1], signal.SIGKILL)
+    with pytest.raises(DeviceLost, match=f"rank {victim} was killed by SIGKILL"):
         step_on(engine)
     engine.close()
-    wait_until(lambda: rank.pid not in {each.pid for each in ranks_of_this_process()})
+    wait_until(lambda: not {each.pid for each in ranks_of_this_process()} & set(pids))
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -136,13 +136,14 @@ class NeedsCommit(Exception):
 class PlanDraft:
     """A plan while it is made. `budget_left` may fall below 0 if a policy runs a prompt longer than the budget.
 
-    `ahead`: steps are in flight, and no sequence may be preempted. `num_before`: the number of these steps.
+    `ahead`: steps are in flight, and no sequence may be preempted. `num_decode_steps`: those of
+    them that have decodes.
     """
 
-    def __init__(self, token_budget: int, *, ahead: bool = False, num_before: int = 0) -> None:
+    def __init__(self, token_budget: int, *, ahead: bool = False, num_decode_steps: int = 0) -> None:
         self.budget_left = token_budget
         self.ahead = ahead
-        self.num_before = num_before
+        self.num_decode_steps = num_decode_steps
         self.prompts: dict[Sequence, PlannedRow] = {}
         self.decodes: dict[Sequence, PlannedRow] = {}
         self.prompting: list[Sequence] | None = None  # running prompts; None: not collected yet

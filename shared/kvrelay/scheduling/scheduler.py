@@ -223,7 +223,9 @@ class BatchScheduler:
         if self._must_commit_first() or self._delays_light_tenants():
             return None
         self._refresh()
-        draft = PlanDraft(self.limits.token_budget, ahead=True, num_before=num_uncommitted)
+        # Decodes are the last rows.
+        num_decode_steps = sum(bool(plan.rows) and not plan.rows[-1].is_prefill for plan in self._uncommitted)
+        draft = PlanDraft(self.limits.token_budget, ahead=True, num_decode_steps=num_decode_steps)
         try:
             self.policy.fill(self._planner, draft)
         except NeedsCommit:

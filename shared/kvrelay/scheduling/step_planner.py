@@ -122,10 +122,11 @@ class StepPlanner:
             draft.budget_left = 0  # nor prompts: they are all of the tenant whose decodes rest
 
     def _most_decodes(self, draft: PlanDraft) -> int:
-        """The decodes of a step: with a pipeline an equal part of them for each stage, and none in the step behind."""
+        """The decodes of a step: with a pipeline an equal part of them for each stage, in as many steps at most. More
+        and smaller groups would read the weights more often."""
         if self._num_stages == 1:
             return 1 << 30
-        if draft.num_before >= self._num_stages:
+        if draft.num_decode_steps >= self._num_stages:
             return 0
         num_decodes = sum(not sequence.is_prompting for sequence in self._running.values())
         return -(-num_decodes // self._num_stages)

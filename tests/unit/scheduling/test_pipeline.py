@@ -1,0 +1,94 @@
+"""Steps of a pipeline: several are planned before the first one is committed."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from kvrelay.kv.pool import BlockState
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.scheduler_settings import SchedulerSettings
+from tests.fakes.sequences import new_sequence
+from tests.unit.scheduling.bench import BLOCK_SIZE, Bench, check_writes
+
+pytestmark = pytest.mark.unit
+
+
+class PipelinedBench(Bench):
+    """`step` lands one step, behind which others are planned."""
+
+    def __init__(self, num_stages: int, num_blocks: int, token_budget: int) -> None:
+        super().__init__(num_blocks, token_budget, settings=SchedulerSettings(num_stages=num_stages))
+        self.in_flight: deque[StepPlan] = deque()
+
+    def plan(self) -> None:
+        while len(self.in_flight) < self.scheduler.settings.max_uncommitted:
+            plan = self.scheduler.schedule_ahead() if self.in_flight else self.scheduler.schedule()
+            if plan is None or not plan.has_work:
+                break
+            waiting = {row.sequence for before in self.in_flight for row in before.rows if row.sample}
+            assert not waiting & {row.sequence for row in plan.rows}, "its token is not known yet"
+            check_writes(self.scheduler, plan)
+            self.in_flight.append(plan)
+        self.check_pool()
+
+    def step(self) -> tuple[StepPlan, list[SequenceOutput]]:
+        self.plan()
+        plan = self.in_flight.popleft()
+        outputs = self.scheduler.commit(plan, self.forward(plan))
+        self.check_pool()
+        return plan, outputs
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_decodes_go_on_beside_a_long_prompt(num_stages: int) -> None:
+    bench = PipelinedBench(num_stages, 256, token_budget=16)
+    decodes = [bench.add([1, 2, number], 60) for number in range(5)]
+    for _ in range(4):
+        bench.step()
+    prompt = bench.add([3] * 700, 1)
+    num_rounds = 0
+    while not prompt.num_output:
+        before = [each.num_output for each in decodes]
+        for _ in range(num_stages + 1):
+            bench.step()
+        if prompt.num_output:
+            break
+        assert len(bench.in_flight) == num_stages
+        if all(each.num_output < 60 for each in decodes):
+            num_rounds += 1
+            assert all(each.num_output > earlier for each, earlier in zip(decodes, before, strict=True))
+    assert num_rounds > 3
+
+
+def test_decodes_are_divided_into_groups() -> None:
+    bench = PipelinedBench(2, 64, token_budget=16)
+    for number in range(7):
+        bench.add([1, 2, number], 20 if number < 4 else 4)
+    groups = [len(bench.step()[0].rows) for _ in range(20)]
+    assert groups[4:9] == [4, 3, 4, 3, 4]
+    assert set(groups[-6:]) == {2}, "groups are equal again after some sequences ended"
+    bench.plan()
+    assert len(bench.in_flight) == 2, "a third group would be smaller"
+
+
+def test_blocks_that_others_had_are_held_for_all_steps_that_read_them() -> None:
+    prompt = [1] * (8 * BLOCK_SIZE)
+    bench = PipelinedBench(2, 64, token_budget=2 * BLOCK_SIZE)
+    bench.add(prompt, 1)
+    while bench.scheduler.has_work:
+        bench.step()
+    scored = new_sequence(("scored", 1, 0), prompt, Sampling(max_tokens=1, prompt_logprobs=0), BLOCK_SIZE)
+    bench.scheduler.add(scored)
+    bench.plan()
+    own = scored.table.ids[:2].tolist()
+    bench.step()
+    for _ in range(2):
+        assert [bench.pool.state_of(block) for block in own] == [BlockState.IN_FLIGHT] * 2
+        bench.step()
+    assert BlockState.IN_FLIGHT not in {bench.pool.state_of(block) for block in own}
+    while bench.scheduler.has_work:
+        bench.step()
+    assert bench.pool.num_available == 64

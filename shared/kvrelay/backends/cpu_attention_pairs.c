@@ -7,7 +7,7 @@
  */
 #define KEY_TILE 64
 #define KEY_PANELS (KEY_TILE / PANEL)
-#define PROMPT_ROWS (2 * TILE_UNIT) /* rows of a prompt's item that go through scores, softmax and values at a time */
+#define PROMPT_ROWS TILE_ROOM /* rows of a prompt's item that go through scores, softmax and values at a time */
 
 /* What a thread keeps while it works on an item; rows are padded to a multiple of PROMPT_ROWS. */
 typedef struct {

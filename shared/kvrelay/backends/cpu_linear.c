@@ -177,30 +177,44 @@ INLINE void widen_block(const Linear *l, const char *block, int64_t k, int64_t p
  * activations' type, where a panel's first half are columns of gate and its second half those of up. */
 enum { STORE, STORE_FLOAT, ADD_FLOAT, GATED };
 
-INLINE vfloat silu(vfloat x) { return x / (1.0f + vexp(choose(x < splat(-87.0f), splat(87.0f), -x))); }
+INLINE vfloat silu(vfloat x, const int type) {
+#if LANES == 16
+    if (type == BFLOAT16) {
+        const vfloat divisor = 1.0f + rough_exp((vfloat)_mm512_min_ps(_mm512_set1_ps(87.0f), (__m512)-x));
+        const vfloat inverse = (vfloat)_mm512_rcp14_ps((__m512)divisor);
+        return x * (inverse * (2.0f - divisor * inverse));
+    }
+#endif
+    return x / (1.0f + vexp(choose(x < splat(-87.0f), splat(87.0f), -x)));
+}
 
 INLINE void put_vector(char *out, int64_t at, vfloat x, const int mode, const int type) {
     if (mode == ADD_FLOAT) store(out, at, x + load(out, at, FLOAT32), FLOAT32);
     else store(out, at, x, mode == STORE_FLOAT ? FLOAT32 : type);
 }
 
+INLINE int64_t result_width(const Linear *l, const int mode) { return mode == GATED ? l->num_out / 2 : l->num_out; }
+
+INLINE vfloat with_bias(const Linear *l, const float *sums, int64_t panel, int64_t column) {
+    const vfloat sum = load((const char *)sums, column, FLOAT32);
+    return l->bias ? sum + load((const char *)l->bias, panel * PANEL + column, FLOAT32) : sum;
+}
+
 INLINE void put_row(const Linear *l, const float *sums, int64_t row, int64_t panel, char *out, const int mode, const int type) {
-    float x[PANEL] __attribute__((aligned(64)));
-    for (int v = 0; v < PANEL; v += LANES) {
-        vfloat sum = load((const char *)sums, v, FLOAT32);
-        if (l->bias) sum += load((const char *)(l->bias + panel * PANEL), v, FLOAT32);
-        memcpy(x + v, &sum, sizeof sum);
-    }
-    const int64_t wide = mode == GATED ? PANEL / 2 : PANEL, width = mode == GATED ? l->num_out / 2 : l->num_out;
+    const int64_t wide = mode == GATED ? PANEL / 2 : PANEL, width = result_width(l, mode);
     const int64_t at = row * width + panel * wide, count = at_most(wide, width - panel * wide);
-    if (mode == GATED)
-        for (int v = 0; v < PANEL / 2; v += LANES) {
-            vfloat y = silu(load((const char *)x, v, FLOAT32)) * load((const char *)x, PANEL / 2 + v, FLOAT32);
-            memcpy(x + v, &y, sizeof y);
-        }
-    int64_t c = 0;
-    for (; c + LANES <= count; c += LANES) put_vector(out, at + c, load((const char *)x, c, FLOAT32), mode, type);
-    for (; c < count; c++) {
+    vfloat results[VECTORS];
+    UNROLL for (int64_t v = 0; v < wide / LANES; v++) {
+        results[v] = with_bias(l, sums, panel, v * LANES);
+        if (mode == GATED) results[v] = silu(results[v], type) * with_bias(l, sums, panel, PANEL / 2 + v * LANES);
+    }
+    if (count == wide) {
+        UNROLL for (int64_t v = 0; v < wide / LANES; v++) put_vector(out, at + v * LANES, results[v], mode, type);
+        return;
+    }
+    float x[PANEL];
+    memcpy(x, results, sizeof results);
+    for (int64_t c = 0; c < count; c++) {
         if (mode == ADD_FLOAT) ((float *)out)[at + c] += x[c];
         else put(out, at + c, x[c], mode == STORE_FLOAT ? FLOAT32 : type);
     }
@@ -250,9 +264,9 @@ static void linear_item(const Linear *l, const char *x, int64_t first, int64_t n
         }
 }
 
-/* Memory of this thread for `bytes` of widened activations, kept until its next call: new pages cost more than the
- * widening. */
-static char *widened_space(int64_t bytes) {
+/* Memory of this thread for `bytes` of copied activations, kept until its next call: new pages cost more than the
+ * copy. */
+static char *copy_space(int64_t bytes) {
     static __thread char *space;
     static __thread int64_t space_bytes;
     if (bytes > space_bytes) {
@@ -264,9 +278,12 @@ static char *widened_space(int64_t bytes) {
     return space;
 }
 
-/* Where CPUs widen activations: the memory that `linear` needs for layers of up to `num_in`. Else null. */
+/* The memory that `linear` needs for layers of up to `num_in`: for widened activations, or for tiles of them. Null if it
+ * reads them where they are. */
 static char *space_to_widen(int64_t num_tokens, int64_t num_in, int type) {
-    return type == BFLOAT16 && WIDENS_ACTIVATIONS ? widened_space(num_tokens * num_in * (int64_t)sizeof(float)) : NULL;
+    if (type == BFLOAT16 && WIDENS_ACTIVATIONS) return copy_space(num_tokens * num_in * (int64_t)sizeof(float));
+    if (type == BFLOAT16 && takes_tiles(num_tokens, TILE_DEPTH)) return copy_space(rounded_up(num_tokens, TILE_ROOM) * num_in * 2);
+    return NULL;
 }
 
 static void widen_activations(Team *team, const char *x, int64_t count, char *widened) {
@@ -280,15 +297,21 @@ static void widen_activations(Team *team, const char *x, int64_t count, char *wi
     end_piece(team);
 }
 
+#include "cpu_linear_tiles.c"
+
 /* out = x . weights + bias, by `mode`; each thread of the team calls it, with `begin_tiles` before. If `padded`, x has room
- * for a multiple of 2 * TILE_UNIT tokens. `widened` is what `space_to_widen` gave one of them. */
+ * for a multiple of TILE_ROOM tokens. `copies` is what `space_to_widen` gave one of them. */
 static void linear(Team *team, const Linear *l, const char *x, int64_t num_tokens, char *out, int mode, int type, int padded,
-                   char *widened) {
+                   char *copies) {
     const int64_t num_panels = rounded_up(l->num_out, PANEL) / PANEL;
+    if (type == BFLOAT16 && l->format == BFLOAT16 && padded && takes_tiles(num_tokens, l->num_in)) {
+        linear_by_tiles(team, l, x, num_tokens, out, mode, copies);
+        return;
+    }
     const int64_t items = rounded_up(num_tokens, ROWS_AT_ONCE) / ROWS_AT_ONCE * num_panels;
-    if (widened) {
-        widen_activations(team, x, num_tokens * l->num_in, widened);
-        x = widened;
+    if (type == BFLOAT16 && WIDENS_ACTIVATIONS) {
+        widen_activations(team, x, num_tokens * l->num_in, copies);
+        x = copies;
     }
     SHARE_ITEMS(team, item, items) {
         const int64_t first = item / num_panels * ROWS_AT_ONCE, rows = at_most(ROWS_AT_ONCE, num_tokens - first);

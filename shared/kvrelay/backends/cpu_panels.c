@@ -170,7 +170,7 @@ static void block_sums_widened(const char *a, int64_t row_bytes, const char *blo
 
 /* sums[m] = a[m] . block, or that times `scales` added to sums[m], for any number of rows and `count` of the product's K.
  * Rows are taken in tiles of about the same height. If `padded`, a and sums have room for rows up to a multiple of
- * 2 * TILE_UNIT, so that AMX may take them. */
+ * TILE_ROOM, so that AMX may take them. */
 static void add_block(const char *a, int64_t row_bytes, int64_t num_rows, const char *block, int64_t count, float *sums,
                       int add, const float *scales, const int type, int padded) {
     if (type == BFLOAT16 && padded && takes_tiles(num_rows, count)) {

@@ -4,6 +4,9 @@
  * instructions are plain C, which tests run on any CPU.
  */
 #define TILE_UNIT 16 /* rows of a tile; a tile's row has 64 bytes */
+#define TILE_DEPTH 32 /* bfloat16 of a tile's row: what a product of tiles sums */
+#define TILE_BYTES (TILE_UNIT * 64)
+#define TILE_ROOM (2 * TILE_UNIT) /* rows that products take at a time, so that each load serves two of them */
 #define TILE_MIN_ROWS 9 /* fewer rows are bound by reading the weights, which the vector units do as fast */
 
 #if defined(EMULATE_TILES)
@@ -38,7 +41,7 @@ static void emulate_dot(int sums, int a, int b) {
         for (int n = 0; n < TILE_UNIT; n++) {
             float sum;
             memcpy(&sum, emulated_tiles[sums].row[m] + 4 * n, sizeof sum);
-            for (int k = 0; k < 2 * TILE_UNIT; k++)
+            for (int k = 0; k < TILE_DEPTH; k++)
                 sum += emulate_widen(emulated_tiles[a].row[m] + 2 * k) *
                        emulate_widen(emulated_tiles[b].row[k / 2] + 4 * n + k % 2 * 2);
             memcpy(emulated_tiles[sums].row[m] + 4 * n, &sum, sizeof sum);
@@ -99,14 +102,16 @@ int64_t kvrelay_tiles(void) { return tiles_are_on; }
 int64_t kvrelay_use_tiles(int64_t on) { return tiles_are_on = on && may_use_tiles(); }
 
 static int takes_tiles(int64_t num_rows, int64_t count) {
-    return HAS_TILES && tiles_are_on && num_rows >= TILE_MIN_ROWS && count % (2 * TILE_UNIT) == 0;
+    return HAS_TILES && tiles_are_on && num_rows >= TILE_MIN_ROWS && count % TILE_DEPTH == 0;
 }
 
 #if HAS_TILES
-/* sums = a . block for one or two tiles of rows; or added to sums. */
+/* sums = a . block for one or two tiles of rows; or added to sums. Tiles of a lie where rows of `row_bytes` do, or are
+ * `packed` one after another, with `row_bytes` for each of their rows in all. Each step along K also fetches
+ * `ahead_bytes` from `ahead` on. */
 INLINE void tile_sums(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
-                      const int heights) {
-    const int64_t sums_bytes = PANEL * sizeof *sums;
+                      const char *ahead, int64_t ahead_bytes, const int packed, const int heights) {
+    const int64_t sums_bytes = PANEL * sizeof *sums, stride = packed ? 64 : row_bytes;
     if (add) {
         TILE_LOAD(0, (const char *)sums, sums_bytes);
         TILE_LOAD(1, (const char *)(sums + TILE_UNIT), sums_bytes);
@@ -122,15 +127,16 @@ INLINE void tile_sums(const char *a, int64_t row_bytes, const char *block, int64
             TILE_ZERO(3);
         }
     }
-    for (int64_t k = 0; k < count; k += 2 * TILE_UNIT, a += 64, block += TILE_UNIT * PANEL * 4) {
-        for (int64_t line = 0; line < TILE_UNIT * PANEL * 4; line += 64) __builtin_prefetch(block + PREFETCH_BYTES + line, 0, 3);
-        TILE_LOAD(4, a, row_bytes);
+    for (int64_t k = 0; k < count; k += TILE_DEPTH, a += packed ? TILE_BYTES : 64, block += TILE_DEPTH * PANEL * 2) {
+        for (int64_t line = 0; line < ahead_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+        ahead += ahead_bytes;
+        TILE_LOAD(4, a, stride);
         TILE_LOAD(6, block, PANEL * 4);
         TILE_LOAD(7, block + 64, PANEL * 4);
         TILE_DOT(0, 4, 6);
         TILE_DOT(1, 4, 7);
         if (heights == 2) {
-            TILE_LOAD(5, a + TILE_UNIT * row_bytes, row_bytes);
+            TILE_LOAD(5, a + TILE_UNIT * row_bytes, stride);
             TILE_DOT(2, 5, 6);
             TILE_DOT(3, 5, 7);
         }
@@ -145,13 +151,13 @@ INLINE void tile_sums(const char *a, int64_t row_bytes, const char *block, int64
 
 static void add_block_by_tiles(const char *a, int64_t row_bytes, int64_t num_rows, const char *block, int64_t count,
                                float *sums, int add, const float *scales) {
-    float scaled[2 * TILE_UNIT * PANEL] __attribute__((aligned(64)));
-    for (int64_t first = 0; first < num_rows; first += 2 * TILE_UNIT) {
+    float scaled[TILE_ROOM * PANEL] __attribute__((aligned(64)));
+    for (int64_t first = 0; first < num_rows; first += TILE_ROOM) {
         const char *from = a + first * row_bytes;
         float *to = scales ? scaled : sums + first * PANEL;
-        if (num_rows - first > TILE_UNIT) tile_sums(from, row_bytes, block, count, to, add && !scales, 2);
-        else tile_sums(from, row_bytes, block, count, to, add && !scales, 1);
-        for (int64_t m = first; scales && m < at_most(num_rows, first + 2 * TILE_UNIT); m++)
+        if (num_rows - first > TILE_UNIT) tile_sums(from, row_bytes, block, count, to, add && !scales, block, 0, 0, 2);
+        else tile_sums(from, row_bytes, block, count, to, add && !scales, block, 0, 0, 1);
+        for (int64_t m = first; scales && m < at_most(num_rows, first + TILE_ROOM); m++)
             for (int c = 0; c < PANEL; c++)
                 sums[m * PANEL + c] = (add ? sums[m * PANEL + c] : 0.0f) + scales[c] * scaled[(m - first) * PANEL + c];
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -68,6 +69,31 @@ def test_products_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) 
     assert_close(
         kernel.products.linear(weights.layers[0].gate_up, x), torch.nn.functional.silu(gate) * up, torch.bfloat16
     )
+
+
+@pytest.mark.parametrize(("num_tokens", "num_in"), [(9, 288), (40, 544), (520, 64)])
+def test_products_of_many_panels_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) -> None:
+    kernel, weights = make_kernel(torch.bfloat16, num_in=num_in, num_out=600, intermediate=330)
+    x = torch.randn(num_tokens, num_in).bfloat16()
+    found = kernel.products.linear(weights.head, x, torch.float32)
+    assert_close(found, product(weights.head, x), torch.float32)
+    gate, up = product(weights.layers[0].gate_up, x).chunk(2, dim=1)
+    assert_close(
+        kernel.products.linear(weights.layers[0].gate_up, x), torch.nn.functional.silu(gate) * up, torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize("x", [0.0, -0.0, 100.0, -100.0, 1e-30, math.inf, math.nan])
+def test_silu_of_special_values(emulated: ctypes.CDLL, x: float) -> None:
+    kernel, weights = make_kernel(torch.bfloat16, num_in=32, num_out=32, intermediate=16)
+    gated = weights.layers[0].gate_up
+    gated.panels.zero_()
+    gated.panels[:, 0, :, 0] = 1.0  # gate and up are the first input
+    token = torch.zeros(1, 32, dtype=torch.bfloat16)
+    token[0, 0] = x
+    expected = torch.nn.functional.silu(token[:, :1].float()) * token[:, :1].float()
+    found = kernel.products.linear(gated, token).float()
+    torch.testing.assert_close(found, expected.expand(1, 16), atol=1e-30, rtol=1e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])

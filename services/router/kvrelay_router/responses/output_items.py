@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from kvrelay.protocol.sampling import TokenLogprobs
@@ -122,9 +122,11 @@ class CallItem(OutputItem):
     events = "response.function_call_arguments"
     has_part = False
 
-    def __init__(self, unique: str, call_id: str, name: str) -> None:
+    def __init__(self, unique: str, call_id: str, name: str, namespace: str | None) -> None:
         super().__init__(f"fc_{unique}")
         self._call = {"call_id": call_id, "name": name}
+        if namespace is not None:
+            self._call["namespace"] = namespace
 
     @property
     def done_fields(self) -> dict[str, Any]:
@@ -138,10 +140,13 @@ Step = tuple[Literal["begun", "text", "ended"], OutputItem, str, list[Score]]
 
 
 class OutputItems:
-    """Collects the items of an output. Each step is reported once, so that a stream can write its event."""
+    """Collects the items of an output. Each step is reported once, so that a stream can write its event.
 
-    def __init__(self, unique: str, parsed: ParsedChoices, scores: TokenScores) -> None:
-        self._unique, self._parsed, self.scores = unique, parsed, scores
+    `namespaces`: those of functions that are in one, by the functions' names.
+    """
+
+    def __init__(self, unique: str, parsed: ParsedChoices, scores: TokenScores, namespaces: Mapping[str, str]) -> None:
+        self._unique, self._parsed, self.scores, self._namespaces = unique, parsed, scores, namespaces
         self._is_open = False
         self.items: list[OutputItem] = []
 
@@ -158,7 +163,7 @@ class OutputItems:
                         yield from self._begin(ReasoningItem(self._new_id()))
                     yield self._add(content, [])
                 case ToolCallBegun(_, call_id, name):
-                    yield from self._begin(CallItem(self._new_id(), call_id, name))
+                    yield from self._begin(CallItem(self._new_id(), call_id, name, self._namespaces.get(name)))
                 case ArgumentsDelta(_, arguments):
                     yield self._add(arguments, [])
                 case ToolCallEnded():

@@ -24,6 +24,7 @@ from kvrelay_router.responses.responses_format import ResponseAnswer, ResponseSt
 from kvrelay_router.responses.responses_request import (
     ResponsesRequest,
     generation_fields,
+    namespaces,
     parse_response,
     tool_fields,
 )
@@ -54,7 +55,7 @@ class ResponsesEndpoint:
         (run,) = planned.plan.runs
         response = ResponseObject(names.unique, request, run, keep)
         scores = TokenScores(service.text.tokenizer, request.top_logprobs if request.wants_logprobs else None)
-        items_of_output = OutputItems(names.unique, planned.parsed, scores)
+        items_of_output = OutputItems(names.unique, planned.parsed, scores, namespaces(request))
         answer = ResponseStream if request.stream else ResponseAnswer
         return GenerationResponse(service, planned.plan, answer(response, run, items_of_output))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import orjson
@@ -114,7 +115,7 @@ def tool_fields(request: ResponsesRequest) -> dict[str, Any]:
     """The fields of a chat completion about tools. Raises ApiError."""
     if not request.tools:
         return {}
-    tools = [_tool(tool, index) for index, tool in enumerate(request.tools)]
+    tools = [_tool(tool, where) for tool, where, _ in _functions(request.tools)]
     choice = request.tool_choice
     if isinstance(choice, dict):
         if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
@@ -124,8 +125,27 @@ def tool_fields(request: ResponsesRequest) -> dict[str, Any]:
     return fields if choice is None else {**fields, "tool_choice": choice}
 
 
-def _tool(tool: Any, index: int) -> dict[str, Any]:
-    where = f"tools[{index}]"
+def namespaces(request: ResponsesRequest) -> dict[str, str]:
+    """The namespaces of functions that are in one, by the functions' names. The tools must have been checked."""
+    return {tool["name"]: namespace for tool, _, namespace in _functions(request.tools) if namespace is not None}
+
+
+def _functions(tools: list[Any]) -> Iterator[tuple[Any, str, str | None]]:
+    """Each tool, how errors call it, and its namespace. The model sees a namespace's functions by their own names."""
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict) or tool.get("type") != "namespace":
+            yield tool, where, None
+            continue
+        if not isinstance(tool.get("name"), str):
+            raise wrong(f"{where}.name", "it must be a string")
+        if not isinstance(tool.get("tools"), list):
+            raise wrong(f"{where}.tools", "it must be a list of functions")
+        for number, function in enumerate(tool["tools"]):
+            yield function, f"{where}.tools[{number}]", tool["name"]
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise wrong(where, "it must be an object")
     if tool.get("type") != "function":

@@ -84,3 +84,36 @@ async def test_a_result_continues_a_stored_response(router: Router) -> None:
     assert "sunny" in prompt and 'Zürich "🦦"' in prompt
     refused = await router.post("/v1/responses", input=[{**output, "call_id": "other"}], previous_response_id=first.id)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "input[0].call_id"
+
+
+async def test_a_call_of_a_function_in_a_namespace_names_both(router: Router) -> None:
+    """Codex sends its tools for agents so."""
+    router.answers(CALL)
+    space = {"type": "namespace", "name": "sky", "description": "Looks up.", "tools": [TOOL]}
+    other = {**TOOL, "name": "now"}
+    body: dict[str, Any] = {**BODY, "tools": [other, space], "tool_choice": {"type": "function", "name": "weather"}}
+    whole = await router.openai.responses.create(**body)
+    (call,) = whole.output
+    assert call.type == "function_call" and (call.namespace, call.name) == ("sky", "weather")
+    async with router.openai.responses.stream(**body) as stream:
+        events = [event async for event in stream]
+    added = [event.item for event in events if event.type == "response.output_item.added"]
+    assert [(item.namespace, item.name) for item in added if item.type == "function_call"] == [("sky", "weather")]
+    answered = [*whole.model_dump(exclude_unset=True)["output"]]
+    answered.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    await router.openai.responses.create(**{**body, "input": answered})
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "namespace", "tools": [TOOL]}, "tools[0].name"),
+        ({"type": "namespace", "name": "sky"}, "tools[0].tools"),
+        ({"type": "namespace", "name": "sky", "tools": [{"type": "custom", "name": "now"}]}, "tools[0].tools[0].type"),
+        ({"type": "namespace", "name": "sky", "tools": [{"type": "function"}]}, "tools[0].tools[0].name"),
+        ({"type": "web_search"}, "tools[0].type"),
+    ],
+)
+async def test_tools_that_cannot_be_offered_are_named(router: Router, tool: dict[str, Any], param: str) -> None:
+    refused = await router.post("/v1/responses", **{**BODY, "tools": [tool]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param

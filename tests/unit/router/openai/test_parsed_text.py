@@ -172,7 +172,7 @@ def test_hidden_reasoning_has_no_scores(cuts: list[int]) -> None:
 def test_messages_of_a_response_have_the_scores_of_their_own_tokens(cuts: list[int], include_reasoning: bool) -> None:
     choice = new_choice("hermes", hides_reasoning=not include_reasoning)
     parsed = ParsedChoices(include_reasoning=include_reasoning)
-    items = OutputItems("x", parsed, TokenScores(TOKENIZER, 0))
+    items = OutputItems("x", parsed, TokenScores(TOKENIZER, 0), {})
     call = FAMILIES["hermes"].calls(CALLS)
     for delta in deltas_of(f"{THOUGHT}First 🦦.{call}Then é.{call}", cuts, scored=True):
         for _ in items.feed(choice, choice.feed(delta)):

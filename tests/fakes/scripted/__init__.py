@@ -1,0 +1,1 @@
+"""A model whose answers a script determines, in real processes, for tests of clients."""

@@ -5,7 +5,10 @@ tokens wait from the start, and each brings one token. The bubble share of a sta
 first step to the last, in which it computes nothing. Engines take turns, `--rounds` times. Run it alone, with two idle
 cores.
 
-Usage: python -m benchmarks.pipeline [--prompt 8192] [--prompts 5] [--budget 1024] [--layers 8] [--rounds 2]
+With `--decode` it measures tokens per second of running decodes instead, against one process of two threads (with the
+modules of transformers, which stages run too) and two tensor-parallel ranks.
+
+Usage: python -m benchmarks.pipeline [--decode] [--prompt 8192] [--prompts 5] [--budget 1024] [--layers 8] [--rounds 2]
        [--write benchmarks/results/pipeline.md]
 """
 
@@ -21,6 +24,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvrelay import Engine, SamplingParams
 from kvrelay.ranks.ranked_runner import RankedRunner
@@ -37,6 +41,13 @@ ENGINES: dict[str, tuple[str, float]] = {
 }
 """The chunking, and the part of the token budget. Dynamic chunks are at most as long as the budget, so there are more;
 the shorter and the longer ones compare similar numbers of steps."""
+DECODING: dict[str, dict[str, Any]] = {
+    "one process, 2 threads, modules": {"threads": 2, "fused_layers": False},
+    "2 stages, 1 thread each": {"threads": 1, "pipeline_parallel_size": 2},
+    "2 tensor-parallel ranks, 1 thread each": {"threads": 1, "tensor_parallel_size": 2},
+}
+BATCHES = (1, 16, 64)
+DECODE_PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 ONE_PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
@@ -94,6 +105,49 @@ def measure(model: Path, args: argparse.Namespace, name: str) -> Run:
         engine.close()
 
 
+def measure_decode(model: Path, settings: dict[str, Any]) -> list[float]:
+    """Tokens per second behind prompts of 64 tokens, for each of `BATCHES`."""
+    engine = Engine(
+        str(model),
+        load_format="dummy",
+        dtype="bfloat16",
+        num_blocks=2000,
+        token_budget=512,
+        max_running=64,
+        prefix_cache=False,
+        max_model_len=1024,
+        **settings,
+    )
+    found = []
+    try:
+        for batch in BATCHES:
+            names = [engine.add_request(None, [10 + number] * 64, DECODE_PARAMS) for number in range(batch)]
+            waiting = set(names)
+            while waiting:  # until all decode
+                waiting -= {told.request_id for told in engine.step()}
+            began, num_tokens = time.perf_counter(), 0
+            while engine.has_work:
+                num_tokens += sum(len(told.token_ids) for told in engine.step())
+            found.append(num_tokens / (time.perf_counter() - began))
+    finally:
+        engine.close()
+    return found
+
+
+def compare_decoding(model: Path, num_rounds: int) -> str:
+    """A row for each engine: medians over the rounds."""
+    rounds: dict[str, list[list[float]]] = {name: [] for name in DECODING}
+    for _ in range(num_rounds):
+        for name, settings in DECODING.items():
+            rounds[name].append(measure_decode(model, settings))
+            print(name, rounds[name][-1], flush=True)
+    lines = [f"| Tokens/s by sequences | {' | '.join(map(str, BATCHES))} |", "|---|" + "---|" * len(BATCHES)]
+    for name, runs in rounds.items():
+        speeds = (f"{statistics.median(each):.0f}" for each in zip(*runs, strict=True))
+        lines.append(f"| {name} | {' | '.join(speeds)} |")
+    return "\n".join(lines)
+
+
 def table(rounds: dict[str, list[Run]]) -> str:
     """A row for each engine: medians over the rounds."""
     lines = ["| Chunks | Bubble share, first stage | last stage | mean | Steps | Prompt tokens/s |"]
@@ -109,6 +163,7 @@ def table(rounds: dict[str, list[Run]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decode", action="store_true")
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--prompts", type=int, default=5)
     parser.add_argument("--budget", type=int, default=1024)
@@ -119,6 +174,9 @@ def main() -> None:
     rounds: dict[str, list[Run]] = {name: [] for name in ENGINES}
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name), args.layers, args.prompt + 64)
+        if args.decode:
+            print(compare_decoding(Path(name), args.rounds))
+            return
         for _ in range(args.rounds):
             for engine in ENGINES:
                 run = measure(Path(name), args, engine)

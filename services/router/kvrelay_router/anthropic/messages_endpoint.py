@@ -54,6 +54,7 @@ class MessagesEndpoint:
         content = await read_json_object(http, service.settings.max_body_bytes)
         request = parse(CountTokensRequest, content)
         check_model(service.settings, request.model)
+        service.take_turns_as(service.names(http))
         chat_request = parse_chat(await _chat_content(request, content))
         token_ids = await service.encode_chat(chat_request.messages, chat_request.options)
         return json_response({"input_tokens": len(token_ids)})

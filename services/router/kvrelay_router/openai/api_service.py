@@ -15,11 +15,13 @@ from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.error_mapping import too_many_requests
+from kvrelay_router.openai.error_mapping import prompt_too_long, too_many_requests
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.text.chat_template import ChatTemplateError, Message
 from kvrelay_router.text.service import ChatOptions, TextService
+from kvrelay_router.text.tenant_threads import ThreadShare, current_share
+from kvrelay_router.text.tokenizer import TextTooLong
 
 MAX_ALIASES = 4096
 FREE_SHARE = 8.0
@@ -115,6 +117,11 @@ class ApiService:
         """The first fields of every answer and of each of its chunks. `model`: the name that the request used."""
         return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
 
+    def take_turns_as(self, names: RequestNames, user: str = "") -> None:
+        """Texts and grammars of the current task are processed in the turns of this tenant."""
+        tenant = self.settings.tenants.of(names.key, user)
+        current_share.set(ThreadShare(tenant.tenant, tenant.weight))
+
     async def check_grammar(self, grammar: Grammar, param: str, whitespace_param: str) -> None:
         """Raises 400, about field `param` or `whitespace_param`, if the output cannot be constrained so."""
         try:
@@ -126,10 +133,15 @@ class ApiService:
                 await self.check_grammar(alone, whitespace_param, whitespace_param)
             raise ApiError(f"The output cannot be constrained: {error}", param=param) from None
 
-    async def encode_chat(self, messages: list[Message], options: ChatOptions) -> list[int]:
-        """Returns a conversation as tokens. Raises 400 if the template refuses it."""
+    async def encode_chat(
+        self, messages: list[Message], options: ChatOptions, max_tokens: int | None = None, param: str = "messages"
+    ) -> list[int]:
+        """Returns a conversation as tokens. Raises 400 if the template refuses it, or about field `param` if more than
+        `max_tokens` show before all is tokenized."""
         try:
-            token_ids = await self.text.encode_chat(messages, options)
+            token_ids = await self.text.encode_chat(messages, options, max_tokens)
+        except TextTooLong as error:
+            raise prompt_too_long(error.max_tokens, param) from None
         except ChatTemplateError as error:
             raise ApiError(f"The messages cannot be rendered: {error}", param="messages") from error
         if not token_ids:

@@ -68,7 +68,8 @@ async def _plan(
     _check_tools(service, dialect, request)
     if request.grammar is not None:
         await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
-    token_ids = await service.encode_chat(request.messages, request.options)
+    max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
+    token_ids = await service.encode_chat(request.messages, request.options, max_tokens, fields.prompt_param)
     check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
     prompt = TokenizedPrompt(request.truncated(token_ids, fields.output.prompt_room(limits)))
     if request.callable_tools:

@@ -13,6 +13,7 @@ from kvrelay_router.openai.answers.completion_format import completion_format
 from kvrelay_router.openai.answers.prompt_scores import most
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
+from kvrelay_router.openai.error_mapping import prompt_too_long
 from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import (
     RequestedOutput,
@@ -28,6 +29,7 @@ from kvrelay_router.openai.schema.completion_request import (
     parse_completion,
     too_many_completions,
 )
+from kvrelay_router.text.tokenizer import TextTooLong
 
 
 class CompletionsEndpoint:
@@ -75,7 +77,13 @@ class CompletionsEndpoint:
     ) -> list[int]:
         if isinstance(item, str):
             text = self._service.text
-            token_ids = await text.encode(item, add_special_tokens=request.add_special_tokens)
+            max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
+            try:
+                token_ids = await text.encode(
+                    item, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens
+                )
+            except TextTooLong as error:
+                raise prompt_too_long(error.max_tokens, "prompt") from None
             check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")
         else:
             token_ids = item

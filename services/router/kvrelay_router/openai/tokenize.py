@@ -55,6 +55,7 @@ class TokenRoutes:
 
     async def _read(self, http: Request) -> dict[str, Any]:
         content = await read_json_object(http, self._service.settings.max_body_bytes)
+        self._service.take_turns_as(self._service.names(http))
         if isinstance(content.get("model"), str):
             check_model(self._service.settings, content["model"])
         return content

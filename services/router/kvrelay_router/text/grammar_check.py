@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -13,6 +13,7 @@ import msgspec
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar
 from kvrelay_router.text.grammar_process import CompilerSpec, GrammarProcess
+from kvrelay_router.text.tenant_threads import NO_TENANT, TenantThreads, current_share
 from kvrelay_router.text.tokenizer import Tokenizer
 
 MAX_KNOWN = 4096
@@ -38,13 +39,13 @@ class GrammarCheck:
         self._spec = CompilerSpec(written, tokenizer.vocab_size, ANY_END_TOKEN, max_cpu_s)
         self._known: OrderedDict[bytes, str] = OrderedDict()  # refusals by digest; a grammar may have 128 KiB
         self._running: dict[bytes, _Compilation] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
+        self._thread = TenantThreads(1, "grammar-check")
         self._process: GrammarProcess | None = None
 
     def start(self) -> None:
         """Starts the process that compiles, so that the first request with a grammar does not wait for that."""
         process = self._process = self._process or GrammarProcess(self._spec)
-        self._thread.submit(process.start)
+        self._thread.submit(process.start, 0.0, NO_TENANT)
 
     async def check(self, grammar: Grammar) -> None:
         """Raises GrammarError for a grammar that workers could not follow. Does not block the event loop."""
@@ -58,7 +59,7 @@ class GrammarCheck:
             raise GrammarError(refusal)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         if self._process is not None:
             self._process.close()
 
@@ -74,7 +75,8 @@ class GrammarCheck:
 
     def _begin(self, digest: bytes, grammar: Grammar) -> _Compilation:
         process = self._process = self._process or GrammarProcess(self._spec)
-        job = self._thread.submit(lambda: process.verdict(grammar).refusal)
+        # All grammars cost the same: their CPU time is limited, and their texts do not show it.
+        job = self._thread.submit(lambda: process.verdict(grammar).refusal, 1.0, current_share.get())
         compilation = self._running[digest] = _Compilation(job, asyncio.wrap_future(job))
         compilation.refusal.add_done_callback(lambda refusal: self._ended(digest, refusal))
         return compilation

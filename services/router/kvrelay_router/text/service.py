@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +18,8 @@ from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
 from kvrelay_router.text.grammar_check import MAX_CPU_S, GrammarCheck
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 from kvrelay_router.text.sources import TokenizerNotFound, load_source
-from kvrelay_router.text.tokenizer import Tokenizer
+from kvrelay_router.text.tenant_threads import TenantThreads, current_share
+from kvrelay_router.text.tokenizer import EncodingLimits, Tokenizer
 
 T = TypeVar("T")
 
@@ -86,8 +86,8 @@ class TextService:
         self._contents = None
         if template is not None and not content_special_tokens:
             self._contents = _content_tokens(tokenizer, template)
-        self._short = ThreadPoolExecutor(num_threads, thread_name_prefix="text-short")
-        self._long = ThreadPoolExecutor(num_threads, thread_name_prefix="text-long")
+        self._short = TenantThreads(num_threads, "text-short")
+        self._long = TenantThreads(num_threads, "text-long")
 
     @classmethod
     def load(
@@ -130,30 +130,50 @@ class TextService:
     def close(self) -> None:
         """Stops the threads and drops their work."""
         self.grammars.close()
-        for pool in (self._short, self._long):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short, self._long):
+            threads.close()
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        """Raises TextTooLong for a long text with more than `max_tokens`, if that shows before it is encoded whole."""
+        if len(text) <= LONG_TEXT_CHARS:
+            return await self._run(
+                len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            )
+        limits = EncodingLimits(max_tokens)
+        with limits.abandoned_at_exit():
+            return await self._run(
+                len(text),
+                lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens, limits=limits),
+            )
 
-    async def encode_chat(self, messages: list[Message], options: ChatOptions) -> list[int]:
+    async def encode_chat(
+        self, messages: list[Message], options: ChatOptions, max_tokens: int | None = None
+    ) -> list[int]:
         """The token ids of a conversation, with the template's special tokens. Those that a content spells out are
-        text, unless `content_special_tokens` is on. Raises ChatTemplateError."""
+        text, unless `content_special_tokens` is on. Raises ChatTemplateError, and TextTooLong as `encode`."""
         template = self.template
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
 
+        limits = EncodingLimits(max_tokens)
+
         def render(contents: tuple[list[Message], Mapping[str, Any], list[dict[str, Any]]]) -> str:
-            return template.render(
+            text = template.render(
                 contents[0],
                 tools=contents[2],
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 template_kwargs=contents[1],
             )
+            if max_tokens is not None and len(text) > LONG_TEXT_CHARS:
+                self.tokenizer.check_fits(text, max_tokens)
+            return text
 
         def encode(text: str) -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+            is_long = len(text) > LONG_TEXT_CHARS
+            return self.tokenizer.encode(
+                text, add_special_tokens=options.add_special_tokens, limits=limits if is_long else None
+            )
 
         def render_and_encode() -> list[int]:
             contents = messages, options.template_kwargs, list(options.tools)
@@ -167,7 +187,8 @@ class TextService:
         if short and self._contents is not None:
             texts = self._contents.texts_with_first_chars([*messages, *options.tools])
             is_plain, short = not texts, not self._contents.are_spelled(texts)
-        return await self._run(num_chars if short else max(num_chars, SHORT_TEXT_CHARS + 1), render_and_encode)
+        with limits.abandoned_at_exit():
+            return await self._run(num_chars if short else max(num_chars, SHORT_TEXT_CHARS + 1), render_and_encode)
 
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word, at the beginning of a text and behind a space, as in vLLM."""
@@ -237,8 +258,9 @@ class TextService:
         """Runs `work` here or in a thread, depending on `num_units`, its input in characters or tokens."""
         if num_units <= SHORT_TEXT_CHARS:
             return _contained(work)
-        pool = self._long if num_units > LONG_TEXT_CHARS else self._short
-        return await asyncio.get_running_loop().run_in_executor(pool, _contained, work)
+        threads = self._long if num_units > LONG_TEXT_CHARS else self._short
+        job = threads.submit(lambda: _contained(work), num_units, current_share.get())
+        return await asyncio.wrap_future(job)
 
 
 def _contained(work: Callable[[], T]) -> T:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
 SPAN_CHARS = 256
@@ -57,24 +57,30 @@ class SpanCache:
         return self._num_ids
 
     def encode(self, text: str) -> list[int]:
-        spans = self._spans_of(text)
+        return self._encode_spans(list(chain.from_iterable(self._windows_of(text))))
+
+    def encode_windows(self, text: str) -> Iterator[list[int]]:
+        """The ids of a text, window by window. A caller that needs no more of them may stop."""
+        return map(self._encode_spans, self._windows_of(text))
+
+    def _encode_spans(self, spans: list[str]) -> list[int]:
         found = list(map(self._ids.get, spans))
         if None in found:
             found = self._complete(spans, found)
         return list(chain.from_iterable(found))  # type: ignore[arg-type]
 
-    def _spans_of(self, text: str) -> list[str]:
-        """Cuts a long text window by window. The last span of a window is cut again in the next. If a window has no
+    def _windows_of(self, text: str) -> Iterator[list[str]]:
+        """The spans of a text, window by window. The last span of a window is cut again in the next. If a window has no
         cut, the rest of the text is one span."""
-        spans: list[str] = []
         start = 0
         while len(text) - start > self._window_chars:
             *whole, _ = self._cut(text, start, start + self._window_chars)
             if not whole:
-                return [*spans, text[start:]]
-            spans += whole
+                yield [text[start:]]
+                return
+            yield whole
             start += sum(map(len, whole))
-        return spans + self._cut(text, start)
+        yield self._cut(text, start)
 
     def _complete(self, spans: list[str], found: list[list[int] | None]) -> list[list[int] | None]:
         """Encodes and caches each span that occurs for the second time. Adjacent new spans are encoded together."""

@@ -114,7 +114,7 @@ async def test_tokenizing_a_long_prompt_does_not_hold_up_the_loop(router: Router
 async def test_a_short_prompt_does_not_wait_for_long_ones(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     encode, go_on = Tokenizer.encode, threading.Event()
 
-    def slow_if_long(tokenizer: Tokenizer, text: str, **options: bool) -> list[int]:
+    def slow_if_long(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
         if text == LONG:
             assert go_on.wait(PATIENCE_S)
         return encode(tokenizer, text, **options)

@@ -242,6 +242,11 @@ INPUTS: dict[str, Case] = {
     "an unknown path": ("/x", lambda: repeated(b'"tokens":[', b"1", b"]}"), 404),
 }
 
+
+def response_with_scores(*, stream: bool) -> bytes:
+    return body_of(input="x", max_output_tokens=16_000, top_logprobs=20, stream=stream)
+
+
 OUTPUTS: dict[str, Case] = {
     "choices": (COMPLETION, lambda: body_of(prompt=IDS[:64], n=128, max_tokens=16_000), 200),
     "choices of many prompts": (COMPLETION, lambda: body_of(prompt=[IDS[:64]] * 8, n=128, max_tokens=1000), 200),
@@ -271,6 +276,8 @@ OUTPUTS: dict[str, Case] = {
         lambda: body_of(prompt=IDS * 14, n=128, max_tokens=10, stream=True, return_token_ids=True),
         200,
     ),
+    "scores of a response": (RESPONSES, lambda: response_with_scores(stream=False), 200),
+    "streamed scores of a response": (RESPONSES, lambda: response_with_scores(stream=True), 200),
     "beams": (COMPLETION, lambda: body_of(prompt="x", max_tokens=8000, n=128, use_beam_search=True), 200),
     "scores of a long prompt": (COMPLETION, lambda: body_of(prompt=IDS * 11, max_tokens=1, prompt_logprobs=0), 200),
     "echoed scores with alternatives": (

@@ -145,7 +145,15 @@ class GenerationResponse(Response):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
             self._note_end()
-            events += answer.end(usage_of(self._runs)) + answer.done
+            last = answer.end(usage_of(self._runs))
+            if (large := answer.take_large()) is not None:
+                if events:
+                    if not self._stream_started:
+                        await self._start_stream(generation, send)
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                await self._send_large(large, answer, generation, send)
+                events = b""
+            events += last + answer.done
             with self._in_one_write():
                 if not self._stream_started:
                     await self._start_stream(generation, send)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay_router.http.json_parts import Rows
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import chat_logprobs
 from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
@@ -21,7 +22,8 @@ from kvrelay_router.output_parsing.events import (
 )
 from kvrelay_router.text.tokenizer import Tokenizer
 
-Score = dict[str, Any]
+MAX_AT_ONCE = 1024
+"""Log-probabilities that are written at a time: about a millisecond."""
 
 
 class TokenScores:
@@ -31,7 +33,16 @@ class TokenScores:
         self._tokenizer, self._num_top = tokenizer, num_top
         self._kept: deque[tuple[TokenLogprobs, TokenKind]] = deque()
 
-    def take(self, choice: Choice) -> list[Score]:
+    def rows(self, entries: list[TokenLogprobs]) -> Rows:
+        """As the answer has them: they are made when they are written."""
+        rows: Rows = chat_logprobs(self._tokenizer, entries, self._num_top or 0)["content"]
+        return rows
+
+    def are_large(self, num_entries: int) -> bool:
+        """True if so many are to be written in parts."""
+        return num_entries * (1 + (self._num_top or 0)) > MAX_AT_ONCE
+
+    def take(self, choice: Choice) -> list[TokenLogprobs]:
         """Those of the next content, which ends where reasoning or a call begins."""
         if self._num_top is None:
             return []
@@ -43,8 +54,7 @@ class TokenScores:
         entries = []
         while self._kept and self._kept[0][1] is TokenKind.CONTENT:
             entries.append(self._kept.popleft()[0])
-        scores: list[Score] = chat_logprobs(self._tokenizer, entries, self._num_top)["content"].all()
-        return scores
+        return entries
 
 
 class OutputItem(ABC):
@@ -57,7 +67,7 @@ class OutputItem(ABC):
         self.id = item_id
         self._texts: list[str] = []
 
-    def add(self, text: str, scores: list[Score]) -> None:
+    def add(self, text: str, scores: list[TokenLogprobs]) -> None:
         self._texts.append(text)
 
     @property
@@ -68,6 +78,12 @@ class OutputItem(ABC):
     def part(self) -> dict[str, Any]:
         """Its content part as it is by now, if it has one."""
         raise NotImplementedError
+
+    @property
+    def empty_part(self) -> dict[str, Any]:
+        """Its content part before any text."""
+        empty: dict[str, Any] = {"text": "", "logprobs": []}
+        return {name: empty.get(name, value) for name, value in self.part.items()}
 
     @property
     def done_fields(self) -> dict[str, Any]:
@@ -82,21 +98,27 @@ class OutputItem(ABC):
 class MessageItem(OutputItem):
     events = "response.output_text"
 
-    def __init__(self, unique: str) -> None:
+    def __init__(self, unique: str, scores: TokenScores) -> None:
         super().__init__(f"msg_{unique}")
-        self._scores: list[Score] = []
+        self.entries: list[TokenLogprobs] = []
+        self._scores = scores
 
-    def add(self, text: str, scores: list[Score]) -> None:
+    def add(self, text: str, scores: list[TokenLogprobs]) -> None:
         super().add(text, scores)
-        self._scores += scores
+        self.entries += scores
 
     @property
     def part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self._scores}
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": self._scores.rows(self.entries),
+        }
 
     @property
     def done_fields(self) -> dict[str, Any]:
-        return {"text": self.text, "logprobs": self._scores}
+        return {"text": self.text, "logprobs": self._scores.rows(self.entries)}
 
     def fields(self, status: str) -> dict[str, Any]:
         content = [] if status == "in_progress" else [self.part]
@@ -133,10 +155,11 @@ class CallItem(OutputItem):
         return {"arguments": self.text, "name": self._call["name"]}
 
     def fields(self, status: str) -> dict[str, Any]:
-        return {"id": self.id, "type": "function_call", "status": status, **self._call, "arguments": self.text}
+        arguments = "" if status == "in_progress" else self.text
+        return {"id": self.id, "type": "function_call", "status": status, **self._call, "arguments": arguments}
 
 
-Step = tuple[Literal["begun", "text", "ended"], OutputItem, str, list[Score]]
+Step = tuple[Literal["begun", "text", "ended"], OutputItem, str, list[TokenLogprobs]]
 
 
 class OutputItems:
@@ -156,7 +179,7 @@ class OutputItems:
             match part:
                 case ContentText(content):
                     if not self._is_in(MessageItem):
-                        yield from self._begin(MessageItem(self._new_id()))
+                        yield from self._begin(MessageItem(self._new_id(), self.scores))
                     yield self._add(content, self.scores.take(choice))
                 case ReasoningText(content):
                     if not self._is_in(ReasoningItem):
@@ -172,10 +195,15 @@ class OutputItems:
     def end(self, choice: Choice) -> Iterator[Step]:
         """The steps after the last text. An output without any is an empty text."""
         if not self.items:
-            yield from self._begin(MessageItem(self._new_id()))
+            yield from self._begin(MessageItem(self._new_id(), self.scores))
         if self._is_in(MessageItem):
             self.items[-1].add("", self.scores.take(choice))
         yield from self._end()
+
+    @property
+    def are_large(self) -> bool:
+        """True if the events that repeat the output are to be written in parts."""
+        return self.scores.are_large(sum(len(each.entries) for each in self.items if isinstance(each, MessageItem)))
 
     def fields(self, last_status: str) -> list[dict[str, Any]]:
         """All items at the end. Only the last one may be incomplete."""
@@ -187,7 +215,7 @@ class OutputItems:
     def _is_in(self, kind: type[OutputItem]) -> bool:
         return self._is_open and isinstance(self.items[-1], kind)
 
-    def _add(self, text: str, scores: list[Score]) -> Step:
+    def _add(self, text: str, scores: list[TokenLogprobs]) -> Step:
         item = self.items[-1]
         item.add(text, scores)
         return "text", item, text, scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -10,6 +11,7 @@ from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, json_response, wrong
 from kvrelay_router.http.body import read_json_object
+from kvrelay_router.http.json_parts import dump_at_once
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_planning import plan_parsed_chat
@@ -49,13 +51,13 @@ class ResponsesEndpoint:
         chat_request = parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
         output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
         planned = await plan_parsed_chat(service, names, chat_request, output, prompt_param="input")
-        keep = None
-        if request.store and self._store.is_open:
-            keep = self._keep(owner, (*earlier, *await _dumped(items)))
-        (run,) = planned.plan.runs
-        response = ResponseObject(names.unique, request, run, keep)
         scores = TokenScores(service.text.tokenizer, request.top_logprobs if request.wants_logprobs else None)
         items_of_output = OutputItems(names.unique, planned.parsed, scores, namespaces(request))
+        keep = None
+        if request.store and self._store.is_open:
+            keep = self._keep(owner, (*earlier, *await _dumped(items)), lambda: items_of_output.are_large)
+        (run,) = planned.plan.runs
+        response = ResponseObject(names.unique, request, run, keep)
         answer = ResponseStream if request.stream else ResponseAnswer
         return GenerationResponse(service, planned.plan, answer(response, run, items_of_output))
 
@@ -89,12 +91,23 @@ class ResponsesEndpoint:
             )
         return stored.items
 
-    def _keep(self, owner: str, items: tuple[bytes, ...]) -> Keep:
+    def _keep(self, owner: str, items: tuple[bytes, ...], is_large: Callable[[], bool]) -> Keep:
+        """`is_large`: the log-probabilities are too many to be stored."""
+
         def keep(response: dict[str, Any]) -> None:
-            output = [orjson.dumps(item) for item in response["output"]]
-            self._store.put(owner, response["id"], StoredResponse(orjson.dumps(response), (*items, *output)))
+            output = [orjson.dumps(_without_scores(item)) for item in response["output"]]
+            if is_large():
+                response = {**response, "output": [_without_scores(item) for item in response["output"]]}
+            self._store.put(owner, response["id"], StoredResponse(dump_at_once(response), (*items, *output)))
 
         return keep
+
+
+def _without_scores(item: dict[str, Any]) -> dict[str, Any]:
+    """What a conversation goes on from has no log-probabilities."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
 async def _parsed(items: tuple[bytes, ...]) -> list[Any]:

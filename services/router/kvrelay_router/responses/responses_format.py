@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
 
+from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import DocumentFormat, EventFormat
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.responses.output_items import MessageItem, OutputItem, OutputItems, Score, Step
+from kvrelay_router.responses.output_items import MessageItem, OutputItem, OutputItems, Step
 from kvrelay_router.responses.response_object import ResponseObject
 
 
@@ -26,18 +28,40 @@ class ResponseStream(EventFormat):
         (self._choice,) = run.choices
         self._num_events = 0
         self._around_delta = b"", b""  # of the item that is open
+        self._last_steps: list[Step] = []
+        self._large: Iterator[bytes] | None = None
 
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
         """Returns the events for new text."""
         opening = b"" if self._num_events else self._start()
-        return opening + self._events(self._output.feed(choice, text), "completed")
+        steps = list(self._output.feed(choice, text))
+        if choice.finish_reason is not None and self._output.are_large:
+            self._last_steps = steps  # `end` has their events written in parts
+            return opening
+        return opening + self._events(steps, "completed")
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the events after the last text."""
-        events = b"" if self._num_events else self._start()
-        events += self._events(self._output.end(self._choice), self._response.status)
+        last = self._last_events()
+        if not self._output.are_large:
+            return b"".join(last)
+        self._large = last
+        return b""
+
+    def take_large(self) -> Iterator[bytes] | None:
+        large, self._large = self._large, None
+        return large
+
+    def _last_events(self) -> Iterator[bytes]:
+        if not self._num_events:
+            yield self._start()
+        status = self._response.status
+        for step in self._last_steps:
+            yield from self._parts(step, "completed")
+        for step in self._output.end(self._choice):
+            yield from self._parts(step, status)
         kind = "response.incomplete" if self._response.was_cut else "response.completed"
-        return events + self._event(kind, response=self._response.ended(self._output.fields(self._response.status)))
+        yield from self._event_parts(kind, response=self._response.ended(self._output.fields(status)))
 
     def failure(self, error: ApiError) -> bytes:
         code = "server_error" if error.code is None else error.code
@@ -49,22 +73,23 @@ class ResponseStream(EventFormat):
 
     def _events(self, steps: Iterable[Step], status: str) -> bytes:
         """`status`: of an item that ends."""
-        events = b""
-        for kind, item, text, scores in steps:
-            if kind == "text":
-                events += self._delta(item, text, scores)
-            elif kind == "begun":
-                events += self._begin(item)
-            else:
-                events += self._end_item(item, status)
-        return events
+        return b"".join(part for step in steps for part in self._parts(step, status))
+
+    def _parts(self, step: Step, status: str) -> Iterator[bytes]:
+        kind, item, text, scores = step
+        if kind == "text":
+            yield from self._delta(item, text, scores)
+        elif kind == "begun":
+            yield self._begin(item)
+        else:
+            yield from self._item_end(item, status)
 
     def _place(self, item: OutputItem) -> dict[str, Any]:
-        place = {"item_id": item.id, "output_index": len(self._output.items) - 1}
+        place = {"item_id": item.id, "output_index": self._output.items.index(item)}
         return {**place, "content_index": 0} if item.has_part else place
 
     def _begin(self, item: OutputItem) -> bytes:
-        index = len(self._output.items) - 1
+        index = self._output.items.index(item)
         events = self._event("response.output_item.added", output_index=index, item=item.fields("in_progress"))
         kind, place = f"{item.events}.delta", self._place(item)
         head = {"type": kind, **place, **({"logprobs": []} if isinstance(item, MessageItem) else {})}
@@ -72,28 +97,39 @@ class ResponseStream(EventFormat):
         self._around_delta = before, b',"delta":'
         if not item.has_part:
             return events
-        return events + self._event("response.content_part.added", **place, part=item.part)
+        return events + self._event("response.content_part.added", **place, part=item.empty_part)
 
-    def _delta(self, item: OutputItem, text: str, scores: list[Score]) -> bytes:
+    def _delta(self, item: OutputItem, text: str, scores: list[TokenLogprobs]) -> Iterator[bytes]:
         """Everything around the text of an event that brings nothing else is written once for each item."""
         if scores:
-            return self._event(f"{item.events}.delta", **self._place(item), delta=text, logprobs=scores)
+            rows = self._output.scores.rows(scores)
+            yield from self._event_parts(f"{item.events}.delta", **self._place(item), delta=text, logprobs=rows)
+            return
         number, self._num_events = self._num_events, self._num_events + 1
         before, after = self._around_delta
-        return b"%b%d%b%b}\n\n" % (before, number, after, orjson.dumps(text))
+        yield b"%b%d%b%b}\n\n" % (before, number, after, orjson.dumps(text))
 
-    def _end_item(self, item: OutputItem, status: str) -> bytes:
+    def _item_end(self, item: OutputItem, status: str) -> Iterator[bytes]:
         place = self._place(item)
-        events = self._event(f"{item.events}.done", **place, **item.done_fields)
+        yield from self._event_parts(f"{item.events}.done", **place, **item.done_fields)
         if item.has_part:
-            events += self._event("response.content_part.done", **place, part=item.part)
+            yield from self._event_parts("response.content_part.done", **place, part=item.part)
         index = place["output_index"]
-        return events + self._event("response.output_item.done", output_index=index, item=item.fields(status))
+        yield from self._event_parts("response.output_item.done", output_index=index, item=item.fields(status))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        return b"".join(self._event_parts(kind, **fields))
+
+    def _event_parts(self, kind: str, **fields: Any) -> Iterator[bytes]:
+        """The event, in parts if the output is large."""
         number, self._num_events = self._num_events, self._num_events + 1
-        data = orjson.dumps({"type": kind, "sequence_number": number, **fields})
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        content = {"type": kind, "sequence_number": number, **fields}
+        yield b"event: %b\ndata: " % kind.encode()
+        if self._output.are_large:
+            yield from json_parts(content)
+        else:
+            yield dump_at_once(content)
+        yield b"\n\n"
 
 
 class ResponseAnswer(DocumentFormat):

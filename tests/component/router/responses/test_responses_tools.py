@@ -117,3 +117,26 @@ async def test_a_call_of_a_function_in_a_namespace_names_both(router: Router) ->
 async def test_tools_that_cannot_be_offered_are_named(router: Router, tool: dict[str, Any], param: str) -> None:
     refused = await router.post("/v1/responses", **{**BODY, "tools": [tool]})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+
+
+async def test_large_scores_come_in_the_same_events(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    router.answers(f"{THINKING}I look. {CALL}\n{CALL}Then é.")
+
+    async def texts_and_scores() -> list[Any]:
+        stream = await router.openai.responses.create(**BODY, stream=True, top_logprobs=2)
+        events = [event.model_dump(exclude={"item_id"}) async for event in stream]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        (last,) = [event for event in events if event["type"] == "response.completed"]
+        messages = [item for item in last["response"]["output"] if item["type"] == "message"]
+        assert [item["content"][0]["text"] for item in messages] == ["I look.", "Then é."]
+        assert all(item["content"][0]["logprobs"] for item in messages)
+        added = [event["part"]["text"] for event in events if event["type"] == "response.content_part.added"]
+        assert set(added) == {""}
+        return [
+            [event["type"], *(event.get(name) for name in ("output_index", "delta", "text", "logprobs", "arguments"))]
+            for event in events
+        ]
+
+    small = await texts_and_scores()
+    monkeypatch.setattr("kvrelay_router.responses.output_items.MAX_AT_ONCE", 0)
+    assert await texts_and_scores() == small

@@ -183,4 +183,4 @@ def test_messages_of_a_response_have_the_scores_of_their_own_tokens(cuts: list[i
     assert [type(item) for item in kept] == [MessageItem, CallItem, MessageItem, CallItem]
     for item, expected in zip(kept[::2], ("First 🦦.", "Then é."), strict=True):
         assert item.text == expected
-        assert bytes(byte for score in item.part["logprobs"] for byte in score["bytes"]).decode() == expected
+        assert bytes(byte for score in item.part["logprobs"].all() for byte in score["bytes"]).decode() == expected

@@ -44,7 +44,7 @@ class EventFormat(ABC):
 
     @abstractmethod
     def end(self, usage: dict[str, Any]) -> bytes:
-        """Returns the last event if it reports usage."""
+        """Returns the last events, except for those that `take_large` then returns."""
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the event for a failure after the first byte."""

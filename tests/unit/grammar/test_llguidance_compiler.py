@@ -16,6 +16,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.grammar import llguidance_compiler
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, TokenMask
 from kvrelay.grammar.llguidance_compiler import MAX_COMPILED, LLGuidanceCompiler
 from kvrelay.grammar.regex_size import expanded_size
@@ -343,3 +344,20 @@ def test_schemas_that_are_rewritten_give_all_of_their_values(
     assert found and all(jsonschema.Draft202012Validator(schema).is_valid(each) for each in found)
     if values is not None:
         assert {json.dumps(each, sort_keys=True) for each in found} == {json.dumps(each) for each in values}
+
+
+def test_large_grammars_are_kept_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = LLGuidanceCompiler(TOKENIZER_JSON, VOCAB_SIZE, [END])
+    grammars = [
+        Grammar(kind=GrammarKind.CHOICE, text=json.dumps([f"{number} {choice}" for choice in range(300)]))
+        for number in range(8)
+    ]
+    each = llguidance_compiler._estimated_bytes(grammars[0])
+    monkeypatch.setattr(llguidance_compiler, "MAX_COMPILED_BYTES", 3 * each + each // 2)
+    for grammar in [*grammars, grammars[-1]]:
+        compiler.compile(grammar)
+    assert [compiler.knows(grammar) for grammar in grammars] == [False] * 5 + [True] * 3
+    assert compiler._compiled_bytes == 3 * each
+    monkeypatch.setattr(llguidance_compiler, "MAX_COMPILED_BYTES", 1)
+    compiler.compile(grammars[0])
+    assert [compiler.knows(grammar) for grammar in grammars] == [True] + [False] * 7

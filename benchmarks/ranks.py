@@ -18,7 +18,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,18 +55,24 @@ def write_model(directory: Path, num_layers: int) -> None:
 def timed_collectives() -> Iterator[list[float]]:
     """Seconds of rank 0 in collectives, one entry for each."""
     seconds: list[float] = []
-    original = TensorParallelGroup._wait
+    originals = {name: getattr(TensorParallelGroup, name) for name in ("all_reduce", "gather_columns")}
 
-    def wait(group: TensorParallelGroup, begin: Any) -> None:
-        began = time.perf_counter()
-        original(group, begin)
-        seconds.append(time.perf_counter() - began)
+    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = original(*args, **kwargs)
+            seconds.append(time.perf_counter() - began)
+            return result
 
-    TensorParallelGroup._wait = wait  # type: ignore[method-assign,assignment]
+        return call
+
+    for name, original in originals.items():
+        setattr(TensorParallelGroup, name, timed(original))
     try:
         yield seconds
     finally:
-        TensorParallelGroup._wait = original  # type: ignore[method-assign]
+        for name, original in originals.items():
+            setattr(TensorParallelGroup, name, original)
 
 
 def timed_steps(engine: Engine, count: int, collectives: list[float]) -> tuple[float, float]:

@@ -11,6 +11,7 @@
 #include "cpu_linear.c"
 #include "cpu_kernel.c"
 #include "cpu_masks.c"
+#include "cpu_ranks.c"
 #include "cpu_work.c"
 
 typedef struct {

@@ -6,9 +6,11 @@
  * Here a thread spins for as long as a piece takes and sleeps only then, so a core that another process needs is not held.
  */
 #pragma once
+#include <limits.h>
 #include <omp.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <time.h>
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -52,16 +54,21 @@ static void join_team(Team *team) {
     for (int64_t first_; (first_ = atomic_fetch_add_explicit(&(team)->next, AT_ONCE, memory_order_relaxed)) < (count);)   \
         for (int64_t item = first_; item < (count) && item < first_ + AT_ONCE; item++)
 
-static void sleep_until_piece_is_over(Team *team, uint32_t piece) {
-    atomic_fetch_add(&team->sleeping, 1);
-    while (atomic_load(&team->piece) == piece) {
+/* Sleeps while a word holds `value`, for at most `wait_ms`, or until `wake_all`. It may return earlier. A word that
+ * processes share is `shared`. */
+static void sleep_while(uint32_t *word, uint32_t value, int64_t wait_ms, int shared) {
 #if defined(__linux__)
-        syscall(SYS_futex, &team->piece, FUTEX_WAIT_PRIVATE, piece, NULL, NULL, 0);
+    const struct timespec limit = {wait_ms / 1000, wait_ms % 1000 * 1000000};
+    syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, value, &limit, NULL, 0);
 #else
-        sched_yield();
+    sched_yield();
 #endif
-    }
-    atomic_fetch_sub(&team->sleeping, 1);
+}
+
+static void wake_all(uint32_t *word, int shared) {
+#if defined(__linux__)
+    syscall(SYS_futex, word, shared ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#endif
 }
 
 /* Waits until all threads of the team are here. All items of the next piece can be taken after it. */
@@ -72,15 +79,15 @@ static void end_piece(Team *team) {
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
         atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
         atomic_store(&team->piece, piece + 1);
-#if defined(__linux__)
         /* Sequentially consistent on both sides: either a sleeper is seen here, or it sees the new piece. */
-        if (atomic_load(&team->sleeping)) syscall(SYS_futex, &team->piece, FUTEX_WAKE_PRIVATE, size, NULL, NULL, 0);
-#endif
+        if (atomic_load(&team->sleeping)) wake_all((uint32_t *)&team->piece, 0);
         return;
     }
     for (int i = 0; i < SPINS; i++) {
         if (atomic_load_explicit(&team->piece, memory_order_acquire) != piece) return;
         RELAX();
     }
-    sleep_until_piece_is_over(team, piece);
+    atomic_fetch_add(&team->sleeping, 1);
+    while (atomic_load(&team->piece) == piece) sleep_while((uint32_t *)&team->piece, piece, 1000, 0);
+    atomic_fetch_sub(&team->sleeping, 1);
 }

@@ -1,4 +1,7 @@
-"""Rank 0 of a group of two whose other rank joins, and then takes part in nothing. Argument: the address."""
+"""Rank 0 of a group of two whose other rank joins, and then takes part in nothing.
+
+Arguments: the address, and whether the ranks share memory: "shared" or "gloo".
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from tests.fakes.waiting import PATIENCE_S
 
 def main() -> None:
     group = TensorParallelGroup.connect(0, 2, sys.argv[1], PATIENCE_S)
+    if sys.argv[2] == "gloo":
+        group._shared = None
     threading.Timer(0.2, group.leave).start()
     for _ in range(2):  # in the collective, and before the next one
         try:

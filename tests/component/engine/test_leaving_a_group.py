@@ -14,14 +14,15 @@ from tests.fakes.waiting import PATIENCE_S
 pytestmark = pytest.mark.component
 
 
-def test_leaving_ends_a_collective_and_the_process_can_end() -> None:
+@pytest.mark.parametrize(("memory", "status"), [("shared", 0), ("gloo", 1)])  # gloo's collective cannot be cancelled
+def test_leaving_ends_a_collective_and_the_process_can_end(memory: str, status: int) -> None:
     address = free_address()
-    command = [sys.executable, "-m", "tests.component.engine.leaving_rank", address]
+    command = [sys.executable, "-m", "tests.component.engine.leaving_rank", address, memory]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         idle = TensorParallelGroup.connect(1, 2, address, PATIENCE_S)
         output, _ = process.communicate(timeout=PATIENCE_S)
         assert output.splitlines() == ["rank 0 of 2 has left the group"] * 2
-        assert process.returncode == 1
+        assert process.returncode == status
         idle.close()
 
 

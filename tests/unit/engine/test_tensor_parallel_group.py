@@ -5,13 +5,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.parallel import group as group_module
+from kvrelay.engine.parallel import shared_memory
 from kvrelay.engine.parallel.group import GroupNotFormed, RankLost, TensorParallelGroup
+from kvrelay.engine.parallel.shared_memory import SharedMemory, SharedMemoryUnusable
 from kvrelay.ports import HeldPort
 from tests.fakes.waiting import PATIENCE_S
 
@@ -33,6 +37,35 @@ def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any
     with ThreadPoolExecutor(size) as pool:
         futures: list[Future[Any]] = [pool.submit(rank, number) for number in range(size)]
         return [future.exception() or future.result() for future in futures]
+
+
+@pytest.fixture(autouse=True, params=["shared memory", "small slots", "gloo", "one rank cannot share"])
+def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the ranks talk; all tests run with each."""
+    means: str = request.param
+    if means == "small slots":
+        monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 128)
+    if means == "gloo":
+        monkeypatch.setattr(group_module, "share_memory", lambda ballot: None)
+    if means == "one rank cannot share":
+        open_file = SharedMemory.__init__
+
+        def init(self: SharedMemory, path: Path, rank: int, size: int) -> None:
+            if rank == 1:
+                raise SharedMemoryUnusable("no such file")
+            open_file(self, path, rank, size)
+
+        monkeypatch.setattr(SharedMemory, "__init__", init)
+    return means
+
+
+def test_ranks_share_memory_if_all_can(means: str) -> None:
+    def work(group: TensorParallelGroup) -> bool:
+        if group._shared is not None and group.rank == 0:
+            assert not Path(str(group._shared._file.name)).exists(), "the file outlives its ranks"
+        return group._shared is not None
+
+    assert run_ranks(3, work) == [means in ("shared memory", "small slots")] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3])

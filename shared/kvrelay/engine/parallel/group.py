@@ -1,7 +1,7 @@
 """The processes among which a model is divided, and the collectives between them.
 
-Gloo connects processes on CPUs, NCCL on GPUs. Collectives have no tags: all ranks must call the same ones in the same
-order, with tensors of the same shape and type.
+Gloo connects processes on CPUs, NCCL on GPUs. Ranks of one machine sum and gather through memory that they share.
+Collectives have no tags: all ranks must call the same ones in the same order, with tensors of the same shape and type.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as torch_distributed
 
 from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.batch import DeviceLost
+from kvrelay.engine.parallel.shared_memory import RankEnded, SharedMemory, can_sum, share_memory
 
 dist: Any = torch_distributed  # its names come from C++ and are not declared as exported
 
@@ -57,6 +58,7 @@ class TensorParallelGroup:
         self._group = process_group
         self._store = store  # rank 0's is the server of the others' stores
         self._has_left = False
+        self._shared: SharedMemory | None = None
         self._close_others: list[Callable[[], None]] = []
 
     @classmethod
@@ -92,6 +94,8 @@ class TensorParallelGroup:
             group.set_timeout(timedelta(seconds=timeout_s))
             connected._check_connected(init_address, device)
             group.set_timeout(_COLLECTIVE_TIMEOUT)
+            if not _is_cuda(device):
+                connected._shared = share_memory(connected)
         except RuntimeError as error:
             if isinstance(error, GroupNotFormed):
                 raise
@@ -106,7 +110,11 @@ class TensorParallelGroup:
         Raises:
             RankLost: another rank is gone.
         """
-        self._wait(lambda: self._group.allreduce([tensor]))
+        if self._shared is None or not can_sum(tensor):
+            self._wait(lambda: self._group.allreduce([tensor]))
+            return
+        with self._shared_collective():
+            self._shared.all_reduce(tensor, self._check_here)
 
     def gather_columns(self, tensor: torch.Tensor, *, to_all: bool = False) -> torch.Tensor | None:
         """The ranks' tensors `[..., columns]` side by side, on rank 0, or on all ranks. None on others.
@@ -115,14 +123,17 @@ class TensorParallelGroup:
             RankLost: another rank is gone.
         """
         tensor = tensor.contiguous()
-        if to_all:
+        if self._shared is not None:
+            with self._shared_collective():
+                parts = self._shared.gather(tensor, self._check_here, is_wanted=to_all or self.rank == 0)
+        elif to_all:
             parts = [torch.empty_like(tensor) for _ in range(self.size)]
             self._wait(lambda: self._group.allgather([parts], [tensor]))
-            return torch.cat(parts, dim=-1)
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
-        self._wait(lambda: self._group.gather([parts] if parts else [], [tensor], options))
+        else:
+            options = dist.GatherOptions()
+            options.rootRank = 0
+            parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
+            self._wait(lambda: self._group.gather([parts] if parts else [], [tensor], options))
         return torch.cat(parts, dim=-1) if parts else None
 
     def least(self, number: int) -> int:
@@ -181,7 +192,9 @@ class TensorParallelGroup:
         """Closes the connections. Other ranks that wait for this one get `RankLost`."""
         for close in self._close_others:
             close()
-        self._group = self._store = None
+        if self._shared is not None:
+            self._shared.close()
+        self._group = self._store = self._shared = None
 
     def _all_numbers(self, number: int) -> list[int]:
         own = torch.tensor([number], dtype=torch.int64, device=self._device)
@@ -205,10 +218,25 @@ class TensorParallelGroup:
         if ranks != list(range(self.size)):
             raise GroupNotFormed(f"tensor parallelism: the ranks at {address} are {ranks}, not one of each")
 
-    def _wait(self, begin: Any) -> None:
-        """Waits for a collective. Raises RankLost."""
+    def _check_here(self) -> None:
         if self._group is None or self._has_left:
             raise RankLost(f"rank {self.rank} of {self.size} has left the group")
+
+    @contextmanager
+    def _shared_collective(self) -> Iterator[None]:
+        """Around a collective in shared memory, which is of no use after one that did not end."""
+        self._check_here()
+        try:
+            yield
+        except BaseException as error:
+            self._has_left = True
+            if isinstance(error, RankEnded):
+                raise RankLost(f"a rank of the {self.size} is lost to rank {self.rank}: {error}") from None
+            raise
+
+    def _wait(self, begin: Any) -> None:
+        """Waits for a collective. Raises RankLost."""
+        self._check_here()
         try:
             work = begin()
             if self._is_on_gpu:

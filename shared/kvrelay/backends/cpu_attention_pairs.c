@@ -6,8 +6,8 @@
  * panels (see cpu_panels.c) for all rows of an item.
  */
 #define KEY_TILE 64
-#define KEY_PANELS (KEY_TILE / PANEL)
 #define PROMPT_ROWS TILE_ROOM /* rows of a prompt's item that go through scores, softmax and values at a time */
+#define PROMPT_KEYS 128 /* keys that they meet at a time */
 
 /* What a thread keeps while it works on an item; rows are padded to a multiple of PROMPT_ROWS. */
 typedef struct {
@@ -15,17 +15,17 @@ typedef struct {
     float *output;    /* decoding: the same shape; prompts: [head_dim / PANEL, rows, PANEL] */
     float *max;       /* [rows] or [heads, group] */
     float *sum;       /* the same, LANES partial sums each */
-    float *score;     /* [KEY_PANELS, PROMPT_ROWS, PANEL], or [group padded to 4, KEY_TILE] */
-    uint16_t *weight; /* [PROMPT_ROWS, KEY_TILE], or [group, KEY_TILE] */
-    char *keys;       /* [KEY_PANELS] panels of head_dim rows */
-    char *values;     /* [head_dim / PANEL] panels of KEY_TILE rows */
+    float *score;     /* [PROMPT_KEYS / PANEL, PROMPT_ROWS, PANEL], or [group padded to 4, KEY_TILE] */
+    uint16_t *weight; /* [PROMPT_ROWS, PROMPT_KEYS], or [group, KEY_TILE] */
+    char *keys;       /* [PROMPT_KEYS / PANEL] panels of head_dim rows */
+    char *values;     /* [head_dim / PANEL] panels of PROMPT_KEYS rows */
 } PairScratch;
 
 INLINE int64_t padded_dim(int64_t dim) { return rounded_up(dim, PANEL); }
 
 static int64_t pair_scratch_bytes(const Attention *a) {
     const int64_t states = rounded_up(a->max_states, PROMPT_ROWS), dim = padded_dim(a->head_dim);
-    return states * (dim * 6 + (1 + LANES) * 4) + PROMPT_ROWS * KEY_TILE * 6 + 2 * KEY_TILE * dim * 2 + 8 * 64;
+    return states * (dim * 6 + (1 + LANES) * 4) + PROMPT_ROWS * PROMPT_KEYS * 6 + 2 * PROMPT_KEYS * dim * 2 + 8 * 64;
 }
 
 static char *take_bytes(char **free_space, int64_t count) {
@@ -41,10 +41,10 @@ static PairScratch lay_out_pairs(const Attention *a, char *space) {
     s.output = (float *)take_bytes(&space, states * dim * 4);
     s.max = (float *)take_bytes(&space, states * 4);
     s.sum = (float *)take_bytes(&space, states * LANES * 4);
-    s.score = (float *)take_bytes(&space, PROMPT_ROWS * KEY_TILE * 4);
-    s.weight = (uint16_t *)take_bytes(&space, PROMPT_ROWS * KEY_TILE * 2);
-    s.keys = take_bytes(&space, KEY_TILE * dim * 2);
-    s.values = take_bytes(&space, KEY_TILE * dim * 2);
+    s.score = (float *)take_bytes(&space, PROMPT_ROWS * PROMPT_KEYS * 4);
+    s.weight = (uint16_t *)take_bytes(&space, PROMPT_ROWS * PROMPT_KEYS * 2);
+    s.keys = take_bytes(&space, PROMPT_KEYS * dim * 2);
+    s.values = take_bytes(&space, PROMPT_KEYS * dim * 2);
     return s;
 }
 
@@ -56,14 +56,14 @@ INLINE void find_tile(const Attention *a, int row, int64_t begin, int64_t count,
 }
 
 /* Turns one row's scores of a tile into weights, of which keys [visible_begin, visible_end) count, and returns by how much
- * earlier results shrink. `score` has KEY_TILE / PANEL parts, `part` floats apart. */
-INLINE float soften_pairs(const Attention *a, const float *score, int64_t part, int64_t visible_begin, int64_t visible_end,
+ * earlier results shrink. */
+INLINE float soften_pairs(const Attention *a, const float *score, int64_t visible_begin, int64_t visible_end,
                           uint16_t *weight, float *max, float *sum) {
     vfloat w[KEY_TILE / LANES], best = splat(-INFINITY);
     vint lane;
     UNROLL for (int i = 0; i < LANES; i++) lane[i] = i;
     UNROLL for (int i = 0; i < KEY_TILE / LANES; i++) {
-        w[i] = load((const char *)score, i * LANES / PANEL * part + i * LANES % PANEL, FLOAT32) * (float)a->scaling;
+        w[i] = load((const char *)score, i * LANES, FLOAT32) * (float)a->scaling;
         if (a->softcap != 0) w[i] = (float)a->softcap * vtanh(w[i] * (float)(1 / a->softcap));
         if (visible_begin > 0 || visible_end < KEY_TILE) {
             const vint key = lane + i * LANES;
@@ -186,7 +186,7 @@ INLINE void decode_rows(const Attention *a, const PairScratch *s, int64_t state,
     float shrink[4];
     pair_scores(keys, offsets, ahead, s->query + state * dim, s->score, dim, rows == 3 ? 4 : rows);
     for (int r = 0; r < rows; r++)
-        shrink[r] = soften_pairs(a, s->score + r * KEY_TILE, PANEL, start, count, s->weight + r * KEY_TILE,
+        shrink[r] = soften_pairs(a, s->score + r * KEY_TILE, start, count, s->weight + r * KEY_TILE,
                                  s->max + state + r, s->sum + (state + r) * LANES);
     float *output = s->output + state * dim;
     int64_t d = 0;
@@ -271,8 +271,9 @@ INLINE void decode_item(const Attention *a, const PairScratch *s, const Item *it
 
 /* ---- prompts ---- */
 
-/* Keys of a tile as panels [head_dim / 2][PANEL][2]: a transpose of pairs. */
-INLINE void pack_keys(const Attention *a, const PairScratch *s, const int64_t *offsets, int64_t head, const int64_t dim) {
+/* Keys of a tile as panels [head_dim / 2][PANEL][2], from the packed key `place` on: a transpose of pairs. */
+INLINE void pack_keys(const Attention *a, const PairScratch *s, const int64_t *offsets, int64_t head, int64_t place,
+                      const int64_t dim) {
     const char *keys = a->pool + head * a->stride.head * 2;
     for (int first = 0; first < KEY_TILE; first += LANES)
         for (int64_t d = 0; d < dim; d += 32) {
@@ -281,13 +282,15 @@ INLINE void pack_keys(const Attention *a, const PairScratch *s, const int64_t *o
             UNROLL for (int k = 0; k < LANES; k++)
                 v[k] = (vfloat)_mm512_maskz_loadu_epi16(mask, keys + (offsets[first + k] + d) * 2);
             transpose(v);
-            char *to = s->keys + first / PANEL * panel_bytes(padded_dim(dim), BFLOAT16) + (d / 2 * PANEL + first % PANEL) * 4;
+            char *to = s->keys + (place + first) / PANEL * panel_bytes(padded_dim(dim), BFLOAT16) +
+                       (d / 2 * PANEL + first % PANEL) * 4;
             UNROLL for (int k = 0; k < LANES; k++) memcpy(to + k * PANEL * 4, &v[k], sizeof v[k]);
         }
 }
 
-/* Values of a tile as panels [KEY_TILE / 2][PANEL][2], one for each PANEL of the head. */
-INLINE void pack_values(const Attention *a, const PairScratch *s, const int64_t *offsets, int64_t head, const int64_t dim) {
+/* Values of a tile in panels [PROMPT_KEYS / 2][PANEL][2], one for each PANEL of the head. */
+INLINE void pack_values(const Attention *a, const PairScratch *s, const int64_t *offsets, int64_t head, int64_t place,
+                        const int64_t dim) {
     const char *values = a->pool + (head * a->stride.head + a->stride.key_to_value) * 2;
     for (int k = 0; k < KEY_TILE; k += 2)
         for (int64_t d = 0; d < dim; d += PANEL) {
@@ -295,32 +298,89 @@ INLINE void pack_values(const Attention *a, const PairScratch *s, const int64_t 
             __m512i pairs[2];
             interleave(_mm512_maskz_loadu_epi16(mask, values + (offsets[k] + d) * 2),
                        _mm512_maskz_loadu_epi16(mask, values + (offsets[k + 1] + d) * 2), &pairs[0], &pairs[1]);
-            memcpy(s->values + d / PANEL * panel_bytes(KEY_TILE, BFLOAT16) + k / 2 * PANEL * 4, pairs, sizeof pairs);
+            memcpy(s->values + d / PANEL * panel_bytes(PROMPT_KEYS, BFLOAT16) + (place + k) / 2 * PANEL * 4, pairs, sizeof pairs);
         }
 }
 
-/* One tile of packed keys and values for up to PROMPT_ROWS rows from row `first` of an item on. */
+/* Scores of one row, scaled, soft-capped, and -inf for keys that are out of [visible_begin, visible_end) if `partly`. */
+INLINE vfloat prompt_score(const Attention *a, const float *score, int64_t key, int64_t visible_begin, int64_t visible_end,
+                           const int partly) {
+    vfloat x = load((const char *)score, key / PANEL * PROMPT_ROWS * PANEL + key % PANEL, FLOAT32) * (float)a->scaling;
+    if (a->softcap != 0) x = (float)a->softcap * vtanh(x * (float)(1 / a->softcap));
+    if (partly) {
+        vint at;
+        UNROLL for (int i = 0; i < LANES; i++) at[i] = i;
+        at += (int32_t)key;
+        x = choose((at >= (int32_t)visible_begin) & (at < (int32_t)visible_end), x, splat(-INFINITY));
+    }
+    return x;
+}
+
+/* Lane e of the result is the maximum of the lanes of v[e]. */
+INLINE vfloat max_each(vfloat v[LANES]) {
+    transpose(v);
+    UNROLL for (int s = LANES / 2; s; s /= 2)
+        UNROLL for (int i = 0; i < s; i++) v[i] = (vfloat)_mm512_max_ps((__m512)v[i], (__m512)v[i + s]);
+    return v[0];
+}
+
+/* Turns scores of LANES rows from row `first` of an item on into weights, and stores by how much earlier results of each
+ * row shrink. Returns whether any does. `begin` is the position of the first of `num_keys` keys. */
+INLINE int soften_rows(const Attention *a, const PairScratch *s, int64_t first, const float *score, uint16_t *weight,
+                       int64_t position, int64_t begin, int64_t num_keys, float *shrink, const int partly) {
+    vfloat best[LANES];
+    float bases[LANES];
+    for (int r = 0; r < LANES; r++) {
+        const int64_t end = position + (first + r) / a->group + 1 - begin, start = a->window ? end - a->window : 0;
+        best[r] = splat(-INFINITY);
+        for (int64_t key = 0; key < num_keys; key += LANES) {
+            const vfloat x = prompt_score(a, score + r * PANEL, key, start, end, partly);
+            best[r] = (vfloat)_mm512_max_ps((__m512)x, (__m512)best[r]);
+        }
+    }
+    const vfloat old = load((const char *)s->max, first, FLOAT32), new = larger(max_each(best), old);
+    const vfloat base = choose(new == splat(-INFINITY), splat(0.0f), new); /* nothing seen yet: weights are exp(-inf) */
+    const vfloat shrinks = choose(new == old, splat(1.0f), vexp(old - base));
+    store((char *)s->max, first, new, FLOAT32);
+    store((char *)shrink, 0, shrinks, FLOAT32);
+    store((char *)bases, 0, base, FLOAT32);
+    for (int r = 0; r < LANES; r++) {
+        const int64_t end = position + (first + r) / a->group + 1 - begin, start = a->window ? end - a->window : 0;
+        vfloat total = load((const char *)s->sum, (first + r) * LANES, FLOAT32) * shrink[r];
+        for (int64_t key = 0; key < num_keys; key += 2 * LANES) {
+            const vfloat low = rough_exp(prompt_score(a, score + r * PANEL, key, start, end, partly) - bases[r]);
+            const vfloat high = rough_exp(prompt_score(a, score + r * PANEL, key + LANES, start, end, partly) - bases[r]);
+            total += low + high;
+            _mm512_storeu_si512(weight + r * PROMPT_KEYS + key, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+        }
+        store((char *)s->sum, (first + r) * LANES, total, FLOAT32);
+    }
+    return _mm512_cmp_ps_mask((__m512)shrinks, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) != 0;
+}
+
+/* Packed keys and values from position `begin` on, for up to PROMPT_ROWS rows from row `first` of an item on, which see
+ * `num_keys` of them at most. */
 static void prompt_rows(const Attention *a, const PairScratch *s, int64_t stored, int64_t first, int64_t rows,
-                        int64_t position, int64_t begin, int64_t count, const int64_t dim) {
+                        int64_t position, int64_t begin, int64_t num_keys, const int64_t dim) {
+    const int64_t wide = rounded_up(num_keys, PANEL), key_panel = panel_bytes(padded_dim(dim), BFLOAT16);
+    const int partly = a->window || begin + wide > position + first / a->group + 1;
     float shrink[PROMPT_ROWS];
     int shrinks = 0;
-    for (int panel = 0; panel < KEY_PANELS; panel++)
-        add_block((const char *)(s->query + first * dim), dim * 2, rows,
-                  s->keys + panel * panel_bytes(padded_dim(dim), BFLOAT16), dim, s->score + panel * PROMPT_ROWS * PANEL, 0,
-                  NULL, BFLOAT16, 1);
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = position + (first + r) / a->group - begin; /* of the query, in the tile */
-        const int64_t start = a->window ? at_least(0, at + 1 - a->window) : 0;
-        shrink[r] = soften_pairs(a, s->score + r * PANEL, PROMPT_ROWS * PANEL, start, at_most(count, at + 1),
-                                 s->weight + r * KEY_TILE, s->max + first + r, s->sum + (first + r) * LANES);
-        shrinks |= shrink[r] != 1.0f;
+    for (int64_t key = 0; key < wide; key += PANEL)
+        add_block((const char *)(s->query + first * dim), dim * 2, rows, s->keys + key / PANEL * key_panel, dim,
+                  s->score + key * PROMPT_ROWS, 0, NULL, BFLOAT16, 1);
+    for (int64_t r = 0; r < rows; r += LANES) {
+        const float *score = s->score + r * PANEL;
+        uint16_t *weight = s->weight + r * PROMPT_KEYS;
+        if (partly) shrinks |= soften_rows(a, s, first + r, score, weight, position, begin, wide, shrink + r, 1);
+        else shrinks |= soften_rows(a, s, first + r, score, weight, position, begin, wide, shrink + r, 0);
     }
     for (int64_t d = 0; d < dim; d += PANEL) {
         float *output = s->output + d * stored + first * PANEL;
         for (int64_t r = 0; shrinks && r < rows; r++)
             for (int c = 0; c < PANEL; c++) output[r * PANEL + c] *= shrink[r];
-        add_block((const char *)s->weight, KEY_TILE * 2, rows, s->values + d / PANEL * panel_bytes(KEY_TILE, BFLOAT16),
-                  KEY_TILE, output, 1, NULL, BFLOAT16, 1);
+        add_block((const char *)s->weight, PROMPT_KEYS * 2, rows, s->values + d / PANEL * panel_bytes(PROMPT_KEYS, BFLOAT16),
+                  wide, output, 1, NULL, BFLOAT16, 1);
     }
 }
 
@@ -330,25 +390,27 @@ static void prompt_item(const Attention *a, const PairScratch *s, const Item *it
     const int64_t first_token = a->query_starts[item->row] + item->query_begin, head = item->head_begin;
     const int64_t position = a->positions[item->row] + item->query_begin;
     const int64_t end = at_most(item->key_end, a->positions[item->row] + item->query_end);
-    int64_t begin = a->window ? at_least(0, position + 1 - a->window) / KEY_TILE * KEY_TILE : 0;
+    int64_t begin = a->window ? at_least(0, position + 1 - a->window) / PROMPT_KEYS * PROMPT_KEYS : 0;
     for (int64_t m = 0; m < rows; m++) {
         const int64_t token = first_token + m / a->group, query_head = head * a->group + m % a->group;
         memcpy(s->query + m * dim, a->query + (token * a->query_token + query_head * a->query_head) * 2, dim * 2);
-        s->max[m] = -INFINITY;
     }
+    for (int64_t m = 0; m < stored; m++) s->max[m] = -INFINITY;
     memset(s->output, 0, stored * padded_dim(dim) * sizeof *s->output);
     memset(s->sum, 0, stored * LANES * sizeof *s->sum);
-    for (; begin < end; begin += KEY_TILE) {
-        const int64_t count = at_most(KEY_TILE, end - begin);
-        int64_t offsets[KEY_TILE];
-        find_tile(a, item->row, begin, count, offsets);
-        pack_keys(a, s, offsets, head, dim);
-        pack_values(a, s, offsets, head, dim);
+    for (; begin < end; begin += PROMPT_KEYS) {
+        const int64_t count = at_most(PROMPT_KEYS, end - begin);
+        for (int64_t place = 0; place < count; place += KEY_TILE) {
+            int64_t offsets[KEY_TILE];
+            find_tile(a, item->row, begin + place, at_most(KEY_TILE, count - place), offsets);
+            pack_keys(a, s, offsets, head, place, dim);
+            pack_values(a, s, offsets, head, place, dim);
+        }
         for (int64_t first = 0; first < rows; first += PROMPT_ROWS) {
             const int64_t some = at_most(PROMPT_ROWS, rows - first);
-            /* All of the tile may lie behind the last of these rows. */
-            if (begin <= position + (first + some - 1) / a->group)
-                prompt_rows(a, s, stored, first, some, position, begin, count, dim);
+            /* Keys from here on lie behind the last of these rows. */
+            const int64_t seen = at_most(count, position + (first + some - 1) / a->group + 1 - begin);
+            if (seen > 0) prompt_rows(a, s, stored, first, some, position, begin, seen, dim);
         }
     }
     float output[padded_dim(dim)];

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.clients.installed import MISSING, NODE_MODULES, PYTHON, call, run, snippet
+from tests.e2e.clients.installed import MISSING, NODE_MODULES, PYTHON, ROOT, call, run, snippet
 from tests.fakes.scripted.system import ScriptedSystem
 
 ANSWER = "It is a mammal that swims."
@@ -68,3 +68,8 @@ def test_the_ai_sdk(system: ScriptedSystem, tmp_path: Path) -> None:
     assert [line.replace("I look it up.", "").strip() for line in said.splitlines() if line] == [
         line.strip() for _ in range(3) for line in (f"whole: {ANSWER}", f"streamed: {ANSWER}")
     ], said
+
+
+def test_the_example_with_a_tool(system: ScriptedSystem, tmp_path: Path) -> None:
+    said = run([sys.executable, ROOT / "examples" / "tools.py"], tmp_path, {"KVRELAY_URL": system.base_url})
+    assert said.splitlines() == ['define({"word": "otter"}) is \'a mammal that swims\'', ANSWER]

@@ -239,6 +239,7 @@ INPUTS: dict[str, Case] = {
         lambda: repeated(b'"input":"x","tools":[', b'{"type":"function","name":"f"}', b"]}", NUM_OBJECTS),
         400,
     ),
+    "an invocation": ("/invocations", lambda: body_of(prompt=TEXT * 30_000, max_tokens=1), 200),
     "an unknown path": ("/x", lambda: repeated(b'"tokens":[', b"1", b"]}"), 404),
 }
 

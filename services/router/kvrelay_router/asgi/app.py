@@ -26,6 +26,7 @@ from kvrelay_router.openai.api_service import ApiService, InProgress
 from kvrelay_router.openai.chat_endpoint import ChatEndpoint
 from kvrelay_router.openai.completions_endpoint import CompletionsEndpoint
 from kvrelay_router.openai.error_mapping import on_api_error, on_http_exception
+from kvrelay_router.openai.invocations import InvocationsEndpoint
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetrics
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
@@ -94,9 +95,11 @@ def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 def _add_posts(app: FastAPI, service: ApiService) -> None:
     tokens, messages, responses = TokenRoutes(service), MessagesEndpoint(service), ResponsesEndpoint(service)
+    completions, chat = CompletionsEndpoint(service), ChatEndpoint(service)
     routes: list[tuple[str, Any, type[RequestModel]]] = [
-        ("/v1/completions", CompletionsEndpoint(service).serve, CompletionRequest),
-        ("/v1/chat/completions", ChatEndpoint(service).serve, ChatRequest),
+        ("/v1/completions", completions.serve, CompletionRequest),
+        ("/v1/chat/completions", chat.serve, ChatRequest),
+        ("/invocations", InvocationsEndpoint(service, chat, completions).serve, ChatRequest),
         ("/v1/messages", messages.serve, MessagesRequest),
         ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
         ("/v1/responses", responses.serve, ResponsesRequest),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,9 +23,12 @@ class ChatEndpoint:
 
     async def serve(self, http: Request) -> Response:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
+        return await self.answer(http, await read_json_object(http, self._service.settings.max_body_bytes))
+
+    async def answer(self, http: Request, content: dict[str, Any]) -> Response:
+        """As `serve`, for a body that was read."""
         service = self._service
         names = service.names(http)
-        content = await read_json_object(http, service.settings.max_body_bytes)
         await check_messages(content)
         request = parse_chat(content)
         chat = await plan_parsed_chat(service, names, request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -40,9 +42,12 @@ class CompletionsEndpoint:
 
     async def serve(self, http: Request) -> Response:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
+        return await self.answer(http, await read_json_object(http, self._service.settings.max_body_bytes))
+
+    async def answer(self, http: Request, content: dict[str, Any]) -> Response:
+        """As `serve`, for a body that was read."""
         service = self._service
         names = service.names(http)
-        content = await read_json_object(http, service.settings.max_body_bytes)
         await check_many_prompts(content, service.settings.max_sequences)
         request = parse_completion(content)
         limits = check_request(service, names, request)

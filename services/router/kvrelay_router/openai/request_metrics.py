@@ -20,6 +20,7 @@ OPERATION_BY_PATH = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
     "/v1/responses": "chat",
+    "/invocations": "chat",
 }
 """The measured paths, with the name of their operation in OpenTelemetry's conventions."""
 

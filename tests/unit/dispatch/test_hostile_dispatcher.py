@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import msgspec
@@ -54,6 +54,12 @@ class NoSockets:
 
     def __init__(self) -> None:
         self.sent: list[tuple[PeerRef, AnyBody, str]] = []
+
+    def is_backed_up(self, peer: PeerRef) -> bool:
+        return False
+
+    def when_room(self, peer: PeerRef, callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(callback)
 
     def send(self, peer: PeerRef, body: AnyBody, *, request: str = "", **_: object) -> None:
         self.sent.append((peer, codec.decode_body([b"", codec.encode_body(body)]), request))

@@ -248,6 +248,23 @@ def response_with_scores(*, stream: bool) -> bytes:
     return body_of(input="x", max_output_tokens=16_000, top_logprobs=20, stream=stream)
 
 
+def chat_with_scores(*, stream: bool) -> bytes:
+    messages = [{"role": "user", "content": "x"}]
+    return body_of(messages=messages, max_tokens=16_000, logprobs=True, top_logprobs=20, stream=stream)
+
+
+def text_with_scores(*, stream: bool) -> bytes:
+    return body_of(prompt="x", max_tokens=16_000, logprobs=20, stream=stream)
+
+
+def choices_with_scores(*, stream: bool) -> bytes:
+    return body_of(prompt="x", n=128, max_tokens=250, logprobs=20, stream=stream)
+
+
+def long_message(*, stream: bool) -> bytes:
+    return body_of(messages=[{"role": "user", "content": "x"}], max_tokens=16_000, stream=stream)
+
+
 OUTPUTS: dict[str, Case] = {
     "choices": (COMPLETION, lambda: body_of(prompt=IDS[:64], n=128, max_tokens=16_000), 200),
     "choices of many prompts": (COMPLETION, lambda: body_of(prompt=[IDS[:64]] * 8, n=128, max_tokens=1000), 200),
@@ -279,6 +296,14 @@ OUTPUTS: dict[str, Case] = {
     ),
     "scores of a response": (RESPONSES, lambda: response_with_scores(stream=False), 200),
     "streamed scores of a response": (RESPONSES, lambda: response_with_scores(stream=True), 200),
+    "scores of a chat": (CHAT, lambda: chat_with_scores(stream=False), 200),
+    "streamed scores of a chat": (CHAT, lambda: chat_with_scores(stream=True), 200),
+    "scores of a text": (COMPLETION, lambda: text_with_scores(stream=False), 200),
+    "streamed scores of a text": (COMPLETION, lambda: text_with_scores(stream=True), 200),
+    "scores of many choices": (COMPLETION, lambda: choices_with_scores(stream=False), 200),
+    "streamed scores of many choices": (COMPLETION, lambda: choices_with_scores(stream=True), 200),
+    "a long message of an assistant": (MESSAGES, lambda: long_message(stream=False), 200),
+    "a long streamed message of an assistant": (MESSAGES, lambda: long_message(stream=True), 200),
     "beams": (COMPLETION, lambda: body_of(prompt="x", max_tokens=8000, n=128, use_beam_search=True), 200),
     "scores of a long prompt": (COMPLETION, lambda: body_of(prompt=IDS * 11, max_tokens=1, prompt_logprobs=0), 200),
     "echoed scores with alternatives": (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.http.json_parts import Rows
 from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.logprob_format import chat_logprobs
+from kvrelay_router.openai.answers.logprob_format import are_large, chat_logprobs
 from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
 from kvrelay_router.openai.answers.token_kinds import TokenKind
 from kvrelay_router.output_parsing.events import (
@@ -21,9 +21,6 @@ from kvrelay_router.output_parsing.events import (
     ToolCallEnded,
 )
 from kvrelay_router.text.tokenizer import Tokenizer
-
-MAX_AT_ONCE = 1024
-"""Log-probabilities that are written at a time: about a millisecond."""
 
 
 class TokenScores:
@@ -40,7 +37,7 @@ class TokenScores:
 
     def are_large(self, num_entries: int) -> bool:
         """True if so many are to be written in parts."""
-        return num_entries * (1 + (self._num_top or 0)) > MAX_AT_ONCE
+        return are_large(num_entries, self._num_top or 0)
 
     def take(self, choice: Choice) -> list[TokenLogprobs]:
         """Those of the next content, which ends where reasoning or a call begins."""

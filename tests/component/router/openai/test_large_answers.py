@@ -95,3 +95,50 @@ async def test_large_first_events_come_before_the_text_behind_them(router: Route
                     begins.set()
     assert texts[0] == texts[1] != ""
     assert texts[1].endswith("An otter is a mammal.")
+
+
+async def streamed_choice(router: Router, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The events of the one choice, joined, as the answer in one piece has them."""
+    joined: dict[str, Any] = {"text": "", "scores": {}, "finish_reason": None}
+    answer = await router.post(path, **body, stream=True)
+    *events, done, _ = answer.text.split("\n\n")
+    assert answer.status_code == 200 and done == "data: [DONE]"
+    for event in events:
+        (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+        assert joined["finish_reason"] is None, "nothing follows the last event"
+        joined["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        joined["finish_reason"] = choice["finish_reason"]
+        for name, values in (choice["logprobs"] or {}).items():
+            joined["scores"].setdefault(name, []).extend(values or [])
+    return joined
+
+
+@pytest.mark.parametrize("per_delta", [1, 100, 10_000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_scores_of_tokens_that_come_many_at_a_time_are_complete(
+    router: Router, path: str, per_delta: int
+) -> None:
+    """As for tokens without text, whose scores wait for the next event."""
+    router.dispatcher.model_limits = LONG
+    router.answers("An otter is a mammal. " * 100, per_delta=per_delta, finish=FinishReason.LENGTH)
+    if path == "/v1/completions":
+        body: dict[str, Any] = {"prompt": "x", "logprobs": 20}
+    else:
+        body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}
+    body["max_tokens"] = 1500
+    (whole,) = (await router.post(path, **body)).json()["choices"]
+    text = whole["text"] if "text" in whole else whole["message"]["content"]
+    scores = {name: values or [] for name, values in whole["logprobs"].items()}
+    found = await streamed_choice(router, path, body)
+    assert found == {"text": text, "scores": scores, "finish_reason": "length"}
+    assert len(max(scores.values(), key=len)) > 400
+
+
+async def test_the_scores_of_many_tokens_without_text_come_at_the_end(router: Router) -> None:
+    """The client makes them likely; nothing is sent before the end."""
+    router.dispatcher.model_limits = LONG
+    (silent,) = router.tokens("<|im_start|>")
+    router.dispatcher.script = lambda request, sequence: Script([silent] * 1500, FinishReason.LENGTH, per_delta=50)
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20, "max_tokens": 1500}
+    found = await streamed_choice(router, "/v1/chat/completions", body)
+    assert found["text"] == "" and len(found["scores"]["content"]) == 1500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,23 @@ class EventFormat(ABC):
     def failure(self, error: ApiError) -> bytes:
         """Returns the event for a failure after the first byte."""
         return b"data: " + orjson.dumps(error.body()) + b"\n\n"
+
+
+class PartedEventFormat(EventFormat):
+    """Writes large events in parts."""
+
+    def __init__(self) -> None:
+        self._large: deque[Iterator[bytes]] = deque()
+
+    def _keep_large(self, parts: Iterator[bytes]) -> bytes:
+        """Keeps an event for `take_large`. Returns no bytes."""
+        self._large.append(parts)
+        if self._on_large is not None:
+            self._on_large()
+        return b""
+
+    def take_large(self) -> Iterator[bytes] | None:
+        return self._large.popleft() if self._large else None
 
 
 class DocumentFormat(ABC):

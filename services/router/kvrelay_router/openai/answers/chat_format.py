@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.http.json_parts import dump_at_once
+from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import (
     CollectedTexts,
     DocumentFormat,
-    EventFormat,
     EventUsage,
+    PartedEventFormat,
     beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, chat_logprobs
+from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, are_large, chat_logprobs
 from kvrelay_router.openai.answers.prompt_scores import PromptScores
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
@@ -26,10 +26,11 @@ from kvrelay_router.text.tokenizer import Tokenizer
 NO_DETAILS = b',"logprobs":null,"finish_reason":null'
 
 
-class ChatStream(EventFormat):
+class ChatStream(PartedEventFormat):
     """Sends the role of each choice first, and then its text. `head`: the fields that all events begin with."""
 
     def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, request: ChatRequest) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self._request = request
         self._head = head
@@ -49,7 +50,7 @@ class ChatStream(EventFormat):
         if not text and choice.finish_reason is None:
             return opening
         delta = b'{"content":' + orjson.dumps(text) + b"}" if text else b"{}"  # without a dictionary for each event
-        return opening + self._event_with_details(run, choice, delta)
+        return self._event_with_details(run, choice, delta, opening)
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, if it was asked for."""
@@ -69,11 +70,12 @@ class ChatStream(EventFormat):
             prompt = self._prompt_ids
         return self._event(choice, b'{"role":"assistant","content":""}', NO_DETAILS, usage + prompt)
 
-    def _event_with_details(self, run: PromptRun, choice: Choice, delta: bytes) -> bytes:
+    def _event_with_details(self, run: PromptRun, choice: Choice, delta: bytes, opening: bytes) -> bytes:
+        """`opening`: an event that comes before."""
         records = choice.take_records()
         usage = self._usage.field(run, choice, len(records.token_ids))
         if not self._has_details and choice.finish_reason is None:
-            return self._event(choice, delta, NO_DETAILS, usage)
+            return opening + self._event(choice, delta, NO_DETAILS, usage)
         details: dict[str, Any] = {
             "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
             "finish_reason": self._finish_reason(choice),
@@ -82,7 +84,19 @@ class ChatStream(EventFormat):
         }
         if self._request.return_token_ids:
             details["token_ids"] = records.token_ids
-        return self._event(choice, delta, b"," + dump_at_once(details)[1:-1], usage)
+        if are_large(len(records.logprobs), self._request.top_logprobs):
+            return self._keep_large(self._in_parts(opening, choice, delta, details, usage))
+        return opening + self._event(choice, delta, b"," + dump_at_once(details)[1:-1], usage)
+
+    def _in_parts(
+        self, opening: bytes, choice: Choice, delta: bytes, details: dict[str, Any], usage: bytes
+    ) -> Iterator[bytes]:
+        """As `_event`, behind `opening`."""
+        yield b'%b%b%d,"delta":%b' % (opening, self._prefix, choice.index, delta)
+        for name, value in details.items():
+            yield b",%b:" % orjson.dumps(name)
+            yield from json_parts(value)
+        yield b"}]%b}\n\n" % usage
 
     def _finish_reason(self, choice: Choice) -> str | None:
         return choice.finish_reason

@@ -12,12 +12,18 @@ from kvrelay_router.openai.answers.answer_format import (
     AnswerFormat,
     CollectedTexts,
     DocumentFormat,
-    EventFormat,
     EventUsage,
+    PartedEventFormat,
     beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
-from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, EchoedRows, ScoredTokens, completion_logprobs
+from kvrelay_router.openai.answers.logprob_format import (
+    TOKEN_IDS,
+    EchoedRows,
+    ScoredTokens,
+    are_large,
+    completion_logprobs,
+)
 from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
@@ -49,17 +55,17 @@ def completion_format(
     return CompletionAnswer(head, request, runs, fields, prompt_scores(tokenizer, request))
 
 
-class CompletionStream(EventFormat):
+class CompletionStream(PartedEventFormat):
     """`head`: the fields that all events begin with."""
 
     def __init__(
         self, head: dict[str, Any], request: CompletionRequest, runs: Sequence[PromptRun], fields: _ChoiceFields
     ) -> None:
+        super().__init__()
         self._head, self._request, self._fields = head, request, fields
         self._prefix = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._usage = EventUsage(is_included=request.include_usage, is_continuous=request.running_usage)
         self._opened: set[int] = set()
-        self._large: list[Iterator[bytes]] = []
         # By choice: the bytes before and after its text. Filled only if events carry nothing but text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         has_details = request.echo or request.return_token_ids or request.logprobs is not None or request.running_usage
@@ -87,11 +93,9 @@ class CompletionStream(EventFormat):
         records = choice.take_records() if has_text else TokenRecords()
         content = self._fields.of(run, choice, choice.index, text, records, is_first=is_first)
         usage = self._usage.field(run, choice, len(records.token_ids))
-        if is_first and self._begins_large(run):
-            self._large.append(self._in_parts(content, usage))
-            if self._on_large is not None:
-                self._on_large()
-            return b""
+        has_many_scores = are_large(len(records.logprobs), self._request.logprobs or 0)
+        if has_many_scores or (is_first and self._begins_large(run)):
+            return self._keep_large(self._in_parts(content, usage))
         return b"%b%b]%b}\n\n" % (self._prefix, dump_at_once(content), usage)
 
     def _begins_large(self, run: PromptRun) -> bool:
@@ -104,9 +108,6 @@ class CompletionStream(EventFormat):
         yield self._prefix
         yield from json_parts(content)
         yield b"]%b}\n\n" % usage
-
-    def take_large(self) -> Iterator[bytes] | None:
-        return self._large.pop(0) if self._large else None
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, if it was asked for."""

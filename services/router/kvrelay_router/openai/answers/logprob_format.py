@@ -10,6 +10,9 @@ from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.dispatch.collected_logprobs import LogprobRows
 from kvrelay_router.http.json_parts import Rows
 
+MAX_AT_ONCE = 1024
+"""Log-probabilities, alternatives included, that are written at a time: about a millisecond."""
+
 LOWEST = -9999.0
 """Written for minus infinity, which JSON cannot represent."""
 
@@ -127,6 +130,11 @@ def _completion_top(tokenizer: TokenSpellings, entry: TokenLogprobs | None, num_
         top.setdefault(_completion_token(tokenizer, token_id), finite(logprob))
     top.setdefault(_completion_token(tokenizer, entry.token_id), finite(entry.logprob))
     return top
+
+
+def are_large(num_entries: int, num_top: int) -> bool:
+    """Returns whether the log-probabilities of so many tokens are to be written in parts."""
+    return num_entries * (1 + num_top) > MAX_AT_ONCE
 
 
 def finite(logprob: float) -> float:

@@ -92,7 +92,7 @@ class ParsedChatStream(ChatStream):
         opening = b"" if choice.index in self._opened else self._open(run, choice)
         if not fields and choice.finish_reason is None:
             return opening
-        return opening + self._event_with_details(run, choice, orjson.dumps(fields))
+        return self._event_with_details(run, choice, orjson.dumps(fields), opening)
 
     def _finish_reason(self, choice: Choice) -> str | None:
         return self._parsed.finish_reason(choice)

@@ -45,6 +45,7 @@ from kvrelay_router.openai.request_validation import (
     check_bad_words,
     check_beams,
     check_samples,
+    check_scored_part,
     check_token_ids,
     check_vocabulary,
     make_sampling,
@@ -239,6 +240,7 @@ class Engine:
         max_tokens = allowed_output(len(prompt_ids), wanted, limits, "prompt")
         check_beams(request, len(prompt_ids), max_tokens, limits)
         check_samples(request, len(prompt_ids), max_tokens, limits)
+        check_scored_part(request, len(prompt_ids))
         sampling = make_sampling(
             request,
             self._text.service.sampling_defaults,

@@ -66,7 +66,7 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A request that has ended. `prompt` is None for a prompt of token ids. `prompt_logprobs[i]` is that of prompt
-    token i + 1."""
+    token i + 1, or i + `logprob_start_len` if the request has it."""
 
     request_id: str
     prompt: str | None

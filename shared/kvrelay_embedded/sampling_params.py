@@ -45,6 +45,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int | None = None
     structured_outputs: Mapping[str, Any] | None = None
     use_beam_search: bool = False
     best_of: int | None = None

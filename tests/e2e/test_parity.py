@@ -81,6 +81,24 @@ def test_each_sample_comes_with_the_scores_of_the_prompt(small: tuple[Path, Stac
     stack.wait_until_clean()
 
 
+def test_the_cached_part_of_a_prompt_is_not_computed_to_score_the_rest(small: tuple[Path, Stack]) -> None:
+    model, stack = small
+    prompt = prompt_of(150, reference.vocab_size(model), seed=77)
+    expected = reference.logprobs(model, prompt, 1)
+    for start in (149, 100, 97, 96, 1, 0):
+        body = {"model": stack.model, "prompt": prompt, "max_tokens": 0, "prompt_logprobs": 1}
+        answer = stack.http.post("/v1/completions", json=body | {"logprob_start_len": start}).raise_for_status().json()
+        scores = answer["choices"][0]["prompt_logprobs"]
+        first = max(start, 1)
+        assert scores[:first] == [None] * first and len(scores) == len(prompt)
+        for row, (token_id, entry) in enumerate(zip(prompt[first:], scores[first:], strict=True), start=first - 1):
+            assert abs(entry[str(token_id)]["logprob"] - float(expected[row, token_id])) < 1e-4
+        # Position `first - 1` is computed, so at most the blocks that end before it are reused.
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == (0 if start == 149 else (first - 1) // 16 * 16)
+    stack.wait_until_clean()
+
+
 def test_many_at_once_with_staggered_arrivals_and_early_stops(small: tuple[Path, Stack]) -> None:
     model, stack = small
     rng = random.Random(3)

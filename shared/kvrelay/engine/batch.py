@@ -45,7 +45,7 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     step verifies them, so the row may bring up to 1 + num_drafts tokens (see `RowResult`). With `jumps`, the row may
     bring tokens that its grammar forces behind the others. A row behind one with `num_drafts` or a grammar has no
     placeholder. `num_scored` is set for tensor parallelism alone: log-probabilities are requested of the tokens behind
-    the first `num_scored` positions (see `TransformersRunner.resolve`).
+    `num_scored` of the row's positions from number `first_scored` on (see `TransformersRunner.resolve`).
     """
 
     key: SequenceKey
@@ -58,6 +58,7 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     num_drafts: int = 0
     jumps: bool = False
     beam: BeamRow | None = None
+    first_scored: int = 0
     num_scored: int = 0
 
 

@@ -23,6 +23,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 class _ScoredPrompt:
     token_ids: NDArray[np.int64]
     num_top: int
+    first: int  # position of the first token that is scored
 
 
 class ScoredPrompts:
@@ -33,41 +34,47 @@ class ScoredPrompts:
         self._lock = lock
         self._prompts: dict[SequenceKey, _ScoredPrompt] = {}
 
-    def add(self, key: SequenceKey, token_ids: Sequence[int], num_top: int) -> None:
-        """Adds a prompt, if its key is new. Each position gets its token's log-probability and `num_top` others."""
+    def add(self, key: SequenceKey, token_ids: Sequence[int], num_top: int, first: int) -> None:
+        """Adds a prompt, if its key is new. Each token from position `first` on (1 or more) gets its log-probability
+        and `num_top` others."""
         if key not in self._prompts:
-            self._prompts[key] = _ScoredPrompt(np.asarray(token_ids, np.int64), num_top)
+            self._prompts[key] = _ScoredPrompt(np.asarray(token_ids, np.int64), num_top, first)
 
     def drop(self, key: SequenceKey) -> None:
         """Drops a prompt. Unknown keys are ignored."""
         self._prompts.pop(key, None)
 
-    def num_scored(self, row: WorkerRow) -> int:
-        """The number of the row's first positions whose next token is of a prompt that is scored."""
+    def scored_positions(self, row: WorkerRow) -> range:
+        """Numbers of the row's positions whose next token is scored."""
         prompt = self._prompts.get(row.key)
         if prompt is None:
-            return 0
-        return max(0, min(len(row.token_ids), len(prompt.token_ids) - row.position - 1))
+            return range(0)
+        first = max(0, prompt.first - 1 - row.position)
+        return range(first, max(first, min(len(row.token_ids), len(prompt.token_ids) - row.position - 1)))
 
     def score(
         self, forward: StepForward, logits_of: Callable[[torch.Tensor], torch.Tensor], *, as_resolved: bool
     ) -> dict[int, list[TokenLogprobs]]:
         """The log-probabilities of the prompt tokens that follow each of the row's positions, by row of the step.
 
-        `as_resolved`: other ranks compute the head for each row's `num_scored` positions, so this one does too, also if
+        `as_resolved`: other ranks compute the head for each row's scored positions, so this one does too, also if
         the sequence was dropped since.
 
         Raises BadLogits.
         """
-        scored: dict[int, tuple[int, _ScoredPrompt | None]] = {}
+        scored: dict[int, tuple[range, _ScoredPrompt | None]] = {}
         with self._lock:
             for place, row in enumerate(forward.rows):
-                if num_scored := row.num_scored if as_resolved else self.num_scored(row):
-                    scored[place] = num_scored, self._prompts.get(row.key)
+                if as_resolved:
+                    positions = range(row.first_scored, row.first_scored + row.num_scored)
+                else:
+                    positions = self.scored_positions(row)
+                if positions:
+                    scored[place] = positions, self._prompts.get(row.key)
         results: dict[int, list[TokenLogprobs]] = {}
-        for place, (num_scored, prompt) in scored.items():
+        for place, (positions, prompt) in scored.items():
             row, entries = forward.rows[place], list[TokenLogprobs]()
-            for at, hidden in forward.prompt_slices(place, num_scored):
+            for at, hidden in forward.prompt_slices(place, positions.start, len(positions)):
                 logits = logits_of(hidden)
                 if prompt is None:
                     continue

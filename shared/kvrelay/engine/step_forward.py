@@ -33,12 +33,12 @@ class StepForward:
             last += drafts.offsets
         return self.hidden[to_device(last, self.hidden.device)]
 
-    def prompt_slices(self, place: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The hidden states of the first `count` tokens of a row, in slices, each with the number of its first token in
-        the row."""
+    def prompt_slices(self, place: int, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The hidden states of `count` tokens of a row from number `first` on, in slices, each with the number of its
+        first token in the row."""
         start = int(self.packed.query_starts[place])
-        for at in range(0, count, _PROMPT_SLICE):
-            yield at, self.hidden[start + at : start + min(at + _PROMPT_SLICE, count)]
+        for at in range(first, first + count, _PROMPT_SLICE):
+            yield at, self.hidden[start + at : start + min(at + _PROMPT_SLICE, first + count)]
 
     def sampled(self) -> tuple[list[int], DraftRows | None]:
         """The rows that sample, once for each place, and the places of drafts, if there are any. Beams are left out."""
@@ -53,7 +53,7 @@ class StepForward:
     def head_inputs(self) -> Iterator[torch.Tensor]:
         """The hidden states of each call of the head for a step of several ranks, in the order of the calls."""
         for place, row in enumerate(self.rows):
-            for _, hidden in self.prompt_slices(place, row.num_scored):
+            for _, hidden in self.prompt_slices(place, row.first_scored, row.num_scored):
                 yield hidden
         places, drafts = self.sampled()
         if places:

@@ -125,7 +125,7 @@ class TransformersRunner:
         with self._lock:
             self._sampler.add(key, sampling, token_ids, num_prompt)
             if sampling.prompt_logprobs is not None:
-                self._scored.add(key, token_ids[:num_prompt], sampling.prompt_logprobs)
+                self._scored.add(key, token_ids[:num_prompt], sampling.prompt_logprobs, sampling.logprob_start_len)
 
     def drop_sequence(self, key: SequenceKey) -> None:
         with self._lock:
@@ -141,7 +141,7 @@ class TransformersRunner:
         """The batch as all ranks of a group compute it, for `follow` on other ranks and then `execute` on this one.
 
         Placeholders are replaced by the tokens sampled last, and rows of prompts whose log-probabilities are requested
-        have `num_scored`.
+        have `first_scored` and `num_scored`.
 
         Raises:
             KeyError: a row with a placeholder is unknown.
@@ -156,8 +156,8 @@ class TransformersRunner:
             token_ids = row.token_ids.copy()
             token_ids[-1] = self._sampler.last_sampled([row.key])[0]
             row = structs.replace(row, token_ids=token_ids, has_placeholder=False)
-        num_scored = self._scored.num_scored(row)
-        return structs.replace(row, num_scored=num_scored) if num_scored else row
+        scored = self._scored.scored_positions(row)
+        return structs.replace(row, first_scored=scored.start, num_scored=len(scored)) if scored else row
 
     @property
     def waited_s(self) -> float:
@@ -208,7 +208,7 @@ class TransformersRunner:
         if not self.launches_ahead or not batch.is_plain:
             return False
         with self._lock:
-            if self._steps.has_stale or any(row.num_drafts or self._scored.num_scored(row) for row in batch.rows):
+            if self._steps.has_stale or any(row.num_drafts or self._scored.scored_positions(row) for row in batch.rows):
                 return False
             following = [row.key for row in batch.rows if row.has_placeholder and row.key in self._sampler]
             if following and self._sampler.resamples_often:

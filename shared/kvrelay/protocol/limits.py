@@ -34,6 +34,7 @@ Int64 = Annotated[int, Meta(ge=LEAST_INT64, le=MOST_INT64)]
 Count = Annotated[int, Meta(ge=0, le=MOST_INT64)]
 """A number of things, or a number that only grows."""
 Index = Annotated[int, Meta(ge=0, le=MOST_INT32)]
+PositiveIndex = Annotated[int, Meta(ge=1, le=MOST_INT32)]
 """A position among tokens, blocks, samples or attempts."""
 TokenId = Annotated[int, Meta(ge=0, le=MOST_INT32)]
 

@@ -18,6 +18,7 @@ from kvrelay.protocol.limits import (
     Int64,
     LogProb,
     NumLogprobs,
+    PositiveIndex,
     SampleCount,
     Score,
     Share,
@@ -74,7 +75,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bad_words: BadWords = ()  # by their tokens: the last is not sampled behind the others; not for beams
     seed: Int64 = 0  # the router draws a missing one
     logprobs: NumLogprobs | None = None  # None: off; k: the token's own logprob and those of the k most likely tokens
-    prompt_logprobs: NumLogprobs | None = None  # the same, for every prompt token but the first
+    prompt_logprobs: NumLogprobs | None = None  # the same, for prompt tokens from `logprob_start_len` on
+    # Position of the first prompt token that is scored. Cached blocks before it are reused. Token 0 follows nothing.
+    logprob_start_len: PositiveIndex = 1
     max_tokens: Index = 16  # output tokens, counting those of earlier attempts; 0 scores the prompt only
     # No end-of-sequence or stop token before that many output tokens, unless a grammar or limits leave no other token.
     min_tokens: Index = 0
@@ -84,6 +87,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # How drafts are found, which has no effect on the output; None: as the worker's setting says.
     speculation: SpeculationMethod | None = None
     grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
+
+    def num_prompt_scores(self, num_prompt: int) -> int:
+        """The number of prompt tokens to score, of `num_prompt`."""
+        return 0 if self.prompt_logprobs is None else max(0, num_prompt - self.logprob_start_len)
 
     @property
     def limits_tokens(self) -> bool:

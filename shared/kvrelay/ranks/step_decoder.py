@@ -78,7 +78,9 @@ class StepDecoder:
     def _rows(self, columns: Int32Array, new_tokens: Int32Array, new_blocks: Int32Array) -> list[WorkerRow]:
         rows, token_at, block_at = [], 0, 0
         for row in columns.T.tolist():
-            number, position, num_tokens, num_new, num_kept, num_blocks, num_drafts, num_scored, flags = row
+            number, position, num_tokens, num_new, num_kept, num_blocks, num_drafts, first_scored, num_scored, flags = (
+                row
+            )
             sequence = self._sequences.get(number)
             if sequence is None:
                 raise OutOfStep(f"sequence {number} has a row, and never came")
@@ -105,6 +107,7 @@ class StepDecoder:
                     is_prefill=bool(flags & IS_PREFILL),
                     num_drafts=num_drafts,
                     beam=_IS_BEAM_ROW if flags & IS_BEAM else None,
+                    first_scored=first_scored,
                     num_scored=num_scored,
                 )
             )

@@ -127,6 +127,7 @@ class _Rows:
         columns.num_new.append(self._send_tokens(row, sent))
         self._send_table(row, sent)
         columns.num_drafts.append(row.num_drafts)
+        columns.first_scored.append(row.first_scored)
         columns.num_scored.append(row.num_scored)
         columns.flags.append(
             SAMPLES * row.sample + IS_PREFILL * row.is_prefill + (IS_BEAM if row.beam is not None else 0)

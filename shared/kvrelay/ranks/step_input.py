@@ -12,7 +12,7 @@ Int32Array = NDArray[np.int32]
 
 SAMPLES, IS_PREFILL, IS_BEAM = 1, 2, 4
 """Bits of the column `flags`."""
-NUM_COLUMNS = 9
+NUM_COLUMNS = 10
 
 
 class StepInput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
@@ -48,6 +48,7 @@ class Columns(NamedTuple):
     num_kept: list[int]
     num_blocks: list[int]
     num_drafts: list[int]
+    first_scored: list[int]
     num_scored: list[int]
     flags: list[int]
 

@@ -246,9 +246,10 @@ class SimulatedRunner:
         return RowResult((token_id,), (entry,))
 
     def _scored(self, known: _Known, position: int, num_tokens: int) -> list[TokenLogprobs]:
-        """Entries for the prompt tokens that follow these positions. All tokens of a prompt count as equally likely."""
+        """Entries for the scored tokens that follow these positions. All tokens of a prompt count as equally likely."""
         assert known.scored is not None
-        targets = known.scored[position + 1 : position + num_tokens + 1]
+        end, position = position + num_tokens, max(position, known.sampling.logprob_start_len - 1)
+        targets = known.scored[position + 1 : end + 1]
         numbers = mixed(np.arange(position, position + len(targets), dtype=np.uint64)).tolist()
         logprob, num_top = -math.log(self._vocabulary.size), known.sampling.prompt_logprobs or 0
         entries = []

@@ -170,6 +170,7 @@ def test_scores_beams_and_drafts_keep_the_ranks_in_step(
 _PROMPT = prompts_of((600,))[0]
 _MIXED = [
     (("scored", 0, 0), Sampling(temperature=0, prompt_logprobs=2, max_tokens=4), _PROMPT),
+    (("partly", 0, 0), Sampling(temperature=0, prompt_logprobs=1, logprob_start_len=12, max_tokens=4), _PROMPT[:40]),
     (("plain", 0, 0), GREEDY, _PROMPT[:40]),
     (("beam", 0, 0), GREEDY, _PROMPT[:20]),
 ]
@@ -177,7 +178,7 @@ _MIXED = [
 
 def _mixed_steps() -> Iterator[WorkerBatch]:
     tables = np.arange(NUM_BLOCKS, dtype=np.int32)[::-1]
-    scored, plain, beam = (key for key, _, _ in _MIXED)
+    scored, partly, plain, beam = (key for key, _, _ in _MIXED)
     tokens = np.array(_PROMPT, np.int32)
 
     def row(key: SequenceKey, blocks: slice, start: int, stop: int, **changes: Any) -> WorkerRow:
@@ -186,10 +187,20 @@ def _mixed_steps() -> Iterator[WorkerBatch]:
 
     history = BeamRow(3, tokens[:20], 20)
     yield WorkerBatch(
-        0, [row(scored, slice(0, 40), 0, 570), row(beam, slice(40, 44), 0, 20, sample=True, beam=history)]
+        0,
+        [
+            row(scored, slice(0, 40), 0, 570),
+            row(beam, slice(40, 44), 0, 20, sample=True, beam=history),
+            row(partly, slice(50, 54), 0, 20),
+        ],
     )
     yield WorkerBatch(
-        1, [row(scored, slice(0, 40), 570, 600, sample=True), row(plain, slice(44, 50), 0, 40, sample=True)]
+        1,
+        [
+            row(scored, slice(0, 40), 570, 600, sample=True),
+            row(plain, slice(44, 50), 0, 40, sample=True),
+            row(partly, slice(50, 54), 20, 40, sample=True),
+        ],
     )
     yield WorkerBatch(
         2,

@@ -74,6 +74,24 @@ def test_logprobs_of_prompt_and_output_are_those_of_one_forward(
             assert entry.top_logprobs == pytest.approx(expected[position].topk(num_top).values.tolist(), abs=1e-4)
 
 
+def test_a_prompt_is_scored_from_the_requested_position_on(
+    runner_of: RunnerOf, reference_of: Callable[[str], PreTrainedModel]
+) -> None:
+    """Whatever the chunks, of which some end before that position and some behind it."""
+    runner, model = runner_of("llama"), reference_of("llama")
+    for start_len in (1, 2, 8, 17, 38, 39):
+        sampling = Sampling(temperature=0, prompt_logprobs=0, logprob_start_len=start_len)
+        sequences = start(runner, make_prompts((40, 40)), sampling, num_output=2, seed=start_len)
+        run(runner, sequences, seed=start_len, max_chunk=9)
+        for sequence in sequences:
+            with torch.inference_mode():
+                expected = torch.log_softmax(model(torch.tensor([sequence.prompt])).logits[0], -1)
+            assert [entry.token_id for entry in sequence.prompt_logprobs] == sequence.prompt[start_len:]
+            for position, entry in enumerate(sequence.prompt_logprobs, start=start_len - 1):
+                assert entry.logprob == pytest.approx(float(expected[position, entry.token_id]), abs=1e-4)
+            runner.drop_sequence(sequence.key)
+
+
 def test_prompt_logprobs_are_the_same_in_slices(runner_of: RunnerOf, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of("llama")
     sampling = Sampling(temperature=0, prompt_logprobs=0)

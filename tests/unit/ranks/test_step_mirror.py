@@ -45,7 +45,8 @@ def test_every_field_of_a_row_is_carried_or_of_rank_0_alone() -> None:
     table = BlockTable(BLOCK_SIZE, [5])
     values: dict[str, object] = {
         "key": KEY, "token_ids": np.array([3, 4], np.int32), "position": 2, "block_ids": table.ids, "sample": True,
-        "is_prefill": True, "has_placeholder": False, "num_drafts": 1, "jumps": True, "beam": beam, "num_scored": 2,
+        "is_prefill": True, "has_placeholder": False, "num_drafts": 1, "jumps": True, "beam": beam, "first_scored": 1,
+        "num_scored": 1,
     }  # fmt: skip
     assert set(values) == set(WorkerRow.__struct_fields__), "a new field: give it a value here"
     row = WorkerRow(**values)  # type: ignore[arg-type]

@@ -251,7 +251,7 @@ class SequenceAttempts:
     @property
     def _needs_prefill_output(self) -> bool:
         """Prompt log-probabilities come from prefill alone, and are delivered with the first token of the sequence."""
-        wants_scores = self.spec.sampling.prompt_logprobs is not None and self.spec.num_prompt_tokens > 1
+        wants_scores = self.spec.sampling.num_prompt_scores(self.spec.num_prompt_tokens) > 0
         return wants_scores and not self._has_tokens and not self.num_resumed
 
     # -- failures and retries -----------------------------------------------------------------------------------------

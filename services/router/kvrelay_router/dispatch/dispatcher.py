@@ -346,7 +346,7 @@ class RouterDispatcher:
 
     def _make_sequence(self, spec: SequenceSpec, running: ActiveRequest) -> ActiveSequence:
         is_beam_search = spec.sampling.beams is not None
-        num_scores = spec.num_prompt_tokens - 1 if spec.sampling.prompt_logprobs is not None else 0
+        num_scores = spec.sampling.num_prompt_scores(spec.num_prompt_tokens)
         attempts = SequenceAttempts(spec)
         intake = TokenIntake(spec.sequence, is_beam_search=is_beam_search, num_scores=num_scores)
         key = running.record.request_id, 0, spec.sequence

@@ -12,6 +12,8 @@ TEXT_BYTES = 4
 """JSON bytes of a token's text, on average."""
 ID_BYTES = 8
 """JSON bytes of a token id, at most."""
+NULL_BYTES = 5
+"""JSON bytes of a token before `logprob_start_len`."""
 SCORE_BYTES = 64
 """JSON bytes of a log-probability with its token."""
 BEAM_TOKEN_BYTES = 64
@@ -42,6 +44,7 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
     echo_logprobs: int | None = None  # alternatives of each echoed token
     prompt_logprobs: int | None = None  # alternatives of each prompt token, beside the answer
     num_prompt_scores: int = 1  # how often the answer has those of a prompt
+    logprob_start_len: int = 1  # position of the first prompt token that is scored
     is_stream: bool = False
 
     @property
@@ -53,8 +56,12 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
         return (
             outputs * self.num_sequences * _entries(self.logprobs)
             + prompts * self.num_returned * _entries(self.echo_logprobs)
-            + prompts * self.num_prompt_scores * _entries(self.prompt_logprobs)
+            + self._num_scored_prompt_tokens * self.num_prompt_scores * _entries(self.prompt_logprobs)
         )
+
+    @property
+    def _num_scored_prompt_tokens(self) -> int:
+        return sum(max(0, length + 1 - self.logprob_start_len) for length in self.prompt_tokens)  # token 0 counts too
 
     @property
     def details_bytes(self) -> int:
@@ -62,7 +69,11 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
         num_ids = 0
         if self.has_ids:
             num_ids = sum(self.prompt_tokens) * self.num_returned + sum(self.max_tokens) * self.num_sequences
-        return num_ids * ID_BYTES + self.num_scores * SCORE_BYTES
+        num_bytes = num_ids * ID_BYTES + self.num_scores * SCORE_BYTES
+        if self.prompt_logprobs is not None:
+            unscored = sum(self.prompt_tokens) - self._num_scored_prompt_tokens
+            num_bytes += unscored * self.num_prompt_scores * NULL_BYTES
+        return num_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -83,7 +94,7 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
         Those of the output are counted for `KEPT_TOKENS`, and not for a stream, which sends them as they come.
         """
         prompts = sum(self.prompt_tokens)
-        scores = prompts * max(_entries(self.echo_logprobs), _entries(self.prompt_logprobs))
+        scores = self._num_scored_prompt_tokens * max(_entries(self.echo_logprobs), _entries(self.prompt_logprobs))
         num_bytes = scores * max(SCORE_MEMORY_BYTES, self.num_sequences * PACKED_SCORE_BYTES)
         if not self.is_stream:
             kept = sum(min(each, KEPT_TOKENS) for each in self.max_tokens)

@@ -22,6 +22,7 @@ from kvrelay_router.openai.request_validation import (
     check_beams,
     check_model,
     check_samples,
+    check_scored_part,
     check_vocabulary,
     known_limits,
     make_requests,
@@ -120,6 +121,7 @@ def _shape(
         logprobs=fields.logprobs,
         echo_logprobs=fields.echo_logprobs,
         prompt_logprobs=request.prompt_logprobs,
+        logprob_start_len=max(request.logprob_start_len or 0, 1),
         num_prompt_scores=request.n if fields.scores_in_choices else 1,
         is_stream=request.stream,
     )
@@ -141,6 +143,7 @@ def _sampling(
 ) -> Sampling:
     check_beams(request, num_prompt_tokens, max_tokens, limits)
     check_samples(request, num_prompt_tokens, max_tokens, limits)
+    check_scored_part(request, num_prompt_tokens)
     return make_sampling(
         request,
         service.text.sampling_defaults,

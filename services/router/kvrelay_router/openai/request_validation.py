@@ -157,6 +157,18 @@ def check_beams(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, lim
         )
 
 
+def check_scored_part(fields: BeamFields, num_prompt_tokens: int) -> None:
+    """Raises 400 if the log-probabilities are to begin behind the prompt."""
+    start = fields.logprob_start_len
+    if start is not None and start >= num_prompt_tokens > 0:
+        raise ApiError(
+            f"Invalid value for 'logprob_start_len': {start} is not a position in a prompt of {num_prompt_tokens} "
+            "tokens",
+            param="logprob_start_len",
+            code="invalid_value",
+        )
+
+
 def check_samples(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
     """The samples of a request start at the same time. Raises 400 if no worker could hold all with one token each.
 
@@ -217,6 +229,7 @@ def make_sampling(
         seed=seed,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_start_len=max(fields.logprob_start_len or 0, 1),
         max_tokens=max_tokens,
         # A grammar that has ended leaves nothing but the end.
         min_tokens=max_tokens if ends_with_grammar else fields.min_tokens,

@@ -132,9 +132,11 @@ class BlockManager:
         return low
 
     def _num_reusable(self, sequence: Sequence) -> int:
+        num_blocks = blocks_for(sequence.num_tokens, self.pool.block_size) - 1
         if sequence.sampling.prompt_logprobs is not None:
-            return 0  # the logits of every position are needed
-        return blocks_for(sequence.num_tokens, self.pool.block_size) - 1
+            # The logits of the position before the first scored token are needed, and those of all that follow.
+            num_blocks = min(num_blocks, (sequence.sampling.logprob_start_len - 1) // self.pool.block_size)
+        return num_blocks
 
     # -- admission ----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from kvrelay.protocol.sampling import FinishReason
 from tests.component.router.rig import MODEL, Router
@@ -188,6 +189,30 @@ async def test_a_prompt_is_scored_with_echo_and_no_output(router: Router, stream
     assert choice.logprobs.text_offset is not None and choice.logprobs.text_offset[:2] == [0, 3]
     sampling = router.dispatcher.requests[0].sampling
     assert (sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs) == (0, 1, 1)
+
+
+async def test_a_prompt_is_scored_from_a_position_on(router: Router) -> None:
+    prompt = router.tokens("The otter eats")
+    router.dispatcher.script = lambda request, sequence: Script([], FinishReason.LENGTH)
+    body = {"max_tokens": 0, "prompt_logprobs": 0, "logprob_start_len": len(prompt) - 1}
+    await router.openai.completions.create(model=MODEL, prompt=prompt, extra_body=body)
+    assert router.dispatcher.requests[0].sampling.logprob_start_len == len(prompt) - 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"logprob_start_len": 1}, "it needs 'prompt_logprobs'"),
+        ({"logprob_start_len": 0, "prompt_logprobs": 1, "echo": True, "logprobs": 1}, "from its beginning"),
+        ({"logprob_start_len": 3, "prompt_logprobs": 1}, "not a position in a prompt of 3 tokens"),
+        ({"logprob_start_len": -1, "prompt_logprobs": 1}, "greater than or equal to 0"),
+    ],
+)
+async def test_a_scored_part_must_be_in_the_prompt(router: Router, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        await router.openai.completions.create(model=MODEL, prompt=[5, 6, 7], extra_body=fields)
+    assert refused.value.param == "logprob_start_len" and reason in refused.value.message
+    assert not router.dispatcher.requests
 
 
 async def test_no_output_at_all_is_an_empty_text(router: Router) -> None:

@@ -38,6 +38,15 @@ def test_choices_count_as_often_as_the_answer_repeats_their_prompt() -> None:
         check_answer(scored(4, num_sequences=8, num_returned=8, num_prompt_scores=8), LIMIT)
 
 
+def test_prompt_tokens_before_the_scored_part_take_little() -> None:
+    fields: dict[str, object] = {"has_echo": False, "logprobs": None, "echo_logprobs": None, "max_tokens": [0] * 200}
+    shape = scored(200, **fields, logprob_start_len=1990)
+    check_answer(shape, LIMIT)
+    assert shape.num_scores == 200 * 11 * 21 and shape.total_bytes > 200 * 1989 * len("null,")
+    with pytest.raises(ApiError):
+        check_answer(scored(200, **fields), LIMIT)
+
+
 def test_text_alone_may_be_long() -> None:
     plain = scored(
         1, prompt_tokens=[8000], max_tokens=[120_000], logprobs=None, echo_logprobs=None, prompt_logprobs=None

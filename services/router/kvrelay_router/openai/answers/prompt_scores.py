@@ -29,14 +29,16 @@ class PromptScores:
         self._tokenizer, self._num_top = tokenizer, num_top
 
     def of(self, run: PromptRun) -> Rows:
-        """Returns one object per token, with token ids as keys, and None for the first token, which follows nothing."""
+        """Returns one object per token, with token ids as keys, and None for tokens that are not scored: the first one,
+        which follows nothing, and those before `logprob_start_len`."""
         entries = run.prompt_logprobs
+        first = run.request.sampling.logprob_start_len
 
         def objects(start: int, stop: int) -> list[Any]:
-            first = [None] if start == 0 else []
-            return [*first, *map(self._of_token, entries[max(0, start - 1) : stop - 1])]
+            unscored = [None] * (min(first, stop) - start)
+            return [*unscored, *map(self._of_token, entries[max(0, start - first) : max(0, stop - first)])]
 
-        return Rows(1 + len(entries), objects, 2 * (self._num_top + 1))
+        return Rows(first + len(entries), objects, 2 * (self._num_top + 1))
 
     def _of_token(self, entry: TokenLogprobs) -> dict[str, Any]:
         """The most likely tokens, and the prompt's own token, whose rank is known only if it is one of them."""

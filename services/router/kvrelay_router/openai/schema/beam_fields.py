@@ -57,6 +57,8 @@ class BeamFields(GrammarFields):
         """Raises ApiError for fields that contradict a beam search, or that need one."""
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "scores of a prompt cannot be streamed")
+        if self.logprob_start_len is not None and self.prompt_logprobs is None:
+            raise wrong("logprob_start_len", "it needs 'prompt_logprobs'")
         if self.best_of is not None and self.best_of < self.n:
             raise wrong("best_of", "it must not be less than 'n'")
         if not self.use_beam_search:

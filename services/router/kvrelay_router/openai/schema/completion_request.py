@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, SkipValidation
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options
@@ -90,6 +90,8 @@ def parse_completion(content: dict[str, Any]) -> CompletionRequest:
     if reason := check_stream_options(content):
         raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
     request.check_beams(wants_logprobs=request.logprobs is not None, max_tokens=request.max_tokens)
+    if request.echo and request.logprobs is not None and request.logprob_start_len is not None:
+        raise wrong("logprob_start_len", "an echoed prompt with 'logprobs' is scored from its beginning")
     request.check_grammar(is_beam_search=request.use_beam_search)
     if request.num_sequences > request.n and request.stream:
         raise ApiError("Invalid value for 'best_of': results cannot be streamed", param="best_of")

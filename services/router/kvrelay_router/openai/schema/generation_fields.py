@@ -146,6 +146,7 @@ class GenerationFields(RequestModel):
     cache_salt: Annotated[str, Field(max_length=1024), or_default("")] = ""
     user: Annotated[str, Field(max_length=1024), or_default("")] = ""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_start_len: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None
     truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
     speculation: SpeculationMethod | None = None

@@ -10,6 +10,7 @@ from typing import cast
 from unittest.mock import Mock
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec import Struct
 
@@ -22,6 +23,7 @@ from kvrelay.protocol.messages import (
     Abort,
     AnyBody,
     Cancel,
+    Committed,
     Deferred,
     Drained,
     Failed,
@@ -38,7 +40,7 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     pack_tokens,
 )
-from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import BeamSpec, Sampling, TokenLogprobs
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.instruments import Instruments
@@ -505,6 +507,36 @@ def test_a_handoff_that_does_not_fit_its_sequence_is_released(wrong: dict[str, o
     worker.receiver.report(Landed(worker.granted().reservation, (0, 1, 2)))
     worker.hand_over("a", worker.granted().reservation, 12)
     assert worker.scheduler.schedule().has_work
+
+
+@pytest.mark.parametrize("last_id", [99, 100, -1])
+def test_candidates_beyond_the_vocabulary_are_not_committed(last_id: int) -> None:
+    worker = DecodeWorker(one_sided=False)
+    sampling = Sampling(max_tokens=3, beams=BeamSpec(width=2, num_returned=1))
+    prompt = Prompt(tokens=pack_tokens([5] * 12), sampling=sampling)
+    worker.deliver(PREFILL, Reserve(prompt=prompt, router=ROUTER, transports=["silent"], num_blocks=3), "a")
+    reservation = worker.granted().reservation
+    worker.receiver.report(Landed(reservation, (0, 1, 2)))
+    likely = [7, 8, 9, last_id]
+    candidates = PackedCandidates(pack_tokens(likely), np.full(len(likely), -1.0, np.float32).tobytes())
+    body = Handoff(reservation=reservation, index=0, candidates=candidates, num_tokens=12, num_blocks=3)
+    worker.deliver(PREFILL, body, "a")
+    answers = {type(body) for to, body in worker.sent if to == PREFILL}
+    assert answers == ({Granted, Committed} if last_id == 99 else {Granted, Released})
+    assert worker.role.num_open == (last_id == 99)
+
+
+@pytest.mark.parametrize("kind", [Reserve, Generate])
+def test_what_was_cancelled_before_it_came_does_not_run(kind: type[AnyBody]) -> None:
+    worker = DecodeWorker()
+    worker.deliver(ROUTER, Cancel(reason="the client left"), "a")
+    if kind is Reserve:
+        worker.reserve("a", [5] * 12)
+        assert isinstance(worker.sent[-1][1], Refused)
+    else:
+        worker.generate("a", [5] * 12)
+    assert not worker.role.num_open and not worker.scheduler.waiting
+    worker.bench.pool.check_integrity()
 
 
 def test_an_offer_of_another_number_of_blocks_is_refused() -> None:

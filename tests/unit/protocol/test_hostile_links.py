@@ -158,3 +158,28 @@ def test_messages_ahead_of_gaps_are_bounded_over_all_peers(monkeypatch: pytest.M
     assert [event.peer.peer_id for event in worker.links.take_events() if isinstance(event, Delivered)] == ["s9"]
     network.run(PEER_TIMEOUT_S + 1.0)
     assert worker.links.early_bytes == 0
+
+
+def test_the_number_of_messages_ahead_of_a_gap_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Links, "MAX_EARLY", 10)
+    network = Network()
+    worker = network.start("worker")
+    header = codec.decode_header([recorded_traffic()[0].header, b""])
+    header = msgspec.structs.replace(header, sender="s", incarnation="1", to_incarnation=worker.me.incarnation)
+    header = msgspec.structs.replace(header, to_link=0, link=1)
+    for seq in [*range(2, 30), 2**63 - 1, 1]:
+        frames = [codec.encode_header(msgspec.structs.replace(header, seq=seq)), codec.encode_body(Cancel(reason="x"))]
+        worker.links.receive(frames, network.now)
+    delivered = [event for event in worker.links.take_events() if isinstance(event, Delivered)]
+    assert [event.header.seq for event in delivered] == list(range(1, 11))
+
+
+def test_the_refusals_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Links, "MAX_REFUSALS_KEPT", 5)
+    worker = Network().start("worker", "our model")
+    header = codec.decode_header([recorded_traffic()[0].header, b""])
+    for number in range(20):
+        stranger = msgspec.structs.replace(header, sender=f"s{number}", fingerprint="another model")
+        worker.links.receive([codec.encode_header(stranger), codec.encode_body(Cancel(reason="x"))], 0.0)
+        assert len(worker.links._refusals) <= 5
+    assert len(worker.links.take_events()) == 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -51,6 +53,13 @@ def test_the_owner_of_the_text_comes_from_the_prompt(owner: str | None) -> None:
 def test_a_prompt_that_can_never_run_is_refused_with_the_reason(wrong: Prompt, reason: str) -> None:
     with pytest.raises(PromptRefused, match=reason):
         make_sequence(HEADER, wrong, ROUTER, SPEC)
+
+
+def test_a_prompt_that_may_outgrow_the_pool_is_refused() -> None:
+    larger = replace(SPEC, max_model_len=512)
+    assert make_sequence(HEADER, prompt([1] * 100, max_tokens=28), ROUTER, larger).num_tokens == 100
+    with pytest.raises(PromptRefused, match="may grow to 9 blocks, the pool has 8"):
+        make_sequence(HEADER, prompt([1] * 100, max_tokens=29), ROUTER, larger)
 
 
 def test_a_prompt_that_just_fits_is_taken() -> None:

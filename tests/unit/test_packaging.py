@@ -16,6 +16,7 @@ PACKAGES = {
     "kvrelay_simulator": ROOT / "shared",
     "kvrelay_bench": ROOT / "shared",
     "kvrelay_embedded": ROOT / "shared",
+    "kvrelay_programs": ROOT / "shared",
     "kvrelay_router": ROOT / "services" / "router",
     "kvrelay_prefill": ROOT / "services" / "prefill",
     "kvrelay_decode": ROOT / "services" / "decode",

@@ -43,6 +43,7 @@ EXPECTED = {
     "constrained": "the same text with drafts: True",
     "many_at_once": "the last one: prefill prefill-0, decode decode-0",
     "offline": "second 1 ",
+    "program": "An otter is",
     "scoring": "a large natural stream of water",
     "shared_prefix": "320 cached",
 }

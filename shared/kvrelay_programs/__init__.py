@@ -1,0 +1,34 @@
+"""Programs of several generation calls over one text, run against an OpenAI endpoint: `gen`, `select`, `fork`.
+
+The server gets what single calls cannot tell it: which calls share a prefix, and which belong together.
+"""
+
+from kvrelay_programs.endpoint import Endpoint
+from kvrelay_programs.errors import DeadlineExceeded, EndpointError, ProgramCancelled, ProgramError
+from kvrelay_programs.expressions import assistant, gen, image, select, system, user, video
+from kvrelay_programs.forks import Forks
+from kvrelay_programs.program import Program, program
+from kvrelay_programs.results import ChoiceScore, Generated, Selected
+from kvrelay_programs.state import State
+
+__all__ = [
+    "ChoiceScore",
+    "DeadlineExceeded",
+    "Endpoint",
+    "EndpointError",
+    "Forks",
+    "Generated",
+    "Program",
+    "ProgramCancelled",
+    "ProgramError",
+    "Selected",
+    "State",
+    "assistant",
+    "gen",
+    "image",
+    "program",
+    "select",
+    "system",
+    "user",
+    "video",
+]

@@ -1,0 +1,259 @@
+"""Calls to an OpenAI endpoint: texts, chats, scores of choices, and the prefixes that will be needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from kvrelay_programs.content import Content, chat_fields
+from kvrelay_programs.errors import EndpointError
+from kvrelay_programs.results import Generated
+from kvrelay_programs.scoring import ScoredTokens, num_common
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_HEALED_TOKENS = 8  # tokens before the end of a text that may change when a choice follows; more are asked for again
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf a call is made. `time_left_s` is until the program's deadline."""
+
+    session: str
+    time_left_s: float | None = None
+
+
+class Endpoint:
+    """A server's base URL, with or without /v1. `model` is its first one if left out; the key is that of the
+    environment variable `KVRELAY_API_KEY` if left out. `timeout_s` bounds the silence within a call.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600,
+    ) -> None:
+        url = (base_url or os.environ.get("KVRELAY_URL") or DEFAULT_URL).rstrip("/")
+        self.base_url = url.removesuffix("/v1")
+        self._model = model
+        self._is_kvrelay = False
+        self._asked = False
+        key = api_key if api_key is not None else os.environ.get("KVRELAY_API_KEY")
+        self._client = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout_s, connect=10),
+            limits=httpx.Limits(max_connections=1024, max_keepalive_connections=256),
+        )
+        self._asking = asyncio.Lock()
+
+    async def generate(
+        self, content: Content, fields: Mapping[str, Any], caller: Caller, on_text: Callable[[str], None] | None = None
+    ) -> Generated:
+        """Continues `content`. With `on_text`, the answer is streamed to it. Raises EndpointError."""
+        body = {"model": await self._served_model(), **fields}
+        if content.is_chat:
+            path = "/v1/chat/completions"
+            body |= chat_fields(content)
+            if "logprobs" in body:
+                body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+        else:
+            path = "/v1/completions"
+            body["prompt"] = content.text
+        if on_text is not None:
+            return await self._streamed(path, body, caller, on_text)
+        answer = await self._post(path, body, caller)
+        return _generated(answer, content.is_chat)
+
+    async def score(self, content: Content, endings: Sequence[str], caller: Caller) -> list[ScoredTokens]:
+        """Log-probabilities of the tokens by which each ending differs from `content` alone, in one request.
+
+        A text may have other tokens at its end once an ending follows. The scores of all endings therefore begin at
+        the first token that differs for any of them.
+        """
+        start, prompts = await self._prompts_of(content, endings, caller)
+        first_asked = max(start - _HEALED_TOKENS, 1)
+        while True:
+            rows = await self._scores(prompts, first_asked, caller)
+            alone, *others = [row.token_ids for row in rows]
+            first = max(min(num_common(alone, ids) for ids in others), 1)
+            if first >= first_asked:
+                return [row.behind(first) for row in rows[1:]]
+            first_asked = first
+
+    async def prefetch(self, content: Content, caller: Caller) -> None:
+        """Has the endpoint compute and keep the prefix `content` for calls that follow. Raises EndpointError."""
+        model = await self._served_model()
+        if not self._is_kvrelay or content.is_empty or (content.is_chat and not content.closed_messages):
+            return  # another server would generate for it
+        if content.is_chat:
+            fields = chat_fields(content)
+            fields.setdefault("add_generation_prompt", False)
+            await self._post("/v1/chat/completions", {"model": model, "max_tokens": 0, **fields}, caller)
+        else:
+            body = {"model": model, "prompt": content.text, "max_tokens": 0}
+            await self._post("/v1/completions", body, caller)
+
+    async def _prompts_of(
+        self, content: Content, endings: Sequence[str], caller: Caller
+    ) -> tuple[int, list[str] | list[list[int]]]:
+        """The number of tokens of `content`, and prompts: `content` alone and with each ending."""
+        if not content.is_chat:
+            alone = await self._tokens({"prompt": content.text}, caller)
+            return len(alone), [content.text, *(content.text + ending for ending in endings)]
+        asked = [self._tokens(chat_fields(content, ending), caller) for ending in ("", *endings)]
+        prompts = list(await asyncio.gather(*asked))
+        return len(prompts[0]), prompts
+
+    async def _tokens(self, fields: Mapping[str, Any], caller: Caller) -> list[int]:
+        body = {"model": await self._served_model(), **fields}
+        tokens: list[int] = (await self._post("/tokenize", body, caller))["tokens"]
+        return tokens
+
+    async def _scores(self, prompts: list[str] | list[list[int]], first: int, caller: Caller) -> list[ScoredTokens]:
+        body = {
+            "model": await self._served_model(),
+            "prompt": prompts,
+            "max_tokens": 0,
+            "prompt_logprobs": 0,
+            "logprob_start_len": first,
+            "return_token_ids": True,
+        }
+        answer = await self._post("/v1/completions", body, caller)
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        if any(choice.get("prompt_logprobs") is None or "prompt_token_ids" not in choice for choice in choices):
+            raise EndpointError(f"{self.base_url} does not score prompts, which a select needs")
+        return [_scored(choice["prompt_token_ids"], choice["prompt_logprobs"]) for choice in choices]
+
+    async def _served_model(self) -> str:
+        async with self._asking:
+            if not self._asked:
+                models = (await self._send("GET", "/v1/models", None, None))["data"]
+                if not models and self._model is None:
+                    raise EndpointError(f"{self.base_url} serves no model")
+                self._is_kvrelay = any(each.get("owned_by") == "kvrelay" for each in models)
+                self._model = self._model or models[0]["id"]
+                self._asked = True
+        assert self._model is not None
+        return self._model
+
+    async def _post(self, path: str, body: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
+        return await self._send("POST", path, body, caller)
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, caller: Caller | None
+    ) -> dict[str, Any]:
+        async with self._answer(method, path, body, caller) as response:
+            content = await response.aread()
+        try:
+            answer: dict[str, Any] = json.loads(content)
+        except ValueError as error:
+            raise EndpointError(f"{self.base_url}{path} answered {content[:80]!r}, which is not JSON") from error
+        return answer
+
+    async def _streamed(
+        self, path: str, body: dict[str, Any], caller: Caller, on_text: Callable[[str], None]
+    ) -> Generated:
+        texts: list[str] = []
+        reasoning: list[str] = []
+        finish_reason: str | None = None
+        usage: dict[str, Any] | None = None
+        logprobs: list[Any] = []
+        is_complete = False
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        async with self._answer("POST", path, body, caller) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line[5:].strip()
+                if data == "[DONE]":
+                    is_complete = True
+                    break
+                event = json.loads(data)
+                if "error" in event:
+                    raise _error_of(event, None)
+                usage = event.get("usage") or usage
+                for choice in event.get("choices", ()):
+                    delta = choice.get("delta", choice)
+                    text = delta.get("content") or delta.get("text") or ""
+                    reasoning.append(delta.get("reasoning_content") or "")
+                    if text:
+                        texts.append(text)
+                        on_text(text)
+                    if choice.get("logprobs") is not None:
+                        logprobs.append(choice["logprobs"])
+                    finish_reason = choice.get("finish_reason") or finish_reason
+        if not is_complete:
+            raise EndpointError(f"{self.base_url} broke its answer off")
+        return Generated("".join(texts), finish_reason, usage, logprobs or None, "".join(reasoning) or None)
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None, caller: Caller | None
+    ) -> AsyncIterator[httpx.Response]:
+        """An answer with a status below 300. Raises EndpointError for any other and for a broken connection."""
+        headers: dict[str, str] = {}
+        if caller is not None:
+            headers["x-kvrelay-session"] = caller.session
+            if caller.time_left_s is not None:
+                headers["x-request-timeout"] = f"{max(caller.time_left_s, 0.001):.3f}"
+        try:
+            async with self._client.stream(method, f"{self.base_url}{path}", json=body, headers=headers) as response:
+                if response.status_code >= 300:
+                    raise _refusal(response.status_code, await response.aread())
+                yield response
+        except httpx.TimeoutException as error:
+            raise EndpointError(f"{self.base_url} did not answer in time ({type(error).__name__})") from error
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise EndpointError(f"no answer from {self.base_url}: {str(error) or type(error).__name__}") from error
+
+
+def _refusal(status: int, content: bytes) -> EndpointError:
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict) and "error" in answer:
+        return _error_of(answer, status)
+    return EndpointError(f"status {status}: {content[:200].decode(errors='replace')}", status=status)
+
+
+def _error_of(answer: Mapping[str, Any], status: int | None) -> EndpointError:
+    error = answer["error"]
+    if not isinstance(error, dict):
+        return EndpointError(str(error), status=status)
+    message = str(error.get("message", error))
+    code = error.get("code")
+    prefix = "" if status is None else f"status {status}: "
+    return EndpointError(prefix + message, status=status, code=None if code is None else str(code))
+
+
+def _generated(answer: Mapping[str, Any], is_chat: bool) -> Generated:
+    choice = answer["choices"][0]
+    message = choice["message"] if is_chat else choice
+    text = message["content" if is_chat else "text"] or ""
+    return Generated(
+        text,
+        choice.get("finish_reason"),
+        answer.get("usage"),
+        choice.get("logprobs"),
+        message.get("reasoning_content"),
+    )
+
+
+def _scored(token_ids: list[int], entries: Sequence[Mapping[str, Mapping[str, Any]] | None]) -> ScoredTokens:
+    """Of each token its own log-probability; NaN where the endpoint gave none."""
+    logprobs = [
+        math.nan if entry is None else float(entry[str(token)]["logprob"])
+        for token, entry in zip(token_ids, entries, strict=True)
+    ]
+    return ScoredTokens(token_ids, logprobs)

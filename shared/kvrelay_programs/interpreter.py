@@ -1,0 +1,142 @@
+"""Carries out the steps of one state in order, on the program loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvrelay_programs.content import Content
+from kvrelay_programs.errors import Location, ProgramError
+from kvrelay_programs.expressions import Gen, Media, Role, Select
+from kvrelay_programs.results import Generated, Selected
+from kvrelay_programs.run import Operation, OrderedStream, Run
+from kvrelay_programs.scoring import best_choice
+from kvrelay_programs.value import TextFeed, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """All methods may be called from any thread, and none waits. An error of a step fails all that follow."""
+
+    run: Run
+    feed: TextFeed | None
+    _stream: OrderedStream
+    _at: _Position
+
+    @classmethod
+    def begin(cls, run: Run, feed: TextFeed | None) -> Interpreter:
+        return cls(run, feed, run.new_stream(), _Position())
+
+    def open(self, role: Role, location: Location) -> None:
+        """Begins a message."""
+        self._change(lambda content: content.opened(role, location))
+
+    def close(self) -> None:
+        """Ends a message."""
+        self._change(Content.closed)
+
+    def add(self, piece: str | Media, location: Location) -> None:
+        """Appends a constant."""
+
+        def changed(content: Content) -> Content:
+            longer = content.added(piece, location)
+            if self.feed is not None and isinstance(piece, str):
+                self.feed.add(None, piece)
+            return longer
+
+        self._change(changed)
+
+    def call(self, step: Gen | Select, value: Value) -> None:
+        """Makes a call, appends its text and sets `value`."""
+
+        async def run() -> None:
+            result = await (self._generated(step) if isinstance(step, Gen) else self._selected(step))
+            self._at.num_computed_chars = self._at.content.num_chars
+            self._at.content = self._at.content.added(result.text)
+            value.set(result)
+
+        self._stream.submit(Operation(run, value.fail))
+
+    def snapshot(self) -> Future[Content]:
+        """The content behind all steps so far."""
+        future: Future[Content] = Future()
+
+        async def run() -> None:
+            future.set_result(self._at.content)
+
+        self._stream.submit(Operation(run, future.set_exception))
+        return future
+
+    def announce_fork(self, num: int, location: Location) -> None:
+        """Has the endpoint compute the text so far before states that share it ask for it at the same time."""
+
+        async def run() -> None:
+            content = self._at.content
+            if num > 1 and content.num_chars > self._at.num_computed_chars:
+                await self.run.call("fork", location, lambda caller: self.run.endpoint.prefetch(content, caller))
+                self._at.num_computed_chars = content.num_chars
+
+        self._stream.submit(Operation(run, _ignore))
+
+    def inherit(self, content: Future[Content]) -> None:
+        """Begins with the content of another state."""
+
+        async def run() -> None:
+            self._at.content = await asyncio.wrap_future(content)
+
+        self._stream.submit(Operation(run, _ignore))
+
+    def wait_for(self, contents: Sequence[Future[Content]], then: Callable[[list[Content]], str]) -> None:
+        """Waits for other states, and appends the text that `then` makes of their contents."""
+
+        async def run() -> None:
+            joined = [await asyncio.wrap_future(content) for content in contents]
+            if text := then(joined):
+                self._at.content = self._at.content.added(text)
+
+        self._stream.submit(Operation(run, _ignore))
+
+    def _change(self, change: Callable[[Content], Content]) -> None:
+        async def run() -> None:
+            self._at.content = change(self._at.content)
+
+        self._stream.submit(Operation(run, _ignore))
+
+    async def _generated(self, step: Gen) -> Generated:
+        what, content, feed = f"gen({step.name!r})", self._at.content, self.feed
+        content.check_can_generate(what, step.location)
+        fields = {**self.run.options.sampling, **step.fields}
+        on_text = None if feed is None else (lambda text: feed.add(step.name, text))
+        return await self.run.call(
+            what, step.location, lambda caller: self.run.endpoint.generate(content, fields, caller, on_text)
+        )
+
+    async def _selected(self, step: Select) -> Selected:
+        what, content, endpoint = f"select({step.name!r})", self._at.content, self.run.endpoint
+        content.check_can_generate(what, step.location)
+        scored = await self.run.call(what, step.location, lambda caller: endpoint.score(content, step.choices, caller))
+        unconditional = None
+        if step.normalization == "unconditional":
+            alone = Content(text=step.unconditional_prefix)
+            unconditional = await self.run.call(
+                what, step.location, lambda caller: endpoint.score(alone, step.choices, caller)
+            )
+        by_tokens = step.normalization == "tokens"
+        selected = best_choice(step.choices, scored, by_tokens=by_tokens, unconditional=unconditional)
+        if self.feed is not None:
+            self.feed.add(step.name, selected.text)
+        return selected
+
+
+@dataclass(slots=True)
+class _Position:
+    """What the steps so far have made."""
+
+    content: Content = field(default_factory=Content)
+    num_computed_chars: int = 0  # of the content, as the endpoint has seen it
+
+
+def _ignore(error: ProgramError) -> None:
+    """The error stays with the stream."""

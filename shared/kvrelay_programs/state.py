@@ -1,0 +1,176 @@
+"""The state of a program: text that grows by constants and by calls, whose values are read by name.
+
+Appending never waits. A state makes its calls in order; states run at the same time. Reading a value waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvrelay_programs.content import Content
+from kvrelay_programs.errors import Location, ProgramError, caller_location
+from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
+from kvrelay_programs.interpreter import Interpreter
+from kvrelay_programs.results import Generated, Selected
+from kvrelay_programs.run import Run
+from kvrelay_programs.value import TextFeed, Value
+
+if TYPE_CHECKING:
+    from kvrelay_programs.forks import Forks
+
+ReadT = TypeVar("ReadT")
+
+
+class State:
+    """Made by a program's run and by `fork`. One thread at a time may use it. `result` is what the program
+    returned, and `error` what ended it in a batch that keeps errors.
+    """
+
+    def __init__(self, run: Run, parent: State | None = None) -> None:
+        self.result: Any = None
+        self.error: ProgramError | None = None
+        self._run = run
+        self._values: dict[str, Value] = {} if parent is None else dict(parent._values)
+        self._feed = TextFeed() if run.options.stream else None
+        self._interpreter = Interpreter.begin(run, self._feed)
+        self._forks: list[Forks] = []
+        self._has_calls = False
+        self._is_read = False
+
+    def __iadd__(self, other: str | Expression) -> State:
+        location = caller_location()
+        for part in parts_of(other):
+            self._append(part, location)
+        return self
+
+    def __getitem__(self, name: str) -> str:
+        """The text of a value, once it is complete. Raises KeyError for an unknown name, ProgramError if it failed."""
+        return self.value(name).text
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def value(self, name: str) -> Generated | Selected:
+        """A value with its finish reason, usage and scores. Waits and raises as `state[name]` does."""
+        if name not in self._values:
+            known = ", ".join(map(repr, self._values)) or "none so far"
+            raise KeyError(f"no value {name!r} was asked for in this state; its values: {known}")
+        self._is_read = True
+        return self._result_of(self._values[name].result)
+
+    def text(self) -> str:
+        """All text so far, with a blank line between messages. Waits for the calls in it."""
+        return self._content().whole_text
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages so far, in the form of a chat request. Waits for the calls in them."""
+        return [message.as_json for message in self._content().messages]
+
+    def text_iter(self, name: str | None = None) -> Iterator[str]:
+        """The text as it arrives, from its beginning: all of it, or that of one value. Needs `run(stream=True)`."""
+        if self._feed is None:
+            raise ProgramError("text_iter needs run(stream=True)", caller_location())
+        self._is_read = True
+        return (text for owner, text in self._feed.pieces() if name is None or owner == name)
+
+    @contextmanager
+    def system(self) -> Iterator[None]:
+        """What is appended inside is a message of the system."""
+        yield from self._block("system")
+
+    @contextmanager
+    def user(self) -> Iterator[None]:
+        """What is appended inside is a message of the user."""
+        yield from self._block("user")
+
+    @contextmanager
+    def assistant(self) -> Iterator[None]:
+        """What is appended inside is a message of the assistant."""
+        yield from self._block("assistant")
+
+    def fork(self, num: int = 2) -> Forks:
+        """`num` states that begin with the text of this one, and go on at the same time. Does not wait."""
+        from kvrelay_programs.forks import Forks
+
+        if num < 1:
+            raise ValueError("a fork needs at least one state")
+        location = caller_location()
+        if self._run.options.fork_hint:
+            self._interpreter.announce_fork(num, location)
+        forks = Forks(self, [State(self._run, self) for _ in range(num)], location)
+        self._forks.append(forks)
+        return forks
+
+    def copy(self) -> State:
+        """A fork of one."""
+        return self.fork(1)[0]
+
+    def cancel(self) -> None:
+        """Ends all calls of the whole run."""
+        self._run.cancel()
+
+    def end(self, error: ProgramError | None = None) -> None:
+        """Ends the text of this state and its forks. Readers of them get `error`."""
+        if self._feed is not None:
+            self._feed.complete(error)
+        for forks in self._forks:
+            for child in forks:
+                child.end(error)
+
+    def _block(self, role: Role) -> Iterator[None]:
+        self._interpreter.open(role, caller_location())
+        yield
+        self._interpreter.close()
+
+    def _append(self, part: Part, location: Location) -> None:
+        if isinstance(part, Block):
+            self._interpreter.open(part.role, part.location)
+            for inner in part.parts:
+                self._append(inner, location)
+            self._interpreter.close()
+        elif isinstance(part, Gen | Select):
+            self._has_calls, self._is_read = True, False
+            value = self._values[part.name] = Value()
+            self._interpreter.call(part, value)
+            if not self._run.options.parallel:
+                self._result_of(value.result)
+        else:
+            self._interpreter.add(part, location)
+
+    def _content(self) -> Content:
+        self._is_read = True
+        return self._result_of(self._interpreter.snapshot())
+
+    def _result_of(self, future: Future[ReadT]) -> ReadT:
+        try:
+            return future.result()
+        except ProgramError as error:
+            self._run.handled.add(error)
+            raise
+
+
+def check_forks(state: State) -> None:
+    """Raises ProgramError if a fork makes calls for which nobody waits."""
+    for forks in state._forks:
+        for child in forks:
+            if child._has_calls and not child._is_read:
+                names = ", ".join(map(repr, child._values))
+                raise ProgramError(
+                    f"a fork was left without a join, and its last values are not read (it has {names})", forks.location
+                )
+            check_forks(child)
+
+
+def wait_for_calls(state: State) -> None:
+    """Waits until a state and its forks have made their calls. Raises ProgramError for errors that no read raised."""
+    for forks in state._forks:
+        for child in forks:
+            wait_for_calls(child)
+    try:
+        state._interpreter.snapshot().result()
+    except ProgramError as error:
+        if error not in state._run.handled:
+            raise

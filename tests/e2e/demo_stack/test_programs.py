@@ -1,0 +1,237 @@
+"""Programs against the demo model behind the whole system, held against raw calls and against transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvrelay_programs import (
+    Endpoint,
+    ProgramError,
+    Selected,
+    State,
+    assistant,
+    gen,
+    image,
+    program,
+    select,
+    system,
+    user,
+)
+from tests.e2e import reference
+from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.stack import Stack
+
+GREEDY: dict[str, Any] = {"temperature": 0}
+PREFIX = "An otter is an animal that lives in rivers. " * 6 + "An otter eats"
+CHOICES = [" fish.", " stones and the sand of the river.", " the sun.", " grass"]
+
+
+@pytest.fixture(scope="module")
+def stack(demo_stack: Stack) -> Stack:
+    return demo_stack
+
+
+@pytest.fixture(scope="module")
+def endpoint(stack: Stack) -> Endpoint:
+    return Endpoint(stack.base_url)
+
+
+def complete(stack: Stack, prompt: str, max_tokens: int) -> str:
+    body = {"model": stack.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    answer = stack.http.post("/v1/completions", json=body).raise_for_status().json()
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+@program
+def tree(s: State, subject: str) -> list[str]:
+    s += f"{subject} is" + gen("what", 6) + "."
+    forks = s.fork(3)
+    for fork, time in zip(forks, ("day", "night", "winter"), strict=True):
+        fork += f" In the {time} it" + gen("does", 5)
+    forks.join(append=True)
+    s += " And so it" + gen("end", 4)
+    return [fork["does"] for fork in forks]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_program_gives_what_raw_calls_give(stack: Stack, endpoint: Endpoint, stream: bool) -> None:
+    state = tree.run(subject="A river", endpoint=endpoint, sampling=GREEDY, stream=stream)
+    text = "A river is"
+    what = complete(stack, text, 6)
+    if stream:
+        assert "".join(state.text_iter("what")) == what
+        assert "".join(state.text_iter()).startswith(text + what)
+    text += what + "."
+    does = [complete(stack, f"{text} In the {time} it", 5) for time in ("day", "night", "winter")]
+    assert state.result == does
+    text += "".join(f" In the {time} it{done}" for time, done in zip(("day", "night", "winter"), does, strict=True))
+    text += " And so it"
+    assert state.text() == text + complete(stack, text, 4)
+
+
+def test_programs_of_a_batch_do_not_mix(stack: Stack, endpoint: Endpoint) -> None:
+    subjects = [f"Animal {number}" for number in range(12)]
+    states = tree.run_batch([{"subject": subject} for subject in subjects], endpoint=endpoint, sampling=GREEDY)
+    for subject, state in zip(subjects, states, strict=True):
+        assert state["what"] == complete(stack, f"{subject} is", 6)
+
+
+def test_a_chat_is_continued_inside_a_message(stack: Stack, endpoint: Endpoint) -> None:
+    @program
+    def chat(s: State) -> None:
+        s += system("You answer shortly.") + user("What is a river?")
+        s += assistant("A river is" + gen("what", 8) + " It" + gen("does", 8))
+        s += user("And an otter?") + assistant(gen("otter", 8))
+
+    state = chat.run(endpoint=endpoint, sampling=GREEDY)
+    messages = [{"role": "system", "content": "You answer shortly."}, {"role": "user", "content": "What is a river?"}]
+    begun: Any = {"model": stack.model, "max_tokens": 8, "temperature": 0}
+    for content, name in (("A river is", "what"), (f"A river is{state['what']} It", "does")):
+        body = begun | {"messages": [*messages, {"role": "assistant", "content": content}]}
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+        answer = stack.http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        assert answer["choices"][0]["message"]["content"] == state[name]
+    messages += [
+        {"role": "assistant", "content": f"A river is{state['what']} It{state['does']}"},
+        {"role": "user", "content": "And an otter?"},
+    ]
+    answer = stack.http.post("/v1/chat/completions", json=begun | {"messages": messages}).raise_for_status().json()
+    assert answer["choices"][0]["message"]["content"] == state["otter"]
+    assert state.messages() == [*messages, {"role": "assistant", "content": state["otter"]}]
+
+
+def expected_scores(prefix: str, choices: Sequence[str]) -> list[list[float]]:
+    """Log-probabilities of the tokens by which the texts differ from the prefix, from transformers."""
+    encode = AutoTokenizer.from_pretrained(DEMO_MODEL).encode
+    alone, texts = encode(prefix), [encode(prefix + choice) for choice in choices]
+    first = min(
+        next(at for at in range(len(ids) + 1) if at == len(alone) or at == len(ids) or ids[at] != alone[at])
+        for ids in texts
+    )
+    rows = []
+    for ids in texts:
+        given = reference.logprobs(Path(DEMO_MODEL), ids, first)
+        rows.append([float(given[row, token]) for row, token in enumerate(ids[first:])])
+    return rows
+
+
+@pytest.mark.parametrize("prefix", [PREFIX, PREFIX + " "], ids=["a boundary", "merged with the choice"])
+@pytest.mark.parametrize("normalization", ["tokens", "none", "unconditional"])
+def test_a_selection_is_that_of_an_oracle(endpoint: Endpoint, prefix: str, normalization: Any) -> None:
+    choices = CHOICES if prefix == PREFIX else [choice.strip() for choice in CHOICES]
+
+    @program
+    def choose(s: State) -> None:
+        s += prefix + select("food", choices, normalization=normalization, unconditional_prefix="Answer:")
+
+    selected = choose.run(endpoint=endpoint).value("food")
+    assert isinstance(selected, Selected)
+    rows = expected_scores(prefix, choices)
+    scores = [math.fsum(row) for row in rows]
+    if normalization == "tokens":
+        scores = [score / len(row) for score, row in zip(scores, rows, strict=True)]
+    if normalization == "unconditional":
+        others = expected_scores("Answer:", choices)
+        scores = [score - math.fsum(other) for score, other in zip(scores, others, strict=True)]
+    assert [each.num_tokens for each in selected.scores] == [len(row) for row in rows]
+    assert [each.score for each in selected.scores] == pytest.approx(scores, abs=1e-3)
+    assert selected.text == choices[scores.index(max(scores))]
+
+
+def test_a_selection_in_a_chat(endpoint: Endpoint) -> None:
+    @program
+    def choose(s: State) -> None:
+        s += user("What does an otter eat?")
+        s += assistant("It eats" + select("food", CHOICES) + gen("rest", 4))
+
+    selected = choose.run(endpoint=endpoint, sampling=GREEDY).value("food")
+    assert isinstance(selected, Selected) and selected.text in CHOICES
+    assert all(score.num_tokens >= 1 and score.total < 0 for score in selected.scores)
+
+
+def test_a_selection_computes_the_text_before_it_once(stack: Stack, endpoint: Endpoint) -> None:
+    def computed() -> int:
+        return sum(worker["totals"]["computed_blocks"] for worker in stack.workers("prefill"))
+
+    prefix = "The heron stands in the water and waits. " * 40
+    choices = [f" It saw {number:02} fish." for number in range(64)]
+
+    @program
+    def choose(s: State) -> None:
+        s += prefix + gen("so", 1) + select("fish", choices)
+
+    choose.run(endpoint=endpoint, sampling=GREEDY)
+    num_prefix = len(AutoTokenizer.from_pretrained(DEMO_MODEL).encode(prefix)) // 16
+    before = computed()
+    choose.run(endpoint=endpoint, sampling=GREEDY | {"seed": 1})
+    assert num_prefix > 20
+    # Of each choice at most the blocks that hold its own tokens and the few before them that may change.
+    assert computed() - before <= 64 * 3
+
+
+def test_forks_compute_the_text_before_them_once(stack: Stack, endpoint: Endpoint) -> None:
+    def computed() -> int:
+        return sum(worker["totals"]["computed_blocks"] for worker in stack.workers("prefill"))
+
+    @program
+    def forks(s: State, subject: str) -> None:
+        s += f"The {subject} stands in the water and waits. " * 40
+        children = s.fork(16)
+        for number, child in enumerate(children):
+            child += f" It saw {number:02} fish" + gen("then", 2)
+        children.join()
+
+    num_prefix = len(AutoTokenizer.from_pretrained(DEMO_MODEL).encode("The crane stands in the water and waits. " * 40))
+    before = computed()
+    forks.run(subject="crane", endpoint=endpoint, sampling=GREEDY)
+    assert computed() - before <= num_prefix // 16 + 16 * 3
+
+
+def test_constraints_and_types(endpoint: Endpoint) -> None:
+    schema = {"type": "object", "properties": {"legs": {"type": "integer"}}, "required": ["legs"]}
+
+    @program
+    def typed(s: State) -> None:
+        s += "Legs of a dog: " + gen("legs", 8, dtype=int) + "\nCode: " + gen("code", regex="[A-C]{3}")
+        s += "\nJSON: " + gen("json", 60, json_schema=schema) + "\nIs it? " + gen("is", choices=["yes", "no"])
+
+    state = typed.run(endpoint=endpoint, sampling={"temperature": 1, "seed": 3})
+    assert int(state["legs"]) is not None and state["is"] in ("yes", "no")
+    assert len(state["code"]) == 3 and set(state["code"]) <= set("ABC")
+    assert state["json"].startswith("{")
+
+
+def test_refusals_of_the_endpoint_name_the_line(endpoint: Endpoint) -> None:
+    @program
+    def wrong(s: State) -> None:
+        s += "x" + gen("y", 4, regex="(")
+
+    with pytest.raises(ProgramError, match=r"test_programs.py:\d+: gen\('y'\): status 400"):
+        wrong.run(endpoint=endpoint)
+
+    @program
+    def with_image(s: State) -> None:
+        s += user("See" + image(b"not really")) + assistant(gen("what", 4))
+
+    with pytest.raises(ProgramError, match=r"gen\('what'\): status 400"):
+        with_image.run(endpoint=endpoint)
+
+
+def test_a_cancelled_program_leaves_nothing_running(stack: Stack, endpoint: Endpoint) -> None:
+    @program
+    def endless(s: State) -> None:
+        s += "A river" + gen("long", 1500, ignore_eos=True)
+
+    state = endless.run(endpoint=endpoint, stream=True)
+    assert next(iter(state.text_iter("long")))
+    state.cancel()
+    with pytest.raises(ProgramError, match="cancelled"):
+        list(state.text_iter())
+    stack.wait_until_clean()

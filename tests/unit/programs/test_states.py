@@ -1,0 +1,330 @@
+"""What programs wait for, how they fail, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from typing import Any
+
+import pytest
+
+from kvrelay_programs import (
+    DeadlineExceeded,
+    ProgramCancelled,
+    ProgramError,
+    State,
+    assistant,
+    gen,
+    image,
+    program,
+    select,
+    system,
+    user,
+)
+from kvrelay_programs.errors import caller_location
+from kvrelay_programs.loop_thread import program_loop
+from tests.fakes.program_endpoint import FakeEndpoint
+
+
+def here(offset: int = 0) -> str:
+    """The caller's line, as errors name it."""
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return f"test_states.py:{frame.f_back.f_lineno + offset}"
+
+
+def closed_gate(endpoint: FakeEndpoint) -> asyncio.Event:
+    async def make() -> asyncio.Event:
+        return asyncio.Event()
+
+    endpoint.gate = asyncio.run_coroutine_threadsafe(make(), program_loop()).result()
+    return endpoint.gate
+
+
+def test_forks_run_at_the_same_time_and_the_program_waits_only_for_what_it_reads() -> None:
+    endpoint = FakeEndpoint()
+    gate = closed_gate(endpoint)
+    seen = threading.Event()
+
+    @program
+    def three(s: State) -> list[str]:
+        s += "Say"
+        forks = s.fork(3)
+        for number, fork in enumerate(forks):
+            fork += f" {number}:"
+            fork += gen("word", 4)
+        seen.set()
+        return [fork["word"] for fork in forks]
+
+    state = three.run(endpoint=endpoint, stream=True)
+    assert seen.wait(30)
+    program_loop().call_soon_threadsafe(gate.set)
+    assert "".join(state.text_iter()) == "Say"
+    assert endpoint.most_running == 3
+    assert len(state.result) == 3 and endpoint.prefetched == ["Say"]
+    assert len({caller.session for caller in endpoint.callers}) == 1
+
+
+def test_without_parallel_calls_one_runs_at_a_time() -> None:
+    endpoint = FakeEndpoint()
+
+    @program
+    def two(s: State) -> None:
+        s += "Say"
+        for fork in (forks := s.fork(2)):
+            fork += gen("word", 4)
+        forks.join()
+
+    two.run(endpoint=endpoint, parallel=False, fork_hint=False)
+    assert (endpoint.most_running, endpoint.prefetched) == (1, [])
+
+
+def test_a_failed_call_names_the_line_and_fails_what_follows_it() -> None:
+    endpoint = FakeEndpoint()
+    endpoint.fails_on = "bad"
+    lines: list[str] = []
+
+    @program
+    def failing(s: State) -> None:
+        s += "bad"
+        s += gen("first", 4)
+        lines.append(here(-1))
+        s += gen("second", 4)
+        with pytest.raises(ProgramError, match="this text is refused") as caught:
+            s["second"]
+        assert str(caught.value).startswith(f"{lines[0]}: gen('first'): status 400")
+
+    failing.run(endpoint=endpoint)  # the program has handled it
+    assert endpoint.calls == ["bad"]
+
+
+def test_an_error_that_the_program_does_not_read_is_raised_by_run() -> None:
+    endpoint = FakeEndpoint()
+    endpoint.fails_on = "bad"
+
+    @program
+    def failing(s: State) -> None:
+        s += "bad" + gen("first", 4)
+
+    with pytest.raises(ProgramError, match=r"gen\('first'\)"):
+        failing.run(endpoint=endpoint)
+    with pytest.raises(ProgramError, match=r"gen\('first'\)"):
+        list(failing.run(endpoint=endpoint, stream=True).text_iter())
+
+
+def test_an_error_of_the_program_ends_its_calls() -> None:
+    endpoint = FakeEndpoint()
+    closed_gate(endpoint)
+
+    @program
+    def wrong(s: State) -> None:
+        s += "Say" + gen("word", 4)
+        assert endpoint.began.wait(30)
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        wrong.run(endpoint=endpoint)
+    assert endpoint.was_cancelled.wait(30)
+    with pytest.raises(ProgramError, match="LookupError: mine"):
+        list(wrong.run(endpoint=endpoint, stream=True).text_iter())
+
+
+def test_a_cancelled_program_raises_where_it_waits() -> None:
+    endpoint = FakeEndpoint()
+    closed_gate(endpoint)
+    errors: list[BaseException] = []
+
+    @program
+    def endless(s: State) -> None:
+        s += "Say" + gen("word", 4)
+        try:
+            s["word"]
+        except ProgramError as error:
+            errors.append(error)
+            raise
+
+    state = endless.run(endpoint=endpoint, stream=True)
+    assert endpoint.began.wait(30)
+    state.cancel()
+    state.cancel()
+    with pytest.raises(ProgramCancelled):
+        list(state.text_iter())
+    assert [type(error) for error in errors] == [ProgramCancelled] and endpoint.was_cancelled.wait(30)
+
+
+def test_a_deadline_ends_a_call_and_is_told_to_the_endpoint() -> None:
+    endpoint = FakeEndpoint()
+    closed_gate(endpoint)
+
+    @program
+    def endless(s: State) -> None:
+        s += "Say" + gen("word", 4)
+
+    with pytest.raises(DeadlineExceeded, match=r"gen\('word'\) was not complete"):
+        endless.run(endpoint=endpoint, deadline_s=0.05)
+    left = endpoint.callers[0].time_left_s
+    assert left is not None and 0 < left <= 0.05
+
+
+def test_reading_what_was_never_generated_is_refused_with_what_there_is() -> None:
+    @program
+    def wrong(s: State) -> None:
+        s += "Say" + gen("word", 4)
+        s["world"]
+
+    with pytest.raises(KeyError, match=r"no value 'world'.*its values: 'word'"):
+        wrong.run(endpoint=FakeEndpoint())
+
+
+def test_a_fork_whose_calls_nobody_waits_for_is_refused() -> None:
+    @program
+    def wrong(s: State) -> None:
+        s += "Say"
+        for fork in s.fork(2):
+            fork += gen("word", 4)
+
+    with pytest.raises(ProgramError, match=r"left without a join.*'word'"):
+        wrong.run(endpoint=FakeEndpoint())
+
+
+def test_forks_know_the_values_from_before_and_keep_their_own() -> None:
+    @program
+    def family(s: State) -> None:
+        s += "Say" + gen("shared", 4)
+        one, other = forks = s.fork(2)
+        one += gen("own", 4)
+        forks.join()
+        assert one["shared"] == s["shared"] and "own" in one
+        assert "own" not in other and "own" not in s
+
+    family.run(endpoint=FakeEndpoint())
+
+
+def chat_messages(**expressions: Any) -> list[dict[str, Any]]:
+    @program
+    def chat(s: State) -> None:
+        for expression in expressions.values():
+            s += expression
+
+    return chat.run(endpoint=FakeEndpoint()).messages()
+
+
+def test_blocks_become_messages() -> None:
+    messages = chat_messages(
+        system=system("Be kind."), user=user("Who?"), assistant=assistant("I am" + select("who", [" he", " she"]) + ".")
+    )
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    assert messages[2]["content"] in ("I am he.", "I am she.")
+    [_, with_image] = chat_messages(system=system("x"), user=user("See" + image("https://x.example/a.png")))
+    assert with_image["content"] == [
+        {"type": "text", "text": "See"},
+        {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}},
+    ]
+
+
+def test_blocks_as_contexts() -> None:
+    @program
+    def chat(s: State) -> None:
+        with s.user():
+            s += "Who"
+            s += "?"
+        with s.assistant():
+            s += gen("answer", 4)
+
+    messages = chat.run(endpoint=FakeEndpoint()).messages()
+    assert messages[0] == {"role": "user", "content": "Who?"} and len(messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("appended", "reason"),
+    [
+        ([gen("x", 4)], "behind no text at all"),
+        (["a", user("b")], "a block of the user behind plain text"),
+        ([user("a"), "b"], "text outside of a block"),
+        ([user("a"), gen("x", 4)], "outside of a block of the assistant"),
+        ([user("a" + gen("x", 4))], "outside of a block of the assistant"),
+        ([assistant(gen("x", 4))], "in the first message"),
+        (["a" + image("https://x.example/a.png")], "outside of a block of the user"),
+    ],
+)
+def test_what_cannot_stand_somewhere_is_refused(appended: list[Any], reason: str) -> None:
+    @program
+    def wrong(s: State) -> None:
+        for each in appended:
+            s += each
+
+    endpoint = FakeEndpoint()
+    with pytest.raises(ProgramError, match=reason) as caught:
+        wrong.run(endpoint=endpoint)
+    assert "test_states.py:" in str(caught.value) and not endpoint.calls
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "reason"),
+    [
+        (lambda: gen(""), ValueError, "a name must be"),
+        (lambda: gen("x", regex="a", choices=["b"]), ValueError, "one constraint, not regex and choices"),
+        (lambda: gen("x", choices=[]), ValueError, "at least one text"),
+        (lambda: gen("x", dtype=dict), ValueError, "dtype must be"),
+        (lambda: gen("x", json_schema="{"), ValueError, "not JSON"),
+        (lambda: select("x", []), ValueError, "at least one text"),
+        (lambda: select("x", "abc"), ValueError, "a list"),
+        (lambda: select("x", ["a", ""]), ValueError, "not empty"),
+        (lambda: select("x", ["a", "a"]), ValueError, "twice"),
+        (lambda: select("x", ["New", "b", "New York"]), ValueError, "'New' begins the choice 'New York'"),
+        (lambda: user(user("x")), ValueError, "cannot contain another block"),
+        (lambda: user(3), TypeError, "not int"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_expressions_are_refused_where_they_are_made(wrong: Any, error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        wrong()
+
+
+def test_wrong_arguments_are_refused_before_anything_runs() -> None:
+    @program
+    def greeting(s: State, name: str) -> None:
+        s += f"Hello {name}" + gen("x", 4)
+
+    endpoint = FakeEndpoint()
+    with pytest.raises(TypeError, match="greeting: missing a required argument: 'name'"):
+        greeting.run(endpoint=endpoint)
+    with pytest.raises(TypeError, match=r"greeting: .*'name'"):
+        greeting.run_batch([{"name": "a"}, {"nam": "b"}], endpoint=endpoint)
+    assert not endpoint.calls
+    with pytest.raises(TypeError, match=r"run\(\) has its own model"):
+        program(lambda s, model: None)
+
+
+def test_a_batch_keeps_the_order_and_can_keep_errors() -> None:
+    @program
+    def greeting(s: State, name: str) -> None:
+        s += f"Hello {name}" + gen("x", 4)
+
+    endpoint = FakeEndpoint()
+    endpoint.fails_on = "bad"
+    names = [{"name": name} for name in ("a", "bad", "c")]
+    states = greeting.run_batch(names, endpoint=endpoint, on_error="keep", num_threads=2)
+    assert [state.error is None for state in states] == [True, False, True]
+    assert states[2].text().startswith("Hello c ")
+    with pytest.raises(ProgramError, match="this text is refused"):
+        greeting.run_batch(names, endpoint=endpoint)
+
+
+def test_programs_call_programs() -> None:
+    @program
+    def inner(s: State, word: str) -> str:
+        s += word + gen(word, 4)
+        return s[word]
+
+    @program
+    def outer(s: State) -> list[str]:
+        return [inner(s, "one"), inner(s, "two")]
+
+    state = outer.run(endpoint=FakeEndpoint())
+    assert state.text() == f"one{state.result[0]}two{state.result[1]}"
+
+
+def test_locations_are_of_the_program() -> None:
+    assert str(caller_location()) == here()

@@ -38,7 +38,7 @@ class Pair:
 
     def __init__(self, sizes: tuple[int, int], transport: str) -> None:
         self._source, target = (ShardShape(size, NUM_HEADS) for size in sizes)
-        layouts = [ShardLayout(shape, 2 * NUM_LAYERS, HEAD_BYTES) for shape in (self._source, target)]
+        layouts = [ShardLayout(shape, NUM_LAYERS, HEAD_BYTES) for shape in (self._source, target)]
         self.sender = ShardedSender([SENDERS[transport](pool) for pool in pools(self._source)], layouts[0])
         self.receiver = ShardedReceiver([RECEIVERS[transport](pool) for pool in pools(target)], layouts[1])
         self._num_landed = 0

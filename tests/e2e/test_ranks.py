@@ -113,20 +113,66 @@ def test_handoffs_between_sizes(
     model = tiny_model(architecture)
     flags = [f"--prefill-tensor-parallel-size={prefill}", f"--decode-tensor-parallel-size={decode}"]
     with Stack(model, tmp_path, *flags, "--transfer-checksums", *FLAGS) as stack:
+        check_handoffs(stack, model)
+
+
+def check_handoffs(stack: Stack, model: Path) -> None:
+    """All prompts are computed by the prefill worker and handed over, also with preemptions on the decode worker."""
+    prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
+    num_handoffs = 0
+    for number in range(MAX_ROUNDS):  # from the second on with what was cached
+        asked = prompts if number < 2 else prompts * 2
+        check_together(stack, model, asked)
+        num_handoffs += len(asked)
+        if number and decode_totals(stack)["preemptions"]:
+            break
+    check_samples(stack, model, prompts[-1])
+    stack.wait_until_clean()
+    totals = decode_totals(stack)
+    assert totals["handoffs_committed"] == num_handoffs + 3
+    assert totals["computed_blocks"] == 0
+    assert totals["preemptions"] > 0, "the pool was too large to test preemption"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode", "architecture"),
+    [
+        ((2, 1), (1, 1), "qwen3"),
+        ((1, 1), (2, 1), "llama"),
+        ((2, 1), (2, 1), "tied-llama"),
+        ((3, 1), (2, 1), "gemma3"),
+        ((2, 1), (1, 2), "mistral"),
+        ((1, 2), (2, 1), "qwen3-moe"),
+    ],
+)
+def test_handoffs_between_stages(
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    architecture: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Sizes are stages, and ranks of each stage."""
+    sizes = zip(("pipeline", "tensor"), prefill, decode, strict=True)
+    flags = [
+        f"--{role}-{kind}-parallel-size={size}"
+        for kind, *both in sizes
+        for role, size in zip(("prefill", "decode"), both, strict=True)
+    ]
+    with Stack(tiny_model(architecture), tmp_path, *flags, "--transfer-checksums", *FLAGS) as stack:
+        check_handoffs(stack, tiny_model(architecture))
+
+
+@pytest.mark.slow
+def test_handoffs_while_stages_are_killed(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with Stack(model, tmp_path, "--pipeline-parallel-size=2", "--decode=2", *FLAGS) as stack:
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
-        num_handoffs = 0
-        for number in range(MAX_ROUNDS):  # from the second on with what was cached
-            asked = prompts if number < 2 else prompts * 2
-            check_together(stack, model, asked)
-            num_handoffs += len(asked)
-            if number and decode_totals(stack)["preemptions"]:
-                break
-        check_samples(stack, model, prompts[-1])
+        for victim in ("prefill-0", "decode-1"):
+            kill_a_rank(stack, model, prompts, victim)
+            check_together(stack, model, prompts)
         stack.wait_until_clean()
-        totals = decode_totals(stack)
-        assert totals["handoffs_committed"] == num_handoffs + 3
-        assert totals["computed_blocks"] == 0
-        assert totals["preemptions"] > 0, "the pool was too large to test preemption"
 
 
 def decode_totals(stack: Stack) -> dict[str, Any]:

@@ -45,7 +45,9 @@ class Reservations:
         """Why a sender with these transports and ranks cannot write here. Empty if it can."""
         found = next((self._receivers[name] for name in offered if name in self._receivers), None)
         if found is not None:
-            return found.why_not_from(ShardShape(shards.size, shards.num_kv_heads))
+            if not shards.num_stages and found.num_stages > 1:
+                return f"its version knows no stages, and there are {found.num_stages} here"
+            return found.why_not_from(_shape_of(shards))
         return f"no common transport: {offered} offered, {list(self._receivers)} here"
 
     def choose_transport(self, prefill: PeerRef, offered: list[str]) -> str:
@@ -83,7 +85,7 @@ class Reservations:
         """Lets a sender with these ranks write its blocks from `first_block` on into `slots`. Returns the message to
         it."""
         receiver = self._receivers[transport]
-        receiver.admit(reservation, first_block, slots, ShardShape(shards.size, shards.num_kv_heads))
+        receiver.admit(reservation, first_block, slots, _shape_of(shards))
         endpoint, *rank_endpoints = receiver.endpoints
         return Granted(
             reservation=reservation,
@@ -92,6 +94,7 @@ class Reservations:
             transport=transport,
             endpoint=endpoint,
             rank_endpoints=rank_endpoints,
+            num_stages=receiver.num_stages,
         )
 
     def stop(self, reservation: str, transport: str) -> None:
@@ -109,3 +112,7 @@ class Reservations:
     def peer_lost(self, prefill: PeerRef) -> None:
         """The next worker of this name may use another transport."""
         self._last_transports.pop(prefill, None)
+
+
+def _shape_of(shards: Shards) -> ShardShape:
+    return ShardShape(shards.size, shards.num_kv_heads, shards.num_stages or 1)

@@ -206,7 +206,9 @@ class SenderDriver:
             return f"{body.transport!r} was granted, which is no transport here"
         if self._pushes.key_of(body.reservation) not in (None, request.sequence.key):
             return f"reservation {body.reservation} was granted to two sequences"
-        return self._senders[body.transport].why_not_to(1 + len(body.rank_endpoints))
+        if not body.num_stages and self._shards.num_stages > 1:
+            return f"its version knows no stages, and there are {self._shards.num_stages} here"
+        return self._senders[body.transport].why_not_to(1 + len(body.rank_endpoints), body.num_stages or 1)
 
     def _send_back(self, peer: PeerRef, key: SequenceKey, body: Granted, reason: str) -> None:
         """Nothing was pushed for this reservation, so it is drained at once."""
@@ -290,11 +292,11 @@ class SenderDriver:
                 self._requests.send(decode, key, self._reserve(request, decode))
             case SendNeedDecode(reason, excluded, lacks):
                 self._requests.send(router, key, NeedDecode(reason=reason, excluded=list(excluded), lacks=lacks))
-            case PushBlocks(reservation, transport, endpoint, copies, rank_endpoints):
+            case PushBlocks(reservation, transport, endpoint, copies, rank_endpoints, num_stages):
                 self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])
                 self._pushes.started(reservation, len(copies), time.monotonic())
-                self._senders[transport].push(reservation, (endpoint, *rank_endpoints), copies)
+                self._senders[transport].push(reservation, (endpoint, *rank_endpoints), copies, num_stages)
                 self._meter.pushed(request.timings, len(copies))
             case SendHandoff(decode, reservation, num_blocks, resend):
                 request.timings.is_handed = True

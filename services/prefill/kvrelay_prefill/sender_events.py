@@ -133,13 +133,15 @@ class SendNeedDecode(msgspec.Struct, frozen=True):
 
 
 class PushBlocks(msgspec.Struct, frozen=True):
-    """Push these blocks, and hold them until `Pushed` or `SenderDrained`. `rank_endpoints`: see `Granted`."""
+    """Push these blocks, and hold them until `Pushed` or `SenderDrained`. `rank_endpoints` and `num_stages`: see
+    `Granted`."""
 
     reservation: str
     transport: str
     endpoint: dict[str, str]
     copies: tuple[BlockPush, ...]
     rank_endpoints: tuple[dict[str, str], ...] = ()
+    num_stages: int = 1
 
 
 class SendHandoff(msgspec.Struct, frozen=True):

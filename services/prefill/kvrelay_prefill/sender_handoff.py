@@ -156,6 +156,7 @@ class SenderHandoff:
             message.transport,
             message.endpoint,
             tuple(message.rank_endpoints),
+            message.num_stages or 1,
         )
         return self._push()
 
@@ -310,7 +311,8 @@ class SenderHandoff:
         copies = grant.copies(indices, self._blocks)
         if not copies:
             return []
-        return [PushBlocks(grant.reservation, grant.transport, grant.endpoint, copies, grant.rank_endpoints)]
+        addresses = grant.endpoint, copies, grant.rank_endpoints, grant.num_stages
+        return [PushBlocks(grant.reservation, grant.transport, *addresses)]
 
     def _replace_decode(self, decode: PeerRef, reason: str) -> list[SenderInstruction]:
         """This worker cannot take the sequence. The router is asked for another one, once."""

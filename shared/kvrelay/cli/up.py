@@ -67,6 +67,7 @@ class LaunchPlan:
         """Flags that give the worker's process this configuration."""
         argv = [*self.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
         argv += [f"--num-workers={worker.num_workers}", f"--tensor-parallel-size={worker.tensor_parallel_size}"]
+        argv.append(f"--pipeline-parallel-size={worker.pipeline_parallel_size}")
         if worker.memory_utilization is not None:
             argv.append(f"--memory-utilization={worker.memory_utilization:.6f}")
         if worker.worker_id in self.placed:
@@ -132,8 +133,7 @@ def make_plan(
     workers = []
     for role, name, num_workers in processes:
         values = {**shared, "worker_id": name, "num_workers": num_workers}
-        if (size := own.tensor_parallel_size_of(role)) is not None:
-            values["tensor_parallel_size"] = size
+        values |= own.sizes_of(role)
         workers.append(resolve(WorkerConfig, values, environ, role=role))
     workers = _with_threads(own, workers)
     placed: dict[str, AssignedGpu] = {}

@@ -402,11 +402,6 @@ class WorkerConfig(RankedConfig):
             raise ValueError(
                 f"transfer = nixl with {self.division}: several ranks hand KV over by zmq (allowed: auto, zmq)"
             )
-        if self.pipeline_parallel_size > 1 and self.role == "prefill":
-            raise ValueError(
-                f"{self.division} on a prefill worker: stages do not hand KV over. Use decode workers alone, which "
-                f"compute prompts as well"
-            )
         self._check_without_redis()
         if self.prefill_delayer and self.role == "prefill":
             raise ValueError("prefill_delayer needs a worker that runs both phases: set it on decode workers")

@@ -85,8 +85,10 @@ class DevicePool:
         is_in_words = part.row_bytes % 8 == part.first_byte % 8 == part.num_bytes % 8 == 0
         blocks = self._blocks if is_in_words else self._blocks.view(torch.uint8)
         word = blocks.element_size()
-        by_row = blocks.view(self.num_blocks, part.num_rows, part.row_bytes // word)
-        return by_row.narrow(2, part.first_byte // word, part.num_bytes // word)
+        by_row = blocks.view(self.num_blocks, part.block_rows, part.row_bytes // word)
+        return by_row.narrow(1, part.first_row, part.num_rows).narrow(
+            2, part.first_byte // word, part.num_bytes // word
+        )
 
     def _rows_of_buffer(self, part: BlockPart | None) -> Bytes:
         """The staging buffer, with a block or part in each row."""

@@ -35,7 +35,7 @@ def spec_of(model: CausalModel, name: str, num_blocks: int, num_swap_slots: int,
         device=describe_device(source.device),
         kv_dtype=dtype_name(layout.pool_dtype),
         tokenizer=identity_of_file(path / "tokenizer.json"),
-        model_identity=identity if num_stages == 1 else "",  # stages do not hand KV over
+        model_identity=identity,
         tensor_parallel_size=size,
         total_kv_heads=model.whole_layout.num_kv_heads,
         pipeline_parallel_size=num_stages,

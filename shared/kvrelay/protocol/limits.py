@@ -71,6 +71,7 @@ Endpoint = Annotated[dict[Name, Text], Meta(max_length=64)]
 MOST_RANKS = 64
 """Of a worker."""
 RankCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+StageCount = Annotated[int, Meta(ge=0, le=MOST_RANKS)]
 RankEndpoints = Annotated[list[Endpoint], Meta(max_length=MOST_RANKS - 1)]
 """A transport's own address of a pool: read by the transport."""
 

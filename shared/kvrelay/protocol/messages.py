@@ -36,6 +36,7 @@ from kvrelay.protocol.limits import (
     SampleCount,
     Seconds,
     SiblingCount,
+    StageCount,
     StepTokens,
     Text,
     TokenId,
@@ -154,11 +155,15 @@ class Generate(Body, frozen=True, kw_only=True, tag="generate"):
 
 
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a worker divides the KV of a model: `num_kv_heads` heads of the whole model among `size` ranks. Workers of
-    older versions have one rank and say nothing."""
+    """How a worker divides the KV of a model: its layers among `num_stages`, and `num_kv_heads` heads of the whole
+    model among the `size` ranks of each stage.
+
+    Workers of older versions do not name `num_stages`. They have one stage, and know no worker with several.
+    """
 
     size: RankCount = 1
     num_kv_heads: Index = 0
+    num_stages: StageCount = 0
 
 
 class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
@@ -181,7 +186,7 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
     """D>P: blocks from `first_block` on are missing and go to `slots`; those before are in D's cache and pinned.
 
     `endpoint` is the transport's own address of D's pool. If D has several ranks, it is rank 0's, and `rank_endpoints`
-    are those of ranks 1, 2 and so on. The slots are the same on all ranks.
+    are those of ranks 1, 2 and so on, in `num_stages` of equal numbers of ranks. The slots are the same on all ranks.
     """
 
     reservation: Name
@@ -190,6 +195,7 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
     transport: Name
     endpoint: Endpoint
     rank_endpoints: RankEndpoints = []
+    num_stages: StageCount = 0  # 0: an older version, see `Shards`
 
     def __post_init__(self) -> None:
         require(len(set(self.slots)) == len(self.slots), "a slot is granted twice")

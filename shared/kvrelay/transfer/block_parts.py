@@ -1,31 +1,36 @@
-"""Parts of blocks: the KV of some heads. Pure arithmetic.
+"""Parts of blocks: the KV of some layers and heads. Pure arithmetic.
 
-A block is `[layer, 2, kv_head, token, dim]`, so a range of heads is a run of bytes in each of its rows, one row for a
-layer's keys and one for its values. All rows have the same length, and the runs lie at the same place in each.
+A block is `[layer, 2, kv_head, token, dim]`, so it has two rows for each layer, its keys and its values. A range of
+layers is a range of rows, and a range of heads is a run of bytes in each row. All rows have the same length, and the
+runs lie at the same place in each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.kv.shard_map import HeadCopy, ShardShape, map_heads
+from kvrelay.kv.shard_map import HeadCopy, LayerCopy, ShardShape, layers_of_stage, map_heads, map_layers
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """Of each of a block's `num_rows` rows of `row_bytes`, `num_bytes` from `first_byte` on.
+    """`num_rows` of a block's `block_rows` rows of `row_bytes`, from `first_row` on, and of each of them `num_bytes`
+    from `first_byte` on.
 
-    Raises ValueError for bytes outside a row.
+    Raises ValueError for rows outside a block, and bytes outside a row.
     """
 
-    num_rows: int
+    block_rows: int
     row_bytes: int
+    first_row: int
+    num_rows: int
     first_byte: int
     num_bytes: int
 
     def __post_init__(self) -> None:
-        is_inside = self.first_byte >= 0 and 0 < self.num_bytes <= self.row_bytes - self.first_byte
-        if self.num_rows < 1 or not is_inside:
+        has_rows = self.first_row >= 0 and 0 < self.num_rows <= self.block_rows - self.first_row
+        has_bytes = self.first_byte >= 0 and 0 < self.num_bytes <= self.row_bytes - self.first_byte
+        if not has_rows or not has_bytes:
             raise ValueError(f"no part of a block: {self}")
 
     @property
@@ -36,11 +41,11 @@ class BlockPart:
     @property
     def block_bytes(self) -> int:
         """The bytes of the whole block."""
-        return self.num_rows * self.row_bytes
+        return self.block_rows * self.row_bytes
 
     @property
     def is_whole(self) -> bool:
-        return self.num_bytes == self.row_bytes
+        return self.size == self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +70,48 @@ class RankCopy:
     part: PartCopy
 
 
-def rank_copies(source: ShardShape, target: ShardShape, num_rows: int, head_bytes: int) -> tuple[RankCopy, ...]:
-    """The parts that ranks of one worker send to ranks of another. `head_bytes`: of one head's tokens in a row.
+def rank_copies(source: ShardShape, target: ShardShape, num_layers: int, head_bytes: int) -> tuple[RankCopy, ...]:
+    """The parts that ranks of one worker send to ranks of another. `num_layers`: of the whole model; `head_bytes`: of
+    one head's tokens in a row.
 
     A target rank's parts are numbered from 0 and cover its blocks without overlap. Raises ValueError if the shapes do
     not go together.
     """
     copies: list[RankCopy] = []
-    numbers = [0] * target.size
-    for copy in map_heads(source, target):
-        parts = (
-            _part(source, copy.source_head, copy, num_rows, head_bytes),
-            _part(target, copy.target_head, copy, num_rows, head_bytes),
-        )
-        copies.append(RankCopy(copy.source_rank, copy.target_rank, PartCopy(numbers[copy.target_rank], *parts)))
-        numbers[copy.target_rank] += 1
+    numbers = [0] * target.num_ranks
+    heads = map_heads(source, target)
+    for layer in map_layers(source, target, num_layers):
+        for head in heads:
+            source_rank = source.rank_in(layer.source_stage, head.source_rank)
+            target_rank = target.rank_in(layer.target_stage, head.target_rank)
+            parts = (
+                _part(
+                    source, source_rank, (layer.source_layer, head.source_head), (layer, head), num_layers, head_bytes
+                ),
+                _part(
+                    target, target_rank, (layer.target_layer, head.target_head), (layer, head), num_layers, head_bytes
+                ),
+            )
+            copies.append(RankCopy(source_rank, target_rank, PartCopy(numbers[target_rank], *parts)))
+            numbers[target_rank] += 1
     return tuple(copies)
 
 
-def _part(shape: ShardShape, first_head: int, copy: HeadCopy, num_rows: int, head_bytes: int) -> BlockPart:
-    row_bytes = shape.heads_per_rank * head_bytes
-    return BlockPart(num_rows, row_bytes, first_head * head_bytes, copy.num_heads * head_bytes)
+def _part(
+    shape: ShardShape,
+    rank: int,
+    first: tuple[int, int],
+    copies: tuple[LayerCopy, HeadCopy],
+    num_layers: int,
+    head_bytes: int,
+) -> BlockPart:
+    """The part of a rank's blocks that begins with the layer and the head `first`."""
+    (first_layer, first_head), (layer, head) = first, copies
+    return BlockPart(
+        block_rows=2 * len(layers_of_stage(num_layers, shape.stage_of(rank), shape.num_stages)),
+        row_bytes=shape.heads_per_rank * head_bytes,
+        first_row=2 * first_layer,
+        num_rows=2 * layer.num_layers,
+        first_byte=first_head * head_bytes,
+        num_bytes=head.num_heads * head_bytes,
+    )

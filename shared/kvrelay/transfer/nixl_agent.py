@@ -58,11 +58,12 @@ class Region:
 
     def descriptors(self, part: BlockPart | None = None) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
         """One per block, or one per row of each block's part, [descriptors, 3]: address, length, device."""
-        length = self.block_bytes if part is None else part.row_bytes
-        count = self.num_blocks * (1 if part is None else part.num_rows)
-        rows = np.zeros((count, 3), np.uint64)
-        rows[:, 0] = self.address + np.arange(count, dtype=np.uint64) * np.uint64(length)
-        rows[:, 0] += np.uint64(0 if part is None else part.first_byte)
+        blocks = self.address + np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)
+        if part is not None:
+            within = (part.first_row + np.arange(part.num_rows, dtype=np.uint64)) * np.uint64(part.row_bytes)
+            blocks = (blocks[:, None] + within + np.uint64(part.first_byte)).reshape(-1)
+        rows = np.zeros((len(blocks), 3), np.uint64)
+        rows[:, 0] = blocks
         rows[:, 1] = self.block_bytes if part is None else part.num_bytes
         rows[:, 2] = self.device_id
         return rows

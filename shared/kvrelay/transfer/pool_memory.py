@@ -128,8 +128,9 @@ class HostPool:
 
     def _runs(self, part: BlockPart) -> Bytes:
         """A view of the part of all blocks, [num_blocks, num_rows, num_bytes]."""
-        by_row = self._memory.reshape(self.num_blocks, part.num_rows, part.row_bytes)
-        return by_row[:, :, part.first_byte : part.first_byte + part.num_bytes]
+        by_row = self._memory.reshape(self.num_blocks, part.block_rows, part.row_bytes)
+        rows = slice(part.first_row, part.first_row + part.num_rows)
+        return by_row[:, rows, part.first_byte : part.first_byte + part.num_bytes]
 
 
 PoolLike = Bytes | PoolMemory

@@ -1,4 +1,4 @@
-"""Transfers between workers whose ranks hold different heads of each block.
+"""Transfers between workers whose ranks hold different layers and heads of each block.
 
 Each rank has a sender or receiver of its own over its own pool. Those of rank 0 are in this process; those of others
 may be proxies, which carry calls and events to and from the rank's process. To a handoff, all ranks are one transfer.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from kvrelay.kv.shard_map import ShardShape, why_not_between
+from kvrelay.kv.shard_map import ShardShape
 from kvrelay.transfer.base import (
     BlockPush,
     PartReceiver,
@@ -30,25 +30,24 @@ from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a worker's blocks are divided. `num_rows` and `head_bytes`: see `rank_copies`."""
+    """How a worker's blocks are divided. `num_layers` and `head_bytes`: see `rank_copies`."""
 
     shape: ShardShape
-    num_rows: int
+    num_layers: int
     head_bytes: int
 
     @staticmethod
-    def of(shape: ShardShape, num_layers: int, block_bytes: int) -> ShardLayout:
-        """For blocks that have `block_bytes` on each rank."""
-        num_rows = 2 * num_layers
-        return ShardLayout(shape, num_rows, block_bytes // num_rows // shape.heads_per_rank)
+    def of(shape: ShardShape, num_layers: int, layer_bytes: int) -> ShardLayout:
+        """For blocks that have `layer_bytes` for each layer on a rank."""
+        return ShardLayout(shape, num_layers, layer_bytes // 2 // shape.heads_per_rank)
 
     def copies_to(self, other: ShardShape) -> tuple[RankCopy, ...]:
         """What this worker's ranks send to another worker's. Raises ValueError if the shapes do not go together."""
-        return _copies(self.shape, other, self.num_rows, self.head_bytes)
+        return _copies(self.shape, other, self.num_layers, self.head_bytes)
 
     def copies_from(self, other: ShardShape) -> tuple[RankCopy, ...]:
         """What another worker's ranks send to this one's. Raises ValueError if the shapes do not go together."""
-        return _copies(other, self.shape, self.num_rows, self.head_bytes)
+        return _copies(other, self.shape, self.num_layers, self.head_bytes)
 
 
 _copies = cache(rank_copies)
@@ -59,8 +58,8 @@ class ShardedSender:
 
     def __init__(self, ranks: Sequence[TransferSender], layout: ShardLayout) -> None:
         """Raises ValueError if there is not one sender for each rank."""
-        if len(ranks) != layout.shape.size:
-            raise ValueError(f"{len(ranks)} senders for {layout.shape.size} ranks")
+        if len(ranks) != layout.shape.num_ranks:
+            raise ValueError(f"{len(ranks)} senders for {layout.shape.num_ranks} ranks")
         self.name = ranks[0].name
         self.shape = layout.shape
         self._ranks = tuple(ranks)
@@ -72,26 +71,37 @@ class ShardedSender:
         """Those of all ranks."""
         return [sender.counters for sender in self._ranks]
 
-    def why_not_to(self, num_ranks: int) -> str:
-        """Why nothing can be pushed to a worker with so many ranks. Empty if it can."""
-        if len(self._ranks) == num_ranks == 1:
+    def why_not_to(self, num_ranks: int, num_stages: int = 1) -> str:
+        """Why nothing can be pushed to a worker with so many ranks and stages. Empty if it can."""
+        if len(self._ranks) == num_ranks == num_stages == 1:
             return ""
-        return why_not_between(self.shape, ShardShape(num_ranks, self.shape.num_kv_heads))
+        try:
+            self._copies_to(num_ranks, num_stages)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _copies_to(self, num_ranks: int, num_stages: int) -> tuple[RankCopy, ...]:
+        """Raises ValueError."""
+        if num_stages < 1 or num_ranks % num_stages:
+            raise ValueError(f"{num_ranks} ranks do not divide among {num_stages} stages")
+        return self._layout.copies_to(ShardShape(num_ranks // num_stages, self.shape.num_kv_heads, num_stages))
 
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
         self._on_event = on_event
         for sender in self._ranks:
             sender.start(self._handle)
 
-    def push(self, reservation: str, endpoints: Sequence[Endpoint], copies: Sequence[BlockPush]) -> None:
-        """Pushes to a worker with one rank for each endpoint. `Pushed` follows for blocks that have left all ranks,
-        and one `TransferFailed` at most, also if the worker's shape does not go with this one's."""
-        if len(self._ranks) == len(endpoints) == 1:
+    def push(
+        self, reservation: str, endpoints: Sequence[Endpoint], copies: Sequence[BlockPush], num_stages: int = 1
+    ) -> None:
+        """Pushes to a worker with one rank for each endpoint, in `num_stages`. `Pushed` follows for blocks that have
+        left all ranks, and one `TransferFailed` at most, also if the worker's shape does not go with this one's."""
+        if len(self._ranks) == len(endpoints) == num_stages == 1:
             self._ranks[0].push(reservation, endpoints[0], copies)
             return
-        target = ShardShape(len(endpoints), self._layout.shape.num_kv_heads)
         try:
-            parts = self._layout.copies_to(target)
+            parts = self._copies_to(len(endpoints), num_stages)
             senders = [_with_parts(self._ranks[each.source_rank]) for each in parts]
         except ValueError as error:
             self._on_event(TransferFailed(reservation, str(error)))
@@ -120,13 +130,18 @@ class ShardedReceiver:
 
     def __init__(self, ranks: Sequence[TransferReceiver], layout: ShardLayout) -> None:
         """Raises ValueError if there is not one receiver for each rank."""
-        if len(ranks) != layout.shape.size:
-            raise ValueError(f"{len(ranks)} receivers for {layout.shape.size} ranks")
+        if len(ranks) != layout.shape.num_ranks:
+            raise ValueError(f"{len(ranks)} receivers for {layout.shape.num_ranks} ranks")
         self.name = ranks[0].name
         self.needs_quarantine = any(receiver.needs_quarantine for receiver in ranks)
         self._ranks = tuple(ranks)
         self._layout = layout
         self._progress = LandingProgress(len(ranks))
+
+    @property
+    def num_stages(self) -> int:
+        """For `ShardedSender.push`."""
+        return self._layout.shape.num_stages
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -135,9 +150,13 @@ class ShardedReceiver:
 
     def why_not_from(self, source: ShardShape) -> str:
         """Why nothing of a worker of this shape can be taken. Empty if it can."""
-        if source.size == len(self._ranks) == 1:
+        if source.num_ranks == len(self._ranks) == 1:
             return ""
-        return why_not_between(source, self._layout.shape)
+        try:
+            self._layout.copies_from(source)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
         self._on_event = on_event
@@ -147,7 +166,7 @@ class ShardedReceiver:
     def admit(self, reservation: str, first_block: int, slots: Sequence[int], source: ShardShape) -> None:
         """From now on blocks of a worker of this shape may land. `Landed` follows for blocks that are whole on all
         ranks. Raises ValueError, changing nothing, if the shapes do not go together."""
-        if source.size == len(self._ranks) == 1:
+        if source.num_ranks == len(self._ranks) == 1:
             self._ranks[0].admit(reservation, first_block, slots)
             return
         copies = self._layout.copies_from(source)

@@ -36,7 +36,6 @@ def load_divided(config: WorkerConfig, *, hands_over: bool) -> RankedRunner:
     Raises RanksFailed, UnsupportedModel and the other errors of `make_runner`. No rank is left running then.
     """
     device = find_device(config.device)
-    hands_over = hands_over and config.pipeline_parallel_size == 1
     group = RankGroup(_options(config), lambda engine: _commands(config, engine, device))
     try:
         group.await_joined()

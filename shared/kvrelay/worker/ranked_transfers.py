@@ -30,7 +30,7 @@ def with_other_ranks_senders(
     if context.ranks is None or (calls := context.ranks.calls) is None:
         return senders
     layout = _layout_of(context.spec)
-    others = [RemoteSender(rank, calls) for rank in range(1, layout.shape.size)]
+    others = [RemoteSender(rank, calls) for rank in range(1, layout.shape.num_ranks)]
     return {name: ShardedSender((sender, *others), layout) for name, sender in senders.items()}
 
 
@@ -41,20 +41,20 @@ def with_other_ranks_receivers(
     if context.ranks is None or (calls := context.ranks.calls) is None:
         return receivers
     layout = _layout_of(context.spec)
-    others = [RemoteReceiver(rank, calls) for rank in range(1, layout.shape.size)]
+    others = [RemoteReceiver(rank, calls) for rank in range(1, layout.shape.num_ranks)]
     return {name: ShardedReceiver((receiver, *others), layout) for name, receiver in receivers.items()}
 
 
 def shards_of(senders: Mapping[str, ShardedSender], spec: ModelSpec) -> Shards:
     """What `Reserve` says of the ranks of this worker."""
     shape = next((sender.shape for sender in senders.values()), _one_rank(spec).shape)
-    return Shards(size=shape.size, num_kv_heads=shape.num_kv_heads)
+    return Shards(size=shape.size, num_kv_heads=shape.num_kv_heads, num_stages=shape.num_stages)
 
 
 def _layout_of(spec: ModelSpec) -> ShardLayout:
-    shape = ShardShape(spec.tensor_parallel_size, spec.total_kv_heads)
-    return ShardLayout.of(shape, spec.num_layers, spec.block_bytes)
+    shape = ShardShape(spec.tensor_parallel_size, spec.total_kv_heads, spec.pipeline_parallel_size)
+    return ShardLayout.of(shape, spec.total_layers, spec.block_bytes // spec.num_layers)
 
 
 def _one_rank(spec: ModelSpec) -> ShardLayout:
-    return ShardLayout.of(ShardShape(1, spec.num_kv_heads), spec.num_layers, spec.block_bytes)
+    return ShardLayout.of(ShardShape(1, spec.num_kv_heads), spec.num_layers, spec.block_bytes // spec.num_layers)

@@ -34,7 +34,7 @@ from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.component]
 
-NUM_LAYERS, BLOCK_SIZE, HEAD_BYTES = 3, 4, 32
+NUM_LAYERS, BLOCK_SIZE, HEAD_BYTES = 5, 4, 32
 NUM_BLOCKS = 40
 HEAD_RUN = BLOCK_SIZE * HEAD_BYTES
 
@@ -62,7 +62,13 @@ ENDS = {
     "nixl": Ends(NixlSender, NixlReceiver, NO_NIXL),
     "nixl-checksum": Ends(lambda pool: NixlSender(pool, checksums=PoolChecksums(pool)), NixlReceiver, NO_NIXL),
 }
-SIZES = [(1, 1), (2, 2), (2, 1), (1, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
+Size = int | tuple[int, int]
+"""Ranks, or stages and the ranks of each."""
+SIZES: list[tuple[Size, Size]] = [
+    *((1, 1), (2, 2), (2, 1), (1, 2), (4, 1), (1, 4), (4, 2), (2, 4)),
+    *(((2, 1), 1), (1, (2, 1)), ((2, 1), (2, 1)), ((2, 1), (3, 1)), ((3, 1), (2, 1)), ((5, 1), (2, 1))),
+    *(((2, 1), 2), (2, (2, 1)), ((2, 2), 1), (1, (2, 2)), ((2, 2), (3, 1)), ((3, 2), (2, 4)), ((2, 2), (2, 2))),
+]
 
 
 @pytest.fixture(params=list(ENDS))
@@ -79,9 +85,10 @@ def stack() -> Iterator[ExitStack]:
         yield made
 
 
-def layout_of(size: int, num_heads: int) -> ShardLayout:
-    shape = ShardShape(size, num_heads)
-    return ShardLayout.of(shape, NUM_LAYERS, 2 * NUM_LAYERS * shape.heads_per_rank * HEAD_RUN)
+def layout_of(size: Size, num_heads: int) -> ShardLayout:
+    num_stages, size = size if isinstance(size, tuple) else (1, size)
+    shape = ShardShape(size, num_heads, num_stages)
+    return ShardLayout.of(shape, NUM_LAYERS, 2 * shape.heads_per_rank * HEAD_RUN)
 
 
 def whole_kv(num_heads: int) -> NDArray[np.uint8]:
@@ -92,8 +99,11 @@ def whole_kv(num_heads: int) -> NDArray[np.uint8]:
 
 def rank_pool(kv: NDArray[np.uint8], shape: ShardShape, rank: int) -> Bytes:
     """A rank's blocks, cut out of the whole: written without the map."""
-    first = rank * shape.num_kv_heads // shape.size
-    mine = kv[:, :, first : first + max(1, shape.num_kv_heads // shape.size)]
+    # Rank 0 is in the last stage, and the stages before it follow from the first one on.
+    stage = [shape.num_stages - 1, *range(shape.num_stages - 1)][rank // shape.size]
+    rows = 2 * np.array_split(np.arange(NUM_LAYERS), shape.num_stages)[stage][:, None] + np.arange(2)
+    first = rank % shape.size * shape.num_kv_heads // shape.size
+    mine = kv[:, rows.ravel(), first : first + max(1, shape.num_kv_heads // shape.size)]
     return np.ascontiguousarray(mine).reshape(NUM_BLOCKS, -1)
 
 
@@ -116,13 +126,13 @@ class Worker:
 class Pair:
     """A prefill worker and a decode worker."""
 
-    def __init__(self, ends: Ends, stack: ExitStack, sizes: tuple[int, int], num_heads: int) -> None:
+    def __init__(self, ends: Ends, stack: ExitStack, sizes: tuple[Size, Size], num_heads: int) -> None:
         self.kv = whole_kv(num_heads)
         source, target = layout_of(sizes[0], num_heads), layout_of(sizes[1], num_heads)
         self.source_shape, self.target_shape = source.shape, target.shape
-        self.prefill = Worker([rank_pool(self.kv, source.shape, rank) for rank in range(sizes[0])])
-        pool_bytes = rank_pool(self.kv, target.shape, 0).shape[1]
-        self.decode = Worker([target_pool(NUM_BLOCKS, pool_bytes) for _ in range(sizes[1])])
+        self.prefill = Worker([rank_pool(self.kv, source.shape, rank) for rank in range(source.shape.num_ranks)])
+        widths = [rank_pool(self.kv, target.shape, rank).shape[1] for rank in range(target.shape.num_ranks)]
+        self.decode = Worker([target_pool(NUM_BLOCKS, width) for width in widths])
         self.rank_senders = [ends.sender(pool) for pool in self.prefill.pools]
         self.sender = ShardedSender(self.rank_senders, source)
         self.receiver = ShardedReceiver([ends.receiver(pool) for pool in self.decode.pools], target)
@@ -134,7 +144,7 @@ class Pair:
         self.receiver.admit(reservation, first_block, slots, self.source_shape)
 
     def push(self, reservation: str, copies: Sequence[BlockPush]) -> None:
-        self.sender.push(reservation, self.receiver.endpoints, copies)
+        self.sender.push(reservation, self.receiver.endpoints, copies, self.receiver.num_stages)
 
     def assert_arrived(self, copies: Sequence[BlockPush]) -> None:
         """Each rank of decode has its heads of these blocks, and nothing else was touched."""
@@ -155,8 +165,8 @@ def scattered(count: int, first_block: int = 0) -> list[BlockPush]:
 
 @pytest.mark.parametrize("num_heads", [1, 4])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-async def test_each_rank_gets_its_heads_and_each_block_is_reported_once(
-    ends: Ends, stack: ExitStack, sizes: tuple[int, int], num_heads: int
+async def test_each_rank_gets_its_layers_and_heads_and_each_block_is_reported_once(
+    ends: Ends, stack: ExitStack, sizes: tuple[Size, Size], num_heads: int
 ) -> None:
     pair, copies = Pair(ends, stack, sizes, num_heads), scattered(25, first_block=3)
     pair.admit("r", [copy.slot for copy in copies], first_block=3)
@@ -172,9 +182,9 @@ async def test_each_rank_gets_its_heads_and_each_block_is_reported_once(
     assert pair.prefill.log.events.count(SenderDrained("r")) == 1
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (4, 2), ((2, 1), (2, 1)), ((2, 2), (3, 1))], ids=str)
 async def test_no_block_lands_without_the_part_of_a_lost_rank_and_all_do_when_it_comes_again(
-    ends: Ends, stack: ExitStack, sizes: tuple[int, int]
+    ends: Ends, stack: ExitStack, sizes: tuple[Size, Size]
 ) -> None:
     pair, copies = Pair(ends, stack, sizes, 4), scattered(12)
     pair.admit("r", [copy.slot for copy in copies])
@@ -252,6 +262,17 @@ async def test_a_worker_with_other_heads_is_refused(stack: ExitStack) -> None:
     assert pair.receiver.why_not_from(ShardShape(3, 4)) == "4 KV heads do not divide among 3 ranks"
     pair.sender.push("r", [{}, {}, {}], [BlockPush(0, 0, 0)])
     assert pair.prefill.log.events == [TransferFailed("r", "4 KV heads do not divide among 3 ranks")]
+
+
+async def test_stages_that_cannot_be_are_refused(stack: ExitStack) -> None:
+    pair = Pair(ENDS["zmq"], stack, (2, 1), 4)
+    reason = f"{NUM_LAYERS} layers do not divide among 6 stages"
+    assert pair.receiver.why_not_from(ShardShape(1, 4, 6)) == pair.sender.why_not_to(6, 6) == reason
+    with pytest.raises(ValueError, match=reason):
+        pair.receiver.admit("r", 0, [1], ShardShape(1, 4, 6))
+    assert pair.sender.why_not_to(3, 2) == "3 ranks do not divide among 2 stages"
+    pair.sender.push("r", [{}, {}, {}], [BlockPush(0, 0, 0)], 2)
+    assert pair.prefill.log.events == [TransferFailed("r", "3 ranks do not divide among 2 stages")]
 
 
 def free_slots(copies: Sequence[BlockPush], count: int) -> list[int]:

@@ -38,13 +38,6 @@ def test_what_does_not_go_together(given: dict[str, Any], message: str) -> None:
         WorkerConfig(role="decode", **given)
 
 
-def test_stages_hand_no_kv_over() -> None:
-    with pytest.raises(ValidationError, match="pipeline_parallel_size = 2 on a prefill worker"):
-        WorkerConfig(role="prefill", pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="prefill worker"):
-        make_plan({"prefill": "1", "decode": "1", "pipeline_parallel_size": "2"}, {})
-
-
 def test_ranks_that_a_worker_starts() -> None:
     assert WorkerConfig(role="decode", pipeline_parallel_size=3).num_local_ranks == 2
     assert WorkerConfig(role="decode").num_local_ranks == 0
@@ -79,7 +72,7 @@ def test_up_divides_the_cores_among_all_ranks(monkeypatch: pytest.MonkeyPatch) -
     for worker in plan.workers:
         assert (worker.tensor_parallel_size, worker.threads) == (2, 3)
         flags = plan.flags_of(worker)
-        assert flags[-1] == "--tensor-parallel-size=2" and "--threads=3" in flags
+        assert flags[-2:] == ["--tensor-parallel-size=2", "--pipeline-parallel-size=1"] and "--threads=3" in flags
         assert plan.environ_of(worker)["OMP_NUM_THREADS"] == "3"
     shared = make_plan({"prefill": "0", "decode": "2", "tensor_parallel_size": "2", "cores": "shared"}, {})
     assert [worker.threads for worker in shared.workers] == [6, 6]
@@ -90,6 +83,10 @@ def test_up_gives_a_role_its_own_size() -> None:
     assert [worker.tensor_parallel_size for worker in plan.workers] == [4]
     with pytest.raises(ConfigError, match="prefill_tensor_parallel_size without prefill workers"):
         make_plan({"prefill": "0", "prefill_tensor_parallel_size": "2"}, {})
+    with pytest.raises(ConfigError, match="prefill_pipeline_parallel_size without prefill workers"):
+        make_plan({"prefill": "0", "prefill_pipeline_parallel_size": "2"}, {})
+    unequal = make_plan({"prefill_pipeline_parallel_size": "3", "pipeline_parallel_size": "2"}, {})
+    assert [worker.pipeline_parallel_size for worker in unequal.workers] == [3, 2]
 
 
 def test_ranks_are_not_placed_on_gpus_by_name() -> None:

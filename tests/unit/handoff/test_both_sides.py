@@ -191,9 +191,10 @@ def test_pushes_go_to_all_ranks_of_decode() -> None:
         transport="t",
         endpoint={"address": "a"},
         rank_endpoints=[{"address": "b"}],
+        num_stages=2,
     )
     sender.handle(prefill.ReservationGranted(decode_worker, message))
     [push] = sender.handle(prefill.BlocksComputed(1))
     assert push == prefill.PushBlocks(
-        "r", "t", {"address": "a"}, (BlockPush(0, 10, 5),), rank_endpoints=({"address": "b"},)
+        "r", "t", {"address": "a"}, (BlockPush(0, 10, 5),), rank_endpoints=({"address": "b"},), num_stages=2
     )

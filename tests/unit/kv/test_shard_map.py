@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from kvrelay.kv.shard_map import ShardShape, map_heads, why_not_between
+from kvrelay.kv.shard_map import ShardShape, layers_of_stage, map_heads, map_layers, why_not_between
 
 EVEN = [shape for shape in (ShardShape(*each) for each in product(range(1, 17), range(1, 17))) if shape.is_even]
 PAIRS = [(source, target) for source, target in product(EVEN, EVEN) if source.num_kv_heads == target.num_kv_heads]
@@ -50,6 +50,34 @@ def test_ranks_that_hold_the_same_heads_share_the_work() -> None:
         sent = Counter(copy.source_rank for copy in map_heads(source, target))
         loads = [sent[rank] for rank in range(source.size)]
         assert max(loads) <= -(-target.size * target.heads_per_rank // source.size)
+
+
+def test_each_layer_comes_once_to_the_stage_that_holds_it() -> None:
+    for num_layers, source, target in product(range(1, 12), range(1, 12), range(1, 12)):
+        shapes = ShardShape(1, 1, source), ShardShape(1, 1, target)
+        if max(source, target) > num_layers:
+            with pytest.raises(
+                ValueError, match=f"{num_layers} layers do not divide among {max(source, target)} stages"
+            ):
+                map_layers(*shapes, num_layers)
+            continue
+        stages = [[layers_of_stage(num_layers, stage, count) for stage in range(count)] for count in (source, target)]
+        copies, came = map_layers(*shapes, num_layers), list[int]()
+        for copy in copies:
+            sent = stages[0][copy.source_stage][copy.source_layer : copy.source_layer + copy.num_layers]
+            assert sent == stages[1][copy.target_stage][copy.target_layer : copy.target_layer + copy.num_layers]
+            came += sent
+        assert came == list(range(num_layers))
+        assert len(copies) < source + target, "cut only at the ends of stages"
+
+
+def test_numbers_of_ranks_and_stages() -> None:
+    for size, num_stages in product(range(1, 5), range(1, 5)):
+        shape = ShardShape(size, 12, num_stages)
+        assert shape.stage_of(0) == num_stages - 1, "rank 0 samples"
+        found = [(shape.stage_of(rank), rank % size) for rank in range(shape.num_ranks)]
+        assert sorted(found) == list(product(range(num_stages), range(size)))
+        assert [shape.rank_in(*each) for each in found] == list(range(shape.num_ranks))
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvrelay.engine.attention import UnsupportedModel
-
-
-def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
-    """The layers of a stage. If they do not divide, the first stages have one more, since the last one has the head."""
-    length, rest = divmod(num_layers, num_stages)
-    start = stage * length + min(stage, rest)
-    return range(start, start + length + (stage < rest))
+from kvrelay.kv.shard_map import layers_of_stage
 
 
 @dataclass(frozen=True, slots=True)

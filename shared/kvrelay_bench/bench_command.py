@@ -54,6 +54,9 @@ class Measured:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0; 1 if no request of a load succeeded; 2 for invalid flags."""
+    given = sys.argv[1:] if argv is None else argv
+    if any(flag == "--workload" or flag.startswith("--workload=") for flag in given):
+        return _bench_programs(given)
     try:
         plan = read_flags(argv, os.environ)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
@@ -68,6 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     _tell(plan, results)
     return 0 if all(each.figures.num_failed < each.figures.num_requests for each in results) else 1
+
+
+def _bench_programs(argv: Sequence[str]) -> int:
+    try:
+        from kvrelay_bench import program_bench
+    except ModuleNotFoundError as error:  # httpx, of an extra
+        print(f"kvrelay bench: --workload needs {error.name}: pip install 'kvrelay[programs]'", file=sys.stderr)
+        return 2
+    return program_bench.main(argv)
 
 
 class Bench:

@@ -8,7 +8,7 @@ from kvrelay_programs.errors import DeadlineExceeded, EndpointError, ProgramCanc
 from kvrelay_programs.expressions import assistant, gen, image, select, system, user, video
 from kvrelay_programs.forks import Forks
 from kvrelay_programs.program import Program, program
-from kvrelay_programs.results import ChoiceScore, Generated, Selected
+from kvrelay_programs.results import ChoiceScore, Generated, Selected, Usage
 from kvrelay_programs.state import State
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "ProgramError",
     "Selected",
     "State",
+    "Usage",
     "assistant",
     "gen",
     "image",

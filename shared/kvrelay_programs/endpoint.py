@@ -8,14 +8,14 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from kvrelay_programs.content import Content, chat_fields
 from kvrelay_programs.errors import EndpointError
-from kvrelay_programs.results import Generated
+from kvrelay_programs.results import Generated, Usage
 from kvrelay_programs.scoring import ScoredTokens, num_common
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -28,6 +28,7 @@ class Caller:
 
     session: str
     time_left_s: float | None = None
+    usage: Usage = field(default_factory=Usage)
 
 
 class Endpoint:
@@ -71,8 +72,7 @@ class Endpoint:
             body["prompt"] = content.text
         if on_text is not None:
             return await self._streamed(path, body, caller, on_text)
-        answer = await self._post(path, body, caller)
-        return _generated(answer, content.is_chat)
+        return _generated(await self._post(path, body, caller), content.is_chat)
 
     async def score(self, content: Content, endings: Sequence[str], caller: Caller) -> list[ScoredTokens]:
         """Log-probabilities of the tokens by which each ending differs from `content` alone, in one request.
@@ -158,6 +158,8 @@ class Endpoint:
             answer: dict[str, Any] = json.loads(content)
         except ValueError as error:
             raise EndpointError(f"{self.base_url}{path} answered {content[:80]!r}, which is not JSON") from error
+        if caller is not None and "choices" in answer:
+            caller.usage.add(answer.get("usage"))
         return answer
 
     async def _streamed(
@@ -194,6 +196,7 @@ class Endpoint:
                     finish_reason = choice.get("finish_reason") or finish_reason
         if not is_complete:
             raise EndpointError(f"{self.base_url} broke its answer off")
+        caller.usage.add(usage)
         return Generated("".join(texts), finish_reason, usage, logprobs or None, "".join(reasoning) or None)
 
     @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache, update_wrapper
@@ -125,6 +126,7 @@ class Program:
 
     def complete(self, state: State, arguments: Mapping[str, Any]) -> State:
         """Runs the program on a new state, and waits for all calls. Any error ends them."""
+        begin = time.perf_counter()
         try:
             state.result = self._function(state, **arguments)
             check_forks(state)
@@ -132,6 +134,8 @@ class Program:
         except BaseException:
             state.cancel()
             raise
+        finally:
+            state.elapsed_s = time.perf_counter() - begin
         state.end()
         return state
 

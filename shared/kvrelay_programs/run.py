@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from kvrelay_programs.endpoint import Caller, Endpoint
 from kvrelay_programs.errors import DeadlineExceeded, EndpointError, Location, ProgramCancelled, ProgramError
 from kvrelay_programs.loop_thread import program_loop
+from kvrelay_programs.results import Usage
 
 ResultT = TypeVar("ResultT")
 
@@ -37,6 +38,7 @@ class Run:
         self.options = options
         self.session = f"program-{uuid.uuid4().hex[:16]}"
         self.loop = program_loop()
+        self.usage = Usage()
         self.failure: ProgramError | None = None  # of a cancelled run
         self.handled: set[ProgramError] = set()  # raised to the program by a read, which may catch them
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
@@ -47,7 +49,7 @@ class Run:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         try:
             async with asyncio.timeout(left):
-                return await request(Caller(self.session, left))
+                return await request(Caller(self.session, left, self.usage))
         except TimeoutError as error:
             raise DeadlineExceeded(f"{what} was not complete at the deadline", location) from error
         except EndpointError as error:

@@ -14,7 +14,7 @@ from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, ProgramError, caller_location
 from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
 from kvrelay_programs.interpreter import Interpreter
-from kvrelay_programs.results import Generated, Selected
+from kvrelay_programs.results import Generated, Selected, Usage
 from kvrelay_programs.run import Run
 from kvrelay_programs.value import TextFeed, Value
 
@@ -26,12 +26,13 @@ ReadT = TypeVar("ReadT")
 
 class State:
     """Made by a program's run and by `fork`. One thread at a time may use it. `result` is what the program
-    returned, and `error` what ended it in a batch that keeps errors.
+    returned, `error` what ended it in a batch that keeps errors, and `elapsed_s` how long it ran.
     """
 
     def __init__(self, run: Run, parent: State | None = None) -> None:
         self.result: Any = None
         self.error: ProgramError | None = None
+        self.elapsed_s: float | None = None
         self._run = run
         self._values: dict[str, Value] = {} if parent is None else dict(parent._values)
         self._feed = TextFeed() if run.options.stream else None
@@ -60,6 +61,11 @@ class State:
             raise KeyError(f"no value {name!r} was asked for in this state; its values: {known}")
         self._is_read = True
         return self._result_of(self._values[name].result)
+
+    @property
+    def usage(self) -> Usage:
+        """What the whole run has asked of the endpoint so far."""
+        return self._run.usage
 
     def text(self) -> str:
         """All text so far, with a blank line between messages. Waits for the calls in it."""

@@ -67,3 +67,30 @@ def test_two_endpoints_side_by_side_and_a_picture(demo_stack: Stack, tmp_path: P
     assert 0 < ratios["least"] <= ratios["median"] <= ratios["most"]
     assert [load["endpoint"] for load in content["loads"]] == ["A", "B", "B", "A"]
     assert "<svg" in picture.read_text()
+
+
+def test_programs_are_measured_with_and_without_what_the_language_adds(demo_stack: Stack, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--workload", "judge,react", "--programs", "2", "--rounds", "2", "--without", "fork-hint,parallel"]
+    command = [sys.executable, "-m", "kvrelay", "bench", demo_stack.base_url, *flags, "--json", str(out)]
+    before = demo_stack.fleet()["requests"]["finished"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(out.read_text())["programs"]
+    variants = ["all on", "without fork-hint", "without parallel", "without all of these"]
+    # A hint is a call, and only `judge` forks.
+    for workload, with_hint, without_hint in (("judge", 7, 6), ("react", 9, 9)):
+        rows = [each for each in results if each["workload"] == workload]
+        assert [row["variant"] for row in rows] == variants + variants[::-1], "in turns"
+        assert all(row["num_failed"] == 0 and row["programs_per_s"] > 0 for row in rows)
+        calls = [with_hint, without_hint, with_hint, without_hint]
+        assert [row["calls"] for row in rows] == [2 * each for each in calls + calls[::-1]]
+    assert "judge" in done.stdout and "hit rate" in done.stdout
+    assert demo_stack.fleet()["requests"]["finished"] > before
+
+
+def test_an_unknown_workload_or_switch_is_refused() -> None:
+    for flags, reason in ((["--workload", "x"], "no workload 'x'"), (["--workload=json", "--without", "y"], "not 'y'")):
+        command = [sys.executable, "-m", "kvrelay", "bench", "http://127.0.0.1:1", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        assert done.returncode == 2 and reason in done.stderr

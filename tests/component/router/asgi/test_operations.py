@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 
 from kvrelay_router.asgi.operations import TIMELINES_AT_ONCE
+from kvrelay_router.loop_share import SLICE_S
 from kvrelay_router.text.service import LONG_TEXT_CHARS, ChatOptions
 from kvrelay_router.text.tokenizer import Tokenizer
 from tests.component.router.rig import MODEL, Router
@@ -82,6 +85,30 @@ async def test_workers_are_asked_about_many_prompts_together(router: Router, mon
     request_id = answer.json()["id"].removeprefix("cmpl-")
     found = (await router.http.get(f"/requests/{request_id}/timeline")).json()
     assert len({each["id"] for each in found["timelines"]}) == num_prompts
+
+
+async def test_records_of_many_prompts_are_made_in_slices(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = await router.post("/v1/completions", prompt=["x"] * 100, max_tokens=1)
+    request_id = answer.json()["id"].removeprefix("cmpl-")
+    made_in: Counter[int] = Counter()
+    recent, loop, turn = router.dispatcher.recent_request, asyncio.get_running_loop(), 0
+
+    def count_turns() -> None:
+        nonlocal turn
+        turn += 1
+        if len(found) < 100:
+            loop.call_soon(count_turns)
+
+    def take_long(name: str, owner: str | None = None) -> dict[str, Any] | None:
+        time.sleep(SLICE_S / 2)
+        made_in[turn] += 1
+        return recent(name, owner)
+
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(router.dispatcher, "recent_request", take_long)
+    count_turns()
+    found += (await router.http.get(f"/requests/{request_id}")).json()["requests"]
+    assert made_in.total() == 100 and max(made_in.values()) <= 2
 
 
 async def test_two_hundred_streams_at_once(router: Router) -> None:

@@ -123,14 +123,17 @@ async def test_a_head_that_does_not_come_is_408(make_router: Callable[..., Any],
         writer.close()
 
 
-async def test_a_head_that_drips_is_408_and_others_are_served_meanwhile(make_router: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("rest", [b"x: " + b"y" * 10_000, b"x: y\r\n" * 2000], ids=["one line", "many lines"])
+async def test_a_head_that_drips_is_408_and_others_are_served_meanwhile(
+    make_router: Callable[..., Any], rest: bytes
+) -> None:
     """Each byte comes in time. The limit is on the whole head."""
     async with make_router(connections=ConnectionLimits(header_timeout_s=0.5)) as router:
         dripping = [await connect(router) for _ in range(20)]
 
         async def drip(writer: asyncio.StreamWriter) -> None:
             while True:
-                for byte in HEAD + b"x: " + b"y" * 10_000:
+                for byte in HEAD + rest:
                     writer.write(bytes([byte]))
                     await asyncio.sleep(0.01)
 

@@ -1,6 +1,7 @@
 """Decode workers are killed every two seconds until none is left for a while: no request fails, no token is different.
 
-`kvrelay up` restarts them. Most of the time both are down, so requests wait, new ones and those that lost their worker.
+`kvrelay up` restarts them. Often both are down, so the requests that they had are retried. At the end it restarts none
+until every client's request waits for a worker.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S
 from tests.faults.test_redis_under_streams import PROFILE
 
 pytestmark = pytest.mark.timeout(900)
@@ -80,7 +83,26 @@ class Storm:
             for name in victims:
                 os.kill(running[name], signal.SIGKILL)
                 self._counts["kills"] += 1
+        await self._outage()
         self._over.set()
+
+    async def _outage(self) -> None:
+        """Both workers are dead until every client's request waits for one."""
+        supervisor = psutil.Process(self._stack.process.pid)
+        supervisor.suspend()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while await self._num_waiting() < NUM_CLIENTS:
+                    running = self._stack.children()
+                    for name in running.keys() & set(DECODE):
+                        os.kill(running[name], signal.SIGKILL)
+                    await asyncio.sleep(0.1)
+        finally:
+            supervisor.resume()
+
+    async def _num_waiting(self) -> int:
+        num_waiting: int = (await asyncio.to_thread(self._stack.fleet))["requests"]["sequences_waiting_for_worker"]
+        return num_waiting
 
     async def _client(self, http: httpx.AsyncClient, number: int) -> None:
         """Its last request is begun after the last kill."""

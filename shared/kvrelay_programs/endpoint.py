@@ -65,8 +65,8 @@ class Endpoint:
         if content.is_chat:
             path = "/v1/chat/completions"
             body |= chat_fields(content)
-            if "logprobs" in body:
-                body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+            if (num_alternatives := body.pop("logprobs", None)) is not None:
+                body |= {"logprobs": True, "top_logprobs": num_alternatives}
         else:
             path = "/v1/completions"
             body["prompt"] = content.text

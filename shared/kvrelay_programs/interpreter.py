@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, ProgramError
@@ -13,6 +14,7 @@ from kvrelay_programs.expressions import Gen, Media, Role, Select
 from kvrelay_programs.results import Generated, Selected
 from kvrelay_programs.run import Operation, OrderedStream, Run
 from kvrelay_programs.scoring import best_choice
+from kvrelay_programs.surplus import DEFAULT_MAX_TOKENS, Surplus, sampling_of, surplus_of
 from kvrelay_programs.value import TextFeed, Value
 
 
@@ -31,7 +33,12 @@ class Interpreter:
 
     def open(self, role: Role, location: Location) -> None:
         """Begins a message."""
-        self._change(lambda content: content.opened(role, location))
+
+        def changed(content: Content) -> Content:
+            self._at.surplus = None
+            return content.opened(role, location)
+
+        self._change(changed)
 
     def close(self) -> None:
         """Ends a message."""
@@ -42,6 +49,8 @@ class Interpreter:
 
         def changed(content: Content) -> Content:
             longer = content.added(piece, location)
+            surplus = self._at.surplus
+            self._at.surplus = surplus.behind(piece) if surplus is not None and isinstance(piece, str) else None
             if self.feed is not None and isinstance(piece, str):
                 self.feed.add(None, piece)
             return longer
@@ -52,7 +61,10 @@ class Interpreter:
         """Makes a call, appends its text and sets `value`."""
 
         async def run() -> None:
-            result = await (self._generated(step) if isinstance(step, Gen) else self._selected(step))
+            if isinstance(step, Gen):
+                result: Generated | Selected = await self._generated(step)
+            else:
+                result, self._at.surplus = await self._selected(step), None
             self._at.num_computed_chars = self._at.content.num_chars
             self._at.content = self._at.content.added(result.text)
             value.set(result)
@@ -108,10 +120,38 @@ class Interpreter:
         what, content, feed = f"gen({step.name!r})", self._at.content, self.feed
         content.check_can_generate(what, step.location)
         fields = {**self.run.options.sampling, **step.fields}
+        if self.run.options.surplus_tokens and (taken := await self._from_surplus(what, step, fields)) is not None:
+            if feed is not None:
+                feed.add(step.name, taken.text)
+            return taken
+        self._at.surplus = None
         on_text = None if feed is None else (lambda text: feed.add(step.name, text))
         return await self.run.call(
             what, step.location, lambda caller: self.run.endpoint.generate(content, fields, caller, on_text)
         )
+
+    async def _from_surplus(self, what: str, step: Gen, fields: dict[str, Any]) -> Generated | None:
+        """Text that a call has brought or now brings beyond its own; None if this `gen` must be asked for as it is."""
+        sampling, content = sampling_of(fields), self._at.content
+        if sampling is None:
+            return None
+        stop = fields.get("stop") or []
+        max_tokens = fields.get("max_tokens") or (None if content.is_chat else DEFAULT_MAX_TOKENS)
+        taken = None
+        if self._at.surplus is not None and self._at.surplus_sampling == sampling:
+            taken = self._at.surplus.generated(stop, max_tokens)
+        if taken is None:
+            longer = sampling | {"max_tokens": max(self.run.options.surplus_tokens, max_tokens or 0), "logprobs": 0}
+            answer = await self.run.call(
+                what, step.location, lambda caller: self.run.endpoint.generate(content, longer, caller)
+            )
+            surplus = surplus_of(answer, is_chat=content.is_chat)
+            taken = None if surplus is None else surplus.generated(stop, max_tokens)
+        if taken is None:
+            return None
+        text, finish_reason, self._at.surplus = taken
+        self._at.surplus_sampling = sampling
+        return Generated(text, finish_reason)
 
     async def _selected(self, step: Select) -> Selected:
         what, content, endpoint = f"select({step.name!r})", self._at.content, self.run.endpoint
@@ -136,6 +176,8 @@ class _Position:
 
     content: Content = field(default_factory=Content)
     num_computed_chars: int = 0  # of the content, as the endpoint has seen it
+    surplus: Surplus | None = None  # behind the content
+    surplus_sampling: dict[str, Any] | None = None
 
 
 def _ignore(error: ProgramError) -> None:

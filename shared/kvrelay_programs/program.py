@@ -51,16 +51,20 @@ class Program:
         deadline_s: float | None = None,
         parallel: bool = True,
         fork_hint: bool = True,
+        surplus_tokens: int = 0,
         **arguments: Any,
     ) -> State:
         """Runs the program with `arguments` and returns its state, complete; with `stream`, at once.
 
         `sampling` has fields of requests for calls that leave them out, such as `temperature`. Without `endpoint`, one
         is made of `base_url` (or `KVRELAY_URL`, or http://127.0.0.1:8000), `model` and `api_key`. `parallel` False
-        makes each call wait for the one before. Raises TypeError for wrong arguments, ProgramError for a failed call,
-        and what the program raises. An error, also Ctrl-C, ends all calls.
+        makes each call wait for the one before. `surplus_tokens` is explained in `RunOptions`. Raises
+        TypeError for wrong arguments, ProgramError for a failed call, and what the program raises. An error, also
+        Ctrl-C, ends all calls.
         """
-        options = RunOptions(sampling or {}, stream=stream, parallel=parallel, fork_hint=fork_hint)
+        options = RunOptions(
+            sampling or {}, stream=stream, parallel=parallel, fork_hint=fork_hint, surplus_tokens=surplus_tokens
+        )
         target = _target(endpoint, base_url, model, api_key)
         return self._begin(arguments, target, options, deadline_s)
 
@@ -76,6 +80,7 @@ class Program:
         deadline_s: float | None = None,
         parallel: bool = True,
         fork_hint: bool = True,
+        surplus_tokens: int = 0,
         num_threads: int = 64,
         progress: bool = True,
         on_error: Literal["raise", "keep"] = "raise",
@@ -86,7 +91,7 @@ class Program:
         "keep" the others run on, and a state whose program failed has the ProgramError as its `error`. `deadline_s`
         counts for each program from its beginning.
         """
-        options = RunOptions(sampling or {}, parallel=parallel, fork_hint=fork_hint)
+        options = RunOptions(sampling or {}, parallel=parallel, fork_hint=fork_hint, surplus_tokens=surplus_tokens)
         target = _target(endpoint, base_url, model, api_key)
         for each in arguments:
             self._check(each)

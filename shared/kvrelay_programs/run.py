@@ -21,13 +21,15 @@ ResultT = TypeVar("ResultT")
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """`sampling`: fields of every request that a `gen` leaves out. `parallel` False makes each call wait for the one
-    before, also of other forks. `fork_hint` False does not announce forks to the endpoint.
+    before, also of other forks. `fork_hint` False does not announce forks to the endpoint. With `surplus_tokens`, a
+    call asks for at least so many tokens without its stop strings, and later steps use what it has too many.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
     parallel: bool = True
     fork_hint: bool = True
+    surplus_tokens: int = 0
 
 
 class Run:
@@ -90,6 +92,7 @@ class OrderedStream:
         self._run = run
         self._waiting: deque[Operation] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._is_in_operation = False
 
     def submit(self, operation: Operation) -> None:
         """Callable from any thread."""
@@ -97,7 +100,8 @@ class OrderedStream:
 
     def cancel(self) -> None:
         self.error = self.error or self._run.failure
-        if self._task is not None:
+        # A task that has not begun would end without failing its operations, which see the error instead.
+        if self._task is not None and self._is_in_operation:
             self._task.cancel()
 
     def _add(self, operation: Operation) -> None:
@@ -116,6 +120,7 @@ class OrderedStream:
         self._task = None
 
     async def _outcome(self, operation: Operation) -> ProgramError | None:
+        self._is_in_operation = True
         try:
             await operation.run()
         except ProgramError as error:
@@ -124,4 +129,6 @@ class OrderedStream:
             return self._run.failure or ProgramCancelled("the program was cancelled")
         except Exception as error:  # a fault of this package must not leave the program waiting
             return ProgramError(f"{type(error).__name__}: {error}")
+        finally:
+            self._is_in_operation = False
         return None

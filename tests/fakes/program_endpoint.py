@@ -43,6 +43,7 @@ class FakeEndpoint(Endpoint):
         self.fails_on = ""
         self.gate: asyncio.Event | None = None
         self.num_running = self.most_running = 0
+        self.three_run = threading.Event()
 
     async def generate(
         self, content: Content, fields: Mapping[str, Any], caller: Caller, on_text: Callable[[str], None] | None = None
@@ -68,6 +69,8 @@ class FakeEndpoint(Endpoint):
         self.began.set()
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
+        if self.num_running == 3:
+            self.three_run.set()
         try:
             for _ in range(1 + len(text) % 3):  # calls end in another order than they begin
                 await asyncio.sleep(0)

@@ -194,6 +194,36 @@ def test_forks_compute_the_text_before_them_once(stack: Stack, endpoint: Endpoin
     assert computed() - before <= num_prefix // 16 + 16 * 3
 
 
+@program
+def card(s: State, animal: str) -> None:
+    """The program's constants are what the model writes anyway, but for the last."""
+    s += f"Name: otter\nFood: fish\nHome: river\n\nName: heron\nFood: fish\nHome: lake\n\nName: {animal}\nFood:"
+    s += gen("food", 8, stop="\n") + "\nHome:" + gen("home", 8, stop="\n") + "\nLegs:" + gen("legs", 3, stop="\n")
+
+
+def test_text_beyond_a_call_is_used_where_the_program_goes_on_so(stack: Stack, endpoint: Endpoint) -> None:
+    asked = card.run(animal="crane", endpoint=endpoint, sampling=GREEDY)
+    saved = card.run(animal="crane", endpoint=endpoint, sampling=GREEDY, surplus_tokens=32)
+    assert saved.text() == asked.text()
+    assert [saved[name] for name in ("food", "home", "legs")] == [asked[name] for name in ("food", "home", "legs")]
+    assert saved.usage.calls <= asked.usage.calls == 3
+
+    @program
+    def split(s: State) -> None:
+        s += "An otter is" + gen("a", 4) + gen("b", 4) + gen("c", 4)
+
+    saved = split.run(endpoint=endpoint, sampling=GREEDY, surplus_tokens=32)
+    assert (saved.usage.calls, saved.text()) == (1, "An otter is" + complete(stack, "An otter is", 12))
+    assert saved["a"] == complete(stack, "An otter is", 4)
+
+    @program
+    def chat(s: State) -> None:
+        s += user("What is a river? 🦦") + assistant("It" + gen("a", 3) + gen("b", 3))
+
+    saved = chat.run(endpoint=endpoint, sampling=GREEDY, surplus_tokens=16)
+    assert saved.usage.calls == 1 and saved.messages() == chat.run(endpoint=endpoint, sampling=GREEDY).messages()
+
+
 def test_constraints_and_types(endpoint: Endpoint) -> None:
     schema = {"type": "object", "properties": {"legs": {"type": "integer"}}, "required": ["legs"]}
 

@@ -24,6 +24,7 @@ from kvrelay_programs import (
 )
 from kvrelay_programs.errors import caller_location
 from kvrelay_programs.loop_thread import program_loop
+from kvrelay_programs.run import Run, RunOptions
 from tests.fakes.program_endpoint import FakeEndpoint
 
 
@@ -58,7 +59,7 @@ def test_forks_run_at_the_same_time_and_the_program_waits_only_for_what_it_reads
         return [fork["word"] for fork in forks]
 
     state = three.run(endpoint=endpoint, stream=True)
-    assert seen.wait(30)
+    assert seen.wait(30) and endpoint.three_run.wait(30)
     program_loop().call_soon_threadsafe(gate.set)
     assert "".join(state.text_iter()) == "Say"
     assert endpoint.most_running == 3
@@ -151,6 +152,22 @@ def test_a_cancelled_program_raises_where_it_waits() -> None:
     with pytest.raises(ProgramCancelled):
         list(state.text_iter())
     assert [type(error) for error in errors] == [ProgramCancelled] and endpoint.was_cancelled.wait(30)
+
+
+def test_a_cancelled_program_ends_before_its_first_step_and_after_its_last() -> None:
+    for num_steps in range(4):
+        run = Run(FakeEndpoint(), RunOptions(), None)
+        state = State(run)
+
+        async def cancel_between(run: Run = run, state: State = state, num_steps: int = num_steps) -> None:
+            state += "Say" + gen("word", 4)
+            run.cancel()
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(cancel_between(), program_loop()).result(30)
+        with pytest.raises(ProgramCancelled):
+            state.value("word")
 
 
 def test_a_deadline_ends_a_call_and_is_told_to_the_endpoint() -> None:

@@ -58,6 +58,7 @@ class ScriptedHandle:
         self.cancelled_at: float | None = None
         self.num_pushed = 0
         self.error: RequestFailed | None = None
+        self.submitted_unix_s = time.time()
         self.is_over = False
         self.awaits_worker = False
         self._dispatcher = dispatcher
@@ -203,7 +204,8 @@ class ScriptedDispatcher:
         return {"workers": []}
 
     def recent_requests(self, limit: int, owner: str | None = None) -> list[dict[str, Any]]:
-        return [{"request_id": each.request_id} for each in self.requests if owner in (None, each.owner)][:limit]
+        found = [handle for handle in self.handles if owner in (None, handle.request.owner)][:limit]
+        return [{"request_id": each.request.request_id, "submitted_unix_s": each.submitted_unix_s} for each in found]
 
     async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
         found = self.recent_request(request_id, owner)

@@ -116,7 +116,8 @@ class RouterProcesses:
         name = f"{self._config.router_id}-{number}"
         argv = [*self._argv, "--processes=1", f"--router-id={name}", f"--port={port}"]
         if self._config.message_port:
-            argv.append(f"--message-port={self._config.message_port + number}")
+            # Each process takes as many ports as there are fleets.
+            argv.append(f"--message-port={self._config.message_port + number * len(self._config.fleets())}")
         if self._config.metrics_port:
             argv.append(f"--metrics-port={self._config.metrics_port + number}")
         return ServiceSpec(

@@ -6,42 +6,30 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
-from collections.abc import Callable
 from http import HTTPStatus
 
 import zmq
 
-from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
-from kvrelay.fleet import Registry
-from kvrelay.fleet.index import IndexFeed, IndexReader
 from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
-from kvrelay.messaging.messenger import Messenger
 from kvrelay.open_files import TooFewOpenFiles, allow_peers, files_for_peers
 from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
-from kvrelay.protocol.link import LinkEvent
 from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.metric_samples import MetricSamples, merged, samples_by
+from kvrelay.telemetry.metric_samples import MetricSamples, merged
 from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay_router.asgi.app import create_app
-from kvrelay_router.dispatch.active_requests import DispatchSettings
-from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.fleet_watch import ListWorkers
 from kvrelay_router.http.connection_limits import ConnectionLimits, allowed_connections
 from kvrelay_router.http.http_server import HttpServer, bind, serve
 from kvrelay_router.openai.request_metrics import RequestMetrics
+from kvrelay_router.openai.served_models import FurtherModel
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.pending_memory import PendingMemory
-from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.processes import inherited_connections
-from kvrelay_router.router_samples import router_samples
-from kvrelay_router.static_workers import StaticWorkers
+from kvrelay_router.served_fleet import ServedFleet, fleet_samples, start_fleet
 from kvrelay_router.text.chat_template import ChatTemplateError
-from kvrelay_router.text.service import TextService
 from kvrelay_router.text.sources import TokenizerNotFound
 
 log = logging.getLogger(__name__)
@@ -57,7 +45,7 @@ class RouterServer:
         self.config = config
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._dispatcher: RouterDispatcher | None = None
+        self._fleets: list[ServedFleet] = []
         self._http: HttpServer | None = None
         self._instruments = Instruments()
         self._memory = PendingMemory(int(config.max_pending_bytes))
@@ -84,43 +72,27 @@ class RouterServer:
     async def startup(self) -> None:
         """Loads the tokenizer, connects to the fleet and opens the HTTP endpoint."""
         config = self.config
-        started = time.monotonic()
-        text = await asyncio.to_thread(
-            TextService.load,
-            config.model,
-            content_special_tokens=config.content_special_tokens,
-            max_grammar_cpu_s=config.max_grammar_cpu_s,
-            tool_parser=config.tool_parser,
-            reasoning_parser=config.reasoning_parser,
-        )
-        self._closing.callback(text.close)
-        text.grammars.start()
-        log.info("tokenizer of %s loaded in %.1f s", config.model, time.monotonic() - started)
         events = config.open_event_log(config.router_id)
         if events is not None:
             self._closing.callback(events.close)
         export = open_export("router", config.router_id)
         self._closing.push_async_callback(export.close)
         api = ApiSettings.from_config(config)
-        self._dispatcher = RouterDispatcher(
-            self._open_messenger,
-            self._registry(),
-            _dispatch_settings(config, api, text.tokenizer_identity),
-            events,
-            _prefix_index(config),
-            export.tracer,
-            _static_workers(config),
-        )
-        self._closing.push_async_callback(self._dispatcher.close)
-        self._dispatcher.start()
+        models = frozenset(each.model_name for each in config.fleets())
+        for each in config.fleets():
+            other_models = models - {each.model_name}
+            fleet = await start_fleet(each, api, self._closing, events, export.tracer, other_models=other_models)
+            self._fleets.append(fleet)
         limits = _limits(config)
         self._closing.push_async_callback(limits.close)
         metrics = RequestMetrics(config.model_name, self._instruments, export.tracer)
         page = self._metrics_page if config.metrics_on_api_port else None
-        app = create_app(api, self._dispatcher, text, limits, metrics, self._memory, page)
+        first, *others = self._fleets
+        further = [FurtherModel(each.config.model_names, each.dispatcher, each.text) for each in others]
+        app = create_app(api, first.dispatcher, first.text, limits, metrics, self._memory, page, further)
         export.start(self._metric_samples)
         await self._open_pages()
-        await self._meet_workers(self._dispatcher)
+        await self._meet_workers()
         source = inherited_connections(config.port) or bind(config.host, config.port)
         connections = ConnectionLimits(
             max_connections=allowed_connections(
@@ -131,25 +103,22 @@ class RouterServer:
         grace_s = config.drain_timeout_s + HTTP_GRACE_S
         self._http = await serve(app, source, graceful_timeout_s=grace_s, limits=connections, memory=self._memory)
         self._closing.push_async_callback(self._http.stop)
-        self._closing.push_async_callback(self._dispatcher.close)  # closed first: the HTTP server waits for the answers
-        log.info("serving %s at http://%s:%d", config.model_name, config.reachable_host, self._http.port)
+        for fleet in self._fleets:  # closed first: the HTTP server waits for the answers
+            self._closing.push_async_callback(fleet.dispatcher.close)
+        names = ", ".join(fleet.config.model_name for fleet in self._fleets)
+        log.info("serving %s at http://%s:%d", names, config.reachable_host, self._http.port)
 
-    def _registry(self) -> ListWorkers | None:
-        config = self.config
-        if not config.uses_redis:
-            return None
-        registry = Registry(config.redis_url, config.redis_prefix)
-        self._closing.push_async_callback(registry.close)
-        return lambda: registry.list_workers(config.model_name)
-
-    async def _meet_workers(self, dispatcher: RouterDispatcher) -> None:
+    async def _meet_workers(self) -> None:
         """Waits for workers before the port opens: the first clients would get "no worker is ready"."""
-        met = asyncio.create_task(dispatcher.watch.met(), name="meet-workers")
+        met = asyncio.create_task(self._all_met(), name="meet-workers")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         await asyncio.wait([met, stop], timeout=self.config.peer_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in (met, stop):
             task.cancel()
         await asyncio.gather(met, stop, return_exceptions=True)
+
+    async def _all_met(self) -> None:
+        await asyncio.gather(*(fleet.dispatcher.watch.met() for fleet in self._fleets))
 
     async def _open_pages(self) -> None:
         config = self.config
@@ -170,19 +139,17 @@ class RouterServer:
         return metrics_page(self._metric_samples())
 
     def _readiness(self) -> Page:
-        if self._dispatcher is not None and self._dispatcher.ready():
+        if any(fleet.dispatcher.ready() for fleet in self._fleets):
             return Page(b"ready\n")
         return Page(b"no worker is ready\n", HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _metric_samples(self) -> MetricSamples:
-        assert self._dispatcher is not None
-        dropped = {"kvrelay.messages.dropped": samples_by("cause", self._dispatcher.messenger.num_dropped)}
-        figures = router_samples(self._dispatcher.figures())
-        return merged([process_samples(), dropped, self._instruments.samples(), figures, self._memory.samples()])
+        figures = fleet_samples(self._fleets)
+        return merged([process_samples(), self._instruments.samples(), figures, self._memory.samples()])
 
     async def main_loop(self) -> None:
         """Serves until a signal arrives, then drains: running requests finish within the drain timeout."""
-        assert self._http is not None and self._dispatcher is not None
+        assert self._http is not None
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         http = asyncio.create_task(self._http.wait(), name="http")
         await asyncio.wait([stop, http], return_when=asyncio.FIRST_COMPLETED)
@@ -191,15 +158,16 @@ class RouterServer:
             await http  # raises the error that ended it
             return
         http.cancel()
-        await self._drain(self._http, self._dispatcher)
+        await self._drain(self._http)
 
     async def shutdown(self) -> None:
         """Closes everything in reverse order. An error in one does not keep the others open."""
         await self._closing.aclose()
 
-    async def _drain(self, http: HttpServer, dispatcher: RouterDispatcher) -> None:
-        log.info("draining: %d requests are running", dispatcher.num_running)
-        dispatcher.begin_drain()
+    async def _drain(self, http: HttpServer) -> None:
+        log.info("draining: %d requests are running", self._num_running)
+        for fleet in self._fleets:
+            fleet.dispatcher.begin_drain()
         hurry = asyncio.create_task(self._hurry.wait(), name="hurry")
         leaving = asyncio.create_task(http.leave(), name="http-leave")
         await asyncio.wait([leaving, hurry], return_when=asyncio.FIRST_COMPLETED)
@@ -209,28 +177,20 @@ class RouterServer:
         for task in (leaving, hurry):
             task.cancel()
         await asyncio.gather(leaving, hurry, return_exceptions=True)
-        if dispatcher.num_running:
-            log.warning("%d requests did not finish in time and are cancelled", dispatcher.num_running)
-        await dispatcher.close()
+        if self._num_running:
+            log.warning("%d requests did not finish in time and are cancelled", self._num_running)
+        await asyncio.gather(*(fleet.dispatcher.close() for fleet in self._fleets))
         await closing
+
+    @property
+    def _num_running(self) -> int:
+        return sum(fleet.dispatcher.num_running for fleet in self._fleets)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
             log.warning("second signal: exiting without waiting for running requests")
             self._hurry.set()
         self._stop.set()
-
-    def _open_messenger(self, on_event: Callable[[LinkEvent], None]) -> Messenger:
-        config = self.config
-        return Messenger(
-            config.router_id,
-            on_event,
-            host=config.message_host or config.host,
-            port=config.message_port,
-            advertise_host=_message_address(config),
-            settings=config.link_settings,
-            curve=config.curve_key(),
-        )
 
 
 def run_router(config: RouterConfig) -> None:
@@ -247,39 +207,7 @@ async def _serve(config: RouterConfig) -> None:
     await RouterServer(config).serve()
 
 
-def _message_address(config: RouterConfig) -> str:
-    """The address at which workers reach the inbox: the bound one, unless that is every interface."""
-    host = config.message_host
-    return host if host is not None and not is_wildcard(host) else config.reachable_host
-
-
-def _static_workers(config: RouterConfig) -> StaticWorkers | None:
-    if not config.static_workers:
-        return None
-    return StaticWorkers(config.static_workers, config.model_name, config.fleet_interval_s)
-
-
 def _limits(config: RouterConfig) -> SharedLimits | OwnLimits:
     if not config.uses_redis:
         return OwnLimits()
     return SharedLimits(config.redis_url, config.redis_prefix, config.model_name)
-
-
-def _prefix_index(config: RouterConfig) -> FleetPrefixes | None:
-    if not config.prefix_index or not config.uses_redis:
-        return None
-    return FleetPrefixes(IndexFeed(IndexReader(config.redis_url, config.redis_prefix, config.model_name)))
-
-
-def _dispatch_settings(config: RouterConfig, api: ApiSettings, tokenizer: str) -> DispatchSettings:
-    return DispatchSettings(
-        tokenizer=tokenizer,
-        policy=config.routing_policy,
-        local_prefill_tokens=config.local_prefill_tokens,
-        ttft_deadline_s=config.ttft_deadline_s,
-        max_attempts=config.max_attempts,
-        max_wait_for_worker_s=config.max_wait_for_worker_s,
-        # The HTTP layer bounds its requests; one of them may still bring many prompts.
-        max_requests=config.max_queued_requests + api.max_sequences,
-        registry_interval_s=config.fleet_interval_s,
-    )

@@ -32,11 +32,17 @@ class StaticWorker:
 
 
 class StaticWorkers:
-    """Polls each URL every `interval_s` for a worker of `model`. Call `start` on the event loop."""
+    """Polls each URL every `interval_s` for a worker of `model`. Call `start` on the event loop.
 
-    def __init__(self, urls: Sequence[str], model: str, interval_s: float) -> None:
+    A worker of one of `other_models` is ignored: another fleet of this router has it.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], model: str, interval_s: float, *, other_models: frozenset[str] = frozenset()
+    ) -> None:
         self._workers = [StaticWorker(url) for url in urls]
         self._model = model
+        self._other_models = other_models
         self._interval_s = interval_s
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -66,6 +72,8 @@ class StaticWorkers:
         """Polls once; returns whether the answer changed."""
         try:
             record = self._read(await _get(worker.url))
+            if record.model in self._other_models:
+                return False
         except (OSError, TimeoutError, ValueError) as error:
             silence = str(error) or "no answer in time"
             has_changed = silence != worker.silence
@@ -79,12 +87,12 @@ class StaticWorkers:
         return record != was
 
     def _read(self, data: bytes) -> WorkerRecord:
-        """Decodes a record. Raises ValueError unless it is a worker of this model."""
+        """Decodes a record. Raises ValueError unless it is a worker of this router's models."""
         try:
             record = record_from_json(data)
         except msgspec.DecodeError as error:
             raise ValueError(f"{RECORD_PAGE} is not a worker record: {error}") from error
-        if record.model != self._model:
+        if record.model != self._model and record.model not in self._other_models:
             raise ValueError(f"it serves the model {record.model}, this router {self._model}")
         if not record.address.startswith("tcp://"):
             raise ValueError(f"its address {record.address!r} is not tcp://HOST:PORT")

@@ -80,8 +80,14 @@ def _follow(url: str, interval_s: float, fleet: dict[str, Any]) -> None:
 
 
 def view(fleet: Mapping[str, Any]) -> RenderableType:
-    """Renders an answer of `/fleet` as tables."""
-    return Group(_head(fleet), _workers(fleet["workers"]))
+    """Renders an answer of `/fleet` as tables, one after the other for several models."""
+    workers = fleet["workers"]
+    if "models" not in fleet:
+        return Group(_head(fleet), _workers(workers))
+    parts: list[RenderableType] = []
+    for model, own in fleet["models"].items():
+        parts += [Text(model, style="bold"), _head(own), _workers([each for each in workers if each["model"] == model])]
+    return Group(*parts)
 
 
 def _head(fleet: Mapping[str, Any]) -> RenderableType:

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from kvrelay.config.common import CommonConfig
+from kvrelay.config.fleets import read_fleets
 from kvrelay.protocol.messages import LEAST_WEIGHT, MOST_WEIGHT
 
 LEAST_PER_MINUTE = 0.001
@@ -72,7 +73,7 @@ class RouterConfig(CommonConfig):
         default=0,
         ge=0,
         le=65535,
-        description="port for workers' messages; several processes use the following ports; 0: any free one",
+        description="port for workers' messages; several processes and fleets use the following ports; 0: any free one",
     )
     metrics_port: int | None = Field(
         default=None,
@@ -238,6 +239,12 @@ class RouterConfig(CommonConfig):
         "repeat the flag for several",
         json_schema_extra={"flags": ["--static-worker"], "list": True},
     )
+    fleets_file: Path | None = Field(
+        default=None,
+        description="TOML file with further models that this router serves, each on workers of its own: [[fleet]] "
+        "tables with model and served_model_name, as the workers have them, and tool_parser and reasoning_parser "
+        "(default: only model)",
+    )
     fleet_interval_s: float = Field(
         default=0.5,
         ge=0.05,
@@ -258,11 +265,55 @@ class RouterConfig(CommonConfig):
     def _processes_have_names_and_ports(self) -> Self:
         if self.processes > 1 and len(self.router_id) > MAX_ID_OF_SEVERAL:
             raise ValueError(f"router_id may have {MAX_ID_OF_SEVERAL} characters at most with several processes")
-        if self.message_port + self.processes > 65536 and self.message_port:
-            raise ValueError("message_port and the ports after it, one for each of processes, must be 65535 at most")
+        if self.message_port and self.message_port + self.processes * len(self.fleets()) > 65536:
+            raise ValueError(
+                "message_port and the ports after it, one for each fleet of each process, must be 65535 at most"
+            )
         if self.metrics_port and self.metrics_port + self.processes > 65536:
             raise ValueError("metrics_port and the ports after it, one for each of processes, must be 65535 at most")
         return self
+
+    @field_validator("fleets_file")
+    @classmethod
+    def _fleets_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            read_fleets(path)
+        return path
+
+    @model_validator(mode="after")
+    def _models_have_own_names(self) -> Self:
+        owners: dict[str, str] = {}
+        for fleet in self.fleets():
+            for name in fleet.model_names:
+                if name in owners:
+                    raise ValueError(
+                        f"fleets_file: {self.fleets_file}: {name!r} is the name of {owners[name]} and of "
+                        f"{fleet.model}; each fleet must have names of its own"
+                    )
+                owners[name] = fleet.model
+        return self
+
+    def fleets(self) -> tuple[RouterConfig, ...]:
+        """The configuration for each fleet, the one of `model` first. They differ in `message_port` and the fields of
+        `fleets_file`, and share `max_peers`."""
+        if self.fleets_file is None:
+            return (self,)
+        entries = read_fleets(self.fleets_file)
+        share = {"max_peers": max(4, self.max_peers // (len(entries) + 1))}
+        further = [
+            self.model_copy(
+                update={
+                    **share,
+                    "model": self._model_is_there(entry.model),
+                    "served_model_name": self._names_have_text(entry.served_model_name),
+                    "tool_parser": entry.tool_parser,
+                    "reasoning_parser": entry.reasoning_parser,
+                    "message_port": self.message_port and self.message_port + number,
+                }
+            )
+            for number, entry in enumerate(entries, 1)
+        ]
+        return (self.model_copy(update=share), *further)
 
     @field_validator("static_workers")
     @classmethod

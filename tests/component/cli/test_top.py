@@ -9,8 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from kvrelay.cli.top import top
+from kvrelay.cli.top import top, view
 
 FLEET: dict[str, Any] = {
     "router": {"router_id": "router-7", "registry": "ok"},
@@ -96,3 +97,16 @@ def test_it_says_what_is_wrong(
         with pytest.raises(SystemExit) as raised:
             top(wrong)
         assert raised.value.code == 2
+
+
+def test_models_are_shown_one_after_the_other() -> None:
+    workers = [{**each, "model": model} for model in ("one", "other") for each in FLEET["workers"]]
+    own = {name: value for name, value in FLEET.items() if name != "workers"}
+    other = {**own, "router": {"router_id": "router-7", "registry": "away"}}
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(view({"workers": workers, "models": {"one": own, "other": other}}))
+    first, second = capture.get().split("\nother")
+    assert first.startswith("one")
+    assert first.count("decode-0") == second.count("decode-0") == 1
+    assert "away" in second and "away" not in first

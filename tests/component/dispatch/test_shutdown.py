@@ -28,9 +28,10 @@ async def test_a_close_that_raises_keeps_nothing_else_open(monkeypatch: pytest.M
     monkeypatch.setattr(TextService, "close", note_text)
     server = RouterServer(RouterConfig(port=0, redis_url="redis://127.0.0.1:1/0"))
     await server.startup()
-    assert server._dispatcher is not None and server._http is not None
+    assert server._http is not None
+    (fleet,) = server._fleets
     with pytest.raises(ConnectionResetError):
         await server.shutdown()
     assert closed == ["registry", "text"]
-    assert server._dispatcher._is_closed
+    assert fleet.dispatcher._is_closed
     await server._http.wait()

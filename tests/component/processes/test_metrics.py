@@ -78,8 +78,8 @@ async def test_a_routers_page_has_what_is_documented(redis_server: EmbeddedRedis
     server = RouterServer(config)
     await server.startup()
     try:
-        assert server.pages is not None and server._dispatcher is not None
-        dispatcher = server._dispatcher
+        assert server.pages is not None
+        dispatcher = server._fleets[0].dispatcher
         await until(lambda: dispatcher.figures()["prefix_index"]["age_s"] is not None)
         check(server._metric_samples(), "router")
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.pages.port}") as http:

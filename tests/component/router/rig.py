@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.connection_limits import ConnectionLimits
 from kvrelay_router.http.http_server import DEFAULT_LIMITS, HttpServer, bind, serve
 from kvrelay_router.openai.request_metrics import RequestMetrics
+from kvrelay_router.openai.served_models import FurtherModel
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.text.service import TextService
@@ -81,12 +82,14 @@ async def running_router(
     metrics: RequestMetrics | None = None,
     graceful_timeout_s: float = 2.0,
     memory: PendingMemory | None = None,
+    further: Sequence[FurtherModel] = (),
     **settings: Any,
 ) -> AsyncIterator[Router]:
     """A router with these settings."""
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
     memory = memory or PendingMemory()
-    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits, metrics, memory)
+    api = ApiSettings(model_names=(MODEL, "alias"), **settings)
+    app = create_app(api, dispatcher, text, limits, metrics, memory, further=further)
     server = await serve(
         app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections, memory=memory
     )

@@ -18,26 +18,24 @@ from kvrelay_router.anthropic.messages_request import (
 )
 from kvrelay_router.anthropic.tools import tool_fields
 from kvrelay_router.http.api_error import json_response
-from kvrelay_router.http.body import read_json_object
-from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_planning import plan_parsed_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput, check_model
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
 from kvrelay_router.openai.schema.parsing import parse
+from kvrelay_router.openai.served_models import ServedModels
 
 
 class MessagesEndpoint:
     """Converts messages to chat completions, which plan and run them."""
 
-    def __init__(self, service: ApiService) -> None:
-        self._service = service
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
 
     async def serve(self, http: Request) -> Response:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
-        service = self._service
+        service, content = await self._models.read(http)
         names = service.names(http)
-        content = await read_json_object(http, service.settings.max_body_bytes)
         request = parse(MessagesRequest, content)
         chat = await _chat_content(request, content)
         chat_request = parse_chat({**chat, **generation_fields(request, content)})
@@ -50,8 +48,7 @@ class MessagesEndpoint:
 
     async def count_tokens(self, http: Request) -> Response:
         """Counts the tokens of a prompt, special tokens included."""
-        service = self._service
-        content = await read_json_object(http, service.settings.max_body_bytes)
+        service, content = await self._models.read(http)
         request = parse(CountTokensRequest, content)
         check_model(service.settings, request.model)
         service.take_turns_as(service.names(http))

@@ -31,6 +31,7 @@ from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetr
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.openai.schema.parsing import RequestModel
+from kvrelay_router.openai.served_models import FurtherModel, ServedModels
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
 from kvrelay_router.pending_memory import PendingMemory
@@ -57,18 +58,20 @@ def create_app(
     metrics: RequestMetrics | None = None,
     memory: PendingMemory | None = None,
     metrics_page: Callable[[], Page] | None = None,
+    further: Sequence[FurtherModel] = (),
 ) -> ASGIApp:
-    """The ASGI application. The caller closes dispatcher, text service and limits. `metrics_page` is what /metrics
-    answers, if it is to be served."""
+    """The ASGI application. The caller closes dispatchers, text services and limits. `metrics_page` is what /metrics
+    answers, if it is to be served. `further`: models beside that of `settings`."""
     rate_limiter = RateLimiter(settings.key_rules, settings.own_key_rules, limits)
     in_progress = InProgress(settings.max_requests, shares=settings.tenants.are_several)
     service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory or PendingMemory())
+    models = ServedModels([service, *(each.service_beside(service) for each in further)])
     app = FastAPI(title="kvrelay", redirect_slashes=False)
     app.add_exception_handler(Exception, on_api_error)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    _add_posts(app, service)
-    _add_operations(app, service)
+    _add_posts(app, models)
+    _add_operations(app, models)
     if metrics_page is not None:
         _add_metrics(app, metrics_page)
     fast_path = FastPathRouter(app, _endpoints(app, OPERATION_BY_PATH))
@@ -93,13 +96,13 @@ def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def _add_posts(app: FastAPI, service: ApiService) -> None:
-    tokens, messages, responses = TokenRoutes(service), MessagesEndpoint(service), ResponsesEndpoint(service)
-    completions, chat = CompletionsEndpoint(service), ChatEndpoint(service)
+def _add_posts(app: FastAPI, models: ServedModels) -> None:
+    tokens, messages, responses = TokenRoutes(models), MessagesEndpoint(models), ResponsesEndpoint(models)
+    completions, chat = CompletionsEndpoint(models), ChatEndpoint(models)
     routes: list[tuple[str, Any, type[RequestModel]]] = [
         ("/v1/completions", completions.serve, CompletionRequest),
         ("/v1/chat/completions", chat.serve, ChatRequest),
-        ("/invocations", InvocationsEndpoint(service, chat, completions).serve, ChatRequest),
+        ("/invocations", InvocationsEndpoint(models, chat, completions).serve, ChatRequest),
         ("/v1/messages", messages.serve, MessagesRequest),
         ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
         ("/v1/responses", responses.serve, ResponsesRequest),
@@ -112,8 +115,8 @@ def _add_posts(app: FastAPI, service: ApiService) -> None:
     app.add_api_route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"], response_model=None)
 
 
-def _add_operations(app: FastAPI, service: ApiService) -> None:
-    operations = OperationRoutes(service)
+def _add_operations(app: FastAPI, models: ServedModels) -> None:
+    operations = OperationRoutes(models)
     routes: list[tuple[str, Any]] = [
         ("/v1/models", operations.models),
         ("/v1/models/{model_id:path}", operations.model),

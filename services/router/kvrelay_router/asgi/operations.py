@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvrelay_router.http.json_parts import PartsResponse
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.error_mapping import model_not_found, no_worker_ready
+from kvrelay_router.openai.served_models import ServedModels
 
 DASHBOARD = Path(__file__).parent / "dashboard.html"
 DASHBOARD_HEADERS = {
@@ -33,22 +35,25 @@ ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 class OperationRoutes:
     """The endpoints that generate nothing."""
 
-    def __init__(self, service: ApiService) -> None:
-        self._service = service
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
+        self._service = models.first
         self._version = version("kvrelay")
 
     async def models(self) -> Response:
-        models = [self._model(name) for name in self._service.settings.model_names]
-        return json_response({"object": "list", "data": models})
+        served = [
+            self._model(service, name) for service in self._models.services for name in service.settings.model_names
+        ]
+        return json_response({"object": "list", "data": served})
 
     async def model(self, model_id: str) -> Response:
-        if model_id not in self._service.settings.model_names:
+        service = self._models.by_name(model_id)
+        if service is None:
             raise model_not_found(model_id)
-        return json_response(self._model(model_id))
+        return json_response(self._model(service, model_id))
 
-    def _model(self, name: str) -> dict[str, Any]:
-        settings = self._service.settings
-        limits = self._service.dispatcher.limits()
+    def _model(self, service: ApiService, name: str) -> dict[str, Any]:
+        settings, limits = service.settings, service.dispatcher.limits()
         return {
             "id": name,
             "object": "model",
@@ -63,18 +68,38 @@ class OperationRoutes:
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Returns the number of workers by role, or 503 if no request could be placed now."""
-        if not self._service.dispatcher.ready():
+        """Returns the number of workers by role, or 503 if no request, for any model, could be placed now."""
+        services = self._models.services
+        if not any(service.dispatcher.ready() for service in services):
             raise no_worker_ready("No worker is ready", 1.0)
-        return json_response({"status": "ready", "workers": self._service.dispatcher.ready_workers()})
+        workers = Counter[str]()
+        for service in services:
+            workers.update(service.dispatcher.ready_workers())
+        answer: dict[str, Any] = {"status": "ready", "workers": workers}
+        if len(services) > 1:
+            answer["models"] = {
+                service.settings.model_name: {
+                    "ready": service.dispatcher.ready(),
+                    "workers": service.dispatcher.ready_workers(),
+                }
+                for service in services
+            }
+        return json_response(answer)
 
     async def version(self) -> Response:
         return json_response({"version": self._version})
 
     async def fleet(self, http: Request) -> Response:
-        """Returns all workers with their state, queues and blocks."""
-        fleet = await self._service.dispatcher.fleet(self._visible_owner(http))
-        return json_response({**fleet, "memory": self._service.memory.as_json()})
+        """Returns all workers with their state, queues and blocks. If there are several models, everything else stands
+        under `models`, by name."""
+        owner, services = self._visible_owner(http), self._models.services
+        fleets = await asyncio.gather(*(service.dispatcher.fleet(owner) for service in services))
+        memory = self._service.memory.as_json()
+        if len(fleets) == 1:
+            return json_response({**fleets[0], "memory": memory})
+        workers = [worker for fleet in fleets for worker in fleet.pop("workers")]
+        models = {service.settings.model_name: fleet for service, fleet in zip(services, fleets, strict=True)}
+        return json_response({"workers": workers, "models": models, "memory": memory})
 
     async def request(self, http: Request, request_id: str) -> Response:
         """Returns the record of a request by its `x-request-id` or answer id, or 404. Several prompts give a list."""
@@ -86,8 +111,11 @@ class OperationRoutes:
 
     async def requests(self, http: Request) -> Response:
         """Returns the latest requests, newest first."""
-        found = self._service.dispatcher.recent_requests(MAX_LISTED, self._visible_owner(http))
-        return json_response({"requests": found})
+        owner, services = self._visible_owner(http), self._models.services
+        found = [each for service in services for each in service.dispatcher.recent_requests(MAX_LISTED, owner)]
+        if len(services) > 1:
+            found.sort(key=lambda each: each["submitted_unix_s"], reverse=True)
+        return json_response({"requests": found[:MAX_LISTED]})
 
     async def timeline(self, http: Request, request_id: str) -> Response:
         """Returns the events of a request with their times, or 404. Accepts the same ids as `request`."""
@@ -101,7 +129,9 @@ class OperationRoutes:
         known: list[dict[str, Any]] = []
         for start in range(0, len(names), TIMELINES_AT_ONCE):
             asked = [
-                self._service.dispatcher.timeline(each, owner) for each in names[start : start + TIMELINES_AT_ONCE]
+                service.dispatcher.timeline(each, owner)
+                for each in names[start : start + TIMELINES_AT_ONCE]
+                for service in self._models.services
             ]
             known += [timeline for timeline in await asyncio.gather(*asked) if timeline is not None]
         return known
@@ -127,8 +157,9 @@ class OperationRoutes:
     async def _recent(self, name: str, owner: str | None) -> list[dict[str, Any]]:
         found, share = [], LoopShare()
         for each in self._service.aliases.resolve(name, owner):
-            if (request := self._service.dispatcher.recent_request(each, owner)) is not None:
-                found.append(request)
+            for service in self._models.services:
+                if (request := service.dispatcher.recent_request(each, owner)) is not None:
+                    found.append(request)
             await share.pause()  # a request may have a thousand prompts, and each prompt some twenty attempts
         return found
 

@@ -9,25 +9,25 @@ from starlette.responses import Response
 
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.openai.answers.parsed_chat_format import chat_format
-from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_planning import plan_parsed_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
+from kvrelay_router.openai.served_models import ServedModels
 
 
 class ChatEndpoint:
     """Validates and plans chat completions. The returned response runs them."""
 
-    def __init__(self, service: ApiService) -> None:
-        self._service = service
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
 
     async def serve(self, http: Request) -> Response:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
-        return await self.answer(http, await read_json_object(http, self._service.settings.max_body_bytes))
+        return await self.answer(http, await read_json_object(http, self._models.settings.max_body_bytes))
 
     async def answer(self, http: Request, content: dict[str, Any]) -> Response:
         """As `serve`, for a body that was read."""
-        service = self._service
+        service = self._models.select(http, content)
         names = service.names(http)
         await check_messages(content)
         request = parse_chat(content)

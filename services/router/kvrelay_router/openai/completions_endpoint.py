@@ -13,7 +13,6 @@ from kvrelay_router.http.body import read_json_object
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.completion_format import completion_format
 from kvrelay_router.openai.answers.prompt_scores import most
-from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.error_mapping import prompt_too_long
 from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
@@ -31,22 +30,24 @@ from kvrelay_router.openai.schema.completion_request import (
     parse_completion,
     too_many_completions,
 )
+from kvrelay_router.openai.served_models import ServedModels
+from kvrelay_router.text.service import TextService
 from kvrelay_router.text.tokenizer import TextTooLong
 
 
 class CompletionsEndpoint:
     """Validates and plans text completions. The returned response runs them."""
 
-    def __init__(self, service: ApiService) -> None:
-        self._service = service
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
 
     async def serve(self, http: Request) -> Response:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
-        return await self.answer(http, await read_json_object(http, self._service.settings.max_body_bytes))
+        return await self.answer(http, await read_json_object(http, self._models.settings.max_body_bytes))
 
     async def answer(self, http: Request, content: dict[str, Any]) -> Response:
         """As `serve`, for a body that was read."""
-        service = self._service
+        service = self._models.select(http, content)
         names = service.names(http)
         await check_many_prompts(content, service.settings.max_sequences)
         request = parse_completion(content)
@@ -57,59 +58,58 @@ class CompletionsEndpoint:
         if request.grammar is not None:
             await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
         fields = _endpoint_fields(request)
-        prompts = await self._prompts(request, fields, limits)
+        prompts = await _prompts(service.text, request, fields, limits)
         plan = await plan_generation(service, names, request, fields, prompts, limits)
         echoed = [prompt.echo for prompt in prompts if prompt.echo is not None]
         answer = completion_format(service, f"cmpl-{names.unique}", request, plan.runs, echoed)
         return GenerationResponse(service, plan, answer)
 
-    async def _prompts(
-        self, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
-    ) -> list[TokenizedPrompt]:
-        share, room = LoopShare(), fields.output.prompt_room(limits)
-        token_ids: list[list[int]] = []
-        for item in request.prompt:
-            token_ids.append(await self._tokenize(item, request, fields, limits))
-            await share.pause()
-        prompts: list[TokenizedPrompt] = []
-        for item, ids in zip(request.prompt, token_ids, strict=True):
-            prompts.append(await self._prompt(item, ids, room, request))
-            await share.pause()
-        return prompts
 
-    async def _tokenize(
-        self, item: PromptItem, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
-    ) -> list[int]:
-        if isinstance(item, str):
-            text = self._service.text
-            max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
-            try:
-                token_ids = await text.encode(
-                    item, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens
-                )
-            except TextTooLong as error:
-                raise prompt_too_long(error.max_tokens, "prompt") from None
-            check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")
-        else:
-            token_ids = item
-            if request.truncate_prompt_tokens is None and len(token_ids) > limits.max_model_len:
-                allowed_output(len(token_ids), fields.output, limits, "prompt")
-            await check_many_token_ids(token_ids, limits, "prompt")
-        if not token_ids:
-            raise ApiError("Invalid value for 'prompt': it must not be empty", param="prompt")
-        return token_ids
+async def _prompts(
+    text: TextService, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
+) -> list[TokenizedPrompt]:
+    share, room = LoopShare(), fields.output.prompt_room(limits)
+    token_ids: list[list[int]] = []
+    for item in request.prompt:
+        token_ids.append(await _tokenize(text, item, request, fields, limits))
+        await share.pause()
+    prompts: list[TokenizedPrompt] = []
+    for item, ids in zip(request.prompt, token_ids, strict=True):
+        prompts.append(await _prompt(text, item, ids, room, request))
+        await share.pause()
+    return prompts
 
-    async def _prompt(
-        self, item: PromptItem, token_ids: list[int], room: int, request: CompletionRequest
-    ) -> TokenizedPrompt:
-        """Truncates the prompt to `truncate_prompt_tokens`, and adds the text to echo."""
-        text = self._service.text
-        kept = request.truncated(token_ids, room)
-        if not request.echo:
-            return TokenizedPrompt(kept)
-        if isinstance(item, str) and len(kept) == len(token_ids):
-            return TokenizedPrompt(kept, await text.locate_tokens(item, add_special_tokens=request.add_special_tokens))
-        return TokenizedPrompt(kept, await text.decode_prompt(kept, skip_special_tokens=request.skip_special_tokens))
+
+async def _tokenize(
+    text: TextService, item: PromptItem, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
+) -> list[int]:
+    if isinstance(item, str):
+        max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
+        try:
+            token_ids = await text.encode(item, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens)
+        except TextTooLong as error:
+            raise prompt_too_long(error.max_tokens, "prompt") from None
+        check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")
+    else:
+        token_ids = item
+        if request.truncate_prompt_tokens is None and len(token_ids) > limits.max_model_len:
+            allowed_output(len(token_ids), fields.output, limits, "prompt")
+        await check_many_token_ids(token_ids, limits, "prompt")
+    if not token_ids:
+        raise ApiError("Invalid value for 'prompt': it must not be empty", param="prompt")
+    return token_ids
+
+
+async def _prompt(
+    text: TextService, item: PromptItem, token_ids: list[int], room: int, request: CompletionRequest
+) -> TokenizedPrompt:
+    """Truncates the prompt to `truncate_prompt_tokens`, and adds the text to echo."""
+    kept = request.truncated(token_ids, room)
+    if not request.echo:
+        return TokenizedPrompt(kept)
+    if isinstance(item, str) and len(kept) == len(token_ids):
+        return TokenizedPrompt(kept, await text.locate_tokens(item, add_special_tokens=request.add_special_tokens))
+    return TokenizedPrompt(kept, await text.decode_prompt(kept, skip_special_tokens=request.skip_special_tokens))
 
 
 def _endpoint_fields(request: CompletionRequest) -> EndpointFields:

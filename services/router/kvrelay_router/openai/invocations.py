@@ -7,19 +7,19 @@ from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.body import read_json_object
-from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_endpoint import ChatEndpoint
 from kvrelay_router.openai.completions_endpoint import CompletionsEndpoint
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS
+from kvrelay_router.openai.served_models import ServedModels
 
 
 class InvocationsEndpoint:
-    def __init__(self, service: ApiService, chat: ChatEndpoint, completions: CompletionsEndpoint) -> None:
-        self._service, self._chat, self._completions = service, chat, completions
+    def __init__(self, models: ServedModels, chat: ChatEndpoint, completions: CompletionsEndpoint) -> None:
+        self._models, self._chat, self._completions = models, chat, completions
 
     async def serve(self, http: Request) -> Response:
         """A body with `messages` is a chat completion, one with `prompt` a text completion."""
-        content = await read_json_object(http, self._service.settings.max_body_bytes)
+        content = await read_json_object(http, self._models.settings.max_body_bytes)
         if "messages" in content:
             return await self._chat.answer(http, content)
         if "prompt" in content:

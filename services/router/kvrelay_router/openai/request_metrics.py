@@ -46,6 +46,7 @@ class RequestTimings:
     began: float
     context: TraceContext
     parent: TraceContext | None
+    model: str
     first_token: float | None = None
     last_token: float | None = None
     status: int = 0
@@ -59,7 +60,8 @@ class RequestTimings:
 
 
 class RequestMetrics:
-    """Records the metrics and spans of requests. `tracer` is None if no traces are exported."""
+    """Records the metrics and spans of requests: `model` until they name another. `tracer` is None if no traces are
+    exported."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class RequestMetrics:
         else:  # pass the client's trace on to the workers
             parent = parse_traceparent(traceparent)
             context = parent or new_trace(is_sampled=False)
-        return RequestTimings(operation, self._clock(), context, parent)
+        return RequestTimings(operation, self._clock(), context, parent, self._model)
 
     def ended(self, timings: RequestTimings, request_id: str) -> None:
         """Records the metrics and the span once the answer is complete, failed or cancelled."""
@@ -92,7 +94,7 @@ class RequestMetrics:
         labels: Labels = (
             ("gen_ai.operation.name", timings.operation),
             ("gen_ai.provider.name", PROVIDER),
-            ("gen_ai.request.model", self._model),
+            ("gen_ai.request.model", timings.model),
         )
         self._durations.of((*labels, ("error.type", error)) if error else labels).record(now - timings.began)
         if not error and timings.first_token is not None:
@@ -109,7 +111,7 @@ class RequestMetrics:
         attributes: dict[str, str | int | float | tuple[str, ...]] = {
             "gen_ai.operation.name": timings.operation,
             "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": self._model,
+            "gen_ai.request.model": timings.model,
             "gen_ai.usage.input_tokens": sum(len(run.request.prompt_ids) for run in timings.runs),
             "gen_ai.usage.cache_read.input_tokens": sum(run.cached_tokens for run in timings.runs),
             "gen_ai.usage.output_tokens": sum(choice.num_tokens for choice in choices),
@@ -122,7 +124,7 @@ class RequestMetrics:
         if error:
             attributes["error.type"] = error
         tracer.record(
-            f"{timings.operation} {self._model}",
+            f"{timings.operation} {timings.model}",
             timings.context,
             timings.parent,
             timings.began,

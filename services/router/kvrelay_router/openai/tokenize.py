@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, json_response
-from kvrelay_router.http.body import read_json_object
 from kvrelay_router.http.json_parts import PartsResponse, Rows, dump_at_once
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.request_validation import check_many_token_ids, check_model, known_limits
 from kvrelay_router.openai.schema.chat_request import ChatFields, check_messages
 from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
 from kvrelay_router.openai.schema.parsing import CheckedIntegers, RequestModel, check_integers, parse
+from kvrelay_router.openai.served_models import ServedModels
 
 MANY_TOKENS = 1 << 14
 """Answers with more are written in parts."""
@@ -50,20 +50,19 @@ class DetokenizeTokens(RequestModel):
 class TokenRoutes:
     """The endpoints of the tokenizer. They need workers only for the model's limits."""
 
-    def __init__(self, service: ApiService) -> None:
-        self._service = service
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
 
-    async def _read(self, http: Request) -> dict[str, Any]:
-        content = await read_json_object(http, self._service.settings.max_body_bytes)
-        self._service.take_turns_as(self._service.names(http))
+    async def _read(self, http: Request) -> tuple[ApiService, dict[str, Any]]:
+        service, content = await self._models.read(http)
+        service.take_turns_as(service.names(http))
         if isinstance(content.get("model"), str):
-            check_model(self._service.settings, content["model"])
-        return content
+            check_model(service.settings, content["model"])
+        return service, content
 
     async def tokenize(self, http: Request) -> Response:
         """Tokenizes a prompt or messages."""
-        service = self._service
-        content = await self._read(http)
+        service, content = await self._read(http)
         if "messages" in content and "prompt" in content:
             raise ApiError("Give either 'prompt' or 'messages', not both", param="prompt")
         request: TokenizeText | TokenizeChat
@@ -87,12 +86,12 @@ class TokenRoutes:
         return Response(dump_at_once(answer), media_type="application/json")
 
     async def detokenize(self, http: Request) -> Response:
-        content = await self._read(http)
+        service, content = await self._read(http)
         if "tokens" in content:
             content["tokens"] = await check_integers(content["tokens"], "tokens")
         request = parse(DetokenizeTokens, content)
-        await check_many_token_ids(request.tokens, known_limits(self._service.dispatcher), "tokens")
-        text = await self._service.text.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
+        await check_many_token_ids(request.tokens, known_limits(service.dispatcher), "tokens")
+        text = await service.text.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
         return json_response({"prompt": text})
 
 

@@ -10,14 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, json_response, wrong
-from kvrelay_router.http.body import read_json_object
 from kvrelay_router.http.json_parts import dump_at_once
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_planning import plan_parsed_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
+from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.responses.input_items import as_items, input_messages
 from kvrelay_router.responses.output_items import OutputItems, TokenScores
 from kvrelay_router.responses.response_object import Keep, ResponseObject
@@ -35,15 +34,14 @@ from kvrelay_router.responses.responses_request import (
 class ResponsesEndpoint:
     """Converts responses to chat completions, which plan and run them."""
 
-    def __init__(self, service: ApiService) -> None:
-        self._service = service
-        self._store = ResponseStore(service.settings.response_store_bytes)
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
+        self._store = ResponseStore(models.settings.response_store_bytes)
 
     async def serve(self, http: Request) -> Response:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
-        service = self._service
+        service, content = await self._models.read(http)
         names, owner = service.names(http), self._owner(http)
-        content = await read_json_object(http, service.settings.max_body_bytes)
         request = parse_response(content)
         items, earlier = as_items(request.input), self._earlier_items(request, owner)
         messages = await input_messages(items, await _parsed(earlier))
@@ -74,7 +72,7 @@ class ResponsesEndpoint:
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     def _owner(self, http: Request) -> str:
-        service = self._service
+        service = self._models.first
         return service.settings.tenants.of(service.names(http).key).owner
 
     def _earlier_items(self, request: ResponsesRequest, owner: str) -> tuple[bytes, ...]:

@@ -138,5 +138,5 @@ async def test_large_scores_come_in_the_same_events(router: Router, monkeypatch:
         ]
 
     small = await texts_and_scores()
-    monkeypatch.setattr("kvrelay_router.responses.output_items.MAX_AT_ONCE", 0)
+    monkeypatch.setattr("kvrelay_router.openai.answers.logprob_format.MAX_AT_ONCE", 0)
     assert await texts_and_scores() == small

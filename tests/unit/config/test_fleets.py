@@ -1,0 +1,89 @@
+"""Further models of a router, from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from kvrelay.config import RouterConfig
+from kvrelay_router.processes import RouterProcesses
+
+TWO = """
+[[fleet]]
+model = "org/second"
+served_model_name = "second, 2nd"
+tool_parser = "hermes"
+
+[[fleet]]
+model = "org/third"
+served_model_name = "third"
+"""
+
+
+def config(tmp_path: Path, text: str, **fields: object) -> RouterConfig:
+    path = tmp_path / "fleets.toml"
+    path.write_text(text)
+    return RouterConfig(**{"model": "org/first", "fleets_file": path, **fields})
+
+
+def test_without_a_file_there_is_one_fleet() -> None:
+    alone = RouterConfig(model="org/first")
+    assert alone.fleets() == (alone,)
+
+
+def test_a_fleet_has_its_own_fields_and_the_routers_others(tmp_path: Path) -> None:
+    router = config(tmp_path, TWO, tool_parser="mistral", message_port=7000, router_id="r", max_peers=90)
+    fleets = router.fleets()
+    assert [each.model for each in fleets] == ["org/first", "org/second", "org/third"]
+    assert [each.model_names for each in fleets] == [("org/first",), ("second", "2nd"), ("third",)]
+    assert [each.tool_parser for each in fleets] == ["mistral", "hermes", "auto"]
+    assert [each.message_port for each in fleets] == [7000, 7001, 7002]
+    assert {each.max_peers for each in fleets} == {30}
+    assert {each.router_id for each in fleets} == {"r"}
+    assert {each.message_port for each in config(tmp_path, TWO).fleets()} == {0}
+
+
+def test_processes_of_several_fleets_have_ports_of_their_own(tmp_path: Path) -> None:
+    router = config(tmp_path, TWO, message_port=7000, processes=3)
+    first, last = (
+        next(flag for flag in spec.argv if flag.startswith("--message-port"))
+        for spec in (RouterProcesses(router, [])._spec(number, 80, FakeMember()) for number in (0, 2))  # type: ignore[arg-type]
+    )
+    assert (first, last) == ("--message-port=7000", "--message-port=7006")
+    with pytest.raises(ValidationError, match="each fleet of each process"):
+        config(tmp_path, TWO, message_port=65530, processes=3)
+
+
+class FakeMember:
+    descriptor = 3
+
+
+FLEET = '[[fleet]]\nmodel = "org/m"\nserved_model_name = '
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "must hold 1 to 63"),
+        ("fleet = 3\n", "must hold 1 to 63"),
+        ('x = 1\n[[fleet]]\nmodel = "org/m"\nserved_model_name = "m"\n', "nothing else"),
+        ("[[fleet]\n", "not valid TOML"),
+        ('[[fleet]]\nmodel = "org/m"\n', "number 1: served_model_name: Field required"),
+        (f'{FLEET}"m"\nnum_blocks = 4\n', "number 1: num_blocks"),
+        (f'{FLEET}"m, "\n', "1 to 200 characters"),
+        (f'{FLEET}"org/first"\n', "'org/first' is the name of org/first and of org/m"),
+        (f'{FLEET}"m"\n{FLEET}"n, m"\n', "'m' is the name of org/m and of org/m"),
+        ('[[fleet]]\nmodel = "./no such model"\nserved_model_name = "m"\n', "is not a model directory"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(tmp_path, text)
+    assert named in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="cannot read"):
+        RouterConfig(model="org/first", fleets_file=tmp_path / "none.toml")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay import Engine, SamplingParams
-from kvrelay.engine.parallel.group import TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 BATCHES = (1, 8)
@@ -55,7 +55,7 @@ def write_model(directory: Path, num_layers: int) -> None:
 def timed_collectives() -> Iterator[list[float]]:
     """Seconds of rank 0 in collectives, one entry for each."""
     seconds: list[float] = []
-    originals = {name: getattr(TensorParallelGroup, name) for name in ("all_reduce", "gather_columns")}
+    originals = {name: getattr(GroupCoordinator, name) for name in ("all_reduce", "gather_columns")}
 
     def timed(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -67,12 +67,12 @@ def timed_collectives() -> Iterator[list[float]]:
         return call
 
     for name, original in originals.items():
-        setattr(TensorParallelGroup, name, timed(original))
+        setattr(GroupCoordinator, name, timed(original))
     try:
         yield seconds
     finally:
         for name, original in originals.items():
-            setattr(TensorParallelGroup, name, original)
+            setattr(GroupCoordinator, name, original)
 
 
 def timed_steps(engine: Engine, count: int, collectives: list[float]) -> tuple[float, float]:

@@ -33,7 +33,7 @@ from kvrelay.engine.eager import EagerForward, Forward
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
-from kvrelay.engine.parallel.group import TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.shard_plan import ShardPlan, check_tensor_parallel, plan_shards
 from kvrelay.engine.parallel.sharded_checkpoint import fill_randomly
 from kvrelay.engine.parallel.sharded_modules import connect_modules
@@ -72,11 +72,11 @@ class ModelSource:
     stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
     quantization: Quantization = "none"
     stored_format: StoredFormat | None = None  # of integer weights in the checkpoint that are read here
-    tensor_parallel: TensorParallelGroup | None = None  # the ranks among which heads are divided
+    tensor_parallel: GroupCoordinator | None = None  # the ranks among which heads are divided
     pipeline: StageLink | None = None  # the stages among which layers are divided
 
     @property
-    def group(self) -> TensorParallelGroup | None:
+    def group(self) -> GroupCoordinator | None:
         """All ranks that load the model together."""
         return self.tensor_parallel if self.pipeline is None else self.pipeline.group
 
@@ -149,7 +149,7 @@ def open_source(
     load_format: LoadFormat = "auto",
     kv_cache_dtype: str = "auto",
     quantization: Quantization = "none",
-    tensor_parallel: TensorParallelGroup | None = None,
+    tensor_parallel: GroupCoordinator | None = None,
     pipeline: StageLink | None = None,
 ) -> ModelSource:
     """Reads and checks the config, and resolves `auto`.
@@ -265,7 +265,7 @@ def load_model(
 
 def _load_sharded(
     source: ModelSource,
-    group: TensorParallelGroup,
+    group: GroupCoordinator,
     block_size: int,
     backend: AttentionBackend | None,
     *,

@@ -19,7 +19,7 @@ def weight_files(name: str) -> list[str]:
     if index is None:
         raise OSError(
             f"{name} has no {SAFE_WEIGHTS_NAME}, the only kind of files of which quantized weights and parts of "
-            f"tensors (for tensor parallelism) are read"
+            f"tensors (for models divided among ranks) are read"
         )
     files: list[str] = get_checkpoint_shard_files(name, index)[0]
     return files

@@ -14,7 +14,7 @@ from kvrelay.engine.device import use_on_this_thread
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.graphs import GraphSettings
-from kvrelay.engine.parallel.group import TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.profile import (
     SWAP_PART,
@@ -64,7 +64,7 @@ def make_runner(
     cascade_attention: bool = False,
     fused_layers: bool = True,
     quantization: Quantization = "none",
-    tensor_parallel: TensorParallelGroup | None = None,
+    tensor_parallel: GroupCoordinator | None = None,
     pipeline: StageLink | None = None,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
@@ -147,7 +147,7 @@ def _num_swap_slots(layout: KVLayout, num_blocks: int, swap_bytes: int | None) -
     return num_slots
 
 
-def _agreeing(group: TensorParallelGroup | None) -> AbstractContextManager[None]:
+def _agreeing(group: GroupCoordinator | None) -> AbstractContextManager[None]:
     """If a block fails on one rank, it fails on all. It has no collectives."""
     return nullcontext() if group is None else group.in_agreement()
 
@@ -158,7 +158,7 @@ def _sized_pool(
     gauge: MemoryGauge,
     graphs: GraphSettings | None,
     swap_bytes: int | None,
-    group: TensorParallelGroup | None,
+    group: GroupCoordinator | None,
 ) -> int:
     """Runs the largest step, and returns the blocks that fit beside it. Raises PoolDoesNotFit, on all ranks."""
     profile = _profile(model, sizing, gauge, graphs)
@@ -188,7 +188,7 @@ def _num_blocks_beside(
     model: CausalModel,
     sizing: PoolSizing,
     swap_bytes: int | None,
-    group: TensorParallelGroup | None,
+    group: GroupCoordinator | None,
 ) -> int:
     """The blocks that fit beside weights and the largest step. Raises PoolDoesNotFit."""
     block_size, block_bytes = model.layout.block_size, model.layout.block_bytes

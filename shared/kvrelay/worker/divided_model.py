@@ -14,7 +14,7 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import DeviceLost
 from kvrelay.engine.device import find_device
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
-from kvrelay.engine.parallel.group import GroupNotFormed, TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.messaging.sockets import tcp_host
@@ -52,7 +52,7 @@ def load_divided(config: WorkerConfig, *, hands_over: bool) -> RankedRunner:
 
 def make_part(
     settings: RankSettings,
-    group: TensorParallelGroup,
+    group: GroupCoordinator,
     device: torch.device,
     threads: int | None,
     model: str | None = None,
@@ -89,7 +89,7 @@ def _load_own(
 ) -> tuple[TransformersRunner, Callable[[], None]]:
     """Loads rank 0's part. Returns it with what closes its connections."""
     try:
-        connection = TensorParallelGroup.connect(
+        connection = GroupCoordinator.connect(
             0,
             settings.size,
             settings.init_address,

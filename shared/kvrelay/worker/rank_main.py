@@ -72,11 +72,11 @@ def load_part(config: RankConfig, settings: RankSettings, report: Report) -> Fol
     """Loads this rank's part of the model at the same time as the others. Imports torch only here, so that the rank
     joins at once."""
     from kvrelay.engine.device import find_device
-    from kvrelay.engine.parallel.group import TensorParallelGroup
+    from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
     from kvrelay.worker.divided_model import make_part
 
     device = find_device(config.device)
-    group = TensorParallelGroup.connect(
+    group = GroupCoordinator.connect(
         config.rank, settings.size, settings.init_address, settings.timeout_s, device if device.type == "cuda" else None
     )
     report(f"loads its part of {config.model or settings.model} on {device}")

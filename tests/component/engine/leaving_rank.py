@@ -10,12 +10,12 @@ import threading
 
 import torch
 
-from kvrelay.engine.parallel.group import RankLost, TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, RankLost
 from tests.fakes.waiting import PATIENCE_S
 
 
 def main() -> None:
-    group = TensorParallelGroup.connect(0, 2, sys.argv[1], PATIENCE_S)
+    group = GroupCoordinator.connect(0, 2, sys.argv[1], PATIENCE_S)
     if sys.argv[2] == "gloo":
         group._shared = None
     threading.Timer(0.2, group.leave).start()

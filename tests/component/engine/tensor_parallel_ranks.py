@@ -12,7 +12,7 @@ import torch
 
 from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.parallel.group import TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.ports import HeldPort
@@ -28,13 +28,13 @@ def serve(connection: Connection) -> None:
     """What a rank process runs: makes runners and follows steps as it is told, and answers with None or an error."""
     torch.set_num_threads(1)
     runner: TransformersRunner | None = None
-    group: TensorParallelGroup | None = None
+    group: GroupCoordinator | None = None
     while (command := connection.recv()) is not None:
         answer: object = None
         try:
             match command:
                 case ("make", rank, size, address, options):
-                    group = TensorParallelGroup.connect(rank, size, address, PATIENCE_S)
+                    group = GroupCoordinator.connect(rank, size, address, PATIENCE_S)
                     runner = make_part(group, **options)
                     answer = runner.spec
                 case ("follow", batch):
@@ -49,7 +49,7 @@ def serve(connection: Connection) -> None:
         connection.send(answer)
 
 
-def make_part(group: TensorParallelGroup, *, pipeline: bool = False, **options: Any) -> TransformersRunner:
+def make_part(group: GroupCoordinator, *, pipeline: bool = False, **options: Any) -> TransformersRunner:
     """A rank's runner, of a stage with `pipeline`. The other options are those of `make_runner`."""
     if pipeline:
         return make_runner(pipeline=StageLink.connect(group), **options)
@@ -85,8 +85,8 @@ class RankProcesses:
 
     def _make_own(
         self, size: int, address: str, options: dict[str, Any]
-    ) -> tuple[TransformersRunner, TensorParallelGroup]:
-        group = TensorParallelGroup.connect(0, size, address, PATIENCE_S)
+    ) -> tuple[TransformersRunner, GroupCoordinator]:
+        group = GroupCoordinator.connect(0, size, address, PATIENCE_S)
         try:
             return make_part(group, **options), group
         except BaseException:
@@ -105,7 +105,7 @@ class RankProcesses:
 class DividedRunner:
     """Rank 0's runner, whose steps the other processes follow."""
 
-    def __init__(self, others: list[Connection], runner: TransformersRunner, group: TensorParallelGroup) -> None:
+    def __init__(self, others: list[Connection], runner: TransformersRunner, group: GroupCoordinator) -> None:
         self.runner, self.group, self._others = runner, group, others
         self.specs = [runner.spec, *(connection.recv() for connection in others)]
 

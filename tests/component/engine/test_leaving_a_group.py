@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvrelay.engine.parallel.group import GroupNotFormed, TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed
 from tests.component.engine.tensor_parallel_ranks import free_address
 from tests.fakes.waiting import PATIENCE_S
 
@@ -19,7 +19,7 @@ def test_leaving_ends_a_collective_and_the_process_can_end(memory: str, status: 
     address = free_address()
     command = [sys.executable, "-m", "tests.component.engine.leaving_rank", address, memory]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        idle = TensorParallelGroup.connect(1, 2, address, PATIENCE_S)
+        idle = GroupCoordinator.connect(1, 2, address, PATIENCE_S)
         output, _ = process.communicate(timeout=PATIENCE_S)
         assert output.splitlines() == ["rank 0 of 2 has left the group"] * 2
         assert process.returncode == status
@@ -31,6 +31,6 @@ def test_a_check_ends_the_wait_for_other_ranks() -> None:
         raise ValueError("rank 1 was killed by SIGKILL")
 
     with pytest.raises(ValueError, match="rank 1 was killed by SIGKILL"):
-        TensorParallelGroup.connect(0, 2, free_address(), PATIENCE_S, check=check)
+        GroupCoordinator.connect(0, 2, free_address(), PATIENCE_S, check=check)
     with pytest.raises(GroupNotFormed, match="1 did not come"):
-        TensorParallelGroup.connect(0, 2, free_address(), 0.1)
+        GroupCoordinator.connect(0, 2, free_address(), 0.1)

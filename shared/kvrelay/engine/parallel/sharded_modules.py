@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from kvrelay.engine.parallel.group import TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.shard_plan import ShardPlan
 
 
 class RowParallelLinear(nn.Module):
     """A linear layer over this rank's inputs. The ranks' outputs are summed, and the bias is added once."""
 
-    def __init__(self, linear: nn.Linear, group: TensorParallelGroup) -> None:
+    def __init__(self, linear: nn.Linear, group: GroupCoordinator) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self._group = group
@@ -30,7 +30,7 @@ class RowParallelLinear(nn.Module):
 class ReducedExperts(nn.Module):
     """Experts of which each rank computes some of the inner columns. The ranks' outputs are summed."""
 
-    def __init__(self, experts: nn.Module, group: TensorParallelGroup) -> None:
+    def __init__(self, experts: nn.Module, group: GroupCoordinator) -> None:
         super().__init__()
         self.experts = experts
         self._group = group
@@ -44,7 +44,7 @@ class ReducedExperts(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Embeddings of which each rank has the rows from `start` on. Rows of other ranks count as zeros in the sum."""
 
-    def __init__(self, embedding: nn.Embedding, start: int, group: TensorParallelGroup) -> None:
+    def __init__(self, embedding: nn.Embedding, start: int, group: GroupCoordinator) -> None:
         super().__init__()
         self.embedding = embedding
         self._start = start
@@ -68,7 +68,7 @@ class GatheredHead(nn.Module):
     """A head of which each rank computes some of the vocabulary. Rank 0 gets all logits, others get none of them:
     `[..., 0]`, unless `gathers_to_all`."""
 
-    def __init__(self, head: nn.Linear, vocab_size: int, group: TensorParallelGroup) -> None:
+    def __init__(self, head: nn.Linear, vocab_size: int, group: GroupCoordinator) -> None:
         super().__init__()
         self.head = head
         self.gathers_to_all = True
@@ -108,7 +108,7 @@ def narrow_parameter(module: nn.Module, name: str, path: str, plan: ShardPlan) -
         module.num_embeddings, module.padding_idx = module.weight.shape[0], None
 
 
-def connect_modules(model: PreTrainedModel, plan: ShardPlan, group: TensorParallelGroup) -> GatheredHead:
+def connect_modules(model: PreTrainedModel, plan: ShardPlan, group: GroupCoordinator) -> GatheredHead:
     """Puts the modules with collectives in the place of those whose outputs are partial. Returns the head."""
     modules: dict[str, Any] = dict(model.named_modules())
     replaced: dict[str, nn.Module] = {path: RowParallelLinear(modules[path], group) for path in plan.row_linears}

@@ -43,7 +43,7 @@ class RankEnded(RuntimeError):
 
 
 class Ballot(Protocol):
-    """How ranks find out what all of them can do, before they share memory: a `TensorParallelGroup`."""
+    """How ranks find out what all of them can do, before they share memory: a `GroupCoordinator`."""
 
     @property
     def rank(self) -> int: ...

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import zmq
 
-from kvrelay.engine.parallel.group import RankLost, TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, RankLost
 from kvrelay.messaging.zmq_context import ZmqContext
 
 _POLL_MS = 100
@@ -29,7 +29,7 @@ def stage_of_rank(rank: int, num_stages: int) -> int:
 class StageLink:
     """A stage's link. `waited_s`: seconds that it has waited for hidden states."""
 
-    def __init__(self, group: TensorParallelGroup, receiver: Any, sender: Any) -> None:
+    def __init__(self, group: GroupCoordinator, receiver: Any, sender: Any) -> None:
         """`group` has all stages. `receiver` and `sender` are None where there is no stage before or behind."""
         self.group = group
         self.num_stages = group.size
@@ -39,7 +39,7 @@ class StageLink:
         self._num_received = self._num_sent = 0
 
     @classmethod
-    def connect(cls, group: TensorParallelGroup) -> Self:
+    def connect(cls, group: GroupCoordinator) -> Self:
         """Connects the stages, which are all ranks of a group. All call it at the same time.
 
         Raises:

@@ -14,7 +14,7 @@ import torch
 from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.parallel import group as group_module
 from kvrelay.engine.parallel import shared_memory
-from kvrelay.engine.parallel.group import GroupNotFormed, RankLost, TensorParallelGroup
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed, RankLost
 from kvrelay.engine.parallel.shared_memory import SharedMemory, SharedMemoryUnusable
 from kvrelay.ports import HeldPort
 from tests.fakes.waiting import PATIENCE_S
@@ -27,12 +27,12 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{held.port}"
 
 
-def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
+def run_ranks(size: int, work: Callable[[GroupCoordinator], Any]) -> list[Any]:
     """What `work` returned or raised on each rank."""
     address = free_address()
 
     def rank(number: int) -> Any:
-        return work(TensorParallelGroup.connect(number, size, address, PATIENCE_S))
+        return work(GroupCoordinator.connect(number, size, address, PATIENCE_S))
 
     with ThreadPoolExecutor(size) as pool:
         futures: list[Future[Any]] = [pool.submit(rank, number) for number in range(size)]
@@ -60,7 +60,7 @@ def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def test_ranks_share_memory_if_all_can(means: str) -> None:
-    def work(group: TensorParallelGroup) -> bool:
+    def work(group: GroupCoordinator) -> bool:
         if group._shared is not None and group.rank == 0:
             assert not Path(str(group._shared._file.name)).exists(), "the file outlives its ranks"
         return group._shared is not None
@@ -75,7 +75,7 @@ def test_sums_are_the_same_on_all_ranks(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     parts = {shape: torch.randn(size, *shape, generator=generator).to(dtype) for shape in shapes}
 
-    def work(group: TensorParallelGroup) -> list[torch.Tensor]:
+    def work(group: GroupCoordinator) -> list[torch.Tensor]:
         own = [parts[shape][group.rank].clone() for shape in shapes]
         for tensor in own:
             group.all_reduce(tensor)
@@ -90,7 +90,7 @@ def test_sums_are_the_same_on_all_ranks(size: int, dtype: torch.dtype) -> None:
 def test_columns_are_gathered_in_the_order_of_the_ranks() -> None:
     whole = torch.randn(3, 12)
 
-    def work(group: TensorParallelGroup) -> tuple[Any, Any, int]:
+    def work(group: GroupCoordinator) -> tuple[Any, Any, int]:
         part = whole[:, 4 * group.rank : 4 * group.rank + 4]
         return group.gather_columns(part), group.gather_columns(part, to_all=True), group.least(7 - group.rank)
 
@@ -102,7 +102,7 @@ def test_columns_are_gathered_in_the_order_of_the_ranks() -> None:
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    def work(group: TensorParallelGroup) -> str:
+    def work(group: GroupCoordinator) -> str:
         with group.in_agreement():
             pass
         try:
@@ -120,7 +120,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 
 
 def test_a_rank_that_leaves_is_lost_to_the_others() -> None:
-    def work(group: TensorParallelGroup) -> None:
+    def work(group: GroupCoordinator) -> None:
         if group.rank == 1:
             group.close()
         group.all_reduce(torch.zeros(10))
@@ -131,16 +131,16 @@ def test_a_rank_that_leaves_is_lost_to_the_others() -> None:
 def test_ranks_that_never_come_are_named() -> None:
     address = free_address()
     with pytest.raises(GroupNotFormed, match=r"of 3 ranks, 1, 2 did not come to .* within 0.3 s"):
-        TensorParallelGroup.connect(0, 3, address, 0.3)
+        GroupCoordinator.connect(0, 3, address, 0.3)
     with pytest.raises(GroupNotFormed, match=r"rank 1 found no rank 0 at 127.0.0.1:\d+ within 0.3 s"):
-        TensorParallelGroup.connect(1, 3, address, 0.3)
+        GroupCoordinator.connect(1, 3, address, 0.3)
 
 
 def test_two_ranks_of_one_number_are_refused() -> None:
     address = free_address()
 
     def work(number: int) -> Any:
-        return TensorParallelGroup.connect(number, 3, address, 1.0)
+        return GroupCoordinator.connect(number, 3, address, 1.0)
 
     with ThreadPoolExecutor(3) as pool:
         errors = [pool.submit(work, number).exception for number in (0, 1, 1)]
@@ -151,12 +151,12 @@ def test_an_address_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(GroupNotFormed, match=rf"cannot listen on 127.0.0.1:{port}: .*in use"):
-            TensorParallelGroup.connect(0, 2, f"tcp://127.0.0.1:{port}", 1.0)
+            GroupCoordinator.connect(0, 2, f"tcp://127.0.0.1:{port}", 1.0)
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:1", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://h:99999"])
 def test_addresses_that_are_none_are_refused(address: str) -> None:
     with pytest.raises(ValueError, match="no address for ranks"):
-        TensorParallelGroup.connect(0, 2, address, 1.0)
+        GroupCoordinator.connect(0, 2, address, 1.0)
     with pytest.raises(ValueError, match="not one of a group"):
-        TensorParallelGroup.connect(2, 2, "tcp://127.0.0.1:1", 1.0)
+        GroupCoordinator.connect(2, 2, "tcp://127.0.0.1:1", 1.0)

@@ -47,7 +47,7 @@ class RankLost(DeviceLost):
     """Another rank ended or failed in a collective. The group is of no use afterwards."""
 
 
-class TensorParallelGroup:
+class GroupCoordinator:
     """One rank's connection to its group. Calls come from one thread at a time."""
 
     def __init__(self, rank: int, size: int, process_group: Any, store: Any, own_host: str) -> None:
@@ -99,9 +99,7 @@ class TensorParallelGroup:
         except RuntimeError as error:
             if isinstance(error, GroupNotFormed):
                 raise
-            raise GroupNotFormed(
-                f"tensor parallelism: rank {rank} of {size} has no connection to the others: {error}"
-            ) from None
+            raise GroupNotFormed(f"rank {rank} of {size} has no connection to the others: {error}") from None
         return connected
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -216,7 +214,7 @@ class TensorParallelGroup:
         self._device = device
         ranks = self._all_numbers(self.rank)
         if ranks != list(range(self.size)):
-            raise GroupNotFormed(f"tensor parallelism: the ranks at {address} are {ranks}, not one of each")
+            raise GroupNotFormed(f"the ranks at {address} are {ranks}, not one of each")
 
     def _check_here(self) -> None:
         if self._group is None or self._has_left:
@@ -315,7 +313,7 @@ def _open_store(
         )
     except (OSError, RuntimeError) as error:
         what = f"found no rank 0 at {host}:{port} within {timeout_s:g} s" if rank else f"cannot listen on {host}:{port}"
-        raise GroupNotFormed(f"tensor parallelism: rank {rank} {what}: {_first_line(error)}") from None
+        raise GroupNotFormed(f"rank {rank} {what}: {_first_line(error)}") from None
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
@@ -341,17 +339,14 @@ def _family(host: str, port: int) -> socket.AddressFamily:
 def _await_ranks(store: Any, rank: int, size: int, address: str, timeout_s: float, check: Callable[[], None]) -> None:
     """Raises GroupNotFormed if ranks are missing after `timeout_s`, or if two have the same number."""
     if store.add(f"rank {rank}", 1) > 1:
-        raise GroupNotFormed(f"tensor parallelism: there is a rank {rank} at {address} already")
+        raise GroupNotFormed(f"there is a rank {rank} at {address} already")
     keys, deadline = [f"rank {each}" for each in range(size)], time.monotonic() + timeout_s
     while not store.check(keys) and time.monotonic() < deadline:
         check()
         time.sleep(_CONNECT_INTERVAL_S)
     if not store.check(keys):
         missing = [str(each) for each in range(size) if not store.check([f"rank {each}"])]
-        raise GroupNotFormed(
-            f"tensor parallelism: of {size} ranks, {', '.join(missing)} did not come to {address} "
-            f"within {timeout_s:g} s"
-        )
+        raise GroupNotFormed(f"of {size} ranks, {', '.join(missing)} did not come to {address} within {timeout_s:g} s")
 
 
 def _make_gloo(store: Any, rank: int, size: int, host: str) -> Any:
@@ -376,7 +371,7 @@ def _host_towards(host: str) -> str:
 def _make_nccl(store: Any, rank: int, size: int, device: torch.device | None) -> Any:
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
-        raise GroupNotFormed(f"tensor parallelism: this torch ({torch.__version__}) has no NCCL, which GPUs need")
+        raise GroupNotFormed(f"this torch ({torch.__version__}) has no NCCL, which GPUs need")
     torch.cuda.set_device(device)
     return nccl(dist.PrefixStore("nccl", store), rank, size, nccl.Options())
 

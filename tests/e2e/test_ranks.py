@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +135,17 @@ def check_handoffs(stack: Stack, model: Path) -> None:
     assert totals["preemptions"] > 0, "the pool was too large to test preemption"
 
 
+ARCHITECTURES = ("qwen3", "llama", "tied-llama", "mistral", "gemma", "qwen3-moe")
+STAGES = [each for each in product(product((1, 2), repeat=2), repeat=2) if max(each[0][0], each[1][0]) > 1]
+"""All workers of up to two stages with up to two ranks, two by two, of which one has two stages."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "decode", "architecture"),
     [
-        ((2, 1), (1, 1), "qwen3"),
-        ((1, 1), (2, 1), "llama"),
-        ((2, 1), (2, 1), "tied-llama"),
-        ((3, 1), (2, 1), "gemma3"),
-        ((2, 1), (1, 2), "mistral"),
-        ((1, 2), (2, 1), "qwen3-moe"),
+        *((*each, ARCHITECTURES[number % len(ARCHITECTURES)]) for number, each in enumerate(STAGES)),
+        ((3, 1), (2, 2), "gemma3"),
     ],
 )
 def test_handoffs_between_stages(
@@ -165,9 +167,12 @@ def test_handoffs_between_stages(
 
 
 @pytest.mark.slow
-def test_handoffs_while_stages_are_killed(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_handoffs_while_stages_are_killed(size: int, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Stages of one rank, and of two."""
     model = tiny_model("llama")
-    with Stack(model, tmp_path, "--pipeline-parallel-size=2", "--decode=2", *FLAGS) as stack:
+    flags = ("--pipeline-parallel-size=2", f"--tensor-parallel-size={size}", "--decode=2")
+    with Stack(model, tmp_path, *flags, *FLAGS) as stack:
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
         for victim in ("prefill-0", "decode-1"):
             kill_a_rank(stack, model, prompts, victim)

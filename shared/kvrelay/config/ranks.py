@@ -20,15 +20,15 @@ class RankedConfig(CommonConfig):
         default=1,
         ge=1,
         le=MAX_RANKS,
-        description="ranks (processes) among which the model and its KV pool are divided; rank 0 is the worker's own "
-        "process",
+        description="ranks (processes) among which the heads of the model, or of each of its stages, and their KV are "
+        "divided; rank 0 is the worker's own process",
     )
     pipeline_parallel_size: int = Field(
         default=1,
         ge=1,
         le=MAX_RANKS,
-        description="stages (processes) among which the model's layers and their KV are divided, so that several steps "
-        "are computed at the same time, each in another stage",
+        description="stages (of tensor_parallel_size processes each) among which the model's layers and their KV are "
+        "divided, so that several steps are computed at the same time, each in another stage",
     )
     local_ranks: int | None = Field(
         default=None,
@@ -66,9 +66,9 @@ class RankedConfig(CommonConfig):
     @property
     def division(self) -> str:
         """What makes the ranks, for messages."""
-        if self.pipeline_parallel_size > 1:
-            return f"pipeline_parallel_size = {self.pipeline_parallel_size}"
-        return f"tensor_parallel_size = {self.tensor_parallel_size}"
+        sizes = {name: getattr(self, name) for name in ("pipeline_parallel_size", "tensor_parallel_size")}
+        dividing = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
+        return " and ".join(dividing) or f"tensor_parallel_size = {self.tensor_parallel_size}"
 
     @property
     def num_local_ranks(self) -> int:
@@ -85,11 +85,8 @@ class RankedConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _ranks_fit_together(self) -> Self:
-        if self.tensor_parallel_size > 1 < self.pipeline_parallel_size:
-            raise ValueError(
-                f"pipeline_parallel_size = {self.pipeline_parallel_size} with tensor_parallel_size = "
-                f"{self.tensor_parallel_size}: a model is divided by layers or by heads, not by both"
-            )
+        if self.num_ranks > MAX_RANKS:
+            raise ValueError(f"{self.division}: {self.num_ranks} ranks (allowed: up to {MAX_RANKS} together)")
         others = self.num_ranks - 1
         if self.num_local_ranks > others:
             raise ValueError(

@@ -26,20 +26,20 @@ from kvrelay.engine.checkpoint import (
     read_config,
     read_integer_model,
     read_model,
-    read_sharded_model,
-    read_stage_model,
+    read_part,
 )
 from kvrelay.engine.eager import EagerForward, Forward
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.shard_plan import ShardPlan, check_tensor_parallel, plan_shards
+from kvrelay.engine.parallel.part_plan import PartPlan, plan_part
+from kvrelay.engine.parallel.shard_plan import check_tensor_parallel, plan_shards
 from kvrelay.engine.parallel.sharded_checkpoint import fill_randomly
 from kvrelay.engine.parallel.sharded_modules import connect_modules
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.parallel.stage_modules import connect_stage, drop_absent
-from kvrelay.engine.parallel.stage_plan import StagePlan, check_pipeline_parallel, plan_stage
+from kvrelay.engine.parallel.stage_plan import check_pipeline_parallel
 from kvrelay.engine.probe import ForwardCheck, ObservedLayers, check_paged_forward, observe_layers
 from kvrelay.engine.quantization_cost import QuantizationCost
 from kvrelay.engine.quantized.stored_format import StoredFormat, find_format, stated_quantization
@@ -72,7 +72,7 @@ class ModelSource:
     stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
     quantization: Quantization = "none"
     stored_format: StoredFormat | None = None  # of integer weights in the checkpoint that are read here
-    tensor_parallel: GroupCoordinator | None = None  # the ranks among which heads are divided
+    tensor_parallel: GroupCoordinator | None = None  # the ranks among which heads of this rank's layers are divided
     pipeline: StageLink | None = None  # the stages among which layers are divided
 
     @property
@@ -99,14 +99,14 @@ class CausalModel:
         backend: AttentionBackend,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        shard_plan: ShardPlan | None = None,
-        stage_plan: StagePlan | None = None,
+        plan: PartPlan | None = None,
     ) -> None:
-        """`layout` is of this rank's KV heads and layers. `shard_plan`: how heads are divided; `stage_plan`: how layers
-        are; None: they are not."""
+        """`layout` is of this rank's KV heads and layers. `plan`: how the model is divided among ranks; None: it is
+        not."""
         self.source = source
-        self.shard_plan = shard_plan
-        self.stage_plan = stage_plan
+        plan = plan or PartPlan()
+        self.shard_plan = plan.shards
+        self.stage_plan = plan.stage
         self.layout = layout
         self.backend = backend
         self.vocab_size = vocab_size
@@ -127,6 +127,11 @@ class CausalModel:
     def is_divided(self) -> bool:
         """Returns whether other processes compute a part of each step."""
         return self.shard_plan is not None or self.stage_plan is not None
+
+    @property
+    def has_divided_head(self) -> bool:
+        """Returns whether this rank computes a part of the logits, together with others."""
+        return self.shard_plan is not None and bool(self.shard_plan.head)
 
     @property
     def follows(self) -> bool:
@@ -238,10 +243,8 @@ def load_model(
         UnsupportedModel: with the reason.
     """
     register()
-    if source.tensor_parallel is not None:
-        return _load_sharded(source, source.tensor_parallel, block_size, backend, cascade_attention=cascade_attention)
-    if source.pipeline is not None:
-        return _load_stage(source, source.pipeline, block_size, backend, cascade_attention=cascade_attention)
+    if source.group is not None:
+        return _load_part(source, block_size, backend, cascade_attention=cascade_attention)
     weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
     model = _read_model(source, weights)
     model.to(source.device).eval()  # type: ignore[arg-type]
@@ -263,30 +266,27 @@ def load_model(
     return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids)
 
 
-def _load_sharded(
-    source: ModelSource,
-    group: GroupCoordinator,
-    block_size: int,
-    backend: AttentionBackend | None,
-    *,
-    cascade_attention: bool,
+def _load_part(
+    source: ModelSource, block_size: int, backend: AttentionBackend | None, *, cascade_attention: bool
 ) -> CausalModel:
     """Loads this rank's part as `load_model` does. All ranks run the checks together and get the same results."""
+    group, heads_group, link = source.group, source.tensor_parallel, source.pipeline
+    assert group is not None
     with group.in_agreement():
         if source.load_format == "dummy":
             model, plan = _make_dummy(source, ATTENTION_NAME)
         else:
-            model, plan = read_sharded_model(
-                *(source.name, source.config, source.dtype, ATTENTION_NAME, group.rank, group.size)
-            )
+            model, plan = read_part(*(source.name, source.config, source.dtype, ATTENTION_NAME, heads_group, link))
         model.to(source.device).eval()  # type: ignore[arg-type]
-    assert plan is not None
-    head = connect_modules(model, plan, group)
+    gathered = connect_modules(model, plan.shards, heads_group) if plan.shards and heads_group else None
+    stage_head = connect_stage(model, plan.stage, link) if plan.stage and link else None
     text = source.config.get_text_config(decoder=True)
-    observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
-    if observed.num_kv_heads != plan.local_kv_heads:
+    num_layers = text.num_hidden_layers if plan.stage is None else len(plan.stage.own_layers)
+    observed = observe_layers(model, num_layers, source.max_model_len)
+    if plan.shards is not None and observed.num_kv_heads != plan.shards.local_kv_heads:
         raise UnsupportedModel(
-            f"{type(model).__name__}: a rank has {observed.num_kv_heads} KV heads in place of {plan.local_kv_heads}"
+            f"{type(model).__name__}: a rank has {observed.num_kv_heads} KV heads in place of "
+            f"{plan.shards.local_kv_heads}"
         )
     shape = (observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size)
     layout = KVLayout(*shape, observed.dtype, source.stored)
@@ -294,63 +294,27 @@ def _load_sharded(
         if backend is None:
             backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
     check_paged_forward(model, layout, backend, source.max_model_len)
-    head.gathers_to_all = False
-    log.info(
-        "tensor parallelism: rank %d of %d has %d of %d attention heads and %d of %d KV heads",
-        *(plan.rank, plan.size, plan.local_heads, plan.num_heads, plan.local_kv_heads, plan.num_kv_heads),
-    )
+    if gathered is not None:
+        gathered.gathers_to_all = False
+    if stage_head is not None:
+        stage_head.is_shared = False
+    _log_part(plan)
     eos_token_ids = _eos_token_ids(model, observed.vocab_size)
     return CausalModel(source, EagerForward(model), layout, backend, observed.vocab_size, eos_token_ids, plan)
 
 
-def _load_stage(
-    source: ModelSource,
-    link: StageLink,
-    block_size: int,
-    backend: AttentionBackend | None,
-    *,
-    cascade_attention: bool,
-) -> CausalModel:
-    """Loads this stage's layers as `load_model` does. All stages run the checks together and get the same results."""
-    group = link.group
-    with group.in_agreement():
-        if source.load_format == "dummy":
-            model, plan = _make_dummy_stage(source, link)
-        else:
-            model, plan = read_stage_model(
-                *(source.name, source.config, source.dtype, ATTENTION_NAME, link.stage, link.num_stages)
-            )
-        model.to(source.device).eval()  # type: ignore[arg-type]
-    head = connect_stage(model, plan, link)
-    observed = observe_layers(model, len(plan.own_layers), source.max_model_len)
-    layout = KVLayout(
-        *(observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size), observed.dtype, source.stored
-    )
-    with group.in_agreement():
-        if backend is None:
-            backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
-    check_paged_forward(model, layout, backend, source.max_model_len)
-    head.is_shared = False
-    own = plan.own_layers
-    log.info(
-        "pipeline parallelism: stage %d of %d has layers %d to %d of %d",
-        *(plan.stage, plan.num_stages, own.start, own.stop - 1, plan.num_layers),
-    )
-    eos_token_ids = _eos_token_ids(model, observed.vocab_size)
-    return CausalModel(
-        *(source, EagerForward(model), layout, backend, observed.vocab_size, eos_token_ids), stage_plan=plan
-    )
-
-
-def _make_dummy_stage(source: ModelSource, link: StageLink) -> tuple[PreTrainedModel, StagePlan]:
-    """The stage's layers with random weights, which are those of the whole model."""
-    with torch.device("meta"):
-        model = _from_config(source, ATTENTION_NAME)
-    plan = plan_stage(model, link.stage, link.num_stages)
-    plan_shards(model, 0, 1)  # raises for models whose random weights are not made module by module
-    fill_randomly(model, source.device, _DUMMY_SEED, None, plan.has)
-    drop_absent(model, plan)
-    return model, plan
+def _log_part(plan: PartPlan) -> None:
+    if (stage := plan.stage) is not None:
+        log.info(
+            "pipeline parallelism: stage %d of %d has layers %d to %d of %d",
+            *(stage.stage, stage.num_stages, stage.own_layers.start, stage.own_layers.stop - 1, stage.num_layers),
+        )
+    if (shards := plan.shards) is not None:
+        log.info(
+            "tensor parallelism: rank %d of %d has %d of %d attention heads and %d of %d KV heads",
+            *(shards.rank, shards.size, shards.local_heads, shards.num_heads),
+            *(shards.local_kv_heads, shards.num_kv_heads),
+        )
 
 
 def _read_model(source: ModelSource, weights: StoredWeights | None) -> PreTrainedModel:
@@ -403,22 +367,22 @@ def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel
     return _make_dummy(source, attn_implementation)[0]
 
 
-def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrainedModel, ShardPlan | None]:
-    group = source.tensor_parallel
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
-
+def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrainedModel, PartPlan]:
     with torch.device("meta"):
         model = _from_config(source, attn_implementation)
+    plan = plan_part(model, source.tensor_parallel, source.pipeline)
     try:
-        plan = plan_shards(model, rank, size)
+        plan_shards(model, 0, 1)  # raises for models whose random weights are not made module by module
     except UnsupportedModel:
-        if group is not None:
+        if source.group is not None:
             raise
         generators = [source.device] if source.device.type == "cuda" else []
         with torch.random.fork_rng(generators), torch.device(source.device):
             torch.manual_seed(_DUMMY_SEED)
-            return _from_config(source, attn_implementation), None
-    fill_randomly(model, source.device, _DUMMY_SEED, plan if size > 1 else None)
+            return _from_config(source, attn_implementation), plan
+    fill_randomly(model, source.device, _DUMMY_SEED, plan.shards, plan.has)
+    if plan.stage is not None:
+        drop_absent(model, plan.stage)
     return model, plan
 
 

@@ -23,11 +23,10 @@ from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.parallel.shard_plan import ShardPlan, plan_shards
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.part_plan import PartPlan, plan_part
 from kvrelay.engine.parallel.sharded_checkpoint import ModelClass, narrowed_class, restore_class, sharded_state_dict
-from kvrelay.engine.parallel.sharded_modules import narrow
-from kvrelay.engine.parallel.stage_modules import drop_absent
-from kvrelay.engine.parallel.stage_plan import StagePlan, config_of_stage, plan_stage
+from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.quantized.stored_format import SUPPORTED, stated_quantization
 from kvrelay.engine.quantized.stored_weights import StoredWeights
 
@@ -96,40 +95,27 @@ def read_integer_model(
     return model
 
 
-def read_sharded_model(
-    name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, rank: int, size: int
-) -> tuple[PreTrainedModel, ShardPlan]:
-    """Loads the part of the model that one of `size` ranks has. Returns its plan too.
+def read_part(
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    group: GroupCoordinator | None,
+    link: StageLink | None,
+) -> tuple[PreTrainedModel, PartPlan]:
+    """Loads the part of the model that a rank has. Returns its plan too. `group` and `link`: see `plan_part`.
 
     Raises:
-        UnsupportedModel: the model cannot be divided by `size`, or as `read_model`.
+        UnsupportedModel: the model cannot be divided like that, or as `read_model`.
         OSError: there are no weights in safetensors files.
     """
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(deepcopy(config))
-    plan = plan_shards(whole, rank, size)
-    narrowed = narrowed_class(type(whole), lambda model: narrow(model, plan))
+    plan = plan_part(whole, group, link)
+    narrowed = narrowed_class(type(whole), plan.reduce)
     with _refusing(name, "it cannot be loaded"):
-        state = sharded_state_dict(name, whole, plan.cuts)
-    return _read_part(name, narrowed, state, _options(config, dtype, attn_implementation), type(whole)), plan
-
-
-def read_stage_model(
-    name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, stage: int, num_stages: int
-) -> tuple[PreTrainedModel, StagePlan]:
-    """Loads the layers that a stage has. Returns its plan too.
-
-    Raises:
-        UnsupportedModel: the model has fewer layers than stages, or as `read_model`.
-        OSError: there are no weights in safetensors files.
-    """
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(deepcopy(config))
-    plan = plan_stage(whole, stage, num_stages)
-    narrowed = narrowed_class(type(whole), lambda model: drop_absent(model, plan))
-    with _refusing(name, "it cannot be loaded"):
-        state = sharded_state_dict(name, whole, {}, plan.has)
-    options = _options(config_of_stage(config, plan), dtype, attn_implementation)
+        state = sharded_state_dict(name, whole, plan.cuts, plan.has)
+    options = _options(plan.config(config), dtype, attn_implementation)
     return _read_part(name, narrowed, state, options, type(whole)), plan
 
 

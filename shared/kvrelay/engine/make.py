@@ -75,10 +75,11 @@ def make_runner(
     decoding steps are captured in CUDA graphs if model and backend allow it. Their scratch block is part of the memory,
     and one more than `num_blocks` if that is given.
 
-    With `tensor_parallel` or `pipeline`, this process loads its rank's part of the model: some heads, or some layers.
-    All ranks call this at the same time, with the same arguments but for device and group. `memory_bytes` and
-    `swap_bytes` are each rank's; on CPUs, `size_pool` is the share of all ranks on this machine together. All ranks get
-    the same number of blocks. There are no graphs.
+    With `tensor_parallel` or `pipeline`, this process loads its rank's part of the model: some heads, some layers, or
+    some heads of some layers. With both, `tensor_parallel` is the group of this rank's stage. All ranks call this at
+    the same time, with the same arguments but for device and groups. `memory_bytes` and `swap_bytes` are each rank's;
+    on CPUs, `size_pool` is the share of all ranks on this machine together. All ranks get the same number of blocks.
+    There are no graphs.
 
     Raises UnsupportedModel with the reason; ValueError for an unknown dtype, memory for less than one block, or CUDA
     graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; OSError for no such model.

@@ -182,7 +182,7 @@ class TransformersRunner:
         self._copy_blocks(batch.copies)
         if batch.rows:
             forward = self._follow_rows(batch.rows)
-            for hidden in forward.head_inputs() if self._model.shard_plan is not None else ():
+            for hidden in forward.head_inputs() if self._model.has_divided_head else ():
                 self._model.logits(hidden)
 
     def _follow_rows(self, rows: Sequence[WorkerRow]) -> StepForward:

@@ -14,7 +14,7 @@ import msgspec
 from kvrelay.ranks.step_input import StepInput
 from kvrelay.ranks.transfer_messages import TransferReport, TransferSettings
 
-RANK_PROTOCOL = 3
+RANK_PROTOCOL = 4
 """Changes with every change of these messages."""
 MAX_RANKS = 64
 
@@ -50,7 +50,7 @@ class RankSettings(msgspec.Struct, array_like=True, frozen=True):
     quantization: Literal["none", "int8", "int4"]
     load_format: Literal["auto", "dummy"]
     transfers: TransferSettings | None = None  # None: KV stays in the worker
-    num_stages: int = 1  # of a pipeline; 1: the ranks divide heads
+    num_stages: int = 1  # of a pipeline, among which the ranks are divided
 
 
 class PoolFacts(msgspec.Struct, array_like=True, frozen=True):

@@ -72,8 +72,8 @@ class RankedRunner:
     """A `LaunchingRunner` over rank 0's runner, which is in this process, and the group of the others.
 
     A step has ended when it has on all ranks. An error of another rank is raised as DeviceLost. If the ranks are the
-    stages of a pipeline, steps are launched behind others: stages before the last one, which is rank 0, compute them at
-    once, and rank 0 when they land.
+    stages of a pipeline, steps are launched behind others: other ranks compute them at once, and rank 0, which is in
+    the last stage, when they land.
     """
 
     def __init__(
@@ -107,7 +107,9 @@ class RankedRunner:
     @property
     def stages_busy_s(self) -> list[float]:
         """Seconds that each stage of a pipeline computed steps, without its waits, from the first stage on."""
-        return [*self._group.busy_s, self._busy_s]
+        # The first rank of each stage.
+        size = self.spec.tensor_parallel_size
+        return [*self._group.busy_s[size - 1 :: size], self._busy_s]
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         self._runner.add_sequence(key, sampling, token_ids, num_prompt)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def load_divided(config: WorkerConfig, *, hands_over: bool) -> RankedRunner:
-    """Starts the ranks of `tensor_parallel_size` or `pipeline_parallel_size`, and returns once all have loaded their
+    """Starts the ranks of `tensor_parallel_size` and `pipeline_parallel_size`, and returns once all have loaded their
     parts. `close` ends them. With `hands_over` the ranks have transports for handoffs.
 
     Raises RanksFailed, UnsupportedModel and the other errors of `make_runner`. No rank is left running then.
@@ -59,9 +59,13 @@ def make_part(
 ) -> TransformersRunner:
     """Loads one rank's part. All ranks call this at the same time. `model` is its place on this machine.
 
-    With several stages the group is only for the load, and the stages are connected by `StageLink`.
+    `group` has all ranks. With several stages it is only for the load: the stages are connected by `StageLink`, and the
+    ranks of a stage by a group of their own.
     """
-    link = StageLink.connect(group) if settings.num_stages > 1 else None
+    num_stages = settings.num_stages
+    link = StageLink.connect(group, num_stages) if num_stages > 1 else None
+    stage_size = settings.size // num_stages
+    stage_group = group if link is None else group.divide(stage_size) if stage_size > 1 else None
     sizing = settings.pool_sizing
     return make_runner(
         model or settings.model,
@@ -79,7 +83,7 @@ def make_part(
         fused_layers=settings.fused_layers,
         quantization=settings.quantization,
         load_format=settings.load_format,
-        tensor_parallel=group if link is None else None,
+        tensor_parallel=stage_group,
         pipeline=link,
     )
 

@@ -49,11 +49,12 @@ def serve(connection: Connection) -> None:
         connection.send(answer)
 
 
-def make_part(group: GroupCoordinator, *, pipeline: bool = False, **options: Any) -> TransformersRunner:
-    """A rank's runner, of a stage with `pipeline`. The other options are those of `make_runner`."""
-    if pipeline:
-        return make_runner(pipeline=StageLink.connect(group), **options)
-    return make_runner(tensor_parallel=group, **options)
+def make_part(group: GroupCoordinator, *, num_stages: int = 1, **options: Any) -> TransformersRunner:
+    """A rank's runner. The other options are those of `make_runner`."""
+    if num_stages == 1:
+        return make_runner(tensor_parallel=group, **options)
+    link, size = StageLink.connect(group, num_stages), group.size // num_stages
+    return make_runner(pipeline=link, tensor_parallel=group.divide(size) if size > 1 else None, **options)
 
 
 class RankProcesses:

@@ -63,6 +63,11 @@ def prompts_of(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list
     return [rng.integers(0, VOCAB_SIZE - 1, length).tolist() for length in lengths]
 
 
+DIVISIONS = [
+    pytest.param(2, 1, id="heads"),
+    pytest.param(2, 2, id="layers"),
+    pytest.param(4, 2, id="both", marks=pytest.mark.slow),
+]
 FAST = {("llama", 2), ("qwen3-moe", 2)}
 CASES = [
     pytest.param(name, size, id=f"{name}-{size}", marks=() if (name, size) in FAST else pytest.mark.slow)
@@ -99,21 +104,32 @@ def test_what_ranks_hold_and_say_of_themselves(
 
 
 STAGES = [
-    pytest.param(name, size, id=f"{name}-{size}", marks=() if (name, size) == ("qwen3", 2) else pytest.mark.slow)
+    pytest.param(
+        *(name, stages, size),
+        id=f"{name}-{stages}x{size}",
+        marks=() if (name, stages) == ("qwen3", 2) else pytest.mark.slow,
+    )
     for name in DIVIDED
-    for size in ((2, 3) if DIVIDED[name]().num_hidden_layers == 3 else (2,))
+    for stages, size in ((2, 1), (2, 2), (3, 1))
+    if stages <= DIVIDED[name]().num_hidden_layers
 ]
 
 
-@pytest.mark.parametrize(("architecture", "size"), STAGES)
+@pytest.mark.parametrize(("architecture", "num_stages", "size"), STAGES)
 def test_greedy_tokens_of_stages_are_those_of_generate(
-    architecture: str, size: int, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
+    architecture: str,
+    num_stages: int,
+    size: int,
+    divide: Callable[..., DividedRunner],
+    model_dir: Callable[[str], Path],
 ) -> None:
+    """Stages of one rank, and of several."""
     path = model_dir(architecture)
-    runner, model = divide(size, path, pipeline=True), load_reference(path)
+    runner, model = divide(num_stages * size, path, num_stages=num_stages), load_reference(path)
     spec = runner.spec
-    assert (spec.pipeline_parallel_size, spec.total_layers) == (size, DIVIDED[architecture]().num_hidden_layers)
-    assert spec.num_layers == 1, "rank 0 is the last stage"
+    assert (spec.pipeline_parallel_size, spec.total_layers) == (num_stages, DIVIDED[architecture]().num_hidden_layers)
+    assert spec.tensor_parallel_size == size
+    assert spec.num_layers == 1, "rank 0 is in the last stage"
     sequences = start(runner, prompts_of(), GREEDY, num_output=NUM_OUTPUT)
     run(runner, sequences)
     for sequence in sequences:
@@ -121,14 +137,14 @@ def test_greedy_tokens_of_stages_are_those_of_generate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "pipeline"), [(4, False), (2, True)], ids=["heads", "layers"])
+@pytest.mark.parametrize(("size", "num_stages"), [(4, 1), (2, 2), (4, 2)], ids=["heads", "layers", "both"])
 def test_a_divided_model_with_random_weights_is_the_whole_one(
-    size: int, pipeline: bool, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
+    size: int, num_stages: int, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
 ) -> None:
     path = model_dir("tied-llama")
     runners: list[Any] = [
         make_runner(str(path), dtype="float32", num_blocks=NUM_BLOCKS, load_format="dummy"),
-        divide(size, path, load_format="dummy", pipeline=pipeline),
+        divide(size, path, load_format="dummy", num_stages=num_stages),
     ]
     outputs = []
     for runner in runners:
@@ -136,19 +152,23 @@ def test_a_divided_model_with_random_weights_is_the_whole_one(
         run(runner, sequences)
         outputs.append([sequence.output for sequence in sequences])
     assert outputs[0] == outputs[1]
-    assert pipeline or runners[0].spec.model_identity == runners[1].spec.model_identity
+    assert runners[0].spec.model_identity == runners[1].spec.model_identity
 
 
-@pytest.mark.parametrize("pipeline", [False, True], ids=["heads", "layers"])
+@pytest.mark.parametrize(("size", "num_stages"), DIVISIONS)
 def test_scores_beams_and_drafts_keep_the_ranks_in_step(
-    pipeline: bool,
+    size: int,
+    num_stages: int,
     divide: Callable[..., DividedRunner],
     model_dir: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other ranks know of these only what is in the batch."""
     path = model_dir("llama")
-    whole, divided = make_runner(str(path), dtype="float32", num_blocks=NUM_BLOCKS), divide(2, path, pipeline=pipeline)
+    whole, divided = (
+        make_runner(str(path), dtype="float32", num_blocks=NUM_BLOCKS),
+        divide(size, path, num_stages=num_stages),
+    )
     steps = list(_mixed_steps())
     for runner in (whole, divided):
         for key, sampling, prompt in _MIXED:
@@ -209,12 +229,12 @@ def _mixed_steps() -> Iterator[WorkerBatch]:
     )
 
 
-@pytest.mark.parametrize("pipeline", [False, True], ids=["heads", "layers"])
+@pytest.mark.parametrize(("size", "num_stages"), DIVISIONS)
 def test_copies_and_swaps_reach_the_blocks_of_all_ranks(
-    pipeline: bool, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
+    size: int, num_stages: int, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
 ) -> None:
     path = model_dir("gemma2")
-    runner, model = divide(2, path, swap_bytes=1 << 20, pipeline=pipeline), load_reference(path)
+    runner, model = divide(size, path, swap_bytes=1 << 20, num_stages=num_stages), load_reference(path)
     (sequence,) = start(runner, prompts_of((50,)), GREEDY, num_output=8)
     sequence.num_output = 4
     run(runner, [sequence])
@@ -230,15 +250,16 @@ def test_copies_and_swaps_reach_the_blocks_of_all_ranks(
     assert sequence.output == generate(model, sequence.prompt, 8)
 
 
-@pytest.mark.parametrize("pipeline", [False, True], ids=["heads", "layers"])
+@pytest.mark.parametrize(("size", "num_stages"), DIVISIONS)
 def test_ranks_stay_in_step_behind_steps_that_fail(
-    pipeline: bool,
+    size: int,
+    num_stages: int,
     divide: Callable[..., DividedRunner],
     model_dir: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = model_dir("llama")
-    runner, model = divide(2, path, pipeline=pipeline), load_reference(path)
+    runner, model = divide(size, path, num_stages=num_stages), load_reference(path)
     (sequence,) = start(runner, prompts_of((30,)), GREEDY, num_output=6)
     row = sequence.row(30)
     with pytest.raises(KeyError, match="never added"):
@@ -266,12 +287,14 @@ def _fail(*_: object, **__: object) -> None:
     raise RuntimeError("the sampler failed")
 
 
-@pytest.mark.parametrize("pipeline", [False, True], ids=["heads", "layers"])
+@pytest.mark.parametrize(("size", "num_stages"), DIVISIONS)
 def test_pools_have_as_many_blocks_as_fit_on_every_rank(
-    pipeline: bool, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
+    size: int, num_stages: int, divide: Callable[..., DividedRunner], model_dir: Callable[[str], Path]
 ) -> None:
     sizing = PoolSizing(memory_utilization=0.5, token_budget=64, max_running=4)
-    runner = divide(2, model_dir("llama"), num_blocks=None, size_pool=sizing, max_model_len=64, pipeline=pipeline)
+    runner = divide(
+        size, model_dir("llama"), num_blocks=None, size_pool=sizing, max_model_len=64, num_stages=num_stages
+    )
     assert len({spec.num_blocks for spec in runner.specs}) == 1
     (sequence,) = start(runner, prompts_of((30,)), GREEDY, num_output=6)
     run(runner, [sequence])

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.parallel import group as group_module
-from kvrelay.engine.parallel import shared_memory
+from kvrelay.engine.parallel import group_coordinator, shared_memory
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed, RankLost
 from kvrelay.engine.parallel.shared_memory import SharedMemory, SharedMemoryUnusable
 from kvrelay.ports import HeldPort
@@ -46,7 +45,7 @@ def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if means == "small slots":
         monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 128)
     if means == "gloo":
-        monkeypatch.setattr(group_module, "share_memory", lambda ballot: None)
+        monkeypatch.setattr(group_coordinator, "share_memory", lambda ballot: None)
     if means == "one rank cannot share":
         open_file = SharedMemory.__init__
 
@@ -126,6 +125,29 @@ def test_a_rank_that_leaves_is_lost_to_the_others() -> None:
         group.all_reduce(torch.zeros(10))
 
     assert [type(error) for error in run_ranks(2, work)] == [RankLost, RankLost]
+
+
+def test_neighbouring_ranks_are_a_group_of_their_own() -> None:
+    def work(group: GroupCoordinator) -> Any:
+        with pytest.raises(ValueError, match="a group of 4 ranks does not divide into groups of 3"):
+            group.divide(3)
+        part = group.divide(2)
+        ranks = torch.tensor([group.rank])
+        part.all_reduce(ranks)  # while the other part may do nothing
+        everywhere = torch.ones(1)
+        group.all_reduce(everywhere)
+        if group.rank == 3:
+            group.leave()
+            with pytest.raises(RankLost, match="rank 1 of 2 has left"):
+                part.all_reduce(torch.ones(1))
+        if group.rank < 2:
+            part.all_reduce(everywhere)
+        group.close()
+        with pytest.raises(RankLost):
+            part.all_reduce(torch.ones(1))
+        return part.rank, part.size, int(ranks), int(everywhere)
+
+    assert run_ranks(4, work) == [(0, 2, 1, 8), (1, 2, 1, 8), (0, 2, 5, 4), (1, 2, 5, 4)]
 
 
 def test_ranks_that_never_come_are_named() -> None:

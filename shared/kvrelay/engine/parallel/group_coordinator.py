@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -60,6 +61,7 @@ class GroupCoordinator:
         self._has_left = False
         self._shared: SharedMemory | None = None
         self._close_others: list[Callable[[], None]] = []
+        self._parts: list[Self] = []
 
     @classmethod
     def connect(
@@ -89,18 +91,48 @@ class GroupCoordinator:
         store = _open_store(rank, size, host, port, timeout_s, listener)
         try:
             _await_ranks(store, rank, size, init_address, timeout_s, check)
-            group = _make_nccl(store, rank, size, device) if _is_cuda(device) else _make_gloo(store, rank, size, host)
-            connected = cls(rank, size, group, store, _host_towards(host))
+        except RuntimeError as error:
+            raise _not_formed(rank, size, error) from None
+        return cls._form(rank, size, store, _host_towards(host), timeout_s, device)
+
+    @classmethod
+    def _form(
+        cls, rank: int, size: int, store: Any, own_host: str, timeout_s: float, device: torch.device | None
+    ) -> Self:
+        """Connects ranks that all have come to a store. Raises GroupNotFormed."""
+        try:
+            is_cuda = _is_cuda(device)
+            make = partial(_make_nccl, device=device) if is_cuda else partial(_make_gloo, own_host=own_host)
+            group = make(store, rank, size)
+            connected = cls(rank, size, group, store, own_host)
             group.set_timeout(timedelta(seconds=timeout_s))
-            connected._check_connected(init_address, device)
+            connected._check_connected(device)
             group.set_timeout(_COLLECTIVE_TIMEOUT)
-            if not _is_cuda(device):
+            if not is_cuda:
                 connected._shared = share_memory(connected)
         except RuntimeError as error:
-            if isinstance(error, GroupNotFormed):
-                raise
-            raise GroupNotFormed(f"rank {rank} of {size} has no connection to the others: {error}") from None
+            raise _not_formed(rank, size, error) from None
+        connected._timeout_s = timeout_s
         return connected
+
+    _timeout_s = 0.0
+
+    def divide(self, size: int) -> Self:
+        """The group of those `size` neighbouring ranks of this group to which this rank belongs. Ranks are counted
+        from 0 there. It is left and closed with this group. All ranks call it at the same time.
+
+        Raises:
+            ValueError: the group does not divide by `size`.
+            GroupNotFormed: the ranks cannot be connected.
+        """
+        if self.size % size:
+            raise ValueError(f"a group of {self.size} ranks does not divide into groups of {size}")
+        number, rank = divmod(self.rank, size)
+        store = dist.PrefixStore(f"part {number} of {size}", self._store)
+        part = self._form(rank, size, store, self.own_host, self._timeout_s, self._device)
+        self._parts.append(part)
+        self.on_close(part.close)
+        return part
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Adds all ranks' contiguous tensors, in place. The sums are the same on all ranks, bit by bit.
@@ -177,6 +209,8 @@ class GroupCoordinator:
         """Ends a collective in which this rank waits, now or later, with `RankLost`. Thread-safe. For a rank that is
         lost without its connection being closed. GPUs do not wait on the host, so there it does nothing."""
         self._has_left = True
+        for part in self._parts:
+            part.leave()
 
     @property
     def has_left(self) -> bool:
@@ -209,12 +243,12 @@ class GroupCoordinator:
 
     _device: torch.device | None = None
 
-    def _check_connected(self, address: str, device: torch.device | None) -> None:
+    def _check_connected(self, device: torch.device | None) -> None:
         """Runs a collective, in which backends open their connections. Raises RuntimeError."""
         self._device = device
         ranks = self._all_numbers(self.rank)
         if ranks != list(range(self.size)):
-            raise GroupNotFormed(f"the ranks at {address} are {ranks}, not one of each")
+            raise GroupNotFormed(f"the ranks of the group are {ranks}, not one of each")
 
     def _check_here(self) -> None:
         if self._group is None or self._has_left:
@@ -349,11 +383,11 @@ def _await_ranks(store: Any, rank: int, size: int, address: str, timeout_s: floa
         raise GroupNotFormed(f"of {size} ranks, {', '.join(missing)} did not come to {address} within {timeout_s:g} s")
 
 
-def _make_gloo(store: Any, rank: int, size: int, host: str) -> Any:
+def _make_gloo(store: Any, rank: int, size: int, own_host: str) -> Any:
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()
     # Without this, gloo listens on the address of the machine's name.
-    options._devices = [gloo.create_device(hostname=_host_towards(host))]
+    options._devices = [gloo.create_device(hostname=own_host)]
     options._timeout = timedelta(seconds=store.timeout.total_seconds())
     return gloo(dist.PrefixStore("gloo", store), rank, size, options)
 
@@ -374,6 +408,12 @@ def _make_nccl(store: Any, rank: int, size: int, device: torch.device | None) ->
         raise GroupNotFormed(f"this torch ({torch.__version__}) has no NCCL, which GPUs need")
     torch.cuda.set_device(device)
     return nccl(dist.PrefixStore("nccl", store), rank, size, nccl.Options())
+
+
+def _not_formed(rank: int, size: int, error: RuntimeError) -> GroupNotFormed:
+    if isinstance(error, GroupNotFormed):
+        return error
+    return GroupNotFormed(f"rank {rank} of {size} has no connection to the others: {error}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -78,7 +78,7 @@ class ShardPlan:
     cuts: dict[str, Cut] = field(default_factory=dict)  # parameters without a cut are whole on each rank
     row_linears: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)  # modules whose outputs are summed
-    embedding: str = ""
+    embedding: str = ""  # empty, as the head: another stage has it
     head: str = ""
 
     @property

@@ -41,7 +41,7 @@ def restore_class(model: PreTrainedModel, model_class: ModelClass) -> None:
 
 
 def sharded_state_dict(
-    name: str, model: PreTrainedModel, cuts: Mapping[str, Cut], has: Callable[[str], bool] = lambda path: True
+    name: str, model: PreTrainedModel, cuts: Mapping[str, Cut], has: Callable[[str], bool]
 ) -> dict[str, Any]:
     """The checkpoint's tensors that a rank `has`, of which those with `cuts` are read in part. A value `x` is read by
     `x[...]`.
@@ -121,7 +121,7 @@ def fill_randomly(
     device: torch.device,
     seed: int,
     plan: ShardPlan | None,
-    has: Callable[[str], bool] = lambda path: True,
+    has: Callable[[str], bool],
 ) -> None:
     """Gives a model on the meta device random weights, of which only the plan's parts stay. Modules that this rank does
     not have, by their path, remain on that device.
@@ -129,7 +129,6 @@ def fill_randomly(
     The weights of a module depend on the seed and the module's number alone, so ranks have parts of one model, whatever
     their number. One module at a time is whole in memory.
     """
-    cuts = {} if plan is None else plan.cuts
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.no_grad():
         for number, (path, module) in enumerate(model.named_modules()):
@@ -139,6 +138,6 @@ def fill_randomly(
             module.to_empty(device=device, recurse=False)
             model._init_weights(module)
             for name in list(module._parameters):
-                if plan is not None and (own := f"{path}.{name}") in cuts:
+                if plan is not None and (own := f"{path}.{name}") in plan.cuts:
                     narrow_parameter(module, name, own, plan)
     model.tie_weights()

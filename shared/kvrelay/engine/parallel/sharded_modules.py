@@ -108,14 +108,18 @@ def narrow_parameter(module: nn.Module, name: str, path: str, plan: ShardPlan) -
         module.num_embeddings, module.padding_idx = module.weight.shape[0], None
 
 
-def connect_modules(model: PreTrainedModel, plan: ShardPlan, group: GroupCoordinator) -> GatheredHead:
-    """Puts the modules with collectives in the place of those whose outputs are partial. Returns the head."""
+def connect_modules(model: PreTrainedModel, plan: ShardPlan, group: GroupCoordinator) -> GatheredHead | None:
+    """Puts the modules with collectives in the place of those whose outputs are partial. Returns the head, if the rank
+    has a part of it."""
     modules: dict[str, Any] = dict(model.named_modules())
     replaced: dict[str, nn.Module] = {path: RowParallelLinear(modules[path], group) for path in plan.row_linears}
     replaced |= {path: ReducedExperts(modules[path], group) for path in plan.experts}
-    start = plan.cuts[f"{plan.embedding}.weight"].start
-    replaced[plan.embedding] = VocabParallelEmbedding(modules[plan.embedding], start, group)
-    head = replaced[plan.head] = GatheredHead(modules[plan.head], plan.vocab_size, group)
+    head = None
+    if plan.embedding:
+        start = plan.cuts[f"{plan.embedding}.weight"].start
+        replaced[plan.embedding] = VocabParallelEmbedding(modules[plan.embedding], start, group)
+    if plan.head:
+        head = replaced[plan.head] = GatheredHead(modules[plan.head], plan.vocab_size, group)
     for path, module in replaced.items():
         owner, _, name = path.rpartition(".")
         setattr(modules[owner], name, module)

@@ -14,6 +14,7 @@ import torch
 import zmq
 
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, RankLost
+from kvrelay.kv.shard_map import ShardShape
 from kvrelay.messaging.zmq_context import ZmqContext
 
 _POLL_MS = 100
@@ -21,31 +22,33 @@ _POLL_MS = 100
 _NUMBER_BYTES = 8
 
 
-def stage_of_rank(rank: int, num_stages: int) -> int:
-    """Rank 0 samples, so it is the last stage; the others follow from the first one on."""
-    return (rank - 1) % num_stages
-
-
 class StageLink:
-    """A stage's link. `waited_s`: seconds that it has waited for hidden states."""
+    """A rank's link. If a stage has several ranks, each is linked to those of the same number in the stages beside it.
+    `waited_s`: seconds that it has waited for hidden states."""
 
-    def __init__(self, group: GroupCoordinator, receiver: Any, sender: Any) -> None:
-        """`group` has all stages. `receiver` and `sender` are None where there is no stage before or behind."""
+    def __init__(self, group: GroupCoordinator, num_stages: int, receiver: Any, sender: Any) -> None:
+        """`group` has the ranks of all stages. `receiver` and `sender` are None where there is no stage before or
+        behind."""
         self.group = group
-        self.num_stages = group.size
-        self.stage = stage_of_rank(group.rank, group.size)
+        self.num_stages = num_stages
+        self.stage = _shape(group, num_stages).stage_of(group.rank)
         self.waited_s = 0.0
         self._receiver, self._sender = receiver, sender
         self._num_received = self._num_sent = 0
 
     @classmethod
-    def connect(cls, group: GroupCoordinator) -> Self:
-        """Connects the stages, which are all ranks of a group. All call it at the same time.
+    def connect(cls, group: GroupCoordinator, num_stages: int) -> Self:
+        """Connects the stages, among which a group's ranks are divided as `ShardShape` says. All call it at the same
+        time.
 
         Raises:
+            ValueError: the group does not divide by `num_stages`.
             RankLost: another rank is gone.
         """
-        stage, num_stages = stage_of_rank(group.rank, group.size), group.size
+        if group.size % num_stages:
+            raise ValueError(f"{group.size} ranks do not divide among {num_stages} stages")
+        shape = _shape(group, num_stages)
+        stage = shape.stage_of(group.rank)
         context = ZmqContext()
         receiver, address = None, ""
         if stage > 0:
@@ -55,11 +58,11 @@ class StageLink:
         addresses = group.all_texts(address)
         sender = None
         if stage < num_stages - 1:
-            next_address = addresses[(group.rank + 1) % num_stages]
+            next_address = addresses[shape.rank_in(stage + 1, group.rank % shape.size)]
             sender = _socket(context, zmq.PUSH, next_address)
             sender.connect(next_address)
         group.on_close(context.close)
-        return cls(group, receiver, sender)
+        return cls(group, num_stages, receiver, sender)
 
     def send(self, hidden: torch.Tensor) -> None:
         """Sends hidden states to the next stage. They must not change afterwards. Does not wait for that stage."""
@@ -89,6 +92,10 @@ class StageLink:
             )
         np.copyto(hidden.view(torch.uint8).view(-1).numpy(), np.frombuffer(content.buffer, np.uint8))
         return hidden
+
+
+def _shape(group: GroupCoordinator, num_stages: int) -> ShardShape:
+    return ShardShape(group.size // num_stages, 1, num_stages)
 
 
 def _socket(context: ZmqContext, kind: int, address: str) -> Any:

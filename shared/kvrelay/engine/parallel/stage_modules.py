@@ -91,8 +91,9 @@ class StageHead(nn.Module):
         else:
             return hidden[..., :0]
         if self.is_shared:
-            logits = logits.contiguous()
-            self._link.group.all_reduce(logits)  # zeros of the other stages
+            # Only rank 0's logits count: the other ranks of its stage have the same ones.
+            logits = logits.contiguous() if self._link.group.rank == 0 else torch.zeros_like(logits)
+            self._link.group.all_reduce(logits)
         return logits
 
 

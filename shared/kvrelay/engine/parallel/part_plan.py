@@ -1,0 +1,70 @@
+"""What one rank has of a model: some heads of each layer, some layers, or some heads of some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.shard_plan import Cut, ShardPlan, plan_shards
+from kvrelay.engine.parallel.sharded_modules import narrow
+from kvrelay.engine.parallel.stage_link import StageLink
+from kvrelay.engine.parallel.stage_modules import drop_absent
+from kvrelay.engine.parallel.stage_plan import StagePlan, config_of_stage, plan_stage
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """`shards`: how the heads of the modules are divided that the stage has; `stage`: how layers are. None: they are
+    not."""
+
+    shards: ShardPlan | None = None
+    stage: StagePlan | None = None
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """The parameters of which the rank has a part."""
+        return {} if self.shards is None else self.shards.cuts
+
+    def has(self, path: str) -> bool:
+        """Returns whether the rank has a module or a parameter, or a part of it."""
+        return self.stage is None or self.stage.has(path)
+
+    def config(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """The config of the rank's model."""
+        return config if self.stage is None else config_of_stage(config, self.stage)
+
+    def reduce(self, model: PreTrainedModel) -> None:
+        """Makes a whole model the rank's part, as far as its parameters go."""
+        if self.stage is not None:
+            drop_absent(model, self.stage)
+        if self.shards is not None:
+            narrow(model, self.shards)
+
+
+def plan_part(model: PreTrainedModel, group: GroupCoordinator | None, link: StageLink | None) -> PartPlan:
+    """Returns a rank's plan for a whole model, whose parameters may be on the meta device. `group`: the ranks among
+    which the heads of the rank's layers are divided.
+
+    Raises:
+        UnsupportedModel: the model cannot be divided like that.
+    """
+    stage = None if link is None else plan_stage(model, link.stage, link.num_stages)
+    shards = None if group is None else plan_shards(model, group.rank, group.size)
+    if shards is not None and stage is not None:
+        shards = _within(shards, stage)
+    return PartPlan(shards, stage)
+
+
+def _within(shards: ShardPlan, stage: StagePlan) -> ShardPlan:
+    """What a stage has of a plan for all layers."""
+    return replace(
+        shards,
+        cuts={path: cut for path, cut in shards.cuts.items() if stage.has(path)},
+        row_linears=[path for path in shards.row_linears if stage.has(path)],
+        experts=[path for path in shards.experts if stage.has(path)],
+        embedding=shards.embedding if stage.has(shards.embedding) else "",
+        head=shards.head if stage.has(shards.head) else "",
+    )

@@ -23,6 +23,11 @@ def as_items(value: Any) -> list[Any]:
     return value
 
 
+def is_reference(item: Any) -> bool:
+    """Returns whether the item stands for a stored one. The type may be left out."""
+    return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
+
+
 async def input_messages(items: list[Any], earlier: list[Any]) -> list[ChatMessage]:
     """The messages of a conversation: of its `earlier` items, which have been checked, and of new ones. Other callbacks
     run between the items. Raises ApiError."""

@@ -8,14 +8,23 @@ import msgspec
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """JSON of a response, and of the items of the whole conversation up to and including its output."""
+    """JSON of a response, and of the items of the whole conversation up to and including its output, whose ids are
+    `output_ids`.
+    """
 
     response: bytes
     items: tuple[bytes, ...]
+    output_ids: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + sum(map(len, self.items))
+        return len(self.response) + sum(map(len, self.items)) + sum(map(len, self.output_ids))
+
+    def output_item(self, item_id: str) -> bytes | None:
+        """JSON of an item of its output."""
+        if item_id not in self.output_ids:
+            return None
+        return self.items[self.output_ids.index(item_id) - len(self.output_ids)]
 
 
 class ResponseStore:
@@ -46,6 +55,12 @@ class ResponseStore:
         if found is not None:
             self._responses.move_to_end((owner, response_id))
         return found
+
+    def output_item(self, owner: str, item_id: str) -> bytes | None:
+        """JSON of an item of the output of a stored response. Its id names the response."""
+        _, _, unique = item_id.partition("_")
+        found = self.get(owner, f"resp_{unique.partition('_')[0]}")
+        return None if found is None else found.output_item(item_id)
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Returns whether it was there."""

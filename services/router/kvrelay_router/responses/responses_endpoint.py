@@ -17,7 +17,7 @@ from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
-from kvrelay_router.responses.input_items import as_items, input_messages
+from kvrelay_router.responses.input_items import as_items, input_messages, is_reference
 from kvrelay_router.responses.output_items import OutputItems, TokenScores
 from kvrelay_router.responses.response_object import Keep, ResponseObject
 from kvrelay_router.responses.response_store import ResponseStore, StoredResponse
@@ -43,7 +43,7 @@ class ResponsesEndpoint:
         service, content = await self._models.read(http)
         names, owner = service.names(http), self._owner(http)
         request = parse_response(content)
-        items, earlier = as_items(request.input), self._earlier_items(request, owner)
+        items, earlier = self._with_stored(as_items(request.input), owner), self._earlier_items(request, owner)
         messages = await input_messages(items, await _parsed(earlier))
         chat = await _chat_content(request, messages)
         chat_request = parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
@@ -75,6 +75,27 @@ class ResponsesEndpoint:
         service = self._models.first
         return service.settings.tenants.of(service.names(http).key).owner
 
+    def _with_stored(self, items: list[Any], owner: str) -> list[Any]:
+        """The items, with stored ones in place of references. Raises ApiError."""
+        return [
+            self._stored_item(item, f"input[{index}].id", owner) if is_reference(item) else item
+            for index, item in enumerate(items)
+        ]
+
+    def _stored_item(self, reference: dict[str, Any], where: str, owner: str) -> Any:
+        item_id = reference.get("id")
+        if not isinstance(item_id, str):
+            raise wrong(where, "it must be a string")
+        stored = self._store.output_item(owner, item_id)
+        if stored is None:
+            raise ApiError(
+                f"Item with id '{item_id[:100]}' not found: its response was not stored, or was dropped for later ones",
+                status=404,
+                param=where,
+                code="item_not_found",
+            )
+        return orjson.loads(stored)
+
     def _earlier_items(self, request: ResponsesRequest, owner: str) -> tuple[bytes, ...]:
         """The items of the conversation that the request continues."""
         if request.previous_response_id is None:
@@ -96,7 +117,8 @@ class ResponsesEndpoint:
             output = [orjson.dumps(_without_scores(item)) for item in response["output"]]
             if is_large():
                 response = {**response, "output": [_without_scores(item) for item in response["output"]]}
-            self._store.put(owner, response["id"], StoredResponse(dump_at_once(response), (*items, *output)))
+            ids = tuple(item["id"] for item in response["output"])
+            self._store.put(owner, response["id"], StoredResponse(dump_at_once(response), (*items, *output), ids))
 
         return keep
 

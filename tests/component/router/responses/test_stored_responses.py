@@ -36,6 +36,44 @@ async def test_a_response_is_continued(router: Router, stream: bool) -> None:
     assert (second.previous_response_id, third.previous_response_id) == (first.id, second.id)
 
 
+@pytest.mark.parametrize("reference", [{"type": "item_reference"}, {}], ids=["typed", "by id alone"])
+async def test_an_item_of_an_earlier_output_is_referred_to(router: Router, reference: dict[str, str]) -> None:
+    first = await answered(router)
+    (item,) = first.output
+    conversation = [{"role": "user", "content": QUESTION}, {**reference, "id": item.id}]
+    second = await answered(router, input=[*conversation, {"role": "user", "content": "Where?"}])
+    assert router.dispatcher.requests[1].prompt_ids == router.tokens(SECOND)
+    again = await answered(
+        router, input=[*conversation, {"role": "user", "content": "Where?"}, {"id": second.output[0].id}]
+    )
+    # What a response was given by reference is kept as it was.
+    await router.openai.responses.delete(first.id)
+    await answered(router, input=[], previous_response_id=again.id)
+    assert router.dispatcher.requests[3].prompt_ids[: len(router.tokens(SECOND))] == router.tokens(SECOND)
+
+
+@pytest.mark.parametrize("item_id", ["msg_x", "", "resp", "msg_", "_", "x" * 10_000])
+async def test_a_reference_to_nothing_is_refused(router: Router, item_id: str) -> None:
+    created = await answered(router)
+    with pytest.raises(openai.NotFoundError, match=r"Item with id .* not found") as refused:
+        await answered(router, input=[{"type": "item_reference", "id": item_id}])
+    assert refused.value.param == "input[0].id" and len(str(refused.value)) < 1000
+    with pytest.raises(openai.BadRequestError, match="it must be a string"):
+        await answered(router, input=[{"type": "item_reference"}])
+    with pytest.raises(openai.NotFoundError):
+        await answered(router, input=[{"type": "item_reference", "id": created.output[0].id + "_7"}])
+
+
+async def test_references_are_to_the_own_keys_items(make_router: Any) -> None:
+    async with make_router(api_keys=("one", "two")) as router:
+        mine, other = router.openai.with_options(api_key="one"), router.openai.with_options(api_key="two")
+        created = await mine.responses.create(model=MODEL, input=QUESTION)
+        reference: Any = [{"type": "item_reference", "id": created.output[0].id}]
+        await mine.responses.create(model=MODEL, input=reference)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.create(model=MODEL, input=reference)
+
+
 async def test_a_response_can_be_read_and_deleted(router: Router) -> None:
     responses = router.openai.responses
     created = await answered(router, metadata={"a": "b"})

@@ -85,7 +85,6 @@ async def test_an_output_may_belong_to_an_earlier_call() -> None:
         ([{"role": "tool", "content": "x"}], "input[0].role"),
         ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0]"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
-        ([{"type": "item_reference", "id": "x"}], "input[0].type"),
         ([{"type": "computer_call", "id": "x"}], "input[0].type"),
         ([{"type": "function_call_output", "call_id": "call_1", "output": "x"}], "input[0].call_id"),
         ([{"type": "function_call", "name": "f", "arguments": "{}"}], "input[0].call_id"),

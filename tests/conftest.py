@@ -31,6 +31,7 @@ register_profiles()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--time-budget-s", type=float, default=None, help="skip what may not end within so many seconds")
+    parser.addoption("--requests", type=int, default=None, help="how many random constrained requests a test sends")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,6 +16,16 @@ REGEXES = (
     r"(\w+ ){3,20}end",
     "always exactly these words, then [a-f]*",
 )
+GRAMMARS = (
+    ('root ::= "(" inner ")"\ninner ::= [a-c]{2,20}', r"\([a-c]{2,20}\)"),
+    ('root ::= item (", " item){1,9}\nitem ::= "otter" | "a heron" | [0-9]+', "ITEM(, ITEM){1,9}"),
+    ('start: pair (";" pair)*\npair: KEY "=" /[0-9]{1,3}/\nKEY: "width" | "height"', "PAIR(;PAIR)*"),
+)
+"""In both notations, each with a regex for the same texts."""
+_FIELDS = {
+    "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "response_format", "structured_outputs"
+}  # fmt: skip
+_PARTS = {"ITEM": "(otter|a heron|[0-9]+)", "PAIR": "((width|height)=[0-9]{1,3})"}
 CHOICES = ["yes", "no", "not now", "naïve 名", "a choice of many words that are forced"]
 
 
@@ -43,27 +53,43 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
     return rng.choice(leaves)
 
 
+def random_tag(rng: random.Random) -> dict[str, Any]:
+    """A structural tag: a value between two strings, or free text in which each "e" begins a value."""
+    schema = random_schema(rng, 1)
+    if rng.random() < 0.6:
+        content = {"type": "json_schema", "json_schema": schema}
+        return {"format": {"type": "tag", "begin": "<value>", "content": content, "end": "</value>"}}
+    return {"triggers": ["e"], "structures": [{"begin": "e=", "schema": schema, "end": ";"}]}
+
+
 def random_constraint(rng: random.Random) -> dict[str, Any]:
-    """Fields of a request: mostly a schema, else a regex or choices."""
+    """Fields of a request: mostly a schema, else a regex, choices, a grammar or a structural tag."""
     chance = rng.random()
-    if chance < 0.1:
+    if chance < 0.08:
         return {"guided_regex": rng.choice(REGEXES)}
-    if chance < 0.2:
+    if chance < 0.16:
         return {"guided_choice": rng.sample(CHOICES, rng.randint(1, len(CHOICES)))}
+    if chance < 0.26:
+        return {"guided_grammar": rng.choice(GRAMMARS)[0]}
+    if chance < 0.36:
+        return {"structural_tag": random_tag(rng)}
     schema = random_schema(rng, 3)
-    if chance < 0.4:
+    if chance < 0.5:
         return {"response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}}
     return {"structured_outputs": {"json": schema, "whitespace_pattern": rng.choice(["", "", " ?"])}}
 
 
 def constrain(body: dict[str, Any], rng: random.Random) -> None:
-    """Constrains the output of a request. It loses its stop strings, which may end a text anywhere."""
+    """Constrains the output of a request, half of them with drafts. It loses its stop strings, which may end a text
+    anywhere."""
     body.pop("stop", None)
     body |= random_constraint(rng) | {"max_tokens": rng.choice([5, 60, 200, 400])}
+    if rng.random() < 0.5:
+        body["speculation"] = rng.choice(["ngram", "suffix"])
 
 
 def is_constrained(body: dict[str, Any]) -> bool:
-    return not body.keys().isdisjoint({"guided_regex", "guided_choice", "response_format", "structured_outputs"})
+    return not body.keys().isdisjoint(_FIELDS)
 
 
 def check_constraint(body: dict[str, Any], text: str) -> None:
@@ -72,7 +98,34 @@ def check_constraint(body: dict[str, Any], text: str) -> None:
         assert re.fullmatch(body["guided_regex"], text, re.ASCII), (body, text)
     elif "guided_choice" in body:
         assert text in body["guided_choice"], (body, text)
+    elif "guided_grammar" in body:
+        pattern = dict(GRAMMARS)[body["guided_grammar"]]
+        for name, part in _PARTS.items():
+            pattern = pattern.replace(name, part)
+        assert re.fullmatch(pattern, text, re.ASCII), (body, text)
+    elif "structural_tag" in body:
+        _check_tag(body["structural_tag"], text)
     elif "response_format" in body:
         jsonschema.validate(json.loads(text), body["response_format"]["json_schema"]["schema"])
     else:
         jsonschema.validate(json.loads(text), body["structured_outputs"]["json"])
+
+
+def _check_tag(tag: dict[str, Any], text: str) -> None:
+    if "format" in tag:
+        begin, schema, end = tag["format"]["begin"], tag["format"]["content"]["json_schema"], tag["format"]["end"]
+        assert text.startswith(begin) and text.endswith(end), (tag, text)
+        jsonschema.validate(json.loads(text[len(begin) : -len(end)]), schema)
+        return
+    (structure,), (trigger,) = tag["structures"], tag["triggers"]
+    begin, end = structure["begin"], structure["end"]
+    at = text.find(trigger)
+    while at >= 0:
+        assert text.startswith(begin, at), (tag, text)
+        at += len(begin)
+        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n"))
+        value, at = json.JSONDecoder().raw_decode(text, at)
+        jsonschema.validate(value, structure["schema"])
+        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n"))
+        assert text.startswith(end, at), (tag, text)
+        at = text.find(trigger, at + len(end))

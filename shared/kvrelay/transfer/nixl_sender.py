@@ -28,6 +28,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,9 @@ POLL_S = 0.0001
 SLOW_POLL_S = 0.005
 SLOW_AFTER_S = 1.0
 """Writes that have made no progress for this long are polled less often."""
-IDLE_WAIT_S = 60.0
+PROGRESS_INTERVAL_S = 1.0
+"""UCX accepts connections in a thread of its own, but closes those that their peers have ended, such as a port scan's,
+only while it is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,7 @@ class _NixlDriver:
         self._in_flight: list[_PostedWrite] = []
         self._clock = AwakeClock()
         self._moved_at = 0.0
+        self._progress_at = 0.0
 
     def enqueue(self, push: Push) -> None:
         """Connects to the peer first if it is new."""
@@ -184,7 +188,7 @@ class _NixlDriver:
         if self._in_flight:
             return POLL_S if now - self._moved_at < SLOW_AFTER_S else SLOW_POLL_S
         deadline = self.outbox.next_deadline()
-        return IDLE_WAIT_S if deadline is None else min(IDLE_WAIT_S, max(POLL_S, deadline - now))
+        return PROGRESS_INTERVAL_S if deadline is None else min(PROGRESS_INTERVAL_S, max(POLL_S, deadline - now))
 
     def _peer_at(self, endpoint: NixlEndpoint) -> NixlPeer:
         if (broken := self._broken.get(endpoint.agent)) is not None:
@@ -310,8 +314,13 @@ class _NixlDriver:
         return events
 
     def expire(self) -> None:
-        """Forgets peers that were not used for `idle_forget_s`, and allows new connections to broken ones in time."""
+        """Forgets peers that were not used for `idle_forget_s`, allows new connections to broken ones in time, and lets
+        UCX close the connections of strangers."""
         now = time.monotonic()
+        if now >= self._progress_at:
+            self._progress_at = now + PROGRESS_INTERVAL_S
+            with suppress(NixlError):
+                self._agent.notifications()  # a sender awaits none
         for name in self.outbox.expire(now).idle:
             if name in self._peers:
                 self._forget(name)

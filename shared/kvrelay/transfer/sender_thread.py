@@ -149,7 +149,7 @@ class SenderThread:
             port.report_crash(self._thread_name, error)
 
     def _serve(self, driver: TransportDriver, emit: Callable[[SenderEvent], None]) -> None:
-        wait_s: float | None = None
+        wait_s = driver.patience_s()
         while True:
             for command in self._take_commands(wait_s):
                 if isinstance(command, _Close):

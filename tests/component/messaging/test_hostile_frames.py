@@ -12,11 +12,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import OVERHEAD_BYTES, CurveKey
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.codec import MAX_FRAME_BYTES
 from kvrelay.protocol.link import Delivered, LinkSettings
 from kvrelay.protocol.messages import Cancel
 from tests.component.messaging.test_curve import Party
+from tests.fakes.raw_zmtp import until_closed_after_announcing
 from tests.fakes.traffic import changed, recorded_traffic
 from tests.fakes.waiting import until
 
@@ -102,3 +104,12 @@ async def test_honest_processes_go_on_talking(fleet_key: CurveKey | None, key: C
     finally:
         one.messenger.close()
         other.messenger.close()
+
+
+async def test_a_frame_that_is_too_large_is_refused_before_its_bytes_come() -> None:
+    party = Party("one", None, LASTING)
+    try:
+        for num_bytes in (MAX_FRAME_BYTES + OVERHEAD_BYTES + 1, 1 << 40, (1 << 63) - 1):
+            await until_closed_after_announcing(party.messenger.me.address, num_bytes)
+    finally:
+        party.messenger.close()

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from kvrelay.transfer import nixl_sender
 from kvrelay.transfer.base import BlockPush, SenderDrained
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
 from tests.component.transfer.rig import ReceivingEnd, SendingEnd
 from tests.component.transfer.transports import EMPTY, source_pool, target_pool
 from tests.fakes.hanging_agent import FakeNetwork, fake_network
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.component
 
@@ -116,3 +118,17 @@ async def test_a_connection_is_tried_again_after_a_while(retry_after_s: float) -
             await asyncio.sleep(retry_after_s / 5)
         push(source, target, "again", range(8, 12))
         await target.until_landed("again", range(4))
+
+
+@pytest.mark.parametrize("has_sent", [False, True])
+async def test_an_idle_sender_goes_on_calling_ucx(monkeypatch: pytest.MonkeyPatch, has_sent: bool) -> None:
+    """Else connections of strangers, such as a port scan's, would stay open."""
+    monkeypatch.setattr(nixl_sender, "PROGRESS_INTERVAL_S", 0.01)
+    with fake_network() as network, ends() as (source, target):
+        if has_sent:
+            push(source, target, "good", range(2))
+            await target.until_landed("good", range(2))
+        agent = next(iter(network.agents.values()))  # the sender's
+        for _ in range(3):
+            agent.inbox.append(b"waits until UCX is called")
+            await until(lambda: not agent.inbox)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Iterator
 from ipaddress import ip_address
 
@@ -11,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from kvrelay.transfer import nixl_sender
 from kvrelay.transfer.base import BlockPush, SenderDrained
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
 from kvrelay.transfer.ucx_devices import devices_for
@@ -18,6 +20,7 @@ from kvrelay.transfer.wire import Bytes
 from tests.component.transfer.rig import Plan, Rig, check_both_count, push_each_alone, scattered
 from tests.component.transfer.test_processes import BLOCK_BYTES, NUM_BLOCKS, child
 from tests.component.transfer.transports import NO_NIXL, TRANSPORTS, source_pool, target_pool, without_nixl
+from tests.fakes.waiting import until
 
 pytestmark = [
     pytest.mark.component,
@@ -204,3 +207,31 @@ async def test_a_pool_of_another_shape_is_refused(shape: tuple[int, ...]) -> Non
         NixlSender(pool)
     with pytest.raises(ValueError, match="pool"):
         NixlReceiver(pool)
+
+
+async def test_connections_that_strangers_have_ended_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a sender that never sends, and at a receiver."""
+    monkeypatch.setattr(nixl_sender, "PROGRESS_INTERVAL_S", 0.05)
+    process = psutil.Process()
+
+    def listening() -> set[int]:
+        return {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    settings = NixlSettings(ucx_devices=devices_for("127.0.0.1"))
+    sender = NixlSender(source_pool(16, 4096), settings=settings)
+    receiver = NixlReceiver(target_pool(16, 4096), ucx_devices=devices_for("127.0.0.1"))
+    sender.start(lambda _: None)
+    receiver.start(lambda _: None)
+    try:
+        ports = listening() - before
+        assert ports
+        for port in ports:
+            num_files = process.num_fds()
+            for number in range(100):
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" if number % 2 else b"")
+            await until(lambda most=num_files: process.num_fds() <= most)  # type: ignore[misc]
+    finally:
+        sender.close()
+        receiver.close()

@@ -17,9 +17,11 @@ from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.endpoints import tcp_address
 from kvrelay.transfer.wire import Bytes, encode_header
 from kvrelay.transfer.write_permits import DropCause
+from kvrelay.transfer.zmq_receiver import MIN_MESSAGE_LIMIT_BYTES
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 from tests.component.transfer.rig import Plan, Rig, SendingEnd, check_both_count, push_each_alone, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
+from tests.fakes.raw_zmtp import until_closed_after_announcing
 from tests.fakes.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.component]
@@ -176,6 +178,12 @@ async def test_an_oversized_message_ends_the_connection_not_the_receiver(rig: Ri
     stranger.send_multipart([HEADER, bytes(65 << 20)])
     source.push("r", target.endpoint, plan.copies)
     await target.until_landed("r", plan.blocks)
+
+
+async def test_a_frame_that_is_too_large_is_refused_before_its_bytes_come(rig: Rig) -> None:
+    target = rig.receiver(target_pool(4, BLOCK_BYTES))
+    for num_bytes in (MIN_MESSAGE_LIMIT_BYTES + 1, 1 << 40, (1 << 63) - 1):
+        await until_closed_after_announcing(target.endpoint["address"], num_bytes)
 
 
 async def test_an_idle_connection_is_closed_and_opened_again() -> None:

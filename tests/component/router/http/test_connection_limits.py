@@ -160,6 +160,7 @@ async def test_a_client_that_reads_nothing_for_too_long_is_left(
 ) -> None:
     """The request's own deadline would end its work, but not the wait for room to tell the client so."""
     connection, writer = await unread_stream(router)
+    assert bounds(connection).reader.is_running
     monkeypatch.setattr(reader_watch, "UNREAD_S", 0.0)
     num_unread = connection.transport.get_write_buffer_size()
     bounds(connection).reader._check(

@@ -1,9 +1,9 @@
 """What dividing a model among ranks costs on one machine: two ranks of one thread against one process of two threads.
 
 A model of the shape of Qwen3-0.6B with random weights runs in the engine in Python: decoding steps of so many sequences
-behind prompts of 64 tokens, and prompts of 512 tokens, one step each. One process runs fused layers, and the modules of
-transformers, which are what ranks divide. Engines take turns, `--rounds` times; the table has medians, and the share of
-one process with modules. The time in collectives is rank 0's, waits for the other rank included.
+behind prompts of 64 tokens, and prompts of 512 tokens, one step each. Both run fused layers, and the modules of
+transformers. Engines take turns, `--rounds` times; the table has medians, and the share of one process with modules.
+The time in collectives is rank 0's, waits for the other rank included, without the sums within fused layers.
 
 Usage: python -m benchmarks.ranks [--dtype bfloat16] [--layers 28] [--rounds 2] [--write benchmarks/results/ranks.md]
 """
@@ -35,7 +35,8 @@ NUM_PROMPTS = 5
 ENGINES: dict[str, dict[str, Any]] = {
     "one process, 2 threads, fused layers": {"threads": 2},
     "one process, 2 threads, modules": {"threads": 2, "fused_layers": False},
-    "2 ranks, 1 thread each": {"threads": 1, "tensor_parallel_size": 2},
+    "2 ranks, 1 thread each, fused layers": {"threads": 1, "tensor_parallel_size": 2},
+    "2 ranks, 1 thread each, modules": {"threads": 1, "tensor_parallel_size": 2, "fused_layers": False},
 }
 BASE = "one process, 2 threads, modules"
 

@@ -43,6 +43,11 @@ typedef struct {
     char *qkv;       /* [tokens, (num_heads + 2 * num_kv_heads) * head_dim] */
     char *attended;  /* [tokens, num_heads * head_dim] */
     char *activated; /* [tokens, intermediate_size] */
+    /* If the heads and the MLPs are divided among ranks; else null: */
+    Ranks *ranks;
+    float *partial; /* [tokens, hidden_size]: this rank's part of a product */
+    int64_t wait_ms;
+    GoesOn goes_on; /* see `add_over_ranks` */
 } DecoderStep;
 
 /* ---- between the products ---- */
@@ -189,8 +194,22 @@ static void rotate_and_write(const Decoder *d, const DecoderStep *s, int64_t lay
                   bytes);
 }
 
+/* hidden += x . weights + bias, summed over the ranks. `is_lost` is set, and later sums are left out, if another rank is
+ * lost. */
+static void add_product(Team *team, const DecoderStep *s, const Linear *l, const char *x, int type, char *widened,
+                        atomic_int *is_lost) {
+    const int64_t n = s->num_tokens;
+    linear(team, l, x, n, (char *)(s->ranks ? s->partial : s->hidden), s->ranks ? STORE_FLOAT : ADD_FLOAT, type, 1, widened);
+    if (!s->ranks) return;
+    SHARE_ITEMS(team, item, 1)
+        if (!atomic_load(is_lost) && !add_over_ranks(s->ranks, s->partial, n * l->num_out, s->hidden, s->wait_ms, s->goes_on))
+            atomic_store(is_lost, 1);
+    end_piece(team);
+}
+
 /* One layer over a step; each thread of the team calls it, with its own copy of the step's attention. */
-static void decoder_layer(Team *team, const Decoder *d, const DecoderStep *s, int64_t i, Attention *a, char *widened) {
+static void decoder_layer(Team *team, const Decoder *d, const DecoderStep *s, int64_t i, Attention *a, char *widened,
+                          atomic_int *is_lost) {
     const DecoderLayer *layer = &d->layers[i];
     const int type = (int)d->type;
     const int64_t n = s->num_tokens, dim = d->head_dim;
@@ -206,27 +225,29 @@ static void decoder_layer(Team *team, const Decoder *d, const DecoderStep *s, in
     SHARE_SMALL_ITEMS(team, token, n) rotate_and_write(d, s, i, pool, token);
     end_piece(team);
     attend_by_type(team, a);
-    linear(team, &layer->output, s->attended, n, (char *)s->hidden, ADD_FLOAT, type, 1, widened);
+    add_product(team, s, &layer->output, s->attended, type, widened, is_lost);
     SHARE_SMALL_ITEMS(team, token, n)
         add_and_norm(s->hidden, NULL, layer->mlp_norm, s->normed, token, d->hidden_size, d->norm_eps, type);
     end_piece(team);
     linear(team, &layer->gate_up, s->normed, n, s->activated, GATED, type, 1, widened);
-    linear(team, &layer->down, s->activated, n, (char *)s->hidden, ADD_FLOAT, type, 1, widened);
+    add_product(team, s, &layer->down, s->activated, type, widened, is_lost);
 }
 
-/* All layers over a step. */
-void kvrelay_decoder_layers(const Decoder *d, const DecoderStep *s, int64_t threads) {
+/* All layers over a step. Returns 0 if another rank is lost. */
+int64_t kvrelay_decoder_layers(const Decoder *d, const DecoderStep *s, int64_t threads) {
     const int64_t widest = at_least(at_least(d->hidden_size, d->num_heads * d->head_dim), d->intermediate_size);
     char *const widened = space_to_widen(s->num_tokens, widest, (int)d->type);
     Team team = {0};
+    atomic_int is_lost = 0;
 #pragma omp parallel num_threads((int)threads)
     {
         Attention attention = *s->attention;
         join_team(&team);
         begin_tiles();
-        for (int64_t i = 0; i < d->num_layers; i++) decoder_layer(&team, d, s, i, &attention, widened);
+        for (int64_t i = 0; i < d->num_layers; i++) decoder_layer(&team, d, s, i, &attention, widened, &is_lost);
         end_tiles();
     }
+    return !atomic_load(&is_lost);
 }
 
 int64_t kvrelay_decoder_struct_bytes(void) {

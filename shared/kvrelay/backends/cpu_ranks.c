@@ -22,6 +22,8 @@ typedef struct {
     int64_t at;         /* how far the call that is going on has come: elements or bytes */
 } Ranks;
 
+typedef int64_t (*GoesOn)(void);
+
 static char *slot(const Ranks *r, int64_t rank) {
     return r->memory + sizeof(SharedTurns) + ((r->turn & 1) * r->size + rank) * r->slot_bytes;
 }
@@ -65,6 +67,33 @@ INLINE void sum_slots(const Ranks *r, char *out, int64_t count, const int type) 
         for (int64_t rank = 1; rank < r->size; rank++) sum += element(slot(r, rank), i, type);
         put(out, i, sum, type);
     }
+}
+
+/* out [count] += the sum of the ranks' `part` [count], added in the order of ranks; both float. `goes_on` is called each
+ * time that others were awaited for `wait_ms`. Returns 0, in the middle, if it does. */
+static int add_over_ranks(Ranks *r, const float *part, int64_t count, float *out, int64_t wait_ms, GoesOn goes_on) {
+    for (; r->at < count;) {
+        const int64_t piece = at_most(count - r->at, r->slot_bytes / 4);
+        write_slot(r, (const char *)(part + r->at), piece * 4);
+        while (!all_have_written(r, wait_ms))
+            if (!goes_on()) return 0;
+        float *const to = out + r->at;
+        int64_t i = 0;
+        for (; i + LANES <= piece; i += LANES) {
+            vfloat sum = load(slot(r, 0), i, FLOAT32);
+            for (int64_t rank = 1; rank < r->size; rank++) sum += load(slot(r, rank), i, FLOAT32);
+            store((char *)to, i, load((const char *)to, i, FLOAT32) + sum, FLOAT32);
+        }
+        for (; i < piece; i++) {
+            float sum = element(slot(r, 0), i, FLOAT32);
+            for (int64_t rank = 1; rank < r->size; rank++) sum += element(slot(r, rank), i, FLOAT32);
+            to[i] += sum;
+        }
+        end_turn(r);
+        r->at += piece;
+    }
+    r->at = 0;
+    return 1;
 }
 
 /* ---- what Python calls ---- */

@@ -33,7 +33,7 @@ from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.part_plan import PartPlan, plan_part
+from kvrelay.engine.parallel.part_plan import PartPlan, own_modules, plan_part
 from kvrelay.engine.parallel.shard_plan import check_tensor_parallel, plan_shards
 from kvrelay.engine.parallel.sharded_checkpoint import fill_randomly
 from kvrelay.engine.parallel.sharded_modules import connect_modules
@@ -244,7 +244,7 @@ def load_model(
     """
     register()
     if source.group is not None:
-        return _load_part(source, block_size, backend, cascade_attention=cascade_attention)
+        return _load_part(source, block_size, backend, cascade_attention=cascade_attention, fused_layers=fused_layers)
     weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
     model = _read_model(source, weights)
     model.to(source.device).eval()  # type: ignore[arg-type]
@@ -267,7 +267,12 @@ def load_model(
 
 
 def _load_part(
-    source: ModelSource, block_size: int, backend: AttentionBackend | None, *, cascade_attention: bool
+    source: ModelSource,
+    block_size: int,
+    backend: AttentionBackend | None,
+    *,
+    cascade_attention: bool,
+    fused_layers: bool,
 ) -> CausalModel:
     """Loads this rank's part as `load_model` does. All ranks run the checks together and get the same results."""
     group, heads_group, link = source.group, source.tensor_parallel, source.pipeline
@@ -294,13 +299,48 @@ def _load_part(
         if backend is None:
             backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
     check_paged_forward(model, layout, backend, source.max_model_len)
+    forward = _fuse_part(model, observed, layout, backend, source, plan) if fused_layers else None
     if gathered is not None:
         gathered.gathers_to_all = False
     if stage_head is not None:
         stage_head.is_shared = False
     _log_part(plan)
     eos_token_ids = _eos_token_ids(model, observed.vocab_size)
-    return CausalModel(source, EagerForward(model), layout, backend, observed.vocab_size, eos_token_ids, plan)
+    forward = forward or EagerForward(model)
+    return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids, plan)
+
+
+def _fuse_part(
+    model: PreTrainedModel,
+    observed: ObservedLayers,
+    layout: KVLayout,
+    backend: AttentionBackend,
+    source: ModelSource,
+    plan: PartPlan,
+) -> Forward | None:
+    """This rank's part of the fused kernels, or None on all ranks if one of them cannot use these, or their results
+    differ from the modules'."""
+    group, shards, packer, own = source.group, plan.shards, WeightPacker(), own_modules(plan)
+    assert group is not None
+    try:
+        with group.in_agreement():
+            if not isinstance(backend, CpuBackend):
+                raise NotFusable("it needs the C kernels on a CPU")
+            require_fusable(model, observed.params, own)
+        check = ForwardCheck(model, source.max_model_len)
+        with group.in_agreement():
+            weights = decoder_weights(model, observed.params, packer, own)
+            vocabulary = None if shards is None else shards.vocabulary
+            fused = FusedForward(weights, source.tensor_parallel, source.pipeline, vocabulary, observed.vocab_size)
+        error = check.measure(fused, layout, backend)
+        with group.in_agreement():
+            check.judge(fused, error, layout)
+    except (NotFusable, KernelBuildError, UnsupportedModel) as reason:
+        packer.restore()
+        log.info("decoder layers: the modules of transformers, since %s", reason)
+        return None
+    log.info("decoder layers: fused kernels (%s)", fused.instructions)
+    return fused
 
 
 def _log_part(plan: PartPlan) -> None:

@@ -210,12 +210,16 @@ class ForwardCheck:
         Raises:
             UnsupportedModel: they differ by more than the dtype's rounding, or by more than rounded weights explain.
         """
-        error = self._measure(forward, layout, backend)
+        self.judge(forward, self.measure(forward, layout, backend), layout, exact=exact)
+
+    def judge(self, forward: Forward, error: float, layout: KVLayout, *, exact: bool = True) -> None:
+        """Raises UnsupportedModel, as `run`, for what `measure` returned."""
         if not error <= (TOLERANCE[layout.dtype] if exact else _ROUNDED_TOLERANCE):
             raise UnsupportedModel(f"its {forward.name} layers are off by {error:.2g} (relative) from the model's own")
 
-    def _measure(self, forward: Forward, layout: KVLayout, backend: AttentionBackend) -> float:
-        """The mean relative difference of the logits, of the worse prompt."""
+    @torch.inference_mode()
+    def measure(self, forward: Forward, layout: KVLayout, backend: AttentionBackend) -> float:
+        """The mean relative difference of the logits, of the worse prompt. 0 on a rank that gets no logits."""
 
         def logits(token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
             return forward.logits(forward.hidden_states(token_ids, positions, step))
@@ -223,7 +227,8 @@ class ForwardCheck:
         exact = replace(layout, stored=None)
         by = backend if layout.stored is None else TorchBackend()
         steps = _probe_steps([len(prompt) for prompt in self._prompts])
-        return _furthest(_paged_logits(logits, self._prompts, exact, by, steps), self._own)
+        found = _paged_logits(logits, self._prompts, exact, by, steps)
+        return _furthest(found, self._own) if found[0].shape[-1] else 0.0
 
 
 def tolerance_of(layout: KVLayout) -> float:

@@ -12,7 +12,9 @@ import torch
 
 from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.engine.make import make_runner
+from kvrelay.engine.parallel import group_coordinator
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.shared_memory import share_memory
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.ports import HeldPort
@@ -34,6 +36,7 @@ def serve(connection: Connection) -> None:
         try:
             match command:
                 case ("make", rank, size, address, options):
+                    choose_means(options)
                     group = GroupCoordinator.connect(rank, size, address, PATIENCE_S)
                     runner = make_part(group, **options)
                     answer = runner.spec
@@ -47,6 +50,13 @@ def serve(connection: Connection) -> None:
         except Exception as error:
             answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         connection.send(answer)
+
+
+def choose_means(options: dict[str, Any]) -> None:
+    """Takes the option `without_shared_memory`, with which the ranks use gloo, as those of several machines do."""
+    without = options.pop("without_shared_memory", False)
+    means = (lambda ballot: None) if without else share_memory
+    setattr(group_coordinator, "share_memory", means)  # noqa: B010 - it is no public name
 
 
 def make_part(group: GroupCoordinator, *, num_stages: int = 1, **options: Any) -> TransformersRunner:
@@ -87,6 +97,7 @@ class RankProcesses:
     def _make_own(
         self, size: int, address: str, options: dict[str, Any]
     ) -> tuple[TransformersRunner, GroupCoordinator]:
+        choose_means(options)
         group = GroupCoordinator.connect(0, size, address, PATIENCE_S)
         try:
             return make_part(group, **options), group

@@ -103,6 +103,35 @@ def test_what_ranks_hold_and_say_of_themselves(
     assert spec.model_identity == whole.model_identity == whole.fingerprint != spec.fingerprint
 
 
+@pytest.mark.parametrize(
+    ("architecture", "size", "num_stages", "options", "expected"),
+    [
+        ("llama", 2, 1, {}, "fused"),
+        ("llama", 2, 1, {"without_shared_memory": True}, "fused"),
+        ("tied-llama", 2, 2, {}, "fused"),
+        ("qwen3", 2, 2, {"fused_layers": False}, "eager"),
+        pytest.param("tied-llama", 4, 2, {"without_shared_memory": True}, "fused", marks=pytest.mark.slow),
+        pytest.param("gemma", 2, 1, {}, "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_run_fused_layers_where_one_process_would(
+    architecture: str,
+    size: int,
+    num_stages: int,
+    options: dict[str, Any],
+    expected: str,
+    divide: Callable[..., DividedRunner],
+    model_dir: Callable[[str], Path],
+) -> None:
+    path = model_dir(architecture)
+    runner, model = divide(size, path, num_stages=num_stages, **options), load_reference(path)
+    assert runner.runner._model.forward.name == expected
+    sequences = start(runner, prompts_of(), GREEDY, num_output=NUM_OUTPUT)
+    run(runner, sequences)
+    for sequence in sequences:
+        assert sequence.output == generate(model, sequence.prompt, NUM_OUTPUT)
+
+
 STAGES = [
     pytest.param(
         *(name, stages, size),
@@ -309,6 +338,33 @@ def test_a_killed_rank_is_a_lost_device(model_dir: Callable[[str], Path]) -> Non
         processes.processes[0].kill()
         with pytest.raises(DeviceLost, match="lost"):
             runner.runner.execute(WorkerBatch(0, [sequence.row(30)]))
+    finally:
+        processes.stop()
+
+
+def test_a_rank_that_is_killed_within_the_layers_is_a_lost_device(
+    model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for it in C."""
+    processes = RankProcesses()
+    try:
+        runner = processes.divide(2, model=str(model_dir("llama")), dtype="float32", num_blocks=NUM_BLOCKS)
+        (sequence,) = start(runner, prompts_of((30,)), GREEDY, num_output=6)
+        batch = WorkerBatch(0, [sequence.row(30)])
+        kernel = runner.runner._model.forward._kernel  # type: ignore[attr-defined]
+        layers = kernel.layers
+
+        def kill_and_run(*args: Any) -> None:
+            processes.processes[0].kill()
+            processes.processes[0].join()
+            layers(*args)
+
+        monkeypatch.setattr(kernel, "layers", kill_and_run)
+        # The other rank computes no step here, and would be missed in the sum of the embeddings otherwise.
+        hidden_size = load_reference(model_dir("llama")).config.hidden_size
+        monkeypatch.setattr(runner.runner._model.forward, "_enter", lambda ids: torch.zeros(len(ids), hidden_size))
+        with pytest.raises(DeviceLost, match="the process of rank 1 has ended"):
+            runner.runner.execute(batch)
     finally:
         processes.stop()
 

@@ -62,8 +62,8 @@ def test_products_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) 
     kernel, weights = make_kernel(torch.bfloat16, num_in=num_in, num_out=70)
     x = torch.randn(num_tokens, num_in).bfloat16()
     before = emulated.kvrelay_emulated_dots()
-    found = kernel.products.linear(weights.head, x, torch.float32)
-    assert_close(found, product(weights.head, x), torch.float32)
+    found = kernel.products.linear(weights.linears[-1], x, torch.float32)
+    assert_close(found, product(weights.linears[-1], x), torch.float32)
     assert emulated.kvrelay_emulated_dots() > before
     gate, up = product(weights.layers[0].gate_up, x).chunk(2, dim=1)
     assert_close(
@@ -75,8 +75,8 @@ def test_products_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) 
 def test_products_of_many_panels_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) -> None:
     kernel, weights = make_kernel(torch.bfloat16, num_in=num_in, num_out=600, intermediate=330)
     x = torch.randn(num_tokens, num_in).bfloat16()
-    found = kernel.products.linear(weights.head, x, torch.float32)
-    assert_close(found, product(weights.head, x), torch.float32)
+    found = kernel.products.linear(weights.linears[-1], x, torch.float32)
+    assert_close(found, product(weights.linears[-1], x), torch.float32)
     gate, up = product(weights.layers[0].gate_up, x).chunk(2, dim=1)
     assert_close(
         kernel.products.linear(weights.layers[0].gate_up, x), torch.nn.functional.silu(gate) * up, torch.bfloat16

@@ -101,9 +101,9 @@ def test_products_of_any_shape(
 ) -> None:
     kernel, weights = make_kernel(dtype, num_in=num_in, num_out=num_out, bias=bias)
     x = torch.randn(num_tokens, num_in).to(dtype)
-    out = kernel.products.linear(weights.head, x, torch.float32 if to_float else None)
+    out = kernel.products.linear(weights.linears[-1], x, torch.float32 if to_float else None)
     assert out.dtype == (torch.float32 if to_float else dtype)
-    assert_close(out, product(weights.head, x), out.dtype)
+    assert_close(out, product(weights.linears[-1], x), out.dtype)
 
 
 @settings(max_examples=examples(30))
@@ -122,11 +122,11 @@ def test_gated_activation(dtype: torch.dtype, num_tokens: int, intermediate: int
 def test_a_product_does_not_depend_on_the_batch_or_the_threads(dtype: torch.dtype, others: int, threads: int) -> None:
     kernel, weights = make_kernel(dtype, num_in=100, num_out=70)
     x = torch.randn(others + 1, 100).to(dtype)
-    alone = kernel.products.linear(weights.head, x[-1:].contiguous(), torch.float32)
+    alone = kernel.products.linear(weights.linears[-1], x[-1:].contiguous(), torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = kernel.products.linear(weights.head, x, torch.float32)
+        together = kernel.products.linear(weights.linears[-1], x, torch.float32)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(alone[0], together[-1])
@@ -170,10 +170,10 @@ def test_residual_and_norm(dtype: torch.dtype, num_tokens: int, size: int, adds:
     delta = torch.randn(num_tokens, size).to(dtype) if adds else None
     expected = hidden.double() + (0 if delta is None else delta.double())
     normed = torch.full((num_tokens, size), torch.nan, dtype=dtype)
-    kernel.add_and_norm(hidden, delta, weights.norm, normed)
+    kernel.add_and_norm(hidden, delta, weights.layers[0].input_norm, normed)
     scale = torch.rsqrt(expected.pow(2).mean(-1, keepdim=True) + EPS)
     assert_close(hidden, expected, torch.float32)
-    assert_close(normed, expected * scale * weights.norm.double(), dtype)
+    assert_close(normed, expected * scale * weights.layers[0].input_norm.double(), dtype)
 
 
 @settings(max_examples=examples(30))

@@ -9,6 +9,8 @@ from kvrelay.backends.cpu import CpuStep
 from kvrelay.engine.fused.angles import Angles, AngleTable
 from kvrelay.engine.fused.kernel import DecoderKernel
 from kvrelay.engine.fused.weights import DecoderWeights
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.stage_link import StageLink
 
 
 class FusedForward:
@@ -16,14 +18,24 @@ class FusedForward:
 
     name = "fused"
 
-    def __init__(self, weights: DecoderWeights) -> None:
-        """Builds or loads the kernels.
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        group: GroupCoordinator | None = None,
+        link: StageLink | None = None,
+        vocabulary: range | None = None,
+        vocab_size: int = 0,
+    ) -> None:
+        """Builds or loads the kernels. `group`: the ranks that divide heads, MLPs and the `vocab_size` tokens of the
+        vocabulary, of which this one embeds `vocabulary`; `link`: of this stage of a pipeline.
 
         Raises:
             KernelBuildError: the kernels cannot be built here.
         """
         self._weights = weights
         self._kernel = DecoderKernel(weights)
+        self._group, self._link = group, link
+        self._vocabulary, self._vocab_size = vocabulary, vocab_size
         self._angles = AngleTable(weights.rotary, weights.head_dim // 2)
 
     @property
@@ -45,17 +57,36 @@ class FusedForward:
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         weights = self._weights
-        hidden = self._kernel.embed(token_ids)
+        hidden = self._enter(token_ids)
         angles = self._angles.at(positions)
         call = step.call_from_c(weights.num_heads, weights.dtype) if isinstance(step, CpuStep) else None
-        if call is not None:
-            self._kernel.layers(hidden, angles, call)
-            delta = None
-        else:
+        group, delta = self._group, None
+        if call is None or (group is not None and not group.shares_memory):
             delta = self._run_layers(hidden, angles, step)
+        elif group is None:
+            self._kernel.layers(hidden, angles, call)
+        else:
+            group.run_in_c(lambda ranks: self._kernel.layers(hidden, angles, call, ranks))
+        if weights.norm is None:
+            assert self._link is not None
+            self._link.send(hidden if delta is None else hidden + delta)
+            return hidden
         out = torch.empty(hidden.shape, dtype=weights.dtype)
         self._kernel.add_and_norm(hidden, delta, weights.norm, out)
         return out
+
+    def _enter(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream before this rank's first layer, float32 `[tokens, hidden_size]`."""
+        link, part = self._link, self._vocabulary
+        if link is not None and link.stage > 0:
+            return link.receive((len(token_ids), self._weights.hidden_size), torch.float32)
+        if self._group is None or part is None:
+            return self._kernel.embed(token_ids)
+        rows = token_ids - part.start
+        is_other = (rows < 0) | (rows >= len(part))
+        hidden = self._kernel.embed(rows.masked_fill(is_other, 0)).masked_fill_(is_other[:, None], 0)
+        self._group.all_reduce(hidden)
+        return hidden
 
     def _run_layers(self, hidden: torch.Tensor, angles: Angles, step: StepAttention) -> torch.Tensor | None:
         """All layers, piece by piece; returns the last MLP's output, which is not added to `hidden` yet."""
@@ -69,12 +100,25 @@ class FusedForward:
             kernel.norm_and_rotate(index, qkv, angles)
             query, key, value = qkv.view(count, -1, weights.head_dim).split(num_heads, dim=1)
             attended = step.attend(index, query, key, value, layer.attention)
-            delta = kernel.products.linear(layer.output, attended.view(count, -1))
+            delta = self._summed(kernel.products.linear(layer.output, attended.view(count, -1)))
             kernel.add_and_norm(hidden, delta, layer.mlp_norm, normed)
-            delta = kernel.products.linear(layer.down, kernel.products.linear(layer.gate_up, normed))
+            delta = self._summed(kernel.products.linear(layer.down, kernel.products.linear(layer.gate_up, normed)))
         return delta
+
+    def _summed(self, product: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' products."""
+        if self._group is not None:
+            self._group.all_reduce(product)
+        return product
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Forward.logits`: float32, which saves the rounding of 16-bit logits."""
-        return self._kernel.products.linear(self._weights.head, hidden.contiguous(), torch.float32)
+        """See `Forward.logits`: float32, which saves the rounding of 16-bit logits. `[tokens, 0]` on other ranks than
+        the first."""
+        if (head := self._weights.head) is None:
+            return hidden[..., :0]
+        logits = self._kernel.products.linear(head, hidden.contiguous(), torch.float32)
+        if self._group is None:
+            return logits
+        gathered = self._group.gather_columns(logits)
+        return logits[..., :0] if gathered is None else gathered[..., : self._vocab_size]

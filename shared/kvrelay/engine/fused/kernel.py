@@ -13,6 +13,7 @@ from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
 from kvrelay.engine.fused.angles import Angles
 from kvrelay.engine.fused.products import LinearStruct, PanelProducts, linear_struct, tokens_with_room
 from kvrelay.engine.fused.weights import DTYPES, DecoderWeights, LayerWeights
+from kvrelay.engine.parallel.shared_memory import RanksInC
 
 _ALIGNMENT = 64
 
@@ -42,6 +43,9 @@ class _DecoderStep(ctypes.Structure):
         *((name, c_void_p) for name in ("hidden", "cos", "sin", "angles", "attention", "pool")),
         ("layer_bytes", c_int64),
         *((name, c_void_p) for name in ("write_blocks", "write_slots", "normed", "qkv", "attended", "activated")),
+        *((name, c_void_p) for name in ("ranks", "partial")),
+        ("wait_ms", c_int64),
+        ("goes_on", c_void_p),
     ]
 
 
@@ -95,11 +99,12 @@ class DecoderKernel:
         out = torch.empty(len(token_ids), weights.hidden_size)
         ids = (token_ids.data_ptr(), len(token_ids), out.data_ptr())
         if (table := weights.embedding) is None:
+            assert weights.head is not None
             found = library.kvrelay_embed_from_panels(ctypes.byref(linear_struct(weights.head)), *ids)
         else:
             found = library.kvrelay_embed(table.data_ptr(), *table.shape, self._type, *ids)
         if not found:
-            raise IndexError(f"a token is beyond the {weights.head.num_out} of the vocabulary")
+            raise IndexError("a token is beyond those of the vocabulary")
         return out
 
     def norm_and_rotate(self, layer: int, qkv: torch.Tensor, angles: Angles) -> None:
@@ -109,19 +114,26 @@ class DecoderKernel:
             *(angles.cos.data_ptr(), angles.sin.data_ptr(), torch.get_num_threads()),
         )
 
-    def layers(self, hidden: torch.Tensor, angles: Angles, attention: AttentionCall) -> None:
+    def layers(
+        self, hidden: torch.Tensor, angles: Angles, attention: AttentionCall, ranks: RanksInC | None = None
+    ) -> None:
         """Runs all layers over a step's tokens in one call: `hidden` becomes the last layer's output.
 
-        `attention` is the step's plan; the pool has the weights' type.
+        `attention` is the step's plan; the pool has the weights' type. `ranks`: those that divide heads and MLPs. If
+        one of them is lost, the output is of no use.
         """
         weights, count = self._weights, len(hidden)
         all_heads = weights.num_heads + 2 * weights.num_kv_heads
         widths = (weights.hidden_size, all_heads * weights.head_dim, weights.num_heads * weights.head_dim)
-        buffers = self._carve(tokens_with_room(count), (*widths, weights.intermediate_size))
+        sums = 0 if ranks is None else weights.hidden_size * torch.float32.itemsize // weights.dtype.itemsize
+        *buffers, partial = self._carve(tokens_with_room(count), (*widths, weights.intermediate_size, sums))
+        in_c: tuple[int | None, ...] = (None, None, 0, None)
+        if ranks is not None:
+            in_c = (ranks.ranks, partial, ranks.wait_ms, ctypes.cast(ranks.goes_on, c_void_p).value)
         step = _DecoderStep(
             *(count, hidden.data_ptr(), angles.cos.data_ptr(), angles.sin.data_ptr(), angles.rows.data_ptr()),
             *(attention.plan, attention.pool, attention.layer_bytes),
-            *(attention.write_blocks, attention.write_slots, *buffers),
+            *(attention.write_blocks, attention.write_slots, *buffers, *in_c),
         )
         self._library.kvrelay_decoder_layers(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads())
 

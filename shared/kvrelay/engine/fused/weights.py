@@ -43,14 +43,26 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnModules:
+    """What a rank has of a model. `layers`: None: all; `has_head`: also the final norm; `adds_biases`:
+    of the ranks that divide heads, one adds the biases of products that are summed over them."""
+
+    layers: range | None = None
+    has_embedding: bool = True
+    has_head: bool = True
+    adds_biases: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All that a forward needs. `rotary(x, position_ids)` gives cos and sin, `[1, tokens, head_dim]`."""
+    """All that a forward needs. `rotary(x, position_ids)` gives cos and sin, `[1, tokens, head_dim]`. Heads and widths
+    are this rank's."""
 
     dtype: torch.dtype
-    embedding: torch.Tensor | None  # None: the head's weights, which are not rounded
+    embedding: torch.Tensor | None  # None: the head's weights, which are not rounded, or another rank's
     layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor
-    head: PackedLinear
+    norm: torch.Tensor | None  # None, as the head: another rank has it
+    head: PackedLinear | None
     rotary: torch.nn.Module
     norm_eps: float
     num_heads: int
@@ -61,13 +73,13 @@ class DecoderWeights:
     @property
     def hidden_size(self) -> int:
         """Elements of a token's hidden state."""
-        return len(self.norm)
+        return len(self.layers[0].input_norm)
 
     @property
     def linears(self) -> list[PackedLinear]:
         """All linear layers, the head last."""
         inside = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return [*inside, self.head]
+        return inside if self.head is None else [*inside, self.head]
 
 
 class WeightPacker:
@@ -80,19 +92,20 @@ class WeightPacker:
         """`stored` reads the weights that are integers in the checkpoint. Their modules have them as floats."""
         self.quantization = quantization
         self._stored = stored or {}
-        self._packed: list[tuple[PackedLinear, tuple[torch.nn.Linear, ...]]] = []
+        self._packed: list[tuple[PackedLinear, tuple[torch.nn.Linear, ...], list[int]]] = []
 
-    def pack(self, *modules: torch.nn.Linear, gated: bool = False) -> PackedLinear:
-        """One product for several of the same input."""
+    def pack(self, *modules: torch.nn.Linear, gated: bool = False, has_bias: bool = True) -> PackedLinear:
+        """One product for several of the same input. Without `has_bias`, other ranks add the biases."""
         if len({module.bias is None for module in modules}) != 1:
             raise NotFusable("some of the projections that are merged have a bias, and some have none")
-        biases = [module.bias.detach() for module in modules if module.bias is not None]
+        biases = [module.bias.detach() for module in modules if module.bias is not None and has_bias]
+        num_out = [len(module.weight) for module in modules]
         packed = self._pack_stored(modules, biases, gated) or pack(
             [module.weight.detach() for module in modules], biases or None, gated=gated, quantization=self.quantization
         )
         for module in modules:
             module.weight.data = module.weight.new_empty(0)
-        self._packed.append((packed, modules))
+        self._packed.append((packed, modules, num_out))
         return packed
 
     def _pack_stored(
@@ -109,7 +122,7 @@ class WeightPacker:
     @property
     def num_kept(self) -> int:
         """The number of modules whose weights are packed as the checkpoint's integers."""
-        return sum(len(modules) for packed, modules in self._packed if packed.is_integer) if self._stored else 0
+        return sum(len(modules) for packed, modules, _ in self._packed if packed.is_integer) if self._stored else 0
 
     def restore(self) -> None:
         """Gives the modules their weights back, bit by bit. What was packed is of no use afterwards.
@@ -120,19 +133,20 @@ class WeightPacker:
         if self.quantization != "none" and self._packed:
             raise ValueError(f"weights in {self.quantization} do not give the modules theirs back")
         while self._packed:
-            packed, modules = self._packed.pop()
+            packed, modules, num_out = self._packed.pop()
             if packed.is_integer:
                 weights = [self._stored[module]().dequantize(module.weight.dtype) for module in modules]
             else:
-                weights = unpack(packed, [each.out_features for each in modules])
+                weights = unpack(packed, num_out)
             for module, weight in zip(modules, weights, strict=True):
                 module.weight.data = weight
 
 
 def decoder_weights(
-    model: PreTrainedModel, attention: Sequence[AttentionParams], packer: WeightPacker
+    model: PreTrainedModel, attention: Sequence[AttentionParams], packer: WeightPacker, own: OwnModules | None = None
 ) -> DecoderWeights:
-    """Returns the weights of a model that is fusable (see `require_fusable`) in the kernels' layout.
+    """Returns the weights of a model that is fusable (see `require_fusable`) in the kernels' layout. `own`: those that
+    this rank has; None: all.
 
     The modules lose their weights to `packer`, also if this raises: see `WeightPacker.restore`.
 
@@ -141,31 +155,57 @@ def decoder_weights(
     """
     backbone: Any = model.model
     dtype = model.dtype
-    layers = tuple(_layer(each, params, packer) for each, params in zip(backbone.layers, attention, strict=True))
-    config = model.config
-    head: Any = model.lm_head
-    tied = head.weight is backbone.embed_tokens.weight
-    embedding = backbone.embed_tokens.weight.detach()  # packing a tied head empties the parameter
-    packed_head = packer.pack(head)
+    own = own or OwnModules()
+    modules = _own_layers(backbone, own)
+    first = modules[0]
+    head_dim = first.self_attn.head_dim
+    num_heads, num_kv_heads = (
+        len(each.weight) // head_dim for each in (first.self_attn.q_proj, first.self_attn.k_proj)
+    )
+    intermediate_size = len(first.mlp.gate_proj.weight)
+    # Packing a tied head empties the parameter.
+    embedding = backbone.embed_tokens.weight.detach() if own.has_embedding else None
+    head: Any = _plain_head(model.lm_head) if own.has_head else None
+    tied = head is not None and own.has_embedding and head.weight is backbone.embed_tokens.weight
+    layers = tuple(
+        _layer(each, params, packer, adds_biases=own.adds_biases)
+        for each, params in zip(modules, attention, strict=True)
+    )
+    packed_head = None if head is None else packer.pack(head)
+    shares_head = tied and packed_head is not None and not packed_head.is_integer
     return DecoderWeights(
         dtype=dtype,
-        embedding=None if tied and not packed_head.is_integer else embedding,
+        embedding=None if shares_head else embedding,
         layers=layers,
-        norm=_floats(backbone.norm.weight),
+        norm=_floats(backbone.norm.weight) if own.has_head else None,
         head=packed_head,
         rotary=backbone.rotary_emb,
-        norm_eps=float(backbone.norm.variance_epsilon),
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=backbone.layers[0].self_attn.head_dim,
-        intermediate_size=config.intermediate_size,
+        norm_eps=float(first.input_layernorm.variance_epsilon),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
     )
 
 
-def require_fusable(model: PreTrainedModel, attention: Sequence[AttentionParams]) -> None:
+def _own_layers(backbone: Any, own: OwnModules) -> list[Any]:
+    layers = list(backbone.layers)
+    return layers if own.layers is None else [layers[index] for index in own.layers]
+
+
+def _plain_head(head: Any) -> Any:
+    """The linear layer inside a head of several ranks."""
+    while not isinstance(head, torch.nn.Linear):
+        head = head.head
+    return head
+
+
+def require_fusable(
+    model: PreTrainedModel, attention: Sequence[AttentionParams], own: OwnModules | None = None
+) -> None:
     """Raises NotFusable for a model of another family, dtype or device, or with a layer that differs from the family.
 
-    `attention`: the attention parameters of each layer.
+    `attention`: the attention parameters of each layer; `own`: see `decoder_weights`.
     """
     name = type(model).__name__
     if name not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
@@ -187,11 +227,11 @@ def require_fusable(model: PreTrainedModel, attention: Sequence[AttentionParams]
         raise NotFusable(f"its norms have several epsilons: {sorted(epsilons)}")
     probe = torch.zeros(1, 1, 1)
     cos, _ = backbone.rotary_emb(probe, torch.zeros(1, 1, dtype=torch.int64))
-    if cos.shape[-1] != backbone.layers[0].self_attn.head_dim:
+    if cos.shape[-1] != _own_layers(backbone, own or OwnModules())[0].self_attn.head_dim:
         raise NotFusable(f"it rotates {cos.shape[-1]} elements of each head, not all of them")
 
 
-def _layer(layer: Any, attention: AttentionParams, packer: WeightPacker) -> LayerWeights:
+def _layer(layer: Any, attention: AttentionParams, packer: WeightPacker, *, adds_biases: bool) -> LayerWeights:
     attn, mlp = layer.self_attn, layer.mlp
     normed = hasattr(attn, "q_norm")
     return LayerWeights(
@@ -200,10 +240,10 @@ def _layer(layer: Any, attention: AttentionParams, packer: WeightPacker) -> Laye
         query_norm=_floats(attn.q_norm.weight) if normed else None,
         key_norm=_floats(attn.k_norm.weight) if normed else None,
         attention=attention,
-        output=packer.pack(attn.o_proj),
+        output=packer.pack(attn.o_proj, has_bias=adds_biases),
         mlp_norm=_floats(layer.post_attention_layernorm.weight),
         gate_up=packer.pack(mlp.gate_proj, mlp.up_proj, gated=True),
-        down=packer.pack(mlp.down_proj),
+        down=packer.pack(mlp.down_proj, has_bias=adds_biases),
     )
 
 

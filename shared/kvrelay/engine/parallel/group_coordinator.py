@@ -24,7 +24,7 @@ import torch.distributed as torch_distributed
 
 from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.batch import DeviceLost
-from kvrelay.engine.parallel.shared_memory import RankEnded, SharedMemory, can_sum, share_memory
+from kvrelay.engine.parallel.shared_memory import RankEnded, RanksInC, SharedMemory, can_sum, share_memory
 
 dist: Any = torch_distributed  # its names come from C++ and are not declared as exported
 
@@ -165,6 +165,21 @@ class GroupCoordinator:
             parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
             self._wait(lambda: self._group.gather([parts] if parts else [], [tensor], options))
         return torch.cat(parts, dim=-1) if parts else None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Returns whether `run_in_c` is possible. The same on all ranks."""
+        return self._shared is not None
+
+    def run_in_c(self, call: Callable[[RanksInC], None]) -> None:
+        """Runs C that sums over the ranks by itself, through the memory that they share.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        with self._shared_collective():
+            assert self._shared is not None
+            self._shared.run_in_c(call, self._check_here)
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvrelay.engine.fused.weights import OwnModules
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.shard_plan import Cut, ShardPlan, plan_shards
 from kvrelay.engine.parallel.sharded_modules import narrow
@@ -56,6 +57,17 @@ def plan_part(model: PreTrainedModel, group: GroupCoordinator | None, link: Stag
     if shards is not None and stage is not None:
         shards = _within(shards, stage)
     return PartPlan(shards, stage)
+
+
+def own_modules(plan: PartPlan) -> OwnModules:
+    """What the fused kernels compute on a rank."""
+    stage, shards = plan.stage, plan.shards
+    return OwnModules(
+        layers=None if stage is None else stage.own_layers,
+        has_embedding=stage is None or stage.is_first,
+        has_head=stage is None or stage.is_last,
+        adds_biases=shards is None or shards.rank == 0,
+    )
 
 
 def _within(shards: ShardPlan, stage: StagePlan) -> ShardPlan:

@@ -82,6 +82,12 @@ class ShardPlan:
     head: str = ""
 
     @property
+    def vocabulary(self) -> range | None:
+        """The tokens that this rank embeds; None if another stage does."""
+        cut = self.cuts.get(f"{self.embedding}.weight")
+        return None if cut is None else range(cut.start, cut.start + cut.padded)
+
+    @property
     def local_heads(self) -> int:
         return self.num_heads // self.size
 

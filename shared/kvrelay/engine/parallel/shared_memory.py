@@ -16,8 +16,9 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -51,6 +52,19 @@ class Ballot(Protocol):
     def size(self) -> int: ...
     def least(self, number: int) -> int: ...
     def all_texts(self, text: str) -> list[str]: ...
+
+
+_GoesOn = ctypes.CFUNCTYPE(c_int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RanksInC:
+    """What C needs to sum over ranks by itself: the address of a `Ranks` of cpu_ranks.c, a function that it calls every
+    `wait_ms` while it waits for others, and which returns 0 to end the wait."""
+
+    ranks: int
+    wait_ms: int
+    goes_on: Any
 
 
 class _Ranks(ctypes.Structure):
@@ -106,6 +120,26 @@ class SharedMemory:
         self._await(lambda: self._library.kvrelay_gather_over_ranks(ctypes.byref(self._ranks), *call, _WAIT_MS), check)
         return list(out)
 
+    def run_in_c(self, call: Callable[[RanksInC], None], check: Callable[[], None]) -> None:
+        """Runs C that sums over the ranks by itself. `check` as for `all_reduce`.
+
+        Raises:
+            RankEnded: another rank is gone.
+        """
+        errors: list[Exception] = []
+
+        def goes_on() -> int:
+            try:
+                check()
+                self._check_alive()
+            except Exception as error:
+                errors.append(error)
+            return not errors
+
+        call(RanksInC(ctypes.addressof(self._ranks), _WAIT_MS, _GoesOn(goes_on)))
+        if errors:
+            raise errors[0]
+
     def close(self) -> None:
         """The other ranks see this one as ended. The memory itself is freed with this object."""
         if not self._file.closed:
@@ -116,9 +150,12 @@ class SharedMemory:
     def _await(self, is_done: Callable[[], int], check: Callable[[], None]) -> None:
         while not is_done():
             check()
-            for rank in range(self._size):
-                if rank != self._ranks.rank and not self._is_alive(rank):
-                    raise RankEnded(f"the process of rank {rank} has ended")
+            self._check_alive()
+
+    def _check_alive(self) -> None:
+        for rank in range(self._size):
+            if rank != self._ranks.rank and not self._is_alive(rank):
+                raise RankEnded(f"the process of rank {rank} has ended")
 
     def _is_alive(self, rank: int) -> bool:
         found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))

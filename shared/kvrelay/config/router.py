@@ -123,7 +123,7 @@ class RouterConfig(CommonConfig):
         min_length=1,
         description="how the model writes tool calls: hermes (also Qwen 2.5 and 3), qwen3_coder, llama3_json, "
         "pythonic, mistral, mistral_json, deepseek_v3, deepseek_v31, glm45, kimi_k2, harmony; auto: as its chat "
-        "template shows; none: tools are refused",
+        "template shows; none: tools are refused; a path that ends in .py: the FORMAT of that file",
     )
     reasoning_parser: str = Field(
         default="auto",

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvrelay_router.output_parsing import harmony
+from kvrelay_router.output_parsing import format_file, harmony
 from kvrelay_router.output_parsing.call_grammar import CallGrammar, MarkedCallGrammar, Thinking
 from kvrelay_router.output_parsing.events import OutputParser, PlainParser
 from kvrelay_router.output_parsing.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
@@ -144,7 +144,9 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 
 def find_dialect(tool_parser: str, reasoning_parser: str, template: str | None) -> Dialect:
-    """The formats with these names; `auto`: those that the chat template shows. Raises UnknownParser."""
+    """The formats with these names; `auto`: those that the chat template shows; a name that ends in `.py`: that of the
+    file. Raises UnknownParser or BadFormatFile.
+    """
     names = {tool_parser, reasoning_parser}
     if HARMONY in names or (names == {AUTO} and _shows_harmony(template or "")):
         if not names <= {HARMONY, AUTO}:
@@ -152,9 +154,11 @@ def find_dialect(tool_parser: str, reasoning_parser: str, template: str | None) 
                 f"{HARMONY!r} reads both calls and reasoning: set both parsers to it, or one to {AUTO!r}"
             )
         return HarmonyDialect()
-    return MarkedDialect(
-        _find(tool_parser, TOOL_FORMATS, template), _find(reasoning_parser, REASONING_FORMATS, template)
-    )
+    if tool_parser.endswith(format_file.SUFFIX):
+        tools: ToolFormat | None = format_file.load_tool_format(tool_parser)
+    else:
+        tools = _find(tool_parser, TOOL_FORMATS, template)
+    return MarkedDialect(tools, _find(reasoning_parser, REASONING_FORMATS, template))
 
 
 def _find(name: str, formats: Sequence[Format], template: str | None) -> Format | None:

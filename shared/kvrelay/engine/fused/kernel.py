@@ -100,11 +100,13 @@ class DecoderKernel:
         ids = (token_ids.data_ptr(), len(token_ids), out.data_ptr())
         if (table := weights.embedding) is None:
             assert weights.head is not None
+            num_tokens = weights.head.num_out
             found = library.kvrelay_embed_from_panels(ctypes.byref(linear_struct(weights.head)), *ids)
         else:
+            num_tokens = len(table)
             found = library.kvrelay_embed(table.data_ptr(), *table.shape, self._type, *ids)
         if not found:
-            raise IndexError("a token is beyond those of the vocabulary")
+            raise IndexError(f"a token is beyond the {num_tokens} of the vocabulary")
         return out
 
     def norm_and_rotate(self, layer: int, qkv: torch.Tensor, angles: Angles) -> None:

@@ -17,6 +17,8 @@ from kvrelay_router.text.tenant_threads import NO_TENANT, TenantThreads, current
 from kvrelay_router.text.tokenizer import Tokenizer
 
 MAX_KNOWN = 4096
+MAX_KNOWN_BYTES = 4 << 20
+"""Of the texts of refusals, which quote what is wrong and may be long."""
 ANY_END_TOKEN = (0,)
 """Whether a grammar compiles does not depend on which token ends the output, and the router does not know it."""
 MAX_CPU_S = 0.2
@@ -29,6 +31,37 @@ class _Compilation:
     num_waiting: int = 0
 
 
+class KnownRefusals:
+    """The refusals of the grammars that were asked for last, by digest of the grammar, which may have 128 KiB itself.
+    Empty: the grammar compiles.
+    """
+
+    def __init__(self, max_entries: int = MAX_KNOWN, max_bytes: int = MAX_KNOWN_BYTES) -> None:
+        self.num_bytes = 0
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._refusals)
+
+    def get(self, digest: bytes) -> str | None:
+        """None if it is not known."""
+        refusal = self._refusals.get(digest)
+        if refusal is not None:
+            self._refusals.move_to_end(digest)
+        return refusal
+
+    def put(self, digest: bytes, refusal: str) -> None:
+        """Adds a refusal, and drops those that were not asked for the longest time. One that is too long for all the
+        bytes is not kept.
+        """
+        self.num_bytes += len(refusal.encode()) - len(self._refusals.pop(digest, "").encode())
+        self._refusals[digest] = refusal
+        while len(self._refusals) > self._max_entries or self.num_bytes > self._max_bytes:
+            _, oldest = self._refusals.popitem(last=False)
+            self.num_bytes -= len(oldest.encode())
+
+
 class GrammarCheck:
     """Remembers what it found for the latest grammars."""
 
@@ -37,7 +70,7 @@ class GrammarCheck:
         # Writing a large vocabulary takes 0.1 s with the GIL held, so it is done before requests come.
         written = tokenizer.backend.to_str()
         self._spec = CompilerSpec(written, tokenizer.vocab_size, ANY_END_TOKEN, max_cpu_s)
-        self._known: OrderedDict[bytes, str] = OrderedDict()  # refusals by digest; a grammar may have 128 KiB
+        self._known = KnownRefusals()
         self._running: dict[bytes, _Compilation] = {}
         self._thread = TenantThreads(1, "grammar-check")
         self._process: GrammarProcess | None = None
@@ -53,8 +86,6 @@ class GrammarCheck:
         refusal = self._known.get(digest)
         if refusal is None:
             refusal = await self._wait(digest, self._running.get(digest) or self._begin(digest, grammar))
-        else:
-            self._known.move_to_end(digest)
         if refusal:
             raise GrammarError(refusal)
 
@@ -86,6 +117,4 @@ class GrammarCheck:
             return
         del self._running[digest]
         if refusal.exception() is None:
-            self._known[digest] = refusal.result()
-            while len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
+            self._known.put(digest, refusal.result())

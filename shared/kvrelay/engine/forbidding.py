@@ -1,9 +1,9 @@
-"""Applies token masks to logits: in one pass over the rows that have one, on a CPU without unpacking the bits."""
+"""Applies token masks to logits, on a CPU without unpacking the bits."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_int64, c_void_p
 from functools import cache
 
@@ -29,6 +29,30 @@ def forbid_tokens(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[Tok
     )
 
 
+def most_likely(
+    logits: torch.Tensor, masks: Mapping[int, TokenMask] | None = None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The allowed token with the greatest logit, `[rows]` int64, and the greatest logit of all tokens, `[rows]`
+    float32, NaN if one is NaN. None if the logits, `[rows, vocab]`, are not float32 on a CPU that has the kernel.
+
+    `masks`, by row: what is allowed; of other rows everything. One pass over the logits, which are not changed.
+    """
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return None
+    kernel = _kernel()
+    if kernel is None:
+        return None
+    addresses = np.zeros(len(logits), np.uintp)
+    for row, mask in (masks or {}).items():
+        addresses[row] = mask.ctypes.data
+    token_ids, peaks = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
+    kernel.kvrelay_most_likely(
+        *(logits.data_ptr(), logits.stride(0), addresses.ctypes.data, *logits.shape),
+        *(token_ids.ctypes.data, peaks.ctypes.data),
+    )
+    return torch.from_numpy(token_ids), torch.from_numpy(peaks)
+
+
 def _forbid_by_torch(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
     packed = np.stack([mask[: -(-logits.shape[1] // 32)] for mask in masks]).view(np.uint8)
     bits = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
@@ -49,4 +73,6 @@ def _kernel() -> ctypes.CDLL | None:
         return None
     kernel.kvrelay_forbid_tokens.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64]
     kernel.kvrelay_forbid_tokens.restype = None
+    kernel.kvrelay_most_likely.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p]
+    kernel.kvrelay_most_likely.restype = None
     return kernel

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.device import to_device
 from kvrelay.engine.draft_rows import DraftRows
+from kvrelay.engine.forbidding import forbid_tokens, most_likely
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.pending_tokens import ExactSampling, PendingTokens, SampledOnDevice, SampledRows, SampledTokens
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler_state import Parameters, SamplerState
 from kvrelay.engine.token_masks import TokenMasks
 from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few
-from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
+from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, TokenMask
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 
@@ -163,11 +164,13 @@ class Sampler:
         asks_logprobs = bool(
             (parameters["logprobs"] >= 0).any()
         )  # log-probabilities are computed from unadjusted logits
-        if parameters["adjusted"].any() or parameters["temperature"].any():
+        masks = self._masks.masks(keys, slots, self._ends_of_masked(slots, parameters, positions), drafts)
+        sampled = None
+        if not parameters["temperature"].any() and not self._adjusts(slots, parameters, positions):
+            sampled = _most_likely(logits, masks)
+        if sampled is None:
             work = logits.to(torch.float32, copy=asks_logprobs or not may_overwrite)
-            sampled = self._sample(keys, slots, parameters, positions, work, drafts)
-        else:
-            sampled = _most_likely(logits)
+            sampled = self._sample(work, masks, slots, parameters, positions, drafts)
         logprobs = None
         if asks_logprobs:
             with self.waiting():  # a CPU computes them here
@@ -219,13 +222,20 @@ class Sampler:
         )
         return penalised
 
+    def _adjusts(self, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64]) -> bool:
+        """Returns whether anything but masks changes the logits of a row."""
+        if not parameters["adjusted"].any():
+            return False
+        changes = (parameters["counts"] >= 0) | _early_without_masks(parameters, positions)
+        return bool(changes.any() or self._state.biases(slots))
+
     def _sample(
         self,
-        keys: Sequence[SequenceKey],
+        work: torch.Tensor,
+        masks: dict[int, TokenMask],
         slots: NDArray[np.int64],
         parameters: Parameters,
         positions: NDArray[np.int64],
-        work: torch.Tensor,
         drafts: DraftRows | None = None,
     ) -> SampledOnDevice:
         """Overwrites `work`, the logits in float32."""
@@ -234,7 +244,8 @@ class Sampler:
         self._penalise(work, parameters, drafts)
         self._add_biases(work, slots)
         self._forbid_ends(work, slots, parameters, positions)
-        self._masks.apply(work, keys, slots, self._ends_of_masked(slots, parameters, positions), drafts)
+        if masks:
+            forbid_tokens(work, [*masks], [*masks.values()])
         random = parameters["temperature"] > 0
         if not random.any():
             return SampledOnDevice(_argmax(work), peaks)
@@ -306,8 +317,7 @@ class Sampler:
         self, logits: torch.Tensor, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64]
     ) -> None:
         """Forbids end-of-sequence and stop tokens before min_tokens in rows without masks."""
-        early = parameters["adjusted"] & ~parameters["masked"] & (positions < parameters["min_length"])
-        for row in np.flatnonzero(early):
+        for row in np.flatnonzero(_early_without_masks(parameters, positions)):
             # An assignment would copy the number to the GPU and wait for the copy.
             logits[int(row)].index_fill_(0, to_device(self._state.end_ids(int(slots[row])), self._device), -torch.inf)
 
@@ -320,6 +330,12 @@ class Sampler:
 
     def _column(self, parameters: Parameters, name: str) -> torch.Tensor:
         return to_device(parameters[name].copy(), self._device)
+
+
+def _early_without_masks(parameters: Parameters, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """The rows before min_tokens whose end-of-sequence and stop tokens no mask forbids, `[rows]`."""
+    early: NDArray[np.bool_] = parameters["adjusted"] & ~parameters["masked"] & (positions < parameters["min_length"])
+    return early
 
 
 def _with_drafts(
@@ -353,8 +369,14 @@ def _put(target: torch.Tensor, chosen: NDArray[np.bool_], values: torch.Tensor) 
     target.index_copy_(0, to_device(np.flatnonzero(chosen), target.device), values)
 
 
-def _most_likely(logits: torch.Tensor) -> SampledOnDevice:
+def _most_likely(logits: torch.Tensor, masks: dict[int, TokenMask]) -> SampledOnDevice | None:
+    """Greedy sampling in one pass over the logits. None if there are masks and the kernel cannot be used."""
     logits = logits.float()  # torch is several times slower at an argmax over 16-bit numbers
+    found = most_likely(logits, masks)
+    if found is not None:
+        return SampledOnDevice(*found)
+    if masks:
+        return None
     best = _argmax(logits)
     return SampledOnDevice(best, logits.gather(1, best[:, None])[:, 0])  # argmax prefers a NaN to any number
 

@@ -21,12 +21,10 @@ from functools import cached_property, partial
 from time import perf_counter
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.batch import GrammarWork, RowsFailed
 from kvrelay.engine.draft_rows import DraftRows
-from kvrelay.engine.forbidding import forbid_tokens
 from kvrelay.engine.grammar_state import GrammarCounters, GrammarState
 from kvrelay.engine.ordered_work import WorkThreads, wait
 from kvrelay.engine.token_limits import TokenLimits, remove
@@ -164,16 +162,15 @@ class TokenMasks:
             state.enqueue(partial(state.look_ahead, drafts))
             self._computing.submit([state])
 
-    def apply(
+    def masks(
         self,
-        logits: torch.Tensor,
         keys: Sequence[SequenceKey],
         slots: NDArray[np.int64],
         ends: dict[int, NDArray[np.int64]],
         drafts: DraftRows | None = None,
-    ) -> None:
-        """Sets the logits `[rows, vocab]` float32 of the tokens that are not allowed to minus infinity, in place. Waits
-        for masks that are not ready.
+    ) -> dict[int, TokenMask]:
+        """The masks of the rows that have one, by row. Read only, until the next tokens are appended. Waits for masks
+        that are not ready.
 
         `drafts`: the places of the rows. A draft that the grammar does not allow, and one that no token may follow, are
         taken out of them.
@@ -181,12 +178,11 @@ class TokenMasks:
         `ends`, by row: tokens that are allowed only if there are no others. Raises GrammarFailed, NoTokenAllowed.
         """
         if not self._states and not self.limits:
-            return
+            return {}
         masks = self._grammar_masks(keys, slots, drafts)
         if self.limits or ends:
             self._restrict(masks, keys, slots, ends, drafts)
-        if masks:
-            forbid_tokens(logits, [*masks], [*masks.values()])
+        return masks
 
     def _grammar_masks(
         self, keys: Sequence[SequenceKey], slots: NDArray[np.int64], drafts: DraftRows | None

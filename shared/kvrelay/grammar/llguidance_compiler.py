@@ -13,7 +13,6 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, allow_only
@@ -167,13 +166,14 @@ class LLGuidanceMatcher:
         if self._run_at < len(self._run):
             allow_only(mask, self._run[self._run_at])
             return
+        # Before the mask: the library would tokenize forced bytes for the mask, and again for the run.
+        if not self._matcher.is_stopped() and (run := self.forced()):
+            allow_only(mask, run[0])
+            return
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         _check(self._matcher)
-        allowed = mask[np.flatnonzero(mask)]
-        if not len(allowed):
+        if not mask.any():
             raise GrammarError("no token can continue the output")
-        if len(allowed) == 1 and int(allowed[0]) & (int(allowed[0]) - 1) == 0 and not self._matcher.is_stopped():
-            self.forced()  # the masks behind this one take the run
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -423,6 +423,29 @@ def test_logits_are_masked_in_place_as_by_unpacked_bits(vocab_size: int, num_row
     assert torch.equal(logits, expected) and torch.equal(by_torch, expected)
 
 
+@given(st.integers(1, 1200), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_the_most_likely_allowed_token_is_that_of_masked_logits(vocab_size: int, num_rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    # Few different numbers, so that the best ones tie.
+    values = rng.choice([-np.inf, -1.5, 0.0, 2.0, *rng.choice([3.0, np.inf, np.nan], 1)], (num_rows, vocab_size + 3))
+    logits = torch.from_numpy(values.astype(np.float32))[:, :vocab_size]
+    masks = {
+        row: rng.choice([0, -1, int(rng.integers(-(2**31), 2**31))], -(-vocab_size // 32)).astype(np.int32)
+        for row in range(num_rows)
+        if rng.random() < 0.7
+    }
+    before = logits.clone()
+    found = forbidding.most_likely(logits, masks)
+    assert found is not None
+    assert torch.equal(logits.nan_to_num(9.0), before.nan_to_num(9.0))
+    assert torch.equal(found[1].nan_to_num(9.0), logits.amax(dim=-1).nan_to_num(9.0))
+    if masks:
+        forbidding._forbid_by_torch(logits, [*masks], [*masks.values()])
+    for row in range(num_rows):
+        if not logits[row].isnan().any() and logits[row].amax() > -torch.inf:
+            assert int(found[0][row]) == int(logits[row].numpy().argmax())
+
+
 def test_penalties_count_forced_tokens() -> None:
     grammar = FORCING[3]
     sampler, again = sampler_of(), sampler_of()

@@ -55,11 +55,14 @@ class DraftRows:
         return DraftRows(self.rows[at], self.offsets[at], self.depths[at], self.drafts[at])
 
     def earlier(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The drafts before each of `places`, flat: index into `places`, token id."""
+        """The drafts before each of `places`, flat: index into `places`, token id. Without those that were taken out:
+        the places behind them give no token."""
         depths = self.depths[places]
         which = np.repeat(np.arange(len(places)), depths)
         back = np.arange(len(which)) - np.repeat(np.cumsum(depths) - depths, depths)  # 0, 1, .. for each place
-        return which, self.drafts[places[which] - 1 - back]
+        token_ids = self.drafts[places[which] - 1 - back]
+        stays = token_ids >= 0
+        return which[stays], token_ids[stays]
 
     def before(self, place: int) -> list[int]:
         """The drafts before a place, in their order."""

@@ -23,7 +23,7 @@ from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.thoroughness import examples
 from tests.unit.engine.test_sampler import samplings
-from tests.unit.engine.test_token_masks import END, GRAMMARS, VOCAB_SIZE, key, sampler_of
+from tests.unit.engine.test_token_masks import END, GRAMMARS, TOKENIZER, VOCAB_SIZE, key, sampler_of
 
 pytestmark = pytest.mark.unit
 PROMPT = [5, 6, 7, 5, 6]
@@ -143,6 +143,23 @@ def test_the_outcome_is_that_of_one_token_a_step(
         assert [entry.token_id for entry in run.logprobs] == [entry.token_id for entry in alone.logprobs]
         for entry, other in zip(run.logprobs, alone.logprobs, strict=True):
             assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_a_draft_that_a_grammar_forbids_changes_no_penalty() -> None:
+    one, two = sorted(TOKENIZER.token_to_id(digit) for digit in "12")
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0, grammar=DIGITS)
+    sampler = sampler_of()
+    sampler.add(key(0), sampling, [one, two], 2)  # both in the prompt, which has no presence penalty
+    row = WorkerRow(key(0), np.array([two, END, END], np.int32), 1, np.zeros(9, np.int32), True, False, num_drafts=2)
+    logits = torch.zeros(3, VOCAB_SIZE)
+    logits[:, two], logits[:, one] = 1.0, 0.5
+    sampler.begin_masks(key(0), [END, END])
+    places = DraftRows.of([row], [0])
+    pending = sampler.begin([key(0)] * 3, np.array([2, 3, 4]), logits, None, places)
+    token_ids, _ = pending.land()
+    assert pending.accepted is not None
+    assert pending.accepted.tolist() == [True, False, False]
+    assert token_ids[0] == two
 
 
 def test_a_wrong_draft_with_bad_logits_behind_it_ends_the_run_and_fails_nothing() -> None:

@@ -53,6 +53,12 @@ def one_choice(s: State) -> None:
     s += "x" + select("y", [" a", " b"])
 
 
+def run_to_its_end(endpoint: Endpoint, *, stream: bool) -> None:
+    state = one_call.run(endpoint=endpoint, stream=stream)
+    if stream:
+        list(state.text_iter())
+
+
 def closing(answer: bytes) -> bytes:
     return answer.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
 
@@ -73,9 +79,7 @@ def test_a_server_that_dies_in_an_answer(stream: bool) -> None:
     with server(MODELS_ANSWER, cut) as url:
         endpoint = Endpoint(url)
         with pytest.raises(ProgramError, match=r"gen\('y'\): no answer from"):
-            "".join(one_call.run(endpoint=endpoint, stream=True).text_iter()) if stream else one_call.run(
-                endpoint=endpoint
-            )
+            run_to_its_end(endpoint, stream=stream)
 
 
 def test_a_stream_that_ends_without_its_last_event() -> None:

@@ -29,6 +29,7 @@ from transformers import (
 
 VOCAB_SIZE = 320
 EOS_TOKEN = "<|end|>"
+REASONING_MARKERS = ("<think>", "</think>")
 SLIDING_WINDOW = 24
 _SPECIAL_TOKENS = (EOS_TOKEN, "<|user|>", "<|assistant|>", "<|system|>")
 _CHAT_TEMPLATE = (
@@ -103,6 +104,16 @@ def randomize(model: PreTrainedModel) -> PreTrainedModel:
             noise = torch.randn_like(parameter) * 0.08
             parameter.copy_(noise + parameter if "norm" in name else noise)
     return model
+
+
+def add_reasoning(directory: Path) -> Path:
+    """Gives a model of `build_model` tokens for reasoning, which its chat template opens, and returns `directory`."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(REASONING_MARKERS)})
+    opened = "<|assistant|>{% if enable_thinking | default(true) %}<think>{% else %}<think></think>{% endif %}"
+    tokenizer.chat_template = _CHAT_TEMPLATE.replace("<|assistant|>", opened)
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -29,13 +29,13 @@ SMALL = ("--dtype", "float32", "--threads", "1", "--token-budget", "128", "--max
 class Stream(threading.Thread):
     """Reads a stream in the background: its tokens, how it finished, and whether it ended as it must."""
 
-    def __init__(self, stack: Stack, body: dict[str, Any]) -> None:
+    def __init__(self, stack: Stack, body: dict[str, Any], path: str = "/v1/completions") -> None:
         super().__init__(daemon=True)
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.last_line = ""
         self.begun = threading.Event()
-        self._url = f"{stack.base_url}/v1/completions"
+        self._url = f"{stack.base_url}{path}"
         self._body = body | {"stream": True}
         self.start()
 
@@ -50,7 +50,7 @@ class Stream(threading.Thread):
         self.last_line = line
         if line != "data: [DONE]":
             (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-            self.token_ids += choice["token_ids"]
+            self.token_ids += choice.get("token_ids") or []
             self.finish_reason = choice["finish_reason"] or self.finish_reason
             self.begun.set()
 

@@ -52,7 +52,7 @@ class Sampler:
         self._device = device
         self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
-        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, self.waiting)
+        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, eos_token_ids, self.waiting)
         self._sampled = SampledTokens(self._state, device, self.waiting, self._masks)
 
     @contextmanager

@@ -83,7 +83,7 @@ class SamplerState:
         self._check_ids((*sampling.logit_bias, *(token_ids if penalised else ())))
         self._check_ids(sampling.allowed_token_ids)
         self._check_ids([token_id for word in sampling.bad_words for token_id in word])
-        masked = sampling.grammar is not None or sampling.limits_tokens
+        masked = sampling.is_constrained or sampling.limits_tokens
         if not self._free:
             self._grow()
         slot = self._free.pop()

@@ -27,8 +27,9 @@ from kvrelay.engine.batch import GrammarWork, RowsFailed
 from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.grammar_state import GrammarCounters, GrammarState
 from kvrelay.engine.ordered_work import WorkThreads, wait
+from kvrelay.engine.reasoning_matcher import ReasoningMatcher
 from kvrelay.engine.token_limits import TokenLimits, remove
-from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, TokenMask
+from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import Sampling
@@ -69,10 +70,12 @@ class TokenMasks:
         self,
         make_compiler: Callable[[], GrammarCompiler],
         vocab_size: int,
+        eos_token_ids: Sequence[int],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`make_compiler` is called by `prepare`, or in a thread at the first use. `waiting`: releases the lock."""
         self.limits = TokenLimits(vocab_size)
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._done = GrammarCounters()
         self._make_compiler = make_compiler
         self._waiting = waiting
@@ -87,9 +90,9 @@ class TokenMasks:
     def add(self, slot: int, sampling: Sampling, output_ids: Sequence[int]) -> None:
         """Starts a sequence, with the output that it has already."""
         self.limits.add(slot, sampling, output_ids)
-        if sampling.grammar is not None:
+        if sampling.is_constrained:
             state = self._states[slot] = GrammarState(self._done)
-            state.enqueue(partial(self._begin, state, sampling.grammar, list(output_ids)))
+            state.enqueue(partial(self._begin, state, sampling, list(output_ids)))
             self._compiling.submit([state])
 
     def drop(self, slot: int) -> None:
@@ -256,12 +259,21 @@ class TokenMasks:
     def _compiler(self) -> GrammarCompiler:
         return self._make_compiler()
 
-    def _begin(self, state: GrammarState, grammar: Grammar, output_ids: list[int]) -> None:
+    def _begin(self, state: GrammarState, sampling: Sampling, output_ids: list[int]) -> None:
+        matcher, mask_words = None, len(self.limits.all_tokens)
+        if sampling.grammar is not None:
+            matcher, mask_words = self._compile(sampling.grammar), self._compiler.mask_words
+        if sampling.reasoning is not None:
+            matcher = ReasoningMatcher(sampling.reasoning, matcher, self.limits.all_tokens, self._eos_token_ids)
+        assert matcher is not None
+        state.begin(matcher, mask_words, output_ids)
+
+    def _compile(self, grammar: Grammar) -> GrammarMatcher:
         compiler = self._compiler
         is_known, started = compiler.knows(grammar), perf_counter()
         matcher = compiler.compile(grammar)
         self._done.compiled(perf_counter() - started, is_known=is_known)
-        state.begin(matcher, compiler.mask_words, output_ids)
+        return matcher
 
 
 def _check(keys: Sequence[SequenceKey], states: Sequence[GrammarState]) -> None:

@@ -57,6 +57,16 @@ class BeamSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         require(self.num_returned <= self.width, "more texts are to be returned than there are beams")
 
 
+class ReasoningSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Reasoning at the beginning of an output, between two single tokens. A grammar applies behind it."""
+
+    begin_id: TokenId
+    end_id: TokenId
+    is_open: bool = False  # the prompt has written `begin_id`
+    # After that many output tokens of reasoning, without its markers, the next token is `end_id`. None: no limit.
+    token_budget: Index | None = None
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one sequence are drawn. Values are validated by the router before they get here.
 
@@ -87,6 +97,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # How drafts are found, which has no effect on the output; None: as the worker's setting says.
     speculation: SpeculationMethod | None = None
     grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
+    reasoning: ReasoningSpan | None = None  # set if the output has a grammar behind it, or a budget; not for beams
 
     def num_prompt_scores(self, num_prompt: int) -> int:
         """The number of prompt tokens to score, of `num_prompt`."""
@@ -98,9 +109,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return bool(self.allowed_token_ids or self.bad_words)
 
     @property
+    def is_constrained(self) -> bool:
+        """Returns whether a grammar or a budget for reasoning decides which tokens may come next."""
+        return self.grammar is not None or self.reasoning is not None
+
+    @property
     def follows_output(self) -> bool:
         """Returns whether the tokens that may come next depend on those before."""
-        return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
+        return self.is_constrained or any(len(word) > 1 for word in self.bad_words)
 
 
 class FinishReason(StrEnum):

@@ -125,7 +125,7 @@ class BatchScheduler:
         sampling = sequence.sampling
         # The model's log-probability of a forced token is not known until the next step, so none is forced then. A
         # grammar may force what limits of tokens forbid, which sampling under both masks finds out.
-        may_jump = sampling.grammar is not None and sampling.logprobs is None and not sampling.limits_tokens
+        may_jump = sampling.is_constrained and sampling.logprobs is None and not sampling.limits_tokens
         sequence.jumps = self.settings.jump_forward and may_jump and not sequence.prefill_only
         self.lifecycle.add(sequence)
 
@@ -420,7 +420,7 @@ class BatchScheduler:
 def _needs_commit_first(row: PlannedRow) -> bool:
     """Returns whether the number of tokens that the row brings is not known before its commit, or what they are is
     needed to plan."""
-    is_constrained = row.sample and row.sequence.sampling.grammar is not None
+    is_constrained = row.sample and row.sequence.sampling.is_constrained
     return row.drafts is not None or row.sequence.needs_commit_first or is_constrained
 
 

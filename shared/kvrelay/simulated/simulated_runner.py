@@ -135,7 +135,7 @@ class SimulatedRunner:
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         if key in self._known:
             return
-        if sampling.grammar is not None:
+        if sampling.is_constrained:
             raise ValueError("simulated workers do not constrain their output")
         scored = None if sampling.prompt_logprobs is None else np.asarray(token_ids[:num_prompt], np.int64)
         stops = frozenset(sampling.stop_token_ids)

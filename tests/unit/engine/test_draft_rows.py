@@ -146,7 +146,7 @@ def test_the_outcome_is_that_of_one_token_a_step(
 
 
 def test_a_draft_that_a_grammar_forbids_changes_no_penalty() -> None:
-    one, two = sorted(TOKENIZER.token_to_id(digit) for digit in "12")
+    one, two = sorted(TOKENIZER.token_to_id(digit) or 0 for digit in "12")
     sampling = Sampling(temperature=0.0, presence_penalty=2.0, grammar=DIGITS)
     sampler = sampler_of()
     sampler.add(key(0), sampling, [one, two], 2)  # both in the prompt, which has no presence penalty

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Event, Lock
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -22,7 +23,7 @@ from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, To
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import ReasoningSpan, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.thoroughness import examples
 
@@ -232,7 +233,9 @@ def test_a_mask_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) 
     compiler.go_on.set()
 
 
-def jump(rows: list[tuple[Grammar, Sampling]], num_steps: int, *, jumps: bool, restart_at: int = -1) -> list[list[int]]:
+def jump(
+    rows: Sequence[tuple[Grammar | None, Sampling]], num_steps: int, *, jumps: bool, restart_at: int = -1
+) -> list[list[int]]:
     """The outputs with jump-forward. The logits of a position do not depend on the step that reaches it."""
     outputs: list[list[int]] = [[] for _ in rows]
     sampler = sampler_of()
@@ -240,7 +243,7 @@ def jump(rows: list[tuple[Grammar, Sampling]], num_steps: int, *, jumps: bool, r
         if step in (0, restart_at):
             sampler = sampler_of()
             for index, (grammar, sampling) in enumerate(rows):
-                wanted = Sampling(temperature=sampling.temperature, seed=sampling.seed, grammar=grammar)
+                wanted = msgspec.structs.replace(sampling, grammar=grammar)
                 sampler.add(key(index), wanted, [*range(4, 4 + NUM_PROMPT), *outputs[index]], NUM_PROMPT)
         live = [index for index in range(len(rows)) if END not in outputs[index]]
         if not live:
@@ -290,6 +293,44 @@ def test_jumping_gives_the_tokens_of_sampling_each_under_its_mask(
     jumping, stepwise = jump(rows, 80, jumps=True, restart_at=restart_at), jump(rows, 80, jumps=False)
     for ahead, one_by_one in zip(jumping, stepwise, strict=True):
         assert ahead[: len(one_by_one)] == one_by_one[: len(ahead)]
+
+
+THINK, THINK_END = 300, 301  # ordinary tokens, so that a model samples them
+reasonings = st.builds(
+    ReasoningSpan,
+    begin_id=st.just(THINK),
+    end_id=st.just(THINK_END),
+    is_open=st.booleans(),
+    token_budget=st.integers(0, 20),
+)
+
+
+@settings(max_examples=examples(30))
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from([None, *FORCING]), st.sampled_from(SAMPLINGS[:2]), reasonings), min_size=1, max_size=4
+    ),
+    restart_at=st.integers(-1, 20),
+)
+def test_reasoning_ends_behind_its_budget_however_the_output_is_divided(
+    rows: list[tuple[Grammar | None, Sampling, ReasoningSpan]], restart_at: int
+) -> None:
+    """Nothing but the budget ends it: the model finds the marker impossible."""
+    never, always = {THINK_END: -1000.0}, {THINK: 1000.0, THINK_END: -1000.0}
+    constrained = [
+        (grammar, msgspec.structs.replace(sampling, reasoning=span, logit_bias=never if span.is_open else always))
+        for grammar, sampling, span in rows
+    ]
+    jumping = jump(constrained, 60, jumps=True, restart_at=restart_at)
+    stepwise = jump(constrained, 60, jumps=False)
+    for ahead, one_by_one, (grammar, _, span) in zip(jumping, stepwise, rows, strict=True):
+        assert ahead[: len(one_by_one)] == one_by_one[: len(ahead)]
+        if grammar is None and END in ahead[: span.token_budget]:
+            continue
+        end = (span.token_budget or 0) + (not span.is_open)
+        assert ahead.index(THINK_END) == end
+        if grammar is not None:
+            COMPILER.compile(grammar).accept(ahead[end + 1 :])
 
 
 @pytest.mark.parametrize("grammar", FORCING[:4])

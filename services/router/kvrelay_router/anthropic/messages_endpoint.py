@@ -15,6 +15,7 @@ from kvrelay_router.anthropic.messages_request import (
     PromptFields,
     generation_fields,
     template_fields,
+    thinking_budget,
 )
 from kvrelay_router.anthropic.tools import tool_fields
 from kvrelay_router.http.api_error import json_response
@@ -38,6 +39,9 @@ class MessagesEndpoint:
         names = service.names(http)
         request = parse(MessagesRequest, content)
         chat = await _chat_content(request, content)
+        budget = thinking_budget(request)
+        if budget is not None and service.text.can_limit_reasoning:
+            chat["thinking_token_budget"] = budget
         chat_request = parse_chat({**chat, **generation_fields(request, content)})
         # An output that the context has no room for is cut, as in Anthropic's API.
         output = RequestedOutput(asked=None, default=request.max_tokens)

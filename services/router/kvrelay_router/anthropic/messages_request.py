@@ -73,6 +73,15 @@ def template_fields(request: PromptFields, content: dict[str, Any]) -> dict[str,
     return fields
 
 
+def thinking_budget(request: PromptFields) -> int | None:
+    """The tokens that the model may think, if it is to think. Raises ApiError."""
+    if not _thinks(request.thinking) or (budget := _part(request.thinking, "budget_tokens", "thinking")) is None:
+        return None
+    if type(budget) is not int or not 0 < budget < 2**31:
+        raise wrong("thinking.budget_tokens", "it must be a positive number of tokens")
+    return budget
+
+
 def _thinks(thinking: Any) -> bool | None:
     """Whether the model is to think before it answers; None: as the template has it."""
     kind = _part(thinking, "type", "thinking")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import ReasoningSpan, Sampling
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.loop_share import LoopShare
@@ -59,6 +59,7 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     has_echo: bool = False
     scores_in_choices: bool = False  # each choice has the log-probabilities of its prompt
     grammar: Grammar | None = None  # in place of the request's own
+    reasoning: ReasoningSpan | None = None  # before the grammar
     is_parsed: bool = False  # reasoning or tool calls are looked for in the output
 
 
@@ -152,6 +153,7 @@ def _sampling(
         prompt_logprobs=fields.prompt_logprobs,
         seed=make_seed(request.seed),
         grammar=fields.grammar,
+        reasoning=fields.reasoning,
     )
 
 

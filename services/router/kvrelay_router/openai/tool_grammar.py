@@ -23,7 +23,7 @@ MAX_GRAMMAR_TOOLS = 100
 
 def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
     """Raises ApiError for calls that cannot be constrained, or not together with the request's other fields."""
-    if not _wants_grammar(request):
+    if not wants_tool_grammar(request):
         return
     if service.text.dialect.call_grammar(_Markers(service.text.tokenizer), begins_inside=False) is None:
         if request.choice.mode == "required":
@@ -39,11 +39,15 @@ def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
         raise wrong("tools", reason)
 
 
-async def tool_grammar(service: ApiService, request: ChatRequest, *, begins_inside: bool) -> Grammar | None:
-    """None if the output is free. `begins_inside`: the prompt has opened the reasoning. Raises 400 if a schema cannot
-    be followed."""
-    calls = service.text.dialect.call_grammar(_Markers(service.text.tokenizer), begins_inside=begins_inside)
-    if calls is None or not _wants_grammar(request):
+async def tool_grammar(
+    service: ApiService, request: ChatRequest, *, begins_inside: bool, follows_reasoning: bool
+) -> Grammar | None:
+    """None if the output is free. `begins_inside`: the prompt has opened the reasoning. `follows_reasoning`: the
+    grammar begins behind it. Raises 400 if a schema cannot be followed."""
+    calls = service.text.dialect.call_grammar(
+        _Markers(service.text.tokenizer), begins_inside=begins_inside, follows_reasoning=follows_reasoning
+    )
+    if calls is None or not wants_tool_grammar(request):
         return None
     name, is_required = request.choice.name, request.choice.mode == "required"
     tools = [tool for tool in request.callable_tools if name in (None, tool.name)]
@@ -85,7 +89,8 @@ class _Markers:
         return text if token_id is None else {"type": "token", "token": token_id, "text": text}
 
 
-def _wants_grammar(request: ChatRequest) -> bool:
+def wants_tool_grammar(request: ChatRequest) -> bool:
+    """Returns whether a call is required, or a tool strict."""
     return request.choice.mode == "required" or any(tool.is_strict for tool in request.callable_tools)
 
 

@@ -61,17 +61,19 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """A `CallGrammar` of calls that stand behind the reasoning."""
+    """A `CallGrammar` of calls that stand behind the reasoning: `thinking`, or what came before the grammar if it
+    `follows_reasoning`."""
 
     syntax: CallSyntax
     thinking: Thinking | None
     marker_of: MarkerOf
+    follows_reasoning: bool = False
 
     def required(self, tools: Sequence[Tool], *, is_parallel: bool) -> Format:
         calls = self._calls(tools, all_strict=True, is_parallel=is_parallel)
-        if self.thinking is None:
-            return calls
         gap = either([text("\n" * count) for count in range(3)])
+        if self.thinking is None:
+            return sequence(gap, calls) if self.follows_reasoning else calls
         return sequence(self._optional(sequence(self._reasoning(self.thinking), gap)), calls)
 
     def allowed(self, tools: Sequence[Tool]) -> Format:

@@ -42,8 +42,17 @@ class Dialect(Protocol):
     @property
     def is_plain(self) -> bool: ...
 
+    @property
+    def reasoning_markers(self) -> tuple[str, str] | None:
+        """What begins and ends the reasoning. None if there is none before the content."""
+        ...
+
     def is_opened_by(self, prompt: str) -> bool:
         """Returns whether the end of this prompt opens the reasoning."""
+        ...
+
+    def is_closed_by(self, prompt: str) -> bool:
+        """Returns whether the end of this prompt is that of reasoning, so that the output has none."""
         ...
 
     def is_open_in(self, message: str) -> bool:
@@ -58,8 +67,11 @@ class Dialect(Protocol):
         """Counts the tokens of an output's reasoning. None if it is not between single tokens."""
         ...
 
-    def call_grammar(self, marker_of: MarkerOf, *, begins_inside: bool) -> CallGrammar | None:
-        """None if no grammar can make this model call tools."""
+    def call_grammar(
+        self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False
+    ) -> CallGrammar | None:
+        """None if no grammar can make this model call tools. `follows_reasoning`: the grammar begins behind the
+        reasoning, if there is any."""
         ...
 
 
@@ -72,8 +84,7 @@ class MarkedDialect(msgspec.Struct, frozen=True):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        reasoning = () if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
-        return (*reasoning, *(() if self.tools is None else self.tools.markers))
+        return (*(self.reasoning_markers or ()), *(() if self.tools is None else self.tools.markers))
 
     @property
     def calls_tools(self) -> bool:
@@ -82,6 +93,13 @@ class MarkedDialect(msgspec.Struct, frozen=True):
     @property
     def is_plain(self) -> bool:
         return self.reasoning is None
+
+    @property
+    def reasoning_markers(self) -> tuple[str, str] | None:
+        return None if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
+
+    def is_closed_by(self, prompt: str) -> bool:
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.end)
 
     def is_opened_by(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.begin)
@@ -105,12 +123,17 @@ class MarkedDialect(msgspec.Struct, frozen=True):
             return None
         return ReasoningCounter(begin_id, end_id, begins_inside=begins_inside)
 
-    def call_grammar(self, marker_of: MarkerOf, *, begins_inside: bool) -> CallGrammar | None:
+    def call_grammar(
+        self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False
+    ) -> CallGrammar | None:
         if self.tools is None or self.tools.syntax is None:
             return None
-        reasoning = self.reasoning
-        thinking = None if reasoning is None else Thinking(reasoning.begin, reasoning.end, begins_inside)
-        return MarkedCallGrammar(syntax=self.tools.syntax, thinking=thinking, marker_of=marker_of)
+        thinking, reasoning = None, self.reasoning
+        if reasoning is not None and not follows_reasoning:
+            thinking = Thinking(reasoning.begin, reasoning.end, begins_inside)
+        return MarkedCallGrammar(
+            syntax=self.tools.syntax, thinking=thinking, marker_of=marker_of, follows_reasoning=follows_reasoning
+        )
 
 
 class HarmonyDialect(msgspec.Struct, frozen=True):
@@ -119,6 +142,13 @@ class HarmonyDialect(msgspec.Struct, frozen=True):
     markers: tuple[str, ...] = harmony.MARKERS
     calls_tools: bool = True
     is_plain: bool = False
+
+    @property
+    def reasoning_markers(self) -> tuple[str, str] | None:
+        return None  # no single token ends it: the next channel may be reasoning again
+
+    def is_closed_by(self, prompt: str) -> bool:
+        return False
 
     def is_opened_by(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(harmony.CHANNEL + harmony.ANALYSIS + harmony.MESSAGE)
@@ -136,7 +166,9 @@ class HarmonyDialect(msgspec.Struct, frozen=True):
         channel, analysis, start = (each or 0 for each in ids)
         return HarmonyCounter(channel, analysis, start, begins_inside=begins_inside)
 
-    def call_grammar(self, marker_of: MarkerOf, *, begins_inside: bool) -> CallGrammar | None:
+    def call_grammar(
+        self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False
+    ) -> CallGrammar | None:
         return harmony.HarmonyCallGrammar(marker_of=marker_of, begins_inside=begins_inside)
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import tokenizers
 
+from kvrelay.protocol.sampling import ReasoningSpan
 from kvrelay_router.output_parsing.dialect import AUTO, Dialect, MarkedDialect, find_dialect
 from kvrelay_router.output_parsing.reasoning_counter import TokenCounter
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
@@ -248,11 +249,28 @@ class TextService:
         """None if the model has no reasoning between single tokens."""
         return self.dialect.new_counter(self.tokenizer.backend.token_to_id, begins_inside=begins_inside)
 
+    @property
+    def can_limit_reasoning(self) -> bool:
+        """Whether the model's reasoning is between single tokens, so that a budget can end it."""
+        return self.reasoning_span(begins_inside=False, token_budget=None) is not None
+
+    def reasoning_span(self, *, begins_inside: bool, token_budget: int | None) -> ReasoningSpan | None:
+        """None if the model has no reasoning between single tokens."""
+        begin_id, end_id = map(self.tokenizer.backend.token_to_id, self.dialect.reasoning_markers or ("", ""))
+        if begin_id is None or end_id is None:
+            return None
+        return ReasoningSpan(begin_id=begin_id, end_id=end_id, is_open=begins_inside, token_budget=token_budget)
+
     def begins_inside_reasoning(self, prompt_ids: list[int]) -> bool:
         """Returns whether the prompt ends with the beginning of reasoning."""
-        if self.dialect.is_plain:
-            return False
-        return self.dialect.is_opened_by(self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False))
+        return not self.dialect.is_plain and self.dialect.is_opened_by(self._tail(prompt_ids))
+
+    def has_ended_reasoning(self, prompt_ids: list[int]) -> bool:
+        """Returns whether the prompt ends with the end of reasoning."""
+        return not self.dialect.is_plain and self.dialect.is_closed_by(self._tail(prompt_ids))
+
+    def _tail(self, prompt_ids: list[int]) -> str:
+        return self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
 
     async def _run(self, num_units: int, work: Callable[[], T]) -> T:
         """Runs `work` here or in a thread, depending on `num_units`, its input in characters or tokens."""

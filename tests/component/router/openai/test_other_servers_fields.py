@@ -125,7 +125,6 @@ async def test_truncations_that_make_no_sense(router: Router, path: str, field: 
         ("repeat_penalty", 1.1, 1.0),
         ("no_repeat_ngram_size", 3, 0),
         ("n_predict", 10, -1),
-        ("thinking_token_budget", 5, None),
         ("lora_path", "x", None),
         ("return_hidden_states", True, False),
         ("logprob_token_ids", [5], []),

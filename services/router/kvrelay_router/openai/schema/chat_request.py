@@ -195,6 +195,7 @@ class ChatRequest(ChatFields, BeamFields):
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
     include_reasoning: FlagOn = True
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -23,6 +23,7 @@ EXTENSIONS = (
     "speculation",
     "stop_token_ids",
     "structured_outputs",
+    "thinking_token_budget",
 )
 
 

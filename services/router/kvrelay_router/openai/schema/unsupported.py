@@ -43,7 +43,6 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "banned_strings": NOTHING,
     "grammar_string": NOTHING,
     "custom_logit_processor": NOTHING,
-    "thinking_token_budget": (None,),
     # Fields that change the model, the prompt or the form of the answer.
     "lora_path": NOTHING,
     "return_hidden_states": NOTHING,
@@ -57,7 +56,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": NOTHING,
 }
 
-COMPLETION: dict[str, tuple[Any, ...]] = {**COMMON, "suffix": (None, "")}
+COMPLETION: dict[str, tuple[Any, ...]] = {**COMMON, "suffix": (None, ""), "thinking_token_budget": (None,)}
 
 CHAT: dict[str, tuple[Any, ...]] = {
     **COMMON,

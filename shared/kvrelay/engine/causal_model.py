@@ -32,9 +32,10 @@ from kvrelay.engine.eager import EagerForward, Forward
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
+from kvrelay.engine.parallel.gathered_mlps import GatheredMlps
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.part_plan import PartPlan, own_modules, plan_part
-from kvrelay.engine.parallel.shard_plan import check_tensor_parallel, plan_shards
+from kvrelay.engine.parallel.shard_plan import check_data_parallel, check_tensor_parallel, plan_shards
 from kvrelay.engine.parallel.sharded_checkpoint import fill_randomly
 from kvrelay.engine.parallel.sharded_modules import connect_modules
 from kvrelay.engine.parallel.stage_link import StageLink
@@ -74,10 +75,13 @@ class ModelSource:
     stored_format: StoredFormat | None = None  # of integer weights in the checkpoint that are read here
     tensor_parallel: GroupCoordinator | None = None  # the ranks among which heads of this rank's layers are divided
     pipeline: StageLink | None = None  # the stages among which layers are divided
+    data_parallel: GroupCoordinator | None = None  # the ranks among which MLPs are divided, each with its own requests
 
     @property
     def group(self) -> GroupCoordinator | None:
         """All ranks that load the model together."""
+        if self.data_parallel is not None:
+            return self.data_parallel
         return self.tensor_parallel if self.pipeline is None else self.pipeline.group
 
     @property
@@ -100,13 +104,15 @@ class CausalModel:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         plan: PartPlan | None = None,
+        gathered_mlps: GatheredMlps | None = None,
     ) -> None:
         """`layout` is of this rank's KV heads and layers. `plan`: how the model is divided among ranks; None: it is
-        not."""
+        not. `gathered_mlps`: those that take the tokens of all ranks."""
         self.source = source
         plan = plan or PartPlan()
         self.shard_plan = plan.shards
         self.stage_plan = plan.stage
+        self.gathered_mlps = gathered_mlps
         self.layout = layout
         self.backend = backend
         self.vocab_size = vocab_size
@@ -125,7 +131,7 @@ class CausalModel:
 
     @property
     def is_divided(self) -> bool:
-        """Returns whether other processes compute a part of each step."""
+        """Returns whether other processes compute a part of each step, for the requests of rank 0."""
         return self.shard_plan is not None or self.stage_plan is not None
 
     @property
@@ -136,7 +142,7 @@ class CausalModel:
     @property
     def follows(self) -> bool:
         """Returns whether another rank samples."""
-        return self.source.group is not None and self.source.group.rank > 0
+        return self.is_divided and self.source.group is not None and self.source.group.rank > 0
 
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         return self.forward.hidden_states(token_ids, positions, step)
@@ -156,6 +162,7 @@ def open_source(
     quantization: Quantization = "none",
     tensor_parallel: GroupCoordinator | None = None,
     pipeline: StageLink | None = None,
+    data_parallel: GroupCoordinator | None = None,
 ) -> ModelSource:
     """Reads and checks the config, and resolves `auto`.
 
@@ -189,10 +196,14 @@ def open_source(
     if pipeline is not None:
         _check_weights(config, quantization, load_format, f"pipeline_parallel_size = {pipeline.num_stages}")
         check_pipeline_parallel(config, pipeline.num_stages)
+    if data_parallel is not None:
+        _check_weights(config, quantization, load_format, f"data_parallel_size = {data_parallel.size}")
+        check_data_parallel(config, data_parallel.size)
     stored = KV_DTYPES.get(kv_cache_dtype)
     return ModelSource(
         *(name, config, computed, target, length, load_format, stored, quantization, stored_format, tensor_parallel),
         pipeline=pipeline,
+        data_parallel=data_parallel,
     )
 
 
@@ -281,9 +292,14 @@ def _load_part(
         if source.load_format == "dummy":
             model, plan = _make_dummy(source, ATTENTION_NAME)
         else:
-            model, plan = read_part(*(source.name, source.config, source.dtype, ATTENTION_NAME, heads_group, link))
+            model, plan = read_part(
+                *(source.name, source.config, source.dtype, ATTENTION_NAME, heads_group, link, source.data_parallel)
+            )
         model.to(source.device).eval()  # type: ignore[arg-type]
     gathered = connect_modules(model, plan.shards, heads_group) if plan.shards and heads_group else None
+    mlps = None
+    if plan.mlps is not None and source.data_parallel is not None:
+        mlps = GatheredMlps(model, plan.mlps, source.data_parallel)
     stage_head = connect_stage(model, plan.stage, link) if plan.stage and link else None
     text = source.config.get_text_config(decoder=True)
     num_layers = text.num_hidden_layers if plan.stage is None else len(plan.stage.own_layers)
@@ -299,7 +315,8 @@ def _load_part(
         if backend is None:
             backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
     check_paged_forward(model, layout, backend, source.max_model_len)
-    forward = _fuse_part(model, observed, layout, backend, source, plan) if fused_layers else None
+    may_fuse = fused_layers and mlps is None  # the kernels know the tokens of this rank alone
+    forward = _fuse_part(model, observed, layout, backend, source, plan) if may_fuse else None
     if gathered is not None:
         gathered.gathers_to_all = False
     if stage_head is not None:
@@ -307,7 +324,7 @@ def _load_part(
     _log_part(plan)
     eos_token_ids = _eos_token_ids(model, observed.vocab_size)
     forward = forward or EagerForward(model)
-    return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids, plan)
+    return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids, plan, mlps)
 
 
 def _fuse_part(
@@ -344,6 +361,11 @@ def _fuse_part(
 
 
 def _log_part(plan: PartPlan) -> None:
+    if (mlps := plan.mlps) is not None:
+        log.info(
+            "data parallelism: rank %d of %d has attention and a part of %d MLPs",
+            *(mlps.rank, mlps.size, len(mlps.mlps)),
+        )
     if (stage := plan.stage) is not None:
         log.info(
             "pipeline parallelism: stage %d of %d has layers %d to %d of %d",
@@ -410,7 +432,7 @@ def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel
 def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrainedModel, PartPlan]:
     with torch.device("meta"):
         model = _from_config(source, attn_implementation)
-    plan = plan_part(model, source.tensor_parallel, source.pipeline)
+    plan = plan_part(model, source.tensor_parallel, source.pipeline, source.data_parallel)
     try:
         plan_shards(model, 0, 1)  # raises for models whose random weights are not made module by module
     except UnsupportedModel:
@@ -420,7 +442,7 @@ def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrain
         with torch.random.fork_rng(generators), torch.device(source.device):
             torch.manual_seed(_DUMMY_SEED)
             return _from_config(source, attn_implementation), plan
-    fill_randomly(model, source.device, _DUMMY_SEED, plan.shards, plan.has)
+    fill_randomly(model, source.device, _DUMMY_SEED, plan.narrowing, plan.has)
     if plan.stage is not None:
         drop_absent(model, plan.stage)
     return model, plan

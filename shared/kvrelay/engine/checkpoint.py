@@ -102,8 +102,9 @@ def read_part(
     attn_implementation: str,
     group: GroupCoordinator | None,
     link: StageLink | None,
+    data_parallel: GroupCoordinator | None = None,
 ) -> tuple[PreTrainedModel, PartPlan]:
-    """Loads the part of the model that a rank has. Returns its plan too. `group` and `link`: see `plan_part`.
+    """Loads the part of the model that a rank has. Returns its plan too. The groups: see `plan_part`.
 
     Raises:
         UnsupportedModel: the model cannot be divided like that, or as `read_model`.
@@ -111,7 +112,7 @@ def read_part(
     """
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(deepcopy(config))
-    plan = plan_part(whole, group, link)
+    plan = plan_part(whole, group, link, data_parallel)
     narrowed = narrowed_class(type(whole), plan.reduce)
     with _refusing(name, "it cannot be loaded"):
         state = sharded_state_dict(name, whole, plan.cuts, plan.has)

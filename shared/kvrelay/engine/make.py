@@ -66,6 +66,7 @@ def make_runner(
     quantization: Quantization = "none",
     tensor_parallel: GroupCoordinator | None = None,
     pipeline: StageLink | None = None,
+    data_parallel: GroupCoordinator | None = None,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
 
@@ -79,19 +80,21 @@ def make_runner(
     some heads of some layers. With both, `tensor_parallel` is the group of this rank's stage. All ranks call this at
     the same time, with the same arguments but for device and groups. `memory_bytes` and `swap_bytes` are each rank's;
     on CPUs, `size_pool` is the share of all ranks on this machine together. All ranks get the same number of blocks.
-    There are no graphs.
+    There are no graphs. With `data_parallel` it loads attention whole and a part of each MLP, and its steps run with
+    those of the other ranks, which have sequences of their own.
 
     Raises UnsupportedModel with the reason; ValueError for an unknown dtype, memory for less than one block, or CUDA
     graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; OSError for no such model.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    group = tensor_parallel if pipeline is None else pipeline.group
+    group = data_parallel or (tensor_parallel if pipeline is None else pipeline.group)
     with _agreeing(group):
         source = open_source(
             *(model, dtype, device, max_model_len, load_format, kv_cache_dtype, quantization),
             tensor_parallel,
             pipeline,
+            data_parallel,
         )
     if group is not None and graphs is not None:
         log.info("CUDA graphs are off: they do not capture what ranks send each other")

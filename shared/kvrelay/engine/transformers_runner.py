@@ -61,7 +61,7 @@ class TransformersRunner:
         self._backend = model.backend
         self._device = source.device
         # Other ranks need a step's tokens on the host.
-        ahead = source.device.type == "cuda" and not model.is_divided
+        ahead = source.device.type == "cuda" and not model.is_divided and model.gathered_mlps is None
         self.launches_ahead = ahead if launches_ahead is None else launches_ahead
         self._blocks = allocate_pool(layout, num_blocks + with_scratch, source.device)
         self._pool = self._blocks[:num_blocks]
@@ -72,6 +72,7 @@ class TransformersRunner:
         compiler = partial(make_grammar_compiler, source.name, model.vocab_size, model.eos_token_ids)
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
         self._scored = ScoredPrompts(self._lock)
+        self._gathered_mlps = model.gathered_mlps
         self._lockstep = Lockstep() if model.is_divided else None
         self._spec = spec_of(model, name or source.name, num_blocks, num_swap_slots, self._host.measure())
         self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
@@ -229,6 +230,10 @@ class TransformersRunner:
 
     def _ask(self, step: StepInFlight, asked: Asked) -> None:
         """Launches all work of a step on the device. If it fails, what other ranks compute of it is computed first."""
+        if self._gathered_mlps is not None:
+            with self._gathered_mlps.step():
+                self._ask_all(step, asked)
+            return
         lockstep = self._lockstep
         if lockstep is None:
             self._ask_all(step, asked)

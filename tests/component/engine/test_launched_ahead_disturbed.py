@@ -56,7 +56,7 @@ class ExactModel:
         self.layout, self.source, self.eos_token_ids = model.layout, model.source, model.eos_token_ids
         self.vocab_size = model.vocab_size
         self.backend = self
-        self.shard_plan = self.stage_plan = None
+        self.shard_plan = self.stage_plan = self.gathered_mlps = None
         self.whole_layout, self.is_divided, self.follows = model.layout, False, False
         self.rng = rng
         self.num_nan = 0

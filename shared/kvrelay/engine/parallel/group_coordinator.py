@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as torch_distributed
+from torch.nn import functional
 
 from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.batch import DeviceLost
@@ -181,6 +182,31 @@ class GroupCoordinator:
             assert self._shared is not None
             self._shared.run_in_c(call, self._check_here)
 
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of all ranks, in the order of ranks. Each rank gives as many.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        found = self.gather_columns(own, to_all=True)
+        assert found is not None
+        every: list[list[int]] = found.view(self.size, len(numbers)).tolist()
+        return every
+
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The `rows` `[counts[rank], columns]` of all ranks below each other, on all ranks. `counts`: of all ranks.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        longest, columns = max(counts), rows.shape[-1]
+        padded = functional.pad(rows, (0, 0, 0, longest - len(rows)))
+        found = self.gather_columns(padded.view(-1), to_all=True)
+        assert found is not None
+        every = found.view(self.size, longest, columns)
+        return torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
+
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers.
 
@@ -244,11 +270,7 @@ class GroupCoordinator:
         self._group = self._store = self._shared = None
 
     def _all_numbers(self, number: int) -> list[int]:
-        own = torch.tensor([number], dtype=torch.int64, device=self._device)
-        found = self.gather_columns(own, to_all=True)
-        assert found is not None
-        numbers: list[int] = found.tolist()
-        return numbers
+        return [each for (each,) in self.exchange([number])]
 
     def _all_texts(self, text: bytes, longest: int) -> list[str]:
         own = torch.tensor([*text, *bytes(longest - len(text))], dtype=torch.uint8, device=self._device)

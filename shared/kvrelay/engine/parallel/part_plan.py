@@ -1,4 +1,4 @@
-"""What one rank has of a model: some heads of each layer, some layers, or some heads of some layers."""
+"""What one rank has of a model: some heads of each layer, some layers, some heads of some layers, or a part of MLPs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.engine.fused.weights import OwnModules
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.shard_plan import Cut, ShardPlan, plan_shards
+from kvrelay.engine.parallel.shard_plan import Cut, ShardPlan, plan_mlp_shards, plan_shards
 from kvrelay.engine.parallel.sharded_modules import narrow
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.parallel.stage_modules import drop_absent
@@ -18,16 +18,22 @@ from kvrelay.engine.parallel.stage_plan import StagePlan, config_of_stage, plan_
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """`shards`: how the heads of the modules are divided that the stage has; `stage`: how layers are. None: they are
-    not."""
+    """`shards`: how the heads of the modules are divided that the stage has; `stage`: how layers are; `mlps`: how MLPs
+    alone are. None: they are not."""
 
     shards: ShardPlan | None = None
     stage: StagePlan | None = None
+    mlps: ShardPlan | None = None
+
+    @property
+    def narrowing(self) -> ShardPlan | None:
+        """Of which parameters the rank has a part; None: it has them whole."""
+        return self.mlps if self.shards is None else self.shards
 
     @property
     def cuts(self) -> Mapping[str, Cut]:
         """The parameters of which the rank has a part."""
-        return {} if self.shards is None else self.shards.cuts
+        return {} if self.narrowing is None else self.narrowing.cuts
 
     def has(self, path: str) -> bool:
         """Returns whether the rank has a module or a parameter, or a part of it."""
@@ -41,17 +47,24 @@ class PartPlan:
         """Makes a whole model the rank's part, as far as its parameters go."""
         if self.stage is not None:
             drop_absent(model, self.stage)
-        if self.shards is not None:
-            narrow(model, self.shards)
+        if self.narrowing is not None:
+            narrow(model, self.narrowing)
 
 
-def plan_part(model: PreTrainedModel, group: GroupCoordinator | None, link: StageLink | None) -> PartPlan:
+def plan_part(
+    model: PreTrainedModel,
+    group: GroupCoordinator | None,
+    link: StageLink | None,
+    data_parallel: GroupCoordinator | None = None,
+) -> PartPlan:
     """Returns a rank's plan for a whole model, whose parameters may be on the meta device. `group`: the ranks among
-    which the heads of the rank's layers are divided.
+    which the heads of the rank's layers are divided; `data_parallel`: those among which MLPs alone are.
 
     Raises:
         UnsupportedModel: the model cannot be divided like that.
     """
+    if data_parallel is not None:
+        return PartPlan(mlps=plan_mlp_shards(model, data_parallel.rank, data_parallel.size))
     stage = None if link is None else plan_stage(model, link.stage, link.num_stages)
     shards = None if group is None else plan_shards(model, group.rank, group.size)
     if shards is not None and stage is not None:

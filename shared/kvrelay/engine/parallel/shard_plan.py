@@ -22,7 +22,9 @@ _STYLES = frozenset(
     | {"replicated_with_grad_allreduce"}
 )
 _KV_PROJECTIONS = ("k_proj", "v_proj")
+_IN_ATTENTION = ".self_attn."
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_IN_LAYER = re.compile(r".*?\.layers\.\d+\.[^.]+(?=\.)")
 _OUTPUTS, _INPUTS = -2, -1  # dimensions of a weight, counted from the end: weights of experts have one more
 
 
@@ -78,7 +80,8 @@ class ShardPlan:
     cuts: dict[str, Cut] = field(default_factory=dict)  # parameters without a cut are whole on each rank
     row_linears: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)  # modules whose outputs are summed
-    embedding: str = ""  # empty, as the head: another stage has it
+    mlps: list[str] = field(default_factory=list)  # with data-parallel attention: modules that get all ranks' tokens
+    embedding: str = ""  # empty, as the head: another stage has it, or each rank the whole of it
     head: str = ""
 
     @property
@@ -116,7 +119,29 @@ def plan_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:
     return _Planner(model, rank, size).run()
 
 
+def check_data_parallel(config: PreTrainedConfig, size: int) -> None:
+    """Refuses a model whose MLPs cannot be divided among `size` ranks, from its config alone.
+
+    Raises:
+        UnsupportedModel: with the reason.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(deepcopy(config))
+    plan_mlp_shards(model, 0, size)
+
+
+def plan_mlp_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:
+    """Returns the plan of a rank that has a part of each MLP, and all else whole.
+
+    Raises:
+        UnsupportedModel: as `plan_shards`.
+    """
+    return _MlpPlanner(model, rank, size).run()
+
+
 class _Planner:
+    _SETTING = "tensor_parallel_size"
+
     def __init__(self, model: PreTrainedModel, rank: int, size: int) -> None:
         text = model.config.get_text_config(decoder=True)
         self._name = type(model).__name__
@@ -128,7 +153,7 @@ class _Planner:
 
     def run(self) -> ShardPlan:
         styles = self._styles()
-        self._check_heads()
+        self._check_attention(styles)
         modules = dict(self._model.named_modules())
         for path in (*modules, *self._parameters):
             style = styles.get(re.sub(r"\d+", "*", path))
@@ -146,12 +171,12 @@ class _Planner:
             self._refuse("transformers has no tensor-parallel plan for it")
         if unknown := sorted(set(plan.values()) - _STYLES):
             self._refuse(f"its tensor-parallel plan has the styles {', '.join(unknown)}, which are not supported")
-        leaves = {path.rpartition(".")[2]: style for path, style in plan.items() if ".self_attn." in path}
-        if any(leaves.get(leaf) != style for leaf, style in _ATTENTION.items()):
-            self._refuse("its tensor-parallel plan does not divide q_proj, k_proj, v_proj and o_proj by heads")
         return plan
 
-    def _check_heads(self) -> None:
+    def _check_attention(self, styles: dict[str, str]) -> None:
+        leaves = {path.rpartition(".")[2]: style for path, style in styles.items() if _IN_ATTENTION in path}
+        if any(leaves.get(leaf) != style for leaf, style in _ATTENTION.items()):
+            self._refuse("its tensor-parallel plan does not divide q_proj, k_proj, v_proj and o_proj by heads")
         size, num_heads, num_kv_heads = self._size, self._plan.num_heads, self._plan.num_kv_heads
         if num_heads % size:
             self._refuse(f"{num_heads} attention heads do not divide by tensor_parallel_size = {size}")
@@ -196,7 +221,7 @@ class _Planner:
             return
         full, size = parameter.shape[dim] // packed, self._size
         if full % size:
-            self._refuse(f"{path} has {full} columns, which do not divide by tensor_parallel_size = {size}")
+            self._refuse(f"{path} has {full} columns, which do not divide by {self._SETTING} = {size}")
         length = full // size
         self._plan.cuts[path] = Cut(dim, full, self._rank * length, (self._rank + 1) * length, length, packed)
 
@@ -239,4 +264,30 @@ class _Planner:
                     self._refuse(f"its tensor-parallel plan leaves out the experts' {name}")
 
     def _refuse(self, reason: str) -> None:
-        raise UnsupportedModel(f"{self._name} with tensor_parallel_size = {self._size}: {reason}")
+        raise UnsupportedModel(f"{self._name} with {self._SETTING} = {self._size}: {reason}")
+
+
+class _MlpPlanner(_Planner):
+    """Plans for data-parallel attention: of the tensor-parallel plan only MLPs and experts count."""
+
+    _SETTING = "data_parallel_size"
+
+    def run(self) -> ShardPlan:
+        styles, modules, plan = self._styles(), dict(self._model.named_modules()), self._plan
+        whole = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        for path in (*modules, *self._parameters):
+            style = styles.get(re.sub(r"\d+", "*", path))
+            if style is None or _IN_ATTENTION in path or modules.get(path) in whole:
+                continue
+            if path in modules:
+                self._add_module(path, modules[path], style)
+            else:
+                self._add_parameter(path, style)
+        self._check_complete(modules)
+        found = {path: _IN_LAYER.match(path) for path in (*plan.row_linears, *plan.experts, *plan.cuts)}
+        if outside := [path for path, within in found.items() if within is None]:
+            self._refuse(f"its plan divides {outside[0]}, which is in no layer's MLP")
+        if not plan.row_linears and not plan.experts:
+            self._refuse("its tensor-parallel plan divides no MLP")
+        plan.mlps = list(dict.fromkeys(within[0] for within in found.values() if within is not None))
+        return plan

@@ -1,0 +1,115 @@
+"""Data-parallel attention: each rank has requests and KV of its own, and a part of each MLP, or of its experts.
+
+All ranks' tokens are gathered before an MLP, each rank computes some of the inner columns for all of them, the outputs
+are summed, and each rank keeps the rows of its own tokens. So the ranks take every step together. One without tokens
+computes its part of the others' MLPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.batch import DeviceLost
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.shard_plan import ShardPlan
+from kvrelay.engine.parallel.sharded_modules import ReducedExperts, RowParallelLinear
+
+
+class GatheredMlps:
+    """The MLPs of a model whose tokens are divided among ranks, and how far the current forward has come in them."""
+
+    def __init__(self, model: PreTrainedModel, plan: ShardPlan, group: GroupCoordinator) -> None:
+        """Connects the MLPs of a rank's model.
+
+        Raises:
+            UnsupportedModel: the model has no backbone of its own.
+        """
+        self._group = group
+        modules: dict[str, Any] = dict(model.named_modules())
+        for path in plan.row_linears:
+            _replace(modules, path, RowParallelLinear(modules[path], group))
+        for path in plan.experts:
+            _replace(modules, path, ReducedExperts(modules[path], group))
+        self._mlps = [_GatheredMlp(modules[path], self) for path in plan.mlps]
+        for path, mlp in zip(plan.mlps, self._mlps, strict=True):
+            _replace(modules, path, mlp)
+        backbone = modules.get(model.base_model_prefix)
+        if not isinstance(backbone, nn.Module):
+            raise UnsupportedModel(f"{type(model).__name__} has no backbone under {model.base_model_prefix!r}")
+        backbone.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        weight = model.get_input_embeddings().weight
+        assert isinstance(weight, torch.Tensor)
+        self._empty = weight.new_empty(0, weight.shape[-1])
+        self._counts: list[int] | None = None  # tokens of all ranks in this forward; None: it has not begun
+        self._num_entered = self._num_left = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step, which has one forward or none. Runs what the group computes and the step did not: all of a
+        forward for a step without tokens, the remaining MLPs for one that failed.
+
+        Raises:
+            DeviceLost: the step failed in a collective, so the other ranks are out of step.
+        """
+        self._counts = None
+        try:
+            yield
+        except DeviceLost:
+            raise
+        except Exception as error:
+            if self._num_entered != self._num_left:
+                raise DeviceLost(f"a step failed within an MLP, so the ranks are out of step: {error}") from error
+            self._complete()
+            raise
+        else:
+            self._complete()
+
+    def _complete(self) -> None:
+        if self._counts is None:
+            self._begin(0)
+        assert self._counts is not None
+        if sum(self._counts):
+            missing = self._empty.new_zeros(self._counts[self._group.rank], self._empty.shape[-1])
+            for mlp in self._mlps[self._num_left :]:
+                mlp(missing[None])
+
+    def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        token_ids = args[0] if args else kwargs["input_ids"]
+        self._begin(token_ids.numel())
+
+    def _begin(self, num_tokens: int) -> None:
+        self._num_entered = self._num_left = 0
+        self._counts = [count for (count,) in self._group.exchange([num_tokens])]
+
+    def run(self, mlp: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the output for all ranks' tokens. `hidden`: `[1, tokens, hidden]`."""
+        counts, rank = self._counts, self._group.rank
+        assert counts is not None
+        self._num_entered += 1
+        every = self._group.gather_rows(hidden.reshape(-1, hidden.shape[-1]), counts)
+        output: torch.Tensor = mlp(every[None])
+        self._num_left += 1
+        first = sum(counts[:rank])
+        return output[:, first : first + counts[rank]].reshape(hidden.shape)
+
+
+class _GatheredMlp(nn.Module):
+    def __init__(self, mlp: nn.Module, mlps: GatheredMlps) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self._mlps = mlps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._mlps.run(self.mlp, hidden)
+
+
+def _replace(modules: dict[str, Any], path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(modules[owner], name, module)

@@ -1,0 +1,110 @@
+"""Ranks with their own sequences and parts of each MLP, against transformers' own generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.checkpoint import read_config
+from kvrelay.engine.make import make_runner
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.shard_plan import check_data_parallel
+from tests.component.engine.data_parallel_ranks import Task, flattened, prompts_of, run_ranks
+from tests.component.engine.tensor_parallel_ranks import free_address
+from tests.fakes.reference_model import generate, load_reference
+from tests.tiny_models import DIVIDED, VOCAB_SIZE, build_model
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64}
+NUM_OUTPUT = 10
+FAST = {("llama", 2), ("qwen3-moe", 2)}
+CASES = [
+    pytest.param(name, size, id=f"{name}-{size}", marks=() if (name, size) in FAST else pytest.mark.slow)
+    for name in DIVIDED
+    for size in ((2, 4) if name in ("llama", "qwen3-moe") else (2,))
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("models")
+    return lambda name: root / name if (root / name).exists() else build_model(name, root / name)
+
+
+def tasks_of(size: int, **changes: Any) -> list[Task]:
+    """The last rank has no sequences, and the one before it begins late."""
+    lengths = [(1, 15, 16, 60), (37, 2), (20,)][: size - 1]
+    tasks = [
+        Task(prompts_of(each, VOCAB_SIZE, rank), NUM_OUTPUT, seed=rank, begins_at=7 if rank == size - 2 > 0 else 0)
+        for rank, each in enumerate(lengths)
+    ]
+    return [*tasks, Task([], 0)]
+
+
+@pytest.mark.parametrize(("architecture", "size"), CASES)
+def test_greedy_tokens_are_those_of_generate(architecture: str, size: int, model_dir: Callable[[str], Path]) -> None:
+    path = model_dir(architecture)
+    tasks = tasks_of(size)
+    if size == 2:
+        tasks[1] = Task(prompts_of((5, 33), VOCAB_SIZE, 9), NUM_OUTPUT, begins_at=4, seed=9)
+    model = load_reference(path)
+    for prompt, output in flattened(tasks, run_ranks(tasks, model=str(path), **OPTIONS)):
+        assert output == generate(model, prompt, NUM_OUTPUT)
+
+
+@pytest.mark.parametrize("how", ["unknown", "layer", "logits"])
+def test_the_group_stays_in_step_behind_steps_that_fail_on_one_rank(how: str, model_dir: Callable[[str], Path]) -> None:
+    path = model_dir("llama")
+    tasks = [
+        Task(prompts_of((30, 12), VOCAB_SIZE, 1), NUM_OUTPUT, fails=how, seed=1),
+        Task(prompts_of((9, 40), VOCAB_SIZE, 2), NUM_OUTPUT, seed=2),
+    ]
+    model = load_reference(path)
+    for prompt, output in flattened(tasks, run_ranks(tasks, model=str(path), **OPTIONS)):
+        assert output == generate(model, prompt, NUM_OUTPUT)
+
+
+def test_a_rank_that_fails_within_a_collective_is_lost_to_all(model_dir: Callable[[str], Path]) -> None:
+    tasks = [
+        Task(prompts_of((30,), VOCAB_SIZE, 1), NUM_OUTPUT, fails="mlp", seed=1),
+        Task(prompts_of((30,), VOCAB_SIZE, 2), NUM_OUTPUT, seed=2),
+    ]
+    answers = run_ranks(tasks, model=str(model_dir("llama")), **OPTIONS)
+    assert "out of step" in answers[0]
+    assert answers[1].startswith("lost: ")
+
+
+@pytest.mark.slow
+def test_ranks_of_several_machines_use_gloo(model_dir: Callable[[str], Path]) -> None:
+    path, tasks = model_dir("qwen3"), tasks_of(3)
+    model = load_reference(path)
+    for prompt, output in flattened(tasks, run_ranks(tasks, model=str(path), without_shared_memory=True, **OPTIONS)):
+        assert output == generate(model, prompt, NUM_OUTPUT)
+
+
+@pytest.mark.slow
+def test_random_weights_are_those_of_the_whole_model(model_dir: Callable[[str], Path]) -> None:
+    path = model_dir("tied-llama")
+    tasks = [Task(prompts_of((30, 12), VOCAB_SIZE, 1), NUM_OUTPUT, seed=1), Task([], 0)]
+    whole = run_ranks([tasks[0]], model=str(path), load_format="dummy", **OPTIONS)
+    assert run_ranks(tasks, model=str(path), load_format="dummy", **OPTIONS)[0] == whole[0]
+
+
+def test_what_a_rank_says_of_itself_is_what_one_process_does(model_dir: Callable[[str], Path]) -> None:
+    """KV can be handed over between them."""
+    path = model_dir("llama")
+    whole = make_runner(str(path), **OPTIONS)
+    group = GroupCoordinator.connect(0, 1, free_address(), 60)
+    rank = make_runner(str(path), data_parallel=group, **OPTIONS)
+    assert rank.spec.fingerprint == whole.spec.fingerprint
+    assert (rank.spec.block_bytes, rank.follows, rank.launches_ahead) == (whole.spec.block_bytes, False, False)
+    group.close()
+
+
+def test_mlps_that_do_not_divide_are_refused(model_dir: Callable[[str], Path]) -> None:
+    config = read_config(str(model_dir("llama")))
+    with pytest.raises(UnsupportedModel, match=r"data_parallel_size = 7: .* columns, which do not divide by"):
+        check_data_parallel(config, 7)

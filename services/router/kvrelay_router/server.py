@@ -12,6 +12,7 @@ import zmq
 
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
+from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds
 from kvrelay.open_files import TooFewOpenFiles, allow_peers, files_for_peers
 from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
 from kvrelay.telemetry.instruments import Instruments
@@ -28,6 +29,7 @@ from kvrelay_router.openai.served_models import FurtherModel
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.processes import inherited_connections
+from kvrelay_router.responses.response_store import OwnResponses, RedisResponses, ResponseStore
 from kvrelay_router.served_fleet import ServedFleet, fleet_samples, start_fleet
 from kvrelay_router.text.chat_template import ChatTemplateError
 from kvrelay_router.text.sources import TokenizerNotFound
@@ -89,7 +91,9 @@ class RouterServer:
         page = self._metrics_page if config.metrics_on_api_port else None
         first, *others = self._fleets
         further = [FurtherModel(each.config.model_names, each.dispatcher, each.text) for each in others]
-        app = create_app(api, first.dispatcher, first.text, limits, metrics, self._memory, page, further)
+        app = create_app(
+            api, first.dispatcher, first.text, limits, metrics, self._memory, page, further, self._open_store()
+        )
         export.start(self._metric_samples)
         await self._open_pages()
         await self._meet_workers()
@@ -107,6 +111,17 @@ class RouterServer:
             self._closing.push_async_callback(fleet.dispatcher.close)
         names = ", ".join(fleet.config.model_name for fleet in self._fleets)
         log.info("serving %s at http://%s:%d", names, config.reachable_host, self._http.port)
+
+    def _open_store(self) -> ResponseStore | None:
+        config = self.config
+        if not config.response_store_bytes:
+            return None
+        bounds = StoreBounds(int(config.response_store_bytes), config.response_store_count, config.response_store_ttl_s)
+        if not config.uses_redis:
+            return OwnResponses(bounds)
+        shared = SharedResponses(config.redis_url, config.redis_prefix, bounds)
+        self._closing.push_async_callback(shared.close)
+        return RedisResponses(shared)
 
     async def _meet_workers(self) -> None:
         """Waits for workers before the port opens: the first clients would get "no worker is ready"."""

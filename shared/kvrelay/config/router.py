@@ -150,8 +150,15 @@ class RouterConfig(CommonConfig):
         default=ByteSize(64 << 20),
         ge=0,
         le=1 << 40,
-        description="bytes of responses that a process keeps for previous_response_id and GET /v1/responses/ID, as in "
-        "64MiB; those that were not used for the longest time are dropped; 0: none is kept",
+        description="bytes of responses that are kept for previous_response_id and GET /v1/responses/ID, as in 64MiB: "
+        "in Redis by all routers together, without Redis by each process; those that were not used for the longest "
+        "time are dropped; 0: none is kept",
+    )
+    response_store_count: int = Field(
+        default=10_000, ge=1, le=10_000_000, description="most responses that are kept, as --response-store-bytes says"
+    )
+    response_store_ttl_s: float = Field(
+        default=604_800.0, ge=1, le=31_536_000, description="seconds that a response is kept after its last use"
     )
     max_pending_bytes: ByteSize = Field(
         default=ByteSize(512 << 20),

@@ -14,6 +14,7 @@ from kvrelay.fleet import Registry, RegistryError, RegistryUnavailable
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.index import IndexFeed, IndexPublisher, IndexReader
 from kvrelay.fleet.key_limits import KeyLimits, SharedLimits
+from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds
 from kvrelay.kv.cache import Stored
 from tests.component.fleet.test_deployments import until_found
 from tests.component.fleet.test_index_publisher import chain_of
@@ -44,6 +45,7 @@ async def use(url: str, prefix: str = "kvrelay") -> None:
     publisher = IndexPublisher(url, prefix, "m", "w", f"{1:016x}", renew_interval_s=0.1)
     feed = IndexFeed(IndexReader(url, prefix, "m"), check_interval_s=0.1)
     limits = SharedLimits(url, prefix, "m")
+    responses = SharedResponses(url, prefix, StoreBounds(max_responses=1))
     try:
         await registry.check_server()
         worker = await registry.join(worker_record(), 30.0)
@@ -58,11 +60,14 @@ async def use(url: str, prefix: str = "kvrelay") -> None:
         assert await limits.enter("k", one, "1", 30.0) is None
         assert await limits.enter("k", one, "2", 30.0) is not None, "Redis was asked"
         await limits.leave("k", "1")
+        assert await responses.put("k", "1", b"one") and await responses.put("k", "2", b"two")
+        assert await responses.get("k", "1") is None and await responses.delete("k", "2")
         assert await registry.leave(worker)
     finally:
         await feed.close()
         await asyncio.to_thread(publisher.close)
         await limits.close()
+        await responses.close()
         await registry.close()
 
 

@@ -11,6 +11,7 @@ import httpx
 import openai
 
 from kvrelay.fleet.key_limits import SharedLimits
+from kvrelay.fleet.shared_responses import StoreBounds
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.connection_limits import ConnectionLimits
@@ -19,6 +20,7 @@ from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.openai.served_models import FurtherModel
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.pending_memory import PendingMemory
+from kvrelay_router.responses.response_store import OwnResponses, ResponseStore
 from kvrelay_router.text.service import TextService
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.waiting import PATIENCE_S
@@ -83,13 +85,15 @@ async def running_router(
     graceful_timeout_s: float = 2.0,
     memory: PendingMemory | None = None,
     further: Sequence[FurtherModel] = (),
+    responses: ResponseStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Router]:
-    """A router with these settings."""
+    """A router with these settings. `responses`: by default a store in memory."""
+    responses = OwnResponses(StoreBounds()) if responses is None else responses
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
     memory = memory or PendingMemory()
     api = ApiSettings(model_names=(MODEL, "alias"), **settings)
-    app = create_app(api, dispatcher, text, limits, metrics, memory, further=further)
+    app = create_app(api, dispatcher, text, limits, metrics, memory, further=further, responses=responses)
     server = await serve(
         app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections, memory=memory
     )

@@ -6,11 +6,11 @@ from typing import Any
 
 import orjson
 
+from kvrelay_router.http.anthropic_errors import anthropic_error
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.parsed_choices import TOOL_CALLS, ParsedChoices
-from kvrelay_router.openai.anthropic_errors import anthropic_error
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun

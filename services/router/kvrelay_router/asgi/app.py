@@ -35,6 +35,7 @@ from kvrelay_router.openai.served_models import FurtherModel, ServedModels
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
 from kvrelay_router.pending_memory import PendingMemory
+from kvrelay_router.responses.response_store import ResponseStore
 from kvrelay_router.responses.responses_endpoint import ResponsesEndpoint
 from kvrelay_router.responses.responses_request import ResponsesRequest
 from kvrelay_router.text.service import TextService
@@ -59,9 +60,10 @@ def create_app(
     memory: PendingMemory | None = None,
     metrics_page: Callable[[], Page] | None = None,
     further: Sequence[FurtherModel] = (),
+    responses: ResponseStore | None = None,
 ) -> ASGIApp:
     """The ASGI application. The caller closes dispatchers, text services and limits. `metrics_page` is what /metrics
-    answers, if it is to be served. `further`: models beside that of `settings`."""
+    answers, if it is to be served. `further`: models beside that of `settings`. `responses`: None stores none."""
     rate_limiter = RateLimiter(settings.key_rules, settings.own_key_rules, limits)
     in_progress = InProgress(settings.max_requests, shares=settings.tenants.are_several)
     service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory or PendingMemory())
@@ -70,7 +72,7 @@ def create_app(
     app.add_exception_handler(Exception, on_api_error)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    _add_posts(app, models)
+    _add_posts(app, models, responses)
     _add_operations(app, models)
     if metrics_page is not None:
         _add_metrics(app, metrics_page)
@@ -96,8 +98,8 @@ def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def _add_posts(app: FastAPI, models: ServedModels) -> None:
-    tokens, messages, responses = TokenRoutes(models), MessagesEndpoint(models), ResponsesEndpoint(models)
+def _add_posts(app: FastAPI, models: ServedModels, store: ResponseStore | None) -> None:
+    tokens, messages, responses = TokenRoutes(models), MessagesEndpoint(models), ResponsesEndpoint(models, store)
     completions, chat = CompletionsEndpoint(models), ChatEndpoint(models)
     routes: list[tuple[str, Any, type[RequestModel]]] = [
         ("/v1/completions", completions.serve, CompletionRequest),

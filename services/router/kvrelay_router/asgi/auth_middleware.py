@@ -7,9 +7,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay_router.access.api_keys import KeyRing
 from kvrelay_router.access.request_names import name_request
+from kvrelay_router.http.anthropic_errors import error_response, is_anthropic
 from kvrelay_router.http.event_writer import EVENT_WRITER
-from kvrelay_router.openai.anthropic_errors import is_anthropic
-from kvrelay_router.openai.error_mapping import as_api_error, error_response
+from kvrelay_router.openai.error_mapping import as_api_error
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS, RequestMetrics
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/dashboard"})

@@ -34,6 +34,7 @@ class BoundedConnection:
         self._body = BodyBytes(memory)
         self._is_refused = False
         self._writer: EventWriter | None = None  # belongs to the running request
+        self._url = b""  # of the current request, as far as it has arrived
         self._header_bytes = 0  # parsed header bytes of the current request
         self._unparsed_bytes = 0  # bytes of an incomplete line, which the parser keeps
         self._head_timer: asyncio.TimerHandle | None = None
@@ -124,7 +125,12 @@ class BoundedConnection:
 
     def request_begins(self) -> None:
         self._header_bytes = self._unparsed_bytes = 0
+        self._url = b""
         self._await_head()
+
+    def url_grew(self, part: bytes) -> None:
+        self._url += part
+        self.head_grew(len(part))
 
     def head_grew(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes
@@ -177,7 +183,8 @@ class BoundedConnection:
             return
         kind = "server_error" if status >= 500 else "invalid_request_error"
         error = ApiError(message, status=status, code=code, error_type=kind, headers=headers)
-        self._refusals.answer(self._wire.transport, self._wire.loop, error)
+        path = self._url.partition(b"?")[0].decode("latin-1")
+        self._refusals.answer(self._wire.transport, self._wire.loop, error, path)
 
 
 def make_protocol(limits: ConnectionLimits, memory: PendingMemory) -> Callable[..., UvicornConnection]:

@@ -1,14 +1,17 @@
-"""Answers connections that break a bound with OpenAI's error object, and closes them."""
+"""Answers connections that break a bound with an error, and closes them."""
 
 from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
 
-from kvrelay_router.http.api_error import ApiError, json_response
+from kvrelay_router.http.anthropic_errors import error_response
+from kvrelay_router.http.api_error import ApiError
 
 LINGER_S = 1.0
 """A refused connection is read for this time before it is closed: a reset would overtake the answer."""
+_PHRASES = {529: "Overloaded"}
+"""Of statuses that are not HTTP's own."""
 MAX_LINGERING = 256
 """Further refused connections are closed at once, without an answer."""
 
@@ -19,12 +22,13 @@ class Refusals:
     def __init__(self) -> None:
         self.num_lingering = 0
 
-    def answer(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, error: ApiError) -> None:
-        """Writes the error and closes the connection after `LINGER_S`."""
+    def answer(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, error: ApiError, path: str) -> None:
+        """Writes the error, in the form of the API to which the path belongs, and closes the connection after
+        `LINGER_S`."""
         if self.num_lingering >= MAX_LINGERING:
             transport.close()
             return
-        transport.write(_raw_answer(error))
+        transport.write(_raw_answer(error, path))
         self.num_lingering += 1
         loop.call_later(LINGER_S, self._close, transport)
 
@@ -33,8 +37,9 @@ class Refusals:
         transport.close()
 
 
-def _raw_answer(error: ApiError) -> bytes:
-    response = json_response(error.body(), error.status, {**error.headers, "connection": "close"})
+def _raw_answer(error: ApiError, path: str) -> bytes:
+    error.headers = {**error.headers, "connection": "close"}
+    response = error_response(error, path)
     head = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
-    status = HTTPStatus(error.status)
-    return b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) + head + b"\r\n" + bytes(response.body)
+    phrase = _PHRASES.get(error.status) or HTTPStatus(error.status).phrase
+    return b"HTTP/1.1 %d %b\r\n" % (error.status, phrase.encode()) + head + b"\r\n" + bytes(response.body)

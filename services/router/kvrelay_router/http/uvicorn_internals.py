@@ -289,7 +289,7 @@ class UvicornConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self.policy.head_grew(len(url))
+        self.policy.url_grew(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -12,13 +12,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.http.anthropic_errors import error_response
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.client_watch import ClientGone, ClientWatch, TaskTimeout
 from kvrelay_router.http.event_writer import EVENT_WRITER, EventWriter
 from kvrelay_router.http.json_parts import PartsResponse, dump_at_once, send_parts
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat, usage_of
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.error_mapping import as_api_error, error_response
+from kvrelay_router.openai.error_mapping import as_api_error
 from kvrelay_router.openai.generation import Generation
 from kvrelay_router.openai.planning import Plan
 from kvrelay_router.openai.request_metrics import CLIENT_GONE, TIMINGS, RequestTimings
@@ -105,6 +106,7 @@ class GenerationResponse(Response):
                 await generation.wait()
                 generation.take()
             self._note_end()
+            await answer.finish()
             document = answer.document(usage_of(self._runs))
             headers = self._answer_headers(generation)
             if self._shape.is_large:
@@ -145,6 +147,7 @@ class GenerationResponse(Response):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
             self._note_end()
+            await answer.finish()
             last = answer.end(usage_of(self._runs))
             if (large := answer.take_large()) is not None:
                 if events:

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
+from kvrelay_router.http.anthropic_errors import error_response
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.anthropic_errors import anthropic_error, anthropic_status, is_anthropic
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +109,6 @@ def as_api_error(error: BaseException) -> ApiError:
         error_type="server_error",
         code="internal_error",
     )
-
-
-def error_response(error: ApiError, path: str) -> Response:
-    """The error answer in the form of the API to which the path belongs."""
-    if not is_anthropic(path):
-        return error.response()
-    error.status = anthropic_status(error.status)
-    return error.response(anthropic_error(error))
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:

@@ -22,7 +22,6 @@ class ApiSettings:
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*" allows all
     max_body_bytes: int = 16 * 1024 * 1024
     max_answer_bytes: int = 64 << 20
-    response_store_bytes: int = 64 << 20
     request_timeout_s: float = 600.0
     max_requests: int = 1024  # maximum requests in progress; further ones get 429
     key_rules: KeyRules = field(default_factory=KeyRules)
@@ -40,7 +39,6 @@ class ApiSettings:
             allowed_origins=config.allowed_origins,
             max_body_bytes=int(config.max_body_bytes),
             max_answer_bytes=int(config.max_answer_bytes),
-            response_store_bytes=int(config.response_store_bytes),
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_queued_requests,
             key_rules=KeyRules(

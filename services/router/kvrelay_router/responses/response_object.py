@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.responses.responses_request import ResponsesRequest
 
-Keep = Callable[[dict[str, Any]], None]
+Keep = Callable[[dict[str, Any]], Awaitable[bool]]
+"""Stores a response at its end. Returns whether it did."""
 
 
 class ResponseObject:
     """The fields that do not change, and those of each state."""
 
     def __init__(self, unique: str, request: ResponsesRequest, run: PromptRun, keep: Keep | None) -> None:
-        """`keep` gets the response at its end, if it is to be stored."""
+        """`keep`: None if the response is not to be stored."""
         self._run, self._keep = run, keep
         sampling = run.request.sampling
         self._head: dict[str, Any] = {
@@ -47,12 +48,13 @@ class ResponseObject:
     def begun(self) -> dict[str, Any]:
         return self._object("in_progress", [])
 
-    def ended(self, output: list[dict[str, Any]]) -> dict[str, Any]:
-        """The object with its output. A text that was cut makes it incomplete."""
+    async def ended(self, output: list[dict[str, Any]]) -> dict[str, Any]:
+        """The object with its output, which is stored before the client gets it. A text that was cut makes it
+        incomplete. `store` is false if the response could not be stored."""
         reason = {"incomplete_details": {"reason": "max_output_tokens"}} if self.was_cut else {}
         response = self._object(self.status, output, usage=self._usage(), **reason)
         if self._keep is not None:
-            self._keep(response)
+            response["store"] = await self._keep(response)
         return response
 
     def failed(self, code: str, message: str) -> dict[str, Any]:

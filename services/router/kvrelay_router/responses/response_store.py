@@ -1,10 +1,16 @@
-"""Keeps responses for GET and for requests that continue them, in bounded memory of this process."""
+"""Keeps responses for GET and for requests that continue them: in Redis for all routers, or in memory."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
+
+from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds, StoreUnavailable
+from kvrelay_router.http.api_error import ApiError
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
@@ -27,45 +33,113 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return self.items[self.output_ids.index(item_id) - len(self.output_ids)]
 
 
-class ResponseStore:
+class ResponseStore(Protocol):
     """Drops the responses that were not used for the longest time. Each API key has its own."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+    async def put(self, owner: str, response_id: str, stored: StoredResponse) -> bool:
+        """Returns whether the response was stored: it may be too large, or the store away."""
+        ...
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Raises 503 while the store is away."""
+        ...
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Returns whether it was there. Raises 503 while the store is away."""
+        ...
+
+
+class OwnResponses:
+    """Responses in the memory of this process, for routers without Redis."""
+
+    def __init__(self, bounds: StoreBounds, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bounds = bounds
+        self._clock = clock
+        self._responses: OrderedDict[tuple[str, str], tuple[StoredResponse, float]] = OrderedDict()
+        self._bytes_of: dict[str, int] = {}  # by owner
         self.num_bytes = 0
 
-    @property
-    def is_open(self) -> bool:
-        return self._max_bytes > 0
+    async def put(self, owner: str, response_id: str, stored: StoredResponse) -> bool:
+        if stored.num_bytes > self._bounds.max_bytes:
+            return False
+        self._drop((owner, response_id))
+        self._responses[owner, response_id] = stored, self._clock()
+        self._count(owner, stored.num_bytes)
+        self._drop_expired()
+        while self.num_bytes > self._bounds.max_bytes or len(self._responses) > self._bounds.max_responses:
+            largest = max(self._bytes_of, key=lambda each: (self._bytes_of[each], each))
+            self._drop(next(key for key in self._responses if key[0] == largest))
+        return True
 
-    def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
-        """Stores a response, unless it alone is too large."""
-        if stored.num_bytes > self._max_bytes:
-            return
-        self.delete(owner, response_id)
-        self._responses[owner, response_id] = stored
-        self.num_bytes += stored.num_bytes
-        while self.num_bytes > self._max_bytes:
-            _, oldest = self._responses.popitem(last=False)
-            self.num_bytes -= oldest.num_bytes
-
-    def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        found = self._responses.get((owner, response_id))
-        if found is not None:
-            self._responses.move_to_end((owner, response_id))
-        return found
-
-    def output_item(self, owner: str, item_id: str) -> bytes | None:
-        """JSON of an item of the output of a stored response. Its id names the response."""
-        _, _, unique = item_id.partition("_")
-        found = self.get(owner, f"resp_{unique.partition('_')[0]}")
-        return None if found is None else found.output_item(item_id)
-
-    def delete(self, owner: str, response_id: str) -> bool:
-        """Returns whether it was there."""
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        self._drop_expired()
         found = self._responses.pop((owner, response_id), None)
         if found is None:
+            return None
+        self._responses[owner, response_id] = found[0], self._clock()
+        return found[0]
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        self._drop_expired()
+        return self._drop((owner, response_id))
+
+    def _drop_expired(self) -> None:
+        oldest = self._clock() - self._bounds.kept_s
+        while self._responses and next(iter(self._responses.values()))[1] <= oldest:
+            self._drop(next(iter(self._responses)))
+
+    def _drop(self, key: tuple[str, str]) -> bool:
+        found = self._responses.pop(key, None)
+        if found is None:
             return False
-        self.num_bytes -= found.num_bytes
+        self._count(key[0], -found[0].num_bytes)
         return True
+
+    def _count(self, owner: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._bytes_of[owner] = self._bytes_of.get(owner, 0) + num_bytes
+        if not self._bytes_of[owner]:
+            del self._bytes_of[owner]
+
+
+class RedisResponses:
+    """Responses in Redis. While it is away responses are served and not stored."""
+
+    def __init__(self, shared: SharedResponses) -> None:
+        self._shared = shared
+
+    async def put(self, owner: str, response_id: str, stored: StoredResponse) -> bool:
+        try:
+            return await self._shared.put(owner, response_id, msgspec.msgpack.encode(stored))
+        except StoreUnavailable:
+            return False
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        try:
+            data = await self._shared.get(owner, response_id)
+        except StoreUnavailable as error:
+            raise _away(error) from error
+        return None if data is None else msgspec.msgpack.decode(data, type=StoredResponse)
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        try:
+            return await self._shared.delete(owner, response_id)
+        except StoreUnavailable as error:
+            raise _away(error) from error
+
+
+def _away(error: StoreUnavailable) -> ApiError:
+    return ApiError(
+        f"Stored responses cannot be read or deleted now: {error}. Send the whole conversation, or try again later",
+        status=503,
+        error_type="server_error",
+        code="response_store_unavailable",
+        headers={"retry-after": "1"},
+    )
+
+
+async def output_item(store: ResponseStore, owner: str, item_id: str) -> bytes | None:
+    """JSON of an item of the output of a stored response. Its id names the response. Raises 503."""
+    _, _, unique = item_id.partition("_")
+    found = await store.get(owner, f"resp_{unique.partition('_')[0]}")
+    return None if found is None else found.output_item(item_id)

@@ -20,7 +20,7 @@ from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.responses.input_items import as_items, input_messages, is_reference
 from kvrelay_router.responses.output_items import OutputItems, TokenScores
 from kvrelay_router.responses.response_object import Keep, ResponseObject
-from kvrelay_router.responses.response_store import ResponseStore, StoredResponse
+from kvrelay_router.responses.response_store import ResponseStore, StoredResponse, output_item
 from kvrelay_router.responses.responses_format import ResponseAnswer, ResponseStream
 from kvrelay_router.responses.responses_request import (
     ResponsesRequest,
@@ -34,16 +34,20 @@ from kvrelay_router.responses.responses_request import (
 class ResponsesEndpoint:
     """Converts responses to chat completions, which plan and run them."""
 
-    def __init__(self, models: ServedModels) -> None:
+    def __init__(self, models: ServedModels, store: ResponseStore | None) -> None:
+        """`store`: None if no response is to be stored."""
         self._models = models
-        self._store = ResponseStore(models.settings.response_store_bytes)
+        self._store = store
 
     async def serve(self, http: Request) -> Response:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
         service, content = await self._models.read(http)
         names, owner = service.names(http), self._owner(http)
         request = parse_response(content)
-        items, earlier = self._with_stored(as_items(request.input), owner), self._earlier_items(request, owner)
+        items, earlier = (
+            await self._with_stored(as_items(request.input), owner),
+            await self._earlier_items(request, owner),
+        )
         messages = await input_messages(items, await _parsed(earlier))
         chat = await _chat_content(request, messages)
         chat_request = parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
@@ -52,8 +56,8 @@ class ResponsesEndpoint:
         scores = TokenScores(service.text.tokenizer, request.top_logprobs if request.wants_logprobs else None)
         items_of_output = OutputItems(names.unique, planned.parsed, scores, namespaces(request))
         keep = None
-        if request.store and self._store.is_open:
-            keep = self._keep(owner, (*earlier, *await _dumped(items)), lambda: items_of_output.are_large)
+        if request.store and self._store is not None:
+            keep = _keep(self._store, owner, (*earlier, *await _dumped(items)), lambda: items_of_output.are_large)
         (run,) = planned.plan.runs
         response = ResponseObject(names.unique, request, run, keep)
         answer = ResponseStream if request.stream else ResponseAnswer
@@ -61,13 +65,13 @@ class ResponsesEndpoint:
 
     async def get(self, http: Request, response_id: str) -> Response:
         """Returns a stored response, or 404."""
-        stored = self._store.get(self._owner(http), response_id)
+        stored = None if self._store is None else await self._store.get(self._owner(http), response_id)
         if stored is None:
             raise _not_found(response_id)
         return Response(stored.response, media_type="application/json")
 
     async def delete(self, http: Request, response_id: str) -> Response:
-        if not self._store.delete(self._owner(http), response_id):
+        if self._store is None or not await self._store.delete(self._owner(http), response_id):
             raise _not_found(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -75,18 +79,18 @@ class ResponsesEndpoint:
         service = self._models.first
         return service.settings.tenants.of(service.names(http).key).owner
 
-    def _with_stored(self, items: list[Any], owner: str) -> list[Any]:
+    async def _with_stored(self, items: list[Any], owner: str) -> list[Any]:
         """The items, with stored ones in place of references. Raises ApiError."""
         return [
-            self._stored_item(item, f"input[{index}].id", owner) if is_reference(item) else item
+            await self._stored_item(item, f"input[{index}].id", owner) if is_reference(item) else item
             for index, item in enumerate(items)
         ]
 
-    def _stored_item(self, reference: dict[str, Any], where: str, owner: str) -> Any:
+    async def _stored_item(self, reference: dict[str, Any], where: str, owner: str) -> Any:
         item_id = reference.get("id")
         if not isinstance(item_id, str):
             raise wrong(where, "it must be a string")
-        stored = self._store.output_item(owner, item_id)
+        stored = None if self._store is None else await output_item(self._store, owner, item_id)
         if stored is None:
             raise ApiError(
                 f"Item with id '{item_id[:100]}' not found: its response was not stored, or was dropped for later ones",
@@ -96,11 +100,11 @@ class ResponsesEndpoint:
             )
         return orjson.loads(stored)
 
-    def _earlier_items(self, request: ResponsesRequest, owner: str) -> tuple[bytes, ...]:
+    async def _earlier_items(self, request: ResponsesRequest, owner: str) -> tuple[bytes, ...]:
         """The items of the conversation that the request continues."""
         if request.previous_response_id is None:
             return ()
-        stored = self._store.get(owner, request.previous_response_id)
+        stored = None if self._store is None else await self._store.get(owner, request.previous_response_id)
         if stored is None:
             raise ApiError(
                 f"Previous response with id '{request.previous_response_id}' not found: it was not stored, or it was "
@@ -110,17 +114,18 @@ class ResponsesEndpoint:
             )
         return stored.items
 
-    def _keep(self, owner: str, items: tuple[bytes, ...], is_large: Callable[[], bool]) -> Keep:
-        """`is_large`: the log-probabilities are too many to be stored."""
 
-        def keep(response: dict[str, Any]) -> None:
-            output = [orjson.dumps(_without_scores(item)) for item in response["output"]]
-            if is_large():
-                response = {**response, "output": [_without_scores(item) for item in response["output"]]}
-            ids = tuple(item["id"] for item in response["output"])
-            self._store.put(owner, response["id"], StoredResponse(dump_at_once(response), (*items, *output), ids))
+def _keep(store: ResponseStore, owner: str, items: tuple[bytes, ...], is_large: Callable[[], bool]) -> Keep:
+    """`is_large`: the log-probabilities are too many to be stored."""
 
-        return keep
+    async def keep(response: dict[str, Any]) -> bool:
+        output = [orjson.dumps(_without_scores(item)) for item in response["output"]]
+        if is_large():
+            response = {**response, "output": [_without_scores(item) for item in response["output"]]}
+        ids = tuple(item["id"] for item in response["output"])
+        return await store.put(owner, response["id"], StoredResponse(dump_at_once(response), (*items, *output), ids))
+
+    return keep
 
 
 def _without_scores(item: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class ResponseStream(EventFormat):
         self._num_events = 0
         self._around_delta = b"", b""  # of the item that is open
         self._last_steps: list[Step] = []
+        self._end_steps: list[Step] = []
+        self._ended: dict[str, Any] = {}
         self._large: Iterator[bytes] | None = None
 
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
@@ -39,6 +41,10 @@ class ResponseStream(EventFormat):
             self._last_steps = steps  # `end` has their events written in parts
             return opening
         return opening + self._events(steps, "completed")
+
+    async def finish(self) -> None:
+        self._end_steps = list(self._output.end(self._choice))
+        self._ended = await self._response.ended(self._output.fields(self._response.status))
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the events after the last text."""
@@ -58,10 +64,10 @@ class ResponseStream(EventFormat):
         status = self._response.status
         for step in self._last_steps:
             yield from self._parts(step, "completed")
-        for step in self._output.end(self._choice):
+        for step in self._end_steps:
             yield from self._parts(step, status)
         kind = "response.incomplete" if self._response.was_cut else "response.completed"
-        yield from self._event_parts(kind, response=self._response.ended(self._output.fields(status)))
+        yield from self._event_parts(kind, response=self._ended)
 
     def failure(self, error: ApiError) -> bytes:
         code = "server_error" if error.code is None else error.code
@@ -138,12 +144,16 @@ class ResponseAnswer(DocumentFormat):
     def __init__(self, response: ResponseObject, run: PromptRun, output: OutputItems) -> None:
         self._response, self._output = response, output
         (self._choice,) = run.choices
+        self._ended: dict[str, Any] = {}
 
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
         """Keeps what the text says."""
         deque(self._output.feed(choice, text), maxlen=0)
         return b""
 
-    def document(self, usage: dict[str, Any]) -> dict[str, Any]:
+    async def finish(self) -> None:
         deque(self._output.end(self._choice), maxlen=0)
-        return self._response.ended(self._output.fields(self._response.status))
+        self._ended = await self._response.ended(self._output.fields(self._response.status))
+
+    def document(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return self._ended

@@ -13,6 +13,7 @@ import pytest
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http import reader_watch, uvicorn_internals
 from kvrelay_router.http.connection_limits import ConnectionLimits
+from kvrelay_router.pending_memory import PendingMemory
 from tests.component.router.http.test_streams_under_load import (
     bounds,
     connect,
@@ -59,6 +60,37 @@ async def test_a_head_that_is_too_large_is_431(make_router: Callable[..., Any], 
         assert (status, error["code"]) == (431, "headers_too_large")
         assert "4096 bytes" in error["message"]
         assert not router.dispatcher.handles
+        writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens?beta=true"])
+async def test_connections_that_asked_anthropics_api_are_refused_in_its_form(
+    make_router: Callable[..., Any], path: str
+) -> None:
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\n" % path.encode()
+    cases = [
+        (head + b"x-long: " + b"a" * 5000 + b"\r\n\r\n", 431, "invalid_request_error"),
+        (head + b"a header without a colon\r\n\r\n", 400, "invalid_request_error"),
+        (head + b"content-length: 9000\r\n\r\n" + b"a" * 8000, 529, "overloaded_error"),
+    ]
+    async with make_router(connections=TIGHT, memory=PendingMemory(4000)) as router:
+        for data, status, kind in cases:
+            reader, writer = await connect(router)
+            writer.write(data)
+            async with asyncio.timeout(PATIENCE_S):
+                answer, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            assert int(answer.split()[1]) == status and b"connection: close" in answer.lower()
+            content = json.loads(body)
+            assert content["type"] == "error" and content["error"]["type"] == kind, content
+            assert set(content["error"]) == {"type", "message"}
+            writer.close()
+        # The form is that of the request that is refused, not of one before it on the connection.
+        reader, writer = await connect(router)
+        writer.write(b"HEAD /v1/messages HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + b"x-long: " + b"a" * 5000 + b"\r\n\r\n")
+        status_code, error = await refusal(reader)
+        assert (status_code, error["code"]) == (431, "headers_too_large")
         writer.close()
 
 

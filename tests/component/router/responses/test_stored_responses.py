@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from tests.component.router.rig import MODEL, Router
+from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds
+from kvrelay_router.asgi.app import create_app
+from kvrelay_router.http.http_server import bind, serve
+from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.responses.response_store import OwnResponses, RedisResponses
+from kvrelay_router.text.service import TextService
+from tests.component.router.rig import MODEL, Router, running_router
+from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
+from tests.fakes.waiting import PATIENCE_S
 
 QUESTION = "What is an otter?"
 FIRST = "<|im_start|>user\nWhat is an otter?<|im_end|>\n<|im_start|>assistant\n"
@@ -95,13 +107,98 @@ async def test_a_response_is_not_kept_if_the_client_says_so(router: Router) -> N
 
 
 async def test_the_oldest_make_room(make_router: Any) -> None:
-    async with make_router(response_store_bytes=4096) as router:
+    async with make_router(responses=OwnResponses(StoreBounds(max_bytes=4096))) as router:
         kept = [await answered(router) for _ in range(12)]
         await router.openai.responses.retrieve(kept[-1].id)
         with pytest.raises(openai.NotFoundError):
             await router.openai.responses.retrieve(kept[0].id)
-    async with make_router(response_store_bytes=0) as router:
-        assert (await answered(router)).model_dump()["store"] is False
+    async with make_router(responses=OwnResponses(StoreBounds(max_bytes=100))) as router:
+        for stream in (False, True):  # one is too large
+            assert (await answered(router, stream=stream)).model_dump()["store"] is False
+
+
+async def test_nothing_is_kept_without_a_store(text: TextService) -> None:
+    app = create_app(ApiSettings(model_names=(MODEL,)), ScriptedDispatcher(lambda *_: Script([])), text)
+    server = await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=2.0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=PATIENCE_S) as client:
+        created = await client.post("/v1/responses", json={"model": MODEL, "input": QUESTION})
+        assert created.json()["store"] is False
+        path = f"/v1/responses/{created.json()['id']}"
+        assert [(await client.request(method, path)).status_code for method in ("GET", "DELETE")] == [404, 404]
+    await server.stop()
+
+
+@pytest.fixture
+def redis() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@asynccontextmanager
+async def routers_with(redis: EmbeddedRedis, text: TextService, **settings: Any) -> AsyncIterator[list[Router]]:
+    """Two routers with stores in one Redis."""
+    async with AsyncExitStack() as stack:
+        routers = []
+        for _ in range(2):
+            shared = SharedResponses(redis.url, "kvrelay", StoreBounds())
+            stack.push_async_callback(shared.close)
+            running = running_router(text, responses=RedisResponses(shared), **settings)
+            routers.append(await stack.enter_async_context(running))
+        yield routers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_router_continues_what_another_answered(
+    redis: EmbeddedRedis, text: TextService, stream: bool
+) -> None:
+    async with routers_with(redis, text) as (one, other):
+        first = await answered(one, stream=stream)
+        assert first.model_dump()["store"] is True
+        assert (await other.openai.responses.retrieve(first.id)).model_dump() == first.model_dump()
+        await answered(other, input="Where?", previous_response_id=first.id, stream=stream)
+        assert other.dispatcher.requests[0].prompt_ids == other.tokens(SECOND)
+        reference: Any = [{"role": "user", "content": QUESTION}, {"id": first.output[0].id}]
+        await answered(other, input=[*reference, {"role": "user", "content": "Where?"}])
+        assert other.dispatcher.requests[1].prompt_ids == other.tokens(SECOND)
+        await other.openai.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            await one.openai.responses.retrieve(first.id)
+
+
+async def test_routers_share_no_response_of_another_key(redis: EmbeddedRedis, text: TextService) -> None:
+    async with routers_with(redis, text, api_keys=("one", "two")) as routers:
+        mine, other = (each.openai.with_options(api_key=key) for each, key in zip(routers, ("one", "two"), strict=True))
+        created = await mine.responses.create(model=MODEL, input=QUESTION)
+        for call in (other.responses.retrieve(created.id), other.responses.delete(created.id)):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        with pytest.raises(openai.BadRequestError):
+            await other.responses.create(model=MODEL, input="Where?", previous_response_id=created.id)
+        assert (await mine.responses.retrieve(created.id)).id == created.id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_redis_responses_are_served_and_say_that_they_are_not_stored(
+    redis: EmbeddedRedis, text: TextService, stream: bool
+) -> None:
+    async with routers_with(redis, text) as (router, _):
+        before = await answered(router)
+        redis.close()
+        answer = await answered(router, stream=stream)
+        assert answer.status == "completed" and answer.model_dump()["store"] is False
+        kept_out = {"store": False, "input": [{"role": "user", "content": QUESTION}]}
+        assert (await answered(router, stream=stream, **kept_out)).status == "completed"
+        for call in (
+            router.openai.responses.retrieve(before.id),
+            router.openai.responses.delete(before.id),
+            answered(router, previous_response_id=before.id),
+            answered(router, input=[{"id": before.output[0].id}]),
+        ):
+            with pytest.raises(openai.InternalServerError) as refused:
+                await call
+            assert refused.value.status_code == 503 and refused.value.code == "response_store_unavailable"
+            assert refused.value.response.headers["retry-after"] == "1"
+        assert len(router.dispatcher.requests) == 3, "nothing was submitted that lacks its conversation"
 
 
 async def test_each_key_has_its_own(make_router: Any) -> None:

@@ -1,42 +1,57 @@
-"""The bounded store of responses."""
+"""The bounded store of responses in memory."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import asyncio
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_router.responses.response_store import ResponseStore, StoredResponse
-
-KEYS = st.tuples(st.sampled_from("ab"), st.sampled_from("123"))
-SIZES = st.integers(min_value=1, max_value=12)
-CALLS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), KEYS, SIZES), max_size=40)
+from kvrelay.fleet.shared_responses import StoreBounds
+from kvrelay_router.responses.response_store import OwnResponses, StoredResponse
+from tests.fakes.response_oracle import CALLS, Key, ResponseOracle
 
 
-@given(CALLS)
-def test_it_keeps_what_was_used_last(calls: list[tuple[str, tuple[str, str], int]]) -> None:
-    store, oracle = ResponseStore(20), OrderedDict[tuple[str, str], StoredResponse]()
-    for call, key, size in calls:
-        if call == "put" and size <= 20:
-            stored = StoredResponse(b"x" * (size // 2), (b"x" * (size - size // 2),))
-            store.put(*key, stored)
-            oracle.pop(key, None)
-            oracle[key] = stored
-            while sum(each.num_bytes for each in oracle.values()) > 20:
-                oracle.popitem(last=False)
-        elif call == "get":
-            assert store.get(*key) is oracle.get(key)
-            if key in oracle:
-                oracle.move_to_end(key)
-        elif call == "delete":
-            assert store.delete(*key) == (oracle.pop(key, None) is not None)
-        assert store.num_bytes == sum(each.num_bytes for each in oracle.values()) <= 20
+def response_of(size: int) -> StoredResponse:
+    return StoredResponse(b"x" * (size // 2), (b"x" * (size - size // 2),))
 
 
-def test_what_is_too_large_alone_is_not_kept() -> None:
-    store = ResponseStore(20)
-    store.put("a", "1", StoredResponse(b"x" * 20, ()))
-    store.put("a", "2", StoredResponse(b"x" * 20, (b"x",)))
-    assert store.get("a", "1") is not None and store.get("a", "2") is None
-    assert not ResponseStore(0).is_open
+@given(calls=CALLS, max_responses=st.integers(1, 6))
+def test_the_owner_with_the_most_bytes_drops_what_it_did_not_use(
+    calls: list[tuple[str, Key, int]], max_responses: int
+) -> None:
+    async def run() -> None:
+        store, oracle = OwnResponses(StoreBounds(30, max_responses)), ResponseOracle(30, max_responses)
+        kept: dict[Key, StoredResponse] = {}
+        for call, key, size in calls:
+            if call == "put":
+                kept[key] = response_of(size)
+                assert await store.put(*key, kept[key]) == oracle.put(key, size)
+            elif call == "get":
+                assert await store.get(*key) is (kept[key] if oracle.get(key) else None)
+            else:
+                assert await store.delete(*key) == oracle.delete(key)
+            assert store.num_bytes == sum(oracle.sizes.values())
+
+    asyncio.run(run())
+
+
+async def test_what_is_too_large_alone_is_not_kept() -> None:
+    store = OwnResponses(StoreBounds(20))
+    assert await store.put("a", "1", response_of(20))
+    assert not await store.put("a", "2", response_of(21))
+    assert await store.get("a", "1") is not None and await store.get("a", "2") is None
+
+
+async def test_a_response_expires_some_time_after_its_last_use() -> None:
+    now = 0.0
+    store = OwnResponses(StoreBounds(kept_s=10.0), clock=lambda: now)
+    for name in "123":
+        await store.put("a", name, response_of(4))
+    now = 9.0
+    assert await store.get("a", "1") is not None
+    now = 10.0
+    assert await store.get("a", "2") is None and not await store.delete("a", "3")
+    assert await store.get("a", "1") is not None and store.num_bytes == 4
+    now = 20.0
+    assert await store.get("a", "1") is None and store.num_bytes == 0

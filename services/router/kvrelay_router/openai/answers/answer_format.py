@@ -43,6 +43,9 @@ class EventFormat(ABC):
         """Returns the parts of the next event that is too large for `add`, or None."""
         return None
 
+    async def finish(self) -> None:  # noqa: B027 - most answers do nothing here
+        """Does what must be done before the last events. Called once, after the last text."""
+
     @abstractmethod
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the last events, except for those that `take_large` then returns."""
@@ -75,6 +78,9 @@ class DocumentFormat(ABC):
     @abstractmethod
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
         """Takes new text of a choice. Returns no bytes."""
+
+    async def finish(self) -> None:  # noqa: B027 - most answers do nothing here
+        """Does what must be done before `document`. Called once, after the last text."""
 
     @abstractmethod
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:

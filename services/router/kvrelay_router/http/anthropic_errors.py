@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.responses import Response
+
 from kvrelay_router.http.api_error import ApiError
 
 MESSAGES_PATH = "/v1/messages"
@@ -39,3 +41,11 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 def anthropic_status(status: int) -> int:
     """The status that Anthropic's API has in place of one of ours."""
     return _STATUSES.get(status, status)
+
+
+def error_response(error: ApiError, path: str) -> Response:
+    """The error answer in the form of the API to which the path belongs."""
+    if not is_anthropic(path):
+        return error.response()
+    error.status = anthropic_status(error.status)
+    return error.response(anthropic_error(error))

@@ -35,6 +35,10 @@ COMPILED_BASE_BYTES, COMPILED_BYTES_PER_TEXT_BYTE = 256 << 10, 144
 LIMITS = LLParserLimits(max_lexer_states=50_000, precompute_large_lexemes=False)
 """The others are the library's: 20 ms to build a lexer, 14 ms of lexing and 3 ms of parsing for a mask."""
 
+MIN_PASSED_TOKENS = 16
+"""Shorter outputs are accepted token by token, and the runs of each place computed. Longer ones are searched backwards
+for the last place outside all runs: 0.3 ms for 400 tokens of JSON instead of 3 to 8."""
+
 NO_OUTPUT = "no output satisfies it"
 
 
@@ -121,54 +125,87 @@ def _equivalents(grammar: Grammar) -> Iterator[Grammar]:
 
 
 class LLGuidanceMatcher:
-    """Keeps the rest of a forced run: the library would tokenize all its bytes again for each token, which takes 50 ms
-    for 100 KB."""
+    """Computes each forced run once, at its first token, and keeps it until the output has passed it.
+
+    A tokenizer may split the rest of a run in another way than the run: one that groups digits by threes reads 98761234
+    as 987|612|34, and what follows 98 as 876|123|4. So the tokens forced inside a run depend on where the run began,
+    and `accept` finds the runs of an output that it is given at once: a matcher made for a retry goes on like the one
+    before. This also saves time: to tokenize the rest of 100 KB of forced bytes for each token takes 50 ms each.
+    """
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
         self._has_ended = False
-        self._run: Sequence[int] = ()
+        self._run: Sequence[int] | None = None  # None: not computed for this place
         self._run_at = 0  # the next token of the run
 
     def copy(self) -> LLGuidanceMatcher:
         copied = LLGuidanceMatcher(self._matcher.deep_copy(), self._eos_token_ids)
-        copied._has_ended = self._has_ended
+        copied._has_ended, copied._run, copied._run_at = self._has_ended, self._run, self._run_at
         return copied
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        self._has_ended = bool(token_ids) and token_ids[-1] in self._eos_token_ids
+        is_long = self._run is None and len(token_ids) >= MIN_PASSED_TOKENS
+        at = self._pass(token_ids) if is_long else 0
+        while at < len(token_ids):
+            run = self._kept_run()
+            end = min(self._run_at + len(token_ids) - at, len(run))
+            forced = run[self._run_at : end]
+            if forced and list(token_ids[at : at + len(forced)]) == list(forced):
+                part: Sequence[int] = forced
+                self._run_at = end
+            else:
+                part = token_ids[at : at + 1]
+                self._run_at = len(run)
+            if self._run_at == len(run):
+                self._run = None
+            self._consume(part)
+            at += len(part)
+
+    def _pass(self, token_ids: Sequence[int]) -> int:
+        """Appends tokens up to the last place at which no byte is forced, and returns how many. No run includes that
+        place, so the runs before it have no effect on those behind. Without such a place it appends none."""
+        if any(token_id in self._eos_token_ids for token_id in token_ids):
+            return 0
+        if not self._matcher.consume_tokens(list(token_ids)):
+            _check(self._matcher)
+        num_passed, total = len(token_ids), len(token_ids)
+        while num_passed and self._matcher.compute_ff_bytes():
+            back = min(max(1, total - num_passed), num_passed)
+            self._matcher.rollback(back)
+            num_passed -= back
+        return num_passed
+
+    def _consume(self, token_ids: Sequence[int]) -> None:
+        self._has_ended = token_ids[-1] in self._eos_token_ids
         if not self._matcher.consume_tokens(list(token_ids[:-1] if self._has_ended else token_ids)):
             _check(self._matcher)
         # A complete output that nothing can follow stops the library's matcher, which then takes no end either.
         if self._has_ended and not self._matcher.is_stopped():
             self._matcher.consume_token(token_ids[-1])
         _check(self._matcher)
-        end = self._run_at + len(token_ids)
-        if list(self._run[self._run_at : end]) == list(token_ids):
-            self._run_at = end
-        else:
-            self._run, self._run_at = (), 0
 
     def forced(self) -> Sequence[int]:
-        if self._has_ended:
-            return ()
-        if self._run_at < len(self._run):
-            return self._run[self._run_at :]
+        run = self._kept_run()
+        return run[self._run_at :] if self._run_at else run
+
+    def _kept_run(self) -> Sequence[int]:
+        """The run that the next token is in, from its first token on; the next token is at `_run_at`."""
+        if self._run is None:
+            self._run, self._run_at = () if self._has_ended else self._forced_here(), 0
+        return self._run
+
+    def _forced_here(self) -> Sequence[int]:
         token_ids = self._matcher.compute_ff_tokens()
         _check(self._matcher)
         if not token_ids and len(self._eos_token_ids) == 1 and self._matcher.is_stopped():
             return self._eos_token_ids
-        self._run, self._run_at = token_ids, 0
         return token_ids
 
     def fill(self, mask: TokenMask) -> None:
-        if self._run_at < len(self._run):
-            allow_only(mask, self._run[self._run_at])
-            return
-        # Before the mask: the library would tokenize forced bytes for the mask, and again for the run.
-        if not self._matcher.is_stopped() and (run := self.forced()):
-            allow_only(mask, run[0])
+        if run := self._kept_run():
+            allow_only(mask, run[self._run_at])
             return
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         _check(self._matcher)

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.dispatch.interface import ModelLimits
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.completion_format import completion_format
@@ -57,12 +57,27 @@ class CompletionsEndpoint:
             raise too_many_completions(service.settings.max_sequences)
         if request.grammar is not None:
             await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
+        if request.suffix:
+            request = _ended_by_markers(service.text, request, limits)
         fields = _endpoint_fields(request)
         prompts = await _prompts(service.text, request, fields, limits)
         plan = await plan_generation(service, names, request, fields, prompts, limits)
         echoed = [prompt.echo for prompt in prompts if prompt.echo is not None]
         answer = completion_format(service, f"cmpl-{names.unique}", request, plan.runs, echoed)
         return GenerationResponse(service, plan, answer)
+
+
+def _ended_by_markers(text: TextService, request: CompletionRequest, limits: ModelLimits) -> CompletionRequest:
+    """The request, with the tokens that end a text before the suffix. Raises 400 if the model has none for this."""
+    if text.fill_in_middle is None:
+        raise wrong(
+            "suffix",
+            "the model's tokenizer has no tokens for filling in the middle, as those of Qwen2.5-Coder, Code Llama, "
+            "StarCoder and DeepSeek Coder have",
+            "unsupported_parameter",
+        )
+    ends = [token_id for token_id in text.fill_in_middle.end_ids if token_id < limits.vocab_size]
+    return request.model_copy(update={"stop_token_ids": [*request.stop_token_ids, *ends]})
 
 
 async def _prompts(
@@ -86,7 +101,18 @@ async def _tokenize(
     if isinstance(item, str):
         max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
         try:
-            token_ids = await text.encode(item, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens)
+            if request.suffix and text.fill_in_middle is not None:
+                token_ids = await text.encode_around(
+                    text.fill_in_middle,
+                    item,
+                    request.suffix,
+                    add_special_tokens=request.add_special_tokens,
+                    max_tokens=limits.max_model_len,
+                )
+            else:
+                token_ids = await text.encode(
+                    item, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens
+                )
         except TextTooLong as error:
             raise prompt_too_long(error.max_tokens, "prompt") from None
         check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")

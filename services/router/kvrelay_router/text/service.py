@@ -16,6 +16,7 @@ from kvrelay_router.output_parsing.reasoning_counter import TokenCounter
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
 from kvrelay_router.text.content_tokens import ContentTokens
 from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
+from kvrelay_router.text.fill_in_middle import FillInMiddle, find_fill_in_middle
 from kvrelay_router.text.grammar_check import MAX_CPU_S, GrammarCheck
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 from kvrelay_router.text.sources import TokenizerNotFound, load_source
@@ -80,6 +81,7 @@ class TextService:
         self.dialect = dialect
         self._markers = tokenizer.special_ids_of(dialect.markers)
         self.tokenizer = tokenizer
+        self.fill_in_middle = find_fill_in_middle(tokenizer)
         self.tokenizer_identity = tokenizer_identity
         self.template = template
         self.sampling_defaults = defaults
@@ -145,6 +147,17 @@ class TextService:
             return await self._run(
                 len(text),
                 lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens, limits=limits),
+            )
+
+    async def encode_around(
+        self, model: FillInMiddle, prefix: str, suffix: str, *, add_special_tokens: bool, max_tokens: int
+    ) -> list[int]:
+        """The prompt for a text between prefix and suffix. Raises TextTooLong as `encode`."""
+        limits = EncodingLimits(max_tokens)
+        with limits.abandoned_at_exit():
+            return await self._run(
+                len(prefix) + len(suffix),
+                lambda: model.encode(prefix, suffix, add_special_tokens=add_special_tokens, limits=limits),
             )
 
     async def encode_chat(

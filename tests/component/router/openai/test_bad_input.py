@@ -192,6 +192,10 @@ COMPLETION: list[tuple[dict[str, Any], str, str | None]] = [
     ({"best_of": 2, "stream": True}, "best_of", None),
     ({"echo": "yes"}, "echo", "invalid_type"),
     ({"suffix": "the end"}, "suffix", "unsupported_parameter"),
+    ({"suffix": 5}, "suffix", "invalid_type"),
+    ({"suffix": "a", "prompt": [5]}, "suffix", "invalid_value"),
+    ({"suffix": "a", "echo": True}, "echo", "invalid_value"),
+    ({"suffix": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "invalid_value"),
 ]
 
 CHAT: list[tuple[dict[str, Any], str, str | None]] = [

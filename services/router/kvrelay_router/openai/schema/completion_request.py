@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, SkipValidation
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.beam_fields import BeamFields
-from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options
+from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
 from kvrelay_router.openai.schema.parsing import (
     MANY_INTEGERS,
     CheckedIntegers,
@@ -81,6 +81,7 @@ class CompletionRequest(BeamFields):
     echo: Flag = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: FlagOn = True
+    suffix: Annotated[str, or_default("")] = ""
 
 
 def parse_completion(content: dict[str, Any]) -> CompletionRequest:
@@ -92,7 +93,18 @@ def parse_completion(content: dict[str, Any]) -> CompletionRequest:
     request.check_beams(wants_logprobs=request.logprobs is not None, max_tokens=request.max_tokens)
     if request.echo and request.logprobs is not None and request.logprob_start_len is not None:
         raise wrong("logprob_start_len", "an echoed prompt with 'logprobs' is scored from its beginning")
+    _check_suffix(request)
     request.check_grammar(is_beam_search=request.use_beam_search)
     if request.num_sequences > request.n and request.stream:
         raise ApiError("Invalid value for 'best_of': results cannot be streamed", param="best_of")
     return request
+
+
+def _check_suffix(request: CompletionRequest) -> None:
+    if not request.suffix:
+        return
+    if not all(isinstance(item, str) for item in request.prompt):
+        raise wrong("suffix", "it needs prompts that are texts; write the tokens of a prompt around it yourself")
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(request, name):
+            raise wrong(name, "it cannot be used with 'suffix'")

@@ -56,7 +56,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": NOTHING,
 }
 
-COMPLETION: dict[str, tuple[Any, ...]] = {**COMMON, "suffix": (None, ""), "thinking_token_budget": (None,)}
+COMPLETION: dict[str, tuple[Any, ...]] = {**COMMON, "thinking_token_budget": (None,)}
 
 CHAT: dict[str, tuple[Any, ...]] = {
     **COMMON,

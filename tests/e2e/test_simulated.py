@@ -110,6 +110,33 @@ def test_sixteen_workers_in_two_processes_give_every_stream_its_tokens(start: Ca
     assert all(f"worker_id=decode-0-{number}\n" in "".join(logs) for number in range(8))
 
 
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_groups_in_lockstep_give_every_stream_its_tokens(start: Callable[..., Stack], num_prefill: int) -> None:
+    """Ranks that compute prompts, with the prefill delayer, and ranks that take them over from others."""
+    delayer = () if num_prefill else ("--prefill-delayer",)
+    stack = start(f"--prefill={num_prefill}", "--data-parallel-size=4", "--max-running=4", *delayer)
+    names = ["decode-0", "decode-0-dp1", "decode-0-dp2", "decode-0-dp3"]
+    assert sorted(worker["worker_id"] for worker in stack.workers("decode")) == names
+    bodies: list[dict[str, Any]] = [
+        {"model": stack.model, "return_token_ids": True, "prompt": prompt, "max_tokens": 40, "temperature": 0}
+        for prompt in prompts(40, seed=4)
+    ]
+
+    async def run() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S) as client:
+            return await asyncio.gather(*(streamed(client, body) for body in bodies))
+
+    assert asyncio.run(run()) == [expected(body["prompt"], body) for body in bodies]
+    stack.wait_until_clean()
+    totals = [worker["totals"] for worker in stack.workers("decode")]
+    assert all(each["handoffs_committed"] if num_prefill else each["local_prompts"] for each in totals)
+    if not num_prefill:
+        assert all(any(name.startswith("prefill_delayer.") for name in each) for each in totals)
+    assert stack.stop() == 0
+    logs = [path.read_text() for path in stack.state_dir.glob("*/*.log")]
+    assert not any(" ERROR " in log for log in logs)
+
+
 def test_samples_text_and_logprobs_come_as_with_a_model(start: Callable[..., Stack]) -> None:
     stack = start()
     prompt = prompts(1, seed=3)[0]

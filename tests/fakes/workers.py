@@ -115,8 +115,6 @@ class LocalWorker:
         started.membership.stop()
         if self.shell._pages._server is not None:
             self.shell._pages._server.close()
-        if started.discovery is not None:
-            started.discovery.stop()
         for task in self.shell._tasks:
             task.cancel()
         if self._task is not None:

@@ -65,7 +65,7 @@ def place_workers(
 def _check_device(worker: WorkerConfig) -> None:
     if worker.backend == "simulated":
         raise ConfigError("devices: backend = simulated uses no GPU: leave devices out")
-    if worker.num_ranks > 1:
+    if worker.num_processes > 1:
         raise ConfigError(
             f"devices: a placed worker sees one GPU, and {worker.division} needs as "
             f"many: set device = cuda:N, from which ranks take GPUs in turn"

@@ -41,7 +41,9 @@ DECIDED_HERE = frozenset(
     {"worker_id", "num_workers", "static_workers", "router_id", "port", "host", "advertise_host", "redis_url"}
 )
 """Fields of services that `up` sets itself."""
-WORKER_PORTS = frozenset({"transfer_port", "http_port", "http_host", "local_ranks", "rank_host", "rank_port"})
+WORKER_PORTS = frozenset(
+    {"transfer_port", "http_port", "http_host", "local_ranks", "rank_host", "rank_port", "data_parallel_rank"}
+)
 ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port", "metrics_host"})
 
 
@@ -68,6 +70,7 @@ class LaunchPlan:
         argv = [*self.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
         argv += [f"--num-workers={worker.num_workers}", f"--tensor-parallel-size={worker.tensor_parallel_size}"]
         argv.append(f"--pipeline-parallel-size={worker.pipeline_parallel_size}")
+        argv.append(f"--data-parallel-size={worker.data_parallel_size}")
         if worker.memory_utilization is not None:
             argv.append(f"--memory-utilization={worker.memory_utilization:.6f}")
         if worker.worker_id in self.placed:
@@ -160,8 +163,10 @@ def _with_part_of_memory(worker: WorkerConfig, num_processes: int) -> WorkerConf
 def _with_threads(own: UpConfig, workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
     """Divides the cores among all processes that compute: workers and their ranks. `threads` are of each."""
     num_cores = len(os.sched_getaffinity(0))
-    num_ranks = sum(worker.num_ranks for worker in workers)
-    by_rank = [num_cores // worker.num_ranks if own.cores == "shared" else num_cores // num_ranks for worker in workers]
+    num_ranks = sum(worker.num_processes for worker in workers)
+    by_rank = [
+        num_cores // worker.num_processes if own.cores == "shared" else num_cores // num_ranks for worker in workers
+    ]
     return [
         worker if worker.threads else worker.model_copy(update={"threads": max(1, threads)})
         for worker, threads in zip(workers, by_rank, strict=True)
@@ -293,12 +298,13 @@ class _Run:
     def _make_supervisor(self, registry: Registry) -> Supervisor:
         plan = self._plan
         others = []
-        for number, worker in enumerate(plan.workers, plan.up.router_processes):
+        metrics_port = (plan.up.metrics_port or 0) + plan.up.router_processes
+        for worker in plan.workers:
             argv = plan.flags_of(worker)
-            if plan.up.metrics_port is not None and worker.num_workers == 1:
-                argv.append(f"--http-port={plan.up.metrics_port + number}")
-            names = {each.worker_id for each in worker.each_worker()}
-            check = WorkerReady(registry, worker.model_name, names)
+            if plan.up.metrics_port is not None and len(worker.each_worker()) == 1:
+                argv.append(f"--http-port={metrics_port}")
+            metrics_port += worker.data_parallel_size
+            check = WorkerReady(registry, worker.model_name, worker.started_worker_ids)
             environ = plan.environ_of(worker)
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
             if worker.role == "prefill":
@@ -307,7 +313,7 @@ class _Run:
         host = LOOPBACK if is_wildcard(plan.up.host) else plan.up.host
         expected: Counter[str] = Counter()
         for worker in plan.workers:
-            expected[worker.role] += worker.num_workers
+            expected[worker.role] += len(worker.started_worker_ids)
         check_http = RouterReady(host, plan.up.port, expected)
         drain_timeout_s = plan.router.drain_timeout_s
         if plan.router.processes > 1:

@@ -30,12 +30,25 @@ class RankedConfig(CommonConfig):
         description="stages (of tensor_parallel_size processes each) among which the model's layers and their KV are "
         "divided, so that several steps are computed at the same time, each in another stage",
     )
+    data_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks (workers of their own, each with its requests and KV) among which MLPs and experts are "
+        "divided, while attention is whole in each; they take each step together; rank 0 starts the others",
+    )
+    data_parallel_rank: int = Field(
+        default=0,
+        ge=0,
+        lt=MAX_RANKS,
+        description="number of this worker among data_parallel_size; above 0: it joins rank 0 at rank_host, rank_port",
+    )
     local_ranks: int | None = Field(
         default=None,
         ge=0,
         le=MAX_RANKS - 1,
         description="ranks besides rank 0 that the worker starts on its machine; the others are started by hand, with "
-        "`kvrelay rank` (default: all)",
+        "`kvrelay rank`, or with data_parallel_rank (default: all)",
     )
     rank_host: str = Field(
         default="127.0.0.1",
@@ -60,20 +73,29 @@ class RankedConfig(CommonConfig):
 
     @property
     def num_ranks(self) -> int:
-        """The processes that hold the model together, rank 0 included."""
+        """The processes that hold the model of this worker together, rank 0 included."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_processes(self) -> int:
+        """The processes of this worker and the other ranks of data_parallel_size."""
+        return self.num_ranks * self.data_parallel_size
 
     @property
     def division(self) -> str:
         """What makes the ranks, for messages."""
         sizes = {name: getattr(self, name) for name in ("pipeline_parallel_size", "tensor_parallel_size")}
         dividing = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
+        if self.data_parallel_size > 1:
+            dividing.append(f"data_parallel_size = {self.data_parallel_size}")
         return " and ".join(dividing) or f"tensor_parallel_size = {self.tensor_parallel_size}"
 
     @property
     def num_local_ranks(self) -> int:
         """The ranks besides rank 0 that the worker starts itself."""
-        others = self.num_ranks - 1
+        others = self.num_processes - 1
+        if self.data_parallel_rank:
+            return 0
         return others if self.local_ranks is None else self.local_ranks
 
     @field_validator("rank_host")
@@ -85,9 +107,18 @@ class RankedConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _ranks_fit_together(self) -> Self:
-        if self.num_ranks > MAX_RANKS:
-            raise ValueError(f"{self.division}: {self.num_ranks} ranks (allowed: up to {MAX_RANKS} together)")
-        others = self.num_ranks - 1
+        if self.num_ranks > 1 and self.data_parallel_size > 1:
+            raise ValueError(f"{self.division}: ranks of data_parallel_size have the whole of attention (allowed: one)")
+        if self.data_parallel_rank >= self.data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank = {self.data_parallel_rank} of data_parallel_size = {self.data_parallel_size} "
+                f"(allowed: 0 to {self.data_parallel_size - 1})"
+            )
+        if self.data_parallel_rank and not self.rank_port:
+            raise ValueError(f"data_parallel_rank = {self.data_parallel_rank} needs the rank_port of rank 0")
+        if self.num_processes > MAX_RANKS:
+            raise ValueError(f"{self.division}: {self.num_processes} ranks (allowed: up to {MAX_RANKS} together)")
+        others = self.num_processes - 1
         if self.num_local_ranks > others:
             raise ValueError(
                 f"local_ranks = {self.local_ranks} of {self.division} "

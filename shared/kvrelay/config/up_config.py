@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from kvrelay.config.common import NO_REDIS
 from kvrelay.config.ranks import MAX_RANKS
 
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _DEVICE = re.compile(r"^(\d{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,120})$")
 
 
@@ -97,6 +97,18 @@ class UpConfig(BaseModel):
         ge=1,
         le=MAX_RANKS,
         description="stages of each decode worker (default: as pipeline_parallel_size says)",
+    )
+    prefill_data_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_RANKS,
+        description="data_parallel_size of each prefill worker (default: as data_parallel_size says)",
+    )
+    decode_data_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_RANKS,
+        description="data_parallel_size of each decode worker (default: as data_parallel_size says)",
     )
     cores: Literal["split", "shared"] = Field(
         default="split",

@@ -250,13 +250,14 @@ class WorkerConfig(RankedConfig):
 
     prefill_delayer: bool = Field(
         default=False,
-        description="on decode workers, hold prompts back until running sequences leave room for a batch of prompts",
+        description="on decode workers, hold prompts back until all ranks of data_parallel_size have one, and running "
+        "sequences leave room for a batch of prompts",
     )
     prefill_delayer_max_passes: int = Field(
         default=30,
         ge=1,
         le=1 << 16,
-        description="maximum passes, plus one, that a prompt waits for prompts of the group's other workers",
+        description="maximum passes, plus one, that a prompt waits for prompts of other ranks",
     )
     prefill_delayer_max_wait_s: float = Field(
         default=1.0,
@@ -264,24 +265,12 @@ class WorkerConfig(RankedConfig):
         le=60,
         description="maximum seconds that the delayer holds a prompt back",
     )
-    prefill_delayer_group: str = Field(
-        default="",
-        pattern=r"^[\w.-]{0,64}$",
-        description="name of a group of decode workers that admit prompts at the same time; they find each other in "
-        "the registry (default: this worker alone)",
-    )
-    prefill_delayer_silence_s: float = Field(
-        default=1.0,
-        ge=0.3,
-        le=60,
-        description="seconds of silence after which the group ignores a worker",
-    )
     prefill_delayer_low_watermark: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="share of the KV pool in use below which a prompt does not wait for the group's other workers "
-        "(default: it always waits)",
+        description="share of the KV pool in use below which the prompts of a rank, and those of the others, do not "
+        "wait (default: they always do)",
     )
     overlap: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -334,10 +323,27 @@ class WorkerConfig(RankedConfig):
 
     def each_worker(self) -> list[Self]:
         """The configuration of each worker of this process."""
+        if self.backend == "simulated" and self.data_parallel_size > 1:
+            named = enumerate(self.rank_worker_ids)
+            return [self.model_copy(update={"worker_id": name, "data_parallel_rank": rank}) for rank, name in named]
         if self.num_workers == 1:
             return [self]
         names = [f"{self.worker_id}-{number}" for number in range(self.num_workers)]
         return [self.model_copy(update={"worker_id": name, "num_workers": 1}) for name in names]
+
+    @property
+    def rank_worker_ids(self) -> list[str]:
+        """The ids of the workers that are the ranks of data_parallel_size. Those behind rank 0 are derived from its."""
+        own, rank = self.worker_id, self.data_parallel_rank
+        first = own.removesuffix(f"-dp{rank}") if rank else own
+        return [first, *(f"{first}-dp{each}" for each in range(1, self.data_parallel_size))]
+
+    @property
+    def started_worker_ids(self) -> set[str]:
+        """The ids of the workers that this process runs or starts."""
+        if self.data_parallel_size > 1:
+            return set(self.rank_worker_ids[: 1 + self.num_local_ranks])
+        return {each.worker_id for each in self.each_worker()}
 
     @property
     def transfer_choice(self) -> Literal["auto", "nixl", "zmq"]:
@@ -398,6 +404,8 @@ class WorkerConfig(RankedConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self._check_simulated()
+        if self.data_parallel_size > 1 and self.quantization != "none":
+            raise ValueError(f"quantization = {self.quantization} needs fused layers, which data_parallel_size has not")
         if self.num_ranks > 1 and self.transfer == "nixl":
             raise ValueError(
                 f"transfer = nixl with {self.division}: several ranks hand KV over by zmq (allowed: auto, zmq)"
@@ -405,10 +413,6 @@ class WorkerConfig(RankedConfig):
         self._check_without_redis()
         if self.prefill_delayer and self.role == "prefill":
             raise ValueError("prefill_delayer needs a worker that runs both phases: set it on decode workers")
-        if self.prefill_delayer_group and not self.prefill_delayer:
-            raise ValueError(
-                f"prefill_delayer_group = {self.prefill_delayer_group} needs prefill_delayer, which is off"
-            )
         if self.chunking == "dynamic" and self.scheduler in WHOLE_PROMPTS:
             raise ValueError(
                 f"chunking = dynamic needs a scheduler that cuts prompts (sarathi, simple_chunking), "
@@ -445,11 +449,6 @@ class WorkerConfig(RankedConfig):
             return
         if self.http_port is None:
             raise ValueError("redis_url = none needs http_port: routers read the worker's record from it")
-        if self.prefill_delayer_group:
-            raise ValueError(
-                f"prefill_delayer_group = {self.prefill_delayer_group} needs Redis for its workers to find each "
-                f"other, and redis_url is none"
-            )
 
     def _check_simulated(self) -> None:
         if self.backend != "simulated" and self.num_workers > 1:
@@ -458,7 +457,12 @@ class WorkerConfig(RankedConfig):
             raise ValueError("memory_utilization cannot be measured with backend = simulated: set num_blocks")
         if self.backend == "simulated" and self.num_ranks > 1:
             raise ValueError(f"{self.division} divides a real model: with backend = simulated, name a profile of it")
-        if self.num_workers > 1 and (self.port or self.transfer_port or self.http_port):
+        if self.num_workers > 1 and self.data_parallel_size > 1:
+            raise ValueError(
+                "one group of data_parallel_size per process: num_workers and workers_per_process must be 1"
+            )
+        num_here = self.data_parallel_size if self.backend == "simulated" else self.num_workers
+        if max(num_here, self.num_workers) > 1 and (self.port or self.transfer_port or self.http_port):
             raise ValueError(
                 "port, transfer_port and http_port must be 0 (any free one) for more than one worker in a process"
             )

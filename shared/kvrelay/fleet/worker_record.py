@@ -44,8 +44,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     load: dict[str, float] = {}
     block_bytes: int = 0
     """Bytes of a block with all layers; 0 from an older version."""
-    delayer_group: str = ""
-    """Name of the prefill delayer group; empty: none."""
+    group: str = ""
+    """Id of rank 0 of its group with data-parallel attention; empty: it is in none."""
     token_budget: int = 0
     """Maximum tokens of a step; 0 from an older version."""
     device: str = ""

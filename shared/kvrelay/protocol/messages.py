@@ -461,15 +461,11 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
     stages: Annotated[list[Stage], msgspec.Meta(max_length=MOST_STAGES)] = []  # stages of the request in the query
 
 
-class GroupLoad(Body, frozen=True, kw_only=True, tag="group_load"):
-    """D>D, between the workers of a prefill delayer's group: what decides when prompts go in, see
-    `kvrelay.scheduling.queue.prefill_delay`."""
+class WakeRank(Body, frozen=True, kw_only=True, tag="wake_rank"):
+    """Between ranks with data-parallel attention: the sender got work after so many passes, and waits for the receiver
+    to take the next one."""
 
-    group: Name
-    prefillable: Count
-    forced: Count
-    num_running: Count
-    largest_prefill: Count
+    num_passes: Count
 
 
 class Alive(Body, frozen=True, kw_only=True, tag="alive"):
@@ -506,7 +502,7 @@ AnyBody = (
     | Failed
     | StatusQuery
     | Status
-    | GroupLoad
+    | WakeRank
     | Alive
     | Reject
 )

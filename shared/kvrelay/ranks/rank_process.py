@@ -10,6 +10,8 @@ from contextlib import suppress
 
 RANK_COMMAND = (sys.executable, "-m", "kvrelay.cli.main", "rank")
 KILLED_WITHIN_S = 5.0
+PARENT_VARIABLE = "KVRELAY_RANK_PARENT"
+"""Has the process id of the worker that started the rank, which ends with it."""
 
 
 class RankProcess:

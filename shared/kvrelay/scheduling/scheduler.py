@@ -372,6 +372,11 @@ class BatchScheduler:
         self._admission.prefill_gate = gate
 
     @property
+    def may_admit_prompt(self) -> bool:
+        """Returns whether the next sequence of the queue is a prompt, and a slot is free for it."""
+        return self._admission.may_admit_prompt
+
+    @property
     def num_preemptions(self) -> int:
         """Number of preemptions since the start."""
         return self.preemptor.num_preemptions

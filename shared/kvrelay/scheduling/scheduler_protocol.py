@@ -21,7 +21,7 @@ class PrefillGate(Protocol):
     """May hold back all prompts of a pass. A pass is one plan."""
 
     def ask(self, num_running: int, kv_usage: float) -> str:
-        """Returns why no prompt may be admitted in this pass, or "". Asked if a prompt could be admitted."""
+        """Returns why no prompt may be admitted in this pass, or "". Called if a prompt could be admitted."""
         ...
 
     def passed(self, num_running: int, num_admitted: int) -> None:
@@ -93,6 +93,11 @@ class Scheduler(Protocol):
     @property
     def num_kept_tokens(self) -> int:
         """Number of tokens of earlier outputs that are kept for drafts."""
+        ...
+
+    @property
+    def may_admit_prompt(self) -> bool:
+        """Returns whether the next sequence of the queue is a prompt, and a slot is free for it."""
         ...
 
     @property

@@ -82,6 +82,14 @@ class SequenceAdmission:
             return self._admit_swapped(sequence, draft, beyond_budget)
         return self._admit_prompt(sequence, followers, draft, beyond_budget)
 
+    @property
+    def may_admit_prompt(self) -> bool:
+        """Returns whether the prefill gate will be asked, unless blocks are missing or decodes are preempted first."""
+        head = self._waiting.head()
+        if head is None or head.remote is not None or head.state is SequenceState.SWAPPED:
+            return False
+        return self._lifecycle.num_slots < self._limits.max_running
+
     def reclaim(self, draft: PlanDraft) -> bool:
         """The head of the queue was refused: takes what it lacks from tenants that hold more than their share, at most
         once per step. Returns whether `admit_next` may succeed now."""

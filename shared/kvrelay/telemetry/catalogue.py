@@ -102,10 +102,13 @@ _METRICS = (
     Metric("kvrelay.swap.dropped", "counter", "{sequence}", DECODE, "Swapped sequences that were recomputed"),
     Metric("kvrelay.swap.blocks", "counter", "{block}", DECODE, "Blocks copied to host and back", ("direction",)),
     Metric("kvrelay.swap.time", "counter", "s", DECODE, "Time of swap copies"),
-    Metric("kvrelay.prefill_delay.members", "gauge", "{worker}", DECODE, "Other live members of the delayer group"),
     Metric("kvrelay.prefill_delay.time", "counter", "s", DECODE, "Time with prompts held back by the delayer"),
     Metric("kvrelay.prefill_delay.passes", "counter", "{pass}", DECODE, "Passes by result of the delayer", ("result",)),
-    Metric("kvrelay.prefill_delay.reasons", "counter", "{pass}", DECODE, "Delayer decisions by reason", ("reason",)),
+    Metric(
+        *("kvrelay.prefill_delay.outcomes", "counter", "{pass}", DECODE),
+        "Decisions, by the ranks that had a prompt (all, mixed, none)",
+        ("prompts", "reason"),
+    ),
     # -- sequences and the cache
     Metric("kvrelay.sequences", "counter", "{sequence}", WORKERS, "Sequences by event", ("event",)),
     Metric("kvrelay.prompt.blocks", "counter", "{block}", WORKERS, "Prompt blocks by source", ("source",)),

@@ -21,10 +21,10 @@ from kvrelay.messaging.sockets import tcp_host
 from kvrelay.ranks.messages import RankSettings
 from kvrelay.ranks.rank_group import GroupOptions, RankCommand, RankGroup, RanksFailed
 from kvrelay.ranks.rank_member import facts_of
-from kvrelay.ranks.rank_process import RANK_COMMAND
+from kvrelay.ranks.rank_process import PARENT_VARIABLE, RANK_COMMAND
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.ranks.transfer_messages import TransferSettings
-from kvrelay.worker.rank_main import PARENT_VARIABLE, own_software
+from kvrelay.worker.rank_main import own_software
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,12 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process_identity import own_identity
-from kvrelay.protocol.messages import PROTOCOL_VERSION, GroupLoad, PeerRef
+from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef
 from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
-from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, LocalExchange
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.telemetry.metrics_store import MetricsStore
-from kvrelay.worker.delayer_group import DelayerGroup
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 
@@ -43,17 +42,8 @@ def make_scheduler(config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache
     return find_scheduler(config.scheduler)(limits, pool, cache, settings)
 
 
-def make_delayer_group(
-    config: WorkerConfig, send: Callable[[PeerRef, GroupLoad], None], wake: Callable[[], None]
-) -> DelayerGroup | None:
-    """The group of workers with which this one delays prompts, or None if the configuration names no group."""
-    if not config.prefill_delayer or not config.prefill_delayer_group:
-        return None
-    return DelayerGroup(config.prefill_delayer_group, send, wake, silence_s=config.prefill_delayer_silence_s)
-
-
-def make_delayer(config: WorkerConfig, group: DelayerGroup | None) -> PrefillDelayer | None:
-    """The prefill delayer, or None if it is off. Without a group it decides from this worker's load alone."""
+def make_delayer(config: WorkerConfig) -> PrefillDelayer | None:
+    """The prefill delayer, or None if it is off."""
     if not config.prefill_delayer:
         return None
     settings = DelayerSettings(
@@ -62,7 +52,7 @@ def make_delayer(config: WorkerConfig, group: DelayerGroup | None) -> PrefillDel
         config.prefill_delayer_low_watermark,
         config.prefill_delayer_max_wait_s,
     )
-    return PrefillDelayer(settings, group if group is not None else LocalExchange())
+    return PrefillDelayer(settings)
 
 
 def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRecord:
@@ -85,7 +75,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
         token_budget=config.token_budget,
         device=spec.device,
         kv_dtype=spec.kv_dtype,
-        delayer_group=config.prefill_delayer_group,
+        group=config.rank_worker_ids[0] if config.data_parallel_size > 1 else "",
         tokenizer=spec.tokenizer,
         process=own_identity(),
     )

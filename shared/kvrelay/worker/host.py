@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Sequence
 from contextvars import Context, copy_context
@@ -17,7 +18,10 @@ import zmq
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.open_files import TooFewOpenFiles, allow_open_files, allow_peers
 from kvrelay.process import StartFailed, event_loop_factory
+from kvrelay.ranks.rank_process import PARENT_VARIABLE
 from kvrelay.telemetry.logs import log_with
+from kvrelay.worker.local_group import LocalGroup
+from kvrelay.worker.lockstep_runner import LockstepRunner
 from kvrelay.worker.shell import WorkerShell
 from kvrelay.worker.startup import RoleFactory, RunnerFactory
 
@@ -27,6 +31,8 @@ LINGER_S = 0.2
 
 def run_workers(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
     """Runs a worker process from start to end. Raises StartFailed, and any error that ends a worker."""
+    if config.backend == "simulated" and config.data_parallel_size > 1:
+        make_runner = _in_lockstep(make_runner, config.data_parallel_size)
     shells = [WorkerShell(each, make_role, make_runner) for each in config.each_worker()]
     if len(shells) > 1:
         allow_open_files(None)  # each has sockets to many others, but hardly to `max_peers` of them
@@ -34,6 +40,12 @@ def run_workers(config: WorkerConfig, make_role: RoleFactory, make_runner: Runne
         _allow_peers(config.max_peers)
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(_serve(shells))
+
+
+def _in_lockstep(make_runner: RunnerFactory, size: int) -> RunnerFactory:
+    """Makes runners whose workers, all of this process, are the `size` ranks of one group."""
+    ranks = LocalGroup(size).ranks
+    return lambda config: LockstepRunner(make_runner(config), ranks[config.data_parallel_rank])
 
 
 async def _serve(shells: Sequence[WorkerShell]) -> None:
@@ -44,7 +56,9 @@ async def _serve(shells: Sequence[WorkerShell]) -> None:
         for shell in shells:
             shell.on_signal()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # Ctrl-C in a terminal reaches all processes of a group with data-parallel attention: rank 0 has the others drain.
+    is_child = PARENT_VARIABLE in os.environ
+    for number in (signal.SIGTERM,) if is_child else (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     contexts = [_named(shell.config.worker_id) for shell in shells]
     try:

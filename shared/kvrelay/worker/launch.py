@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol, cast
 
 from kvrelay.engine.batch import DeviceLost, LaunchedStep, LaunchingRunner, ModelRunner, StepResult, WorkerBatch
@@ -219,7 +221,44 @@ class TimedLauncher:
         """Does nothing: a timer does not outlive the event loop."""
 
     def _land(self, forward: asyncio.Future[StepResult], result: StepResult) -> None:
+        """Runs when the step's time is over."""
         if self._trace is not None:
             self._trace.note("forward_ends", result.step)
         if not forward.done():
             forward.set_result(result)
+
+
+class Exchange(Protocol):
+    """What `LockstepTimedLauncher` needs of a `LockstepGroup`."""
+
+    async def exchange(self, numbers: Seq[int]) -> list[list[int]]:
+        """Returns the numbers of all ranks. Raises DeviceLost."""
+        ...
+
+
+class LockstepTimedLauncher(TimedLauncher):
+    """For simulated ranks with data-parallel attention: a step takes as long as the longest one of the ranks would
+    alone, since all ranks wait for the slowest one, and compute MLPs for as many tokens of each rank."""
+
+    def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, group: Exchange) -> None:
+        super().__init__(runner, trace)
+        self._group = group
+
+    async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
+        """Waits for the other ranks."""
+        loop = asyncio.get_running_loop()
+        forward: asyncio.Future[StepResult] = loop.create_future()
+        if self._trace is not None:
+            self._trace.note("forward_begins", batch.step)
+        result = None
+        try:
+            result = self._runner.execute(batch)
+        except Exception as error:
+            forward.set_exception(error)
+        own_s = 0.0 if result is None else result.forward_s + result.copy_s
+        every = await self._group.exchange([round(own_s * 1e9)])
+        longest_s = max(nanoseconds for (nanoseconds,) in every) / 1e9
+        if result is not None:
+            result = replace(result, forward_s=longest_s - result.copy_s)
+            loop.call_at(loop.time() + longest_s, self._land, forward, result)
+        return _Alone(forward)

@@ -11,6 +11,7 @@ from kvrelay.config.ranks import RankConfig
 from kvrelay.process import end_with_parent
 from kvrelay.ranks.messages import RANK_PROTOCOL, RankSettings, Software
 from kvrelay.ranks.rank_member import FollowingRunner, MemberOptions, RankEnds, RankMember, Report
+from kvrelay.ranks.rank_process import PARENT_VARIABLE
 from kvrelay.ranks.transfer_messages import TransferSettings
 from kvrelay.telemetry.logs import setup_logging
 from kvrelay.transfer.base import PartReceiver, PartSender
@@ -22,8 +23,6 @@ log = logging.getLogger(__name__)
 
 ADMISSION_WAIT_S = 1.0
 """How long a rank's receiver waits for the call that admits blocks which have come before it."""
-PARENT_VARIABLE = "KVRELAY_RANK_PARENT"
-"""Has the process id of the worker that started the rank, which ends with it."""
 
 
 def own_software() -> Software:

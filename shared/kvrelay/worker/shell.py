@@ -15,7 +15,7 @@ import msgspec
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
 from kvrelay.protocol.link import Delivered, Invalid, LinkEvent, PeerLost
-from kvrelay.protocol.messages import Generate, GroupLoad, Prefill, StatusQuery
+from kvrelay.protocol.messages import Generate, Prefill, StatusQuery, WakeRank
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by
 from kvrelay.telemetry.otlp import Export, open_export
@@ -24,6 +24,7 @@ from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.worker.cache_events import CacheEvents
+from kvrelay.worker.lockstep_loop import LockstepLoop
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.startup import RoleFactory, RunnerFactory, StartedWorker, WorkerStartup
 from kvrelay.worker.worker_samples import status_samples
@@ -104,10 +105,10 @@ class WorkerShell:
         if started.cache_events is not None:
             publishing = _publish_when_joined(started.membership, started.cache_events)
             self._tasks.append(asyncio.create_task(publishing, name="cache-events"))
-        if started.discovery is not None:
-            self._tasks.append(asyncio.create_task(started.discovery.run(), name="discovery"))
         if started.ranks is not None:
             self._tasks.append(asyncio.create_task(started.ranks.watch(), name="ranks"))
+        if started.lockstep is not None:
+            self._tasks.append(asyncio.create_task(started.lockstep.group.watch(), name="ranks"))
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         loop = asyncio.get_running_loop()
         crash: asyncio.Future[None] = loop.create_future()
@@ -130,8 +131,6 @@ class WorkerShell:
     async def _leave(self, started: StartedWorker) -> None:
         started.context.steps.stop()
         started.membership.stop()
-        if started.discovery is not None:
-            started.discovery.stop()
         for task in self._tasks:
             if task.get_name() in ("tick", "news", "cache-events", "ranks"):
                 task.cancel()
@@ -149,6 +148,8 @@ class WorkerShell:
         started.role.close()
         if started.ranks is not None:
             started.ranks.close()
+        if started.lockstep is not None:
+            started.lockstep.group.close()
         started.context.messenger.close(linger_s)
         if started.context.events is not None:
             started.context.events.close()
@@ -201,6 +202,8 @@ class WorkerShell:
         # A second signal may have set an earlier deadline before this task saw the first one.
         self._drain_deadline = min(self._drain_deadline, time.monotonic() + self.config.drain_timeout_s)
         role, messenger = started.role, started.context.messenger
+        if started.lockstep is not None:
+            started.lockstep.group.begin_drain()
         role.begin_drain()
         started.reports.draining = True
         started.reports.broadcast_status()  # routers that do not know yet send requests that would be refused
@@ -211,17 +214,29 @@ class WorkerShell:
         if role.num_unfinished:
             log.warning("%d requests did not finish in time and go back to their routers", role.num_unfinished)
             role.abandon("the worker shut down")
+        await self._await_other_ranks(started)
         linger_until = time.monotonic() + CLOSE_LINGER_S
         while messenger.num_unacked and time.monotonic() < linger_until:
             await asyncio.sleep(DRAIN_POLL_S)
+
+    async def _await_other_ranks(self, started: StartedWorker) -> None:
+        """A rank with data-parallel attention takes part in the steps of the others until all have drained."""
+        steps = started.context.steps
+        if not isinstance(steps, LockstepLoop):
+            return
+        loop, running = asyncio.get_running_loop(), self._tasks[0]
+        all_leave: asyncio.Future[None] = loop.create_future()
+        steps.on_all_leaving = lambda: None if all_leave.done() else all_leave.set_result(None)
+        steps.leave_together()
+        timeout_s = max(CLOSE_LINGER_S, self._drain_deadline - time.monotonic())
+        ends: list[asyncio.Future[None]] = [all_leave, running]
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _tick(self, started: StartedWorker) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             started.role.on_tick(now)
-            if started.group is not None:
-                started.group.tick()
             self._check_when_quiet(started, now)
 
     def _check_when_quiet(self, started: StartedWorker, now: float) -> None:
@@ -238,13 +253,13 @@ class WorkerShell:
         elif not isinstance(event, Delivered):
             log.warning("%s: %s", event.peer.peer_id, event.reason)
             started.reports.forget(event.peer)
-            if started.group is not None:
-                started.group.lost(event.peer)
+            if started.lockstep is not None:
+                started.lockstep.group.peer_lost(event.peer, event.reason)
             was_replaced = isinstance(event, PeerLost) and event.replaced
             started.role.on_peer_lost(event.peer, event.reason, replaced=was_replaced)
-        elif isinstance(event.body, GroupLoad):
-            if started.group is not None:
-                started.group.heard(event.peer, event.body)
+        elif isinstance(event.body, WakeRank):
+            if started.lockstep is not None:
+                started.lockstep.group.woken(event.body.num_passes)
         elif isinstance(event.body, StatusQuery):
             started.reports.answer(event, event.body)
         else:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner, ModelSpec
@@ -18,6 +19,7 @@ from kvrelay.protocol.link import LinkEvent
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.telemetry.tracer import Tracer
@@ -25,8 +27,9 @@ from kvrelay.worker import factory
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
-from kvrelay.worker.launch import TimedLauncher, choose_launcher, overlaps_steps
+from kvrelay.worker.launch import LockstepTimedLauncher, MakeLauncher, TimedLauncher, choose_launcher, overlaps_steps
+from kvrelay.worker.lockstep_loop import LockstepLoop
+from kvrelay.worker.lockstep_runner import LockstepRunner
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.prefill_delayer import PrefillDelayer
@@ -49,10 +52,9 @@ class StartedWorker:
     record: WorkerRecord
     membership: Membership | NoMembership
     delayer: PrefillDelayer | None  # None: prompts are not delayed
-    group: DelayerGroup | None  # None: this worker delays prompts on its own
-    discovery: GroupDiscovery | None  # finds the group's other members
     cache_events: CacheEvents | None  # None: there is no prefix index to publish to
     ranks: RankedRunner | None  # None: the model is in this process
+    lockstep: LockstepRunner | None  # None: this worker is no rank of a group with data-parallel attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class WorkerStartup:
         runner = await asyncio.to_thread(self.make_runner, config)
         if isinstance(runner, RankedRunner):
             self.closing.callback(runner.close)
+        if isinstance(runner, LockstepRunner):
+            self.closing.callback(runner.group.close)
         _log_model(runner.spec, time.monotonic() - began)
         pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
         cache = factory.make_cache(config, pool)
@@ -83,18 +87,19 @@ class WorkerStartup:
             await asyncio.to_thread(calibrate, scheduler, runner, config.token_budget)
         spans = SequenceSpans(config.role, self.recent, self.tracer)
         context = self._make_context(runner, scheduler, spans)
-        group = factory.make_delayer_group(config, context.messenger.send, context.steps.wake)
-        delayer = scheduler.prefill_gate = factory.make_delayer(config, group)
+        delayer = scheduler.prefill_gate = factory.make_delayer(config)
+        if isinstance(context.steps, LockstepLoop):
+            context.steps.delayer = delayer
+            messenger = context.messenger
+            await asyncio.to_thread(context.steps.group.join, messenger.me, messenger.send, context.steps.woken)
         role = self.make_role(context, config)
         self.closing.callback(role.close)
         record = factory.make_record(config, runner.spec, context.messenger.me)
-        discovery = cache_events = None
-        if group is not None:
-            discovery = GroupDiscovery(factory.open_registry(config), group, record, config.lease_interval_s)
+        cache_events = None
         if config.publishes_prefixes:
             publisher = factory.open_index_publisher(config, context.messenger.me)
             cache_events = CacheEvents(cache, publisher, config.index_interval_s)
-        reports = Reports(context, role, spans, lambda: _more_totals(delayer, group, cache_events))
+        reports = Reports(context, role, spans, lambda: _more_totals(delayer, cache_events))
         return StartedWorker(
             context=context,
             role=role,
@@ -102,24 +107,16 @@ class WorkerStartup:
             record=record,
             membership=factory.make_membership(config, record, reports.digest),
             delayer=delayer,
-            group=group,
-            discovery=discovery,
             cache_events=cache_events,
             ranks=runner if isinstance(runner, RankedRunner) else None,
+            lockstep=runner if isinstance(runner, LockstepRunner) else None,
         )
 
     def _make_context(self, runner: ModelRunner, scheduler: Scheduler, spans: SequenceSpans) -> WorkerContext:
         """Makes the step loop and opens the event log and the messenger's socket."""
         config = self.config
         metrics = factory.open_metrics_store(config)
-        is_simulated = config.backend == "simulated"
-        overlap = overlaps_steps(runner, config.overlap, is_simulated=is_simulated)
-        launcher = TimedLauncher if is_simulated else choose_launcher(runner, overlap=overlap)
-        num_stages = runner.spec.pipeline_parallel_size
-        make_loop = PipelinedStepLoop if overlap and num_stages > 1 else StepLoop
-        steps = make_loop(runner, scheduler, metrics, overlap=overlap, make_launcher=launcher, spans=spans)
-        if isinstance(steps, PipelinedStepLoop):
-            steps.max_in_flight = config.scheduler_settings.max_uncommitted
+        steps = self._make_loop(runner, scheduler, metrics, spans)
         event_log = config.open_event_log(config.worker_id)
         if event_log is not None:
             self.closing.callback(event_log.close)
@@ -151,13 +148,26 @@ class WorkerStartup:
             ranks=runner if isinstance(runner, RankedRunner) else None,
         )
 
+    def _make_loop(
+        self, runner: ModelRunner, scheduler: Scheduler, metrics: MetricsStore | None, spans: SequenceSpans
+    ) -> StepLoop:
+        is_simulated = self.config.backend == "simulated"
+        launcher: MakeLauncher
+        if isinstance(runner, LockstepRunner):
+            timed = partial(LockstepTimedLauncher, group=runner.group)
+            launcher = timed if is_simulated else choose_launcher(runner, overlap=False)
+            return LockstepLoop(runner, scheduler, metrics, group=runner.group, make_launcher=launcher, spans=spans)
+        overlap = overlaps_steps(runner, self.config.overlap, is_simulated=is_simulated)
+        launcher = TimedLauncher if is_simulated else choose_launcher(runner, overlap=overlap)
+        make_loop = PipelinedStepLoop if overlap and runner.spec.pipeline_parallel_size > 1 else StepLoop
+        steps = make_loop(runner, scheduler, metrics, overlap=overlap, make_launcher=launcher, spans=spans)
+        if isinstance(steps, PipelinedStepLoop):
+            steps.max_in_flight = self.config.scheduler_settings.max_uncommitted
+        return steps
 
-def _more_totals(
-    delayer: PrefillDelayer | None, group: DelayerGroup | None, cache_events: CacheEvents | None
-) -> dict[str, float]:
+
+def _more_totals(delayer: PrefillDelayer | None, cache_events: CacheEvents | None) -> dict[str, float]:
     totals = dict(delayer.status()) if delayer is not None else {}
-    if group is not None:
-        totals["prefill_delayer_members"] = group.num_live_members
     return totals | (cache_events.totals() if cache_events is not None else {})
 
 

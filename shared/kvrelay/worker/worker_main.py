@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
-from kvrelay.process import service_main
+from kvrelay.process import end_with_parent, service_main
+from kvrelay.ranks.rank_process import PARENT_VARIABLE
 from kvrelay.simulated.simulated_runner import make_simulated_runner
 from kvrelay.worker.host import run_workers
 from kvrelay.worker.startup import RoleFactory
@@ -19,6 +21,9 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
     # spinning thread takes the core from the thread that it waits for, and steps take 5 to 50 times as long. libgomp
     # reads this variable when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if parent := os.environ.get(PARENT_VARIABLE):
+        end_with_parent(int(parent))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     prog = f"kvrelay {role}"
     return service_main(
         prog,
@@ -34,6 +39,10 @@ def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner
     takes seconds."""
     if config.backend == "simulated":
         return make_simulated_runner(config)
+    if config.data_parallel_size > 1:
+        from kvrelay.worker.data_parallel import load_data_parallel
+
+        return load_data_parallel(config)
     if config.num_ranks > 1:
         from kvrelay.worker.divided_model import load_divided
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.protocol.messages import Status
-from kvrelay.telemetry.metric_samples import MetricSamples, samples_by, single_sample
+from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, samples_by, single_sample
 
 QUEUE_METRICS = {"queued_tokens": "kvrelay.queue.tokens", "cancelled_requests": "kvrelay.cancelled_requests"}
 """Entries of `Status.queues` that are no number of sequences in a state, with their metrics."""
@@ -63,7 +63,6 @@ TOTALS: dict[str, tuple[str, str, str]] = {
     "index_gaps": ("kvrelay.index.gaps", "", ""),
     "index_replacements": ("kvrelay.index.replacements", "", ""),
     "index_dropped": ("kvrelay.index.dropped", "", ""),
-    "prefill_delayer_members": ("kvrelay.prefill_delay.members", "", ""),
     "prefill_delay_s": ("kvrelay.prefill_delay.time", "", ""),
     "prefill_delayed_passes": ("kvrelay.prefill_delay.passes", "result", "delayed"),
     "prefill_allowed_ran": ("kvrelay.prefill_delay.passes", "result", "ran"),
@@ -74,7 +73,7 @@ TOTALS: dict[str, tuple[str, str, str]] = {
 TOTALS_WITHOUT_METRIC = frozenset({"steps", "preemptions", "prompt_blocks", "failed_transfers"})
 """Totals that are sums of other totals, or reported as a counter with a cause."""
 
-DELAYER_REASON = "prefill_delayer: "
+DELAYER_OUTCOME = "prefill_delayer."
 INSTRUMENT_PREFIXES = ("handoff_failures.",)
 """Prefixes of totals that instruments report."""
 
@@ -94,9 +93,10 @@ def status_samples(status: Status) -> MetricSamples:
     for name, metric in QUEUE_METRICS.items():
         samples[metric] = single_sample(status.queues[name])
     for total, value in status.totals.items():
-        if total.startswith(DELAYER_REASON):
-            reason = total.removeprefix(DELAYER_REASON)
-            samples.setdefault("kvrelay.prefill_delay.reasons", []).extend(samples_by("reason", {reason: value}))
+        if total.startswith(DELAYER_OUTCOME):
+            _, prompts, reason = total.split(".")
+            sample = MetricSample((("prompts", prompts), ("reason", reason)), value)
+            samples.setdefault("kvrelay.prefill_delay.outcomes", []).append(sample)
             continue
         if total not in TOTALS:
             continue
@@ -109,5 +109,5 @@ def unknown_totals(status: Status) -> set[str]:
     """Totals for which `TOTALS` lacks a metric. Anything but an empty set is a defect."""
     known = TOTALS.keys() | TOTALS_WITHOUT_METRIC
     return {
-        total for total in status.totals.keys() - known if not total.startswith((*INSTRUMENT_PREFIXES, DELAYER_REASON))
+        total for total in status.totals.keys() - known if not total.startswith((*INSTRUMENT_PREFIXES, DELAYER_OUTCOME))
     }

@@ -22,7 +22,7 @@ from tests.fakes.waiting import until
 from tests.fakes.workers import LocalWorker
 
 METRICS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
-ONLY_AFTER_A_DECISION = {"kvrelay.prefill_delay.reasons"}
+ONLY_AFTER_A_DECISION = {"kvrelay.prefill_delay.outcomes"}
 
 
 def documented(service: Service) -> set[str]:
@@ -52,7 +52,6 @@ async def test_a_workers_page_has_what_is_documented(redis_server: EmbeddedRedis
         redis_prefix=f"test-{secrets.token_hex(4)}",
         http_port=0,
         prefill_delayer=role == "decode",
-        prefill_delayer_group="g" if role == "decode" else "",
     )
     await worker.start()
     check(worker.shell._metric_samples(), role)

@@ -22,7 +22,6 @@ SOURCES = (
     "tests/component/workers/test_samples.py",
     "tests/component/workers/test_beams.py",
     "tests/component/workers/test_departures.py",
-    "tests/component/processes/test_delayer_group.py",
     "tests/component/dispatch/test_requests.py",
     "tests/component/dispatch/test_failures.py",
     "tests/component/messaging/test_messenger.py",

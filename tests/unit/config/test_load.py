@@ -256,12 +256,40 @@ def test_which_sizes_are_captured() -> None:
         worker(["--cuda-graph-sizes=1,many"])
 
 
-def test_a_prefill_delayers_group_needs_the_delayer() -> None:
-    assert worker(["--prefill-delayer", "--prefill-delayer-group=g.1"]).prefill_delayer_group == "g.1"
-    with pytest.raises(ConfigError, match="prefill_delayer_group = g needs prefill_delayer, which is off"):
-        worker(["--prefill-delayer-group=g"])
-    with pytest.raises(ConfigError, match="--prefill-delayer-group"):
-        worker(["--prefill-delayer", "--prefill-delayer-group=two words"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "data_parallel_size = 4 and tensor_parallel_size|tensor_parallel_size = 2 and data_parallel_size = 4"),
+        (
+            ["--tensor-parallel-size=1", "--data-parallel-rank=4", "--rank-port=7"],
+            r"data_parallel_rank = 4 of .*0 to 3",
+        ),
+        (["--tensor-parallel-size=1", "--data-parallel-rank=1"], "data_parallel_rank = 1 needs the rank_port"),
+        (["--tensor-parallel-size=1", "--local-ranks=4"], r"local_ranks = 4 .*allowed: 0 to 3"),
+        (["--tensor-parallel-size=1", "--local-ranks=1"], "local_ranks = 1 needs a rank_port"),
+        (["--tensor-parallel-size=1", "--quantization=int8"], "needs fused layers"),
+        (["--tensor-parallel-size=1", "--data-parallel-size=65"], "1 to 64"),
+        (["--tensor-parallel-size=1", "--backend=simulated", "--num-workers=2"], "one group of data_parallel_size"),
+        (["--tensor-parallel-size=1", "--backend=simulated", "--port=7"], "must be 0"),
+    ],
+)
+def test_sizes_of_data_parallel_groups_that_cannot_be_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        worker(["--tensor-parallel-size=2", "--data-parallel-size=4", *flags])
+
+
+def test_the_workers_of_a_data_parallel_group_have_ids_of_their_own() -> None:
+    config = worker(["--worker-id=d", "--data-parallel-size=3"])
+    assert config.rank_worker_ids == ["d", "d-dp1", "d-dp2"]
+    assert config.started_worker_ids == {"d", "d-dp1", "d-dp2"}
+    assert [each.worker_id for each in config.each_worker()] == ["d"]
+    other = worker(["--worker-id=d-dp2", "--data-parallel-size=3", "--data-parallel-rank=2", "--rank-port=7"])
+    assert other.rank_worker_ids == config.rank_worker_ids
+    assert (other.num_local_ranks, config.num_local_ranks) == (0, 2)
+    simulated = worker(["--worker-id=d", "--data-parallel-size=3", "--backend=simulated"])
+    assert [(each.worker_id, each.data_parallel_rank) for each in simulated.each_worker()] == [
+        *(("d", 0), ("d-dp1", 1), ("d-dp2", 2))
+    ]
 
 
 def test_the_prefill_delayer_is_for_workers_that_run_both_phases() -> None:

@@ -73,7 +73,7 @@ def test_up_divides_the_cores_among_all_ranks(monkeypatch: pytest.MonkeyPatch) -
     for worker in plan.workers:
         assert (worker.tensor_parallel_size, worker.threads) == (2, 3)
         flags = plan.flags_of(worker)
-        assert flags[-2:] == ["--tensor-parallel-size=2", "--pipeline-parallel-size=1"] and "--threads=3" in flags
+        assert {"--tensor-parallel-size=2", "--pipeline-parallel-size=1", "--threads=3"} <= set(flags)
         assert plan.environ_of(worker)["OMP_NUM_THREADS"] == "3"
     shared = make_plan({"prefill": "0", "decode": "2", "tensor_parallel_size": "2", "cores": "shared"}, {})
     assert [worker.threads for worker in shared.workers] == [6, 6]
@@ -93,3 +93,14 @@ def test_up_gives_a_role_its_own_size() -> None:
 def test_ranks_are_not_placed_on_gpus_by_name() -> None:
     with pytest.raises(ConfigError, match="a placed worker sees one GPU, and tensor_parallel_size = 2"):
         make_plan({"prefill": "0", "devices": "0", "tensor_parallel_size": "2"}, {}, lambda _: [])
+
+
+def test_up_waits_for_all_workers_of_data_parallel_groups() -> None:
+    flags = {"prefill": "1", "decode": "2", "data_parallel_size": "2", "prefill_data_parallel_size": "1"}
+    plan = make_plan(flags, {})
+    assert [(worker.data_parallel_size, worker.started_worker_ids) for worker in plan.workers] == [
+        (1, {"prefill-0"}),
+        (2, {"decode-0", "decode-0-dp1"}),
+        (2, {"decode-1", "decode-1-dp1"}),
+    ]
+    assert all(f"--data-parallel-size={worker.data_parallel_size}" in plan.flags_of(worker) for worker in plan.workers)

@@ -73,15 +73,13 @@ def test_a_router_without_redis_needs_the_list() -> None:
         router([NO_REDIS])
 
 
-def test_a_worker_without_redis_needs_its_page_and_joins_no_group() -> None:
+def test_a_worker_without_redis_needs_its_page() -> None:
     config = worker([NO_REDIS, "--http-port=8081"])
     assert not config.uses_redis
     assert not config.publishes_prefixes
     assert worker(["--http-port=8081"]).publishes_prefixes
     with pytest.raises(ConfigError, match="redis_url = none needs http_port"):
         worker([NO_REDIS])
-    with pytest.raises(ConfigError, match="prefill_delayer_group = g needs Redis"):
-        worker([NO_REDIS, "--http-port=8081", "--prefill-delayer", "--prefill-delayer-group=g"])
 
 
 def test_commands_that_need_redis_say_so(capsys: pytest.CaptureFixture[str]) -> None:

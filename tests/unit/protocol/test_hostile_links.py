@@ -23,7 +23,7 @@ pytestmark = pytest.mark.unit
 
 MAX_FORGED_SEQ = 8
 NUMBERS = st.one_of(st.integers(0, MAX_FORGED_SEQ), st.sampled_from([2**31, 2**63 - 1, 2**64 - 1, -1]))
-NOT_RECORDED = {"group_load"}
+NOT_RECORDED = {"wake_rank"}
 """Sent between processes that the recorder does not see."""
 
 

@@ -1,0 +1,144 @@
+"""Groups of workers with data-parallel attention: tokens are those of transformers, also if a rank is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrelay.ports import HeldPort
+from kvrelay.process import die_with_parent
+from tests.e2e.prompts import prompt_of
+from tests.e2e.test_ranks import FLAGS, LENGTHS, MAX_ROUNDS, check_samples, check_together
+from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S, wait_until
+from tests.tiny_models import VOCAB_SIZE
+
+pytestmark = pytest.mark.e2e
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes of a group's other ranks, which rank 0 has started."""
+    children = psutil.Process(pid).children()
+    return [
+        child.pid for child in children if any(each.startswith("--data-parallel-rank=") for each in child.cmdline())
+    ]
+
+
+def total(stack: Stack, role: str, name: str) -> float:
+    return float(sum(worker["totals"].get(name, 0) for worker in stack.workers(role)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
+def test_decode_groups_that_compute_prompts(
+    architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two groups of two, with the prefill delayer, one of which loses a rank."""
+    model = tiny_model(architecture)
+    flags = ("--prefill=0", "--decode=2", "--decode-data-parallel-size=2", "--prefill-delayer", *FLAGS)
+    with Stack(model, tmp_path, *flags) as stack:
+        names = {worker["worker_id"] for worker in stack.workers()}
+        assert names == {"decode-0", "decode-0-dp1", "decode-1", "decode-1-dp1"}
+        prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
+        for number in range(MAX_ROUNDS):  # from the second on with what was cached
+            check_together(stack, model, prompts if number < 2 else prompts * 5)
+            if number and total(stack, "decode", "preemptions"):
+                break
+        check_samples(stack, model, prompts[-1])
+        assert total(stack, "decode", "preemptions"), "the pools were too large to test preemption"
+        assert total(stack, "decode", "cached_blocks")
+        assert any(key.startswith("prefill_delayer.mixed") for key in stack.workers()[0]["totals"])
+        kill_a_rank(stack, model, prompts)
+        check_together(stack, model, prompts)
+        stack.wait_until_clean()
+        every = [pid for pid in stack.children().values() for pid in ranks_of(pid)]
+        assert len(every) == 2
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
+
+
+def kill_a_rank(stack: Stack, model: Path, prompts: list[list[int]]) -> None:
+    """Kills rank 1 of a group while prompts are served. Returns when the group is ready again."""
+    num_workers, before = len(stack.workers()), stack.children()["decode-0"]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(check_together, stack, model, prompts)
+        wait_until(lambda: stack.busy_blocks() or asked.done())
+        os.kill(ranks_of(before)[0], signal.SIGKILL)
+        asked.result()
+    wait_until(lambda: stack.children().get("decode-0", before) != before)
+    wait_until(lambda: [worker["state"] for worker in stack.workers()] == ["ready"] * num_workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 2)])
+def test_handoffs_between_groups(prefill: int, decode: int, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny_model("qwen3-moe" if prefill == 1 else "llama")
+    flags = [f"--prefill-data-parallel-size={prefill}", f"--decode-data-parallel-size={decode}"]
+    with Stack(model, tmp_path, *flags, "--transfer-checksums", *FLAGS) as stack:
+        prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
+        for _ in range(2):
+            check_together(stack, model, prompts)
+        stack.wait_until_clean()
+        assert total(stack, "decode", "handoffs_committed") == 2 * len(prompts)
+
+
+def start(model: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "kvrelay_decode", f"--model={model}", "--redis-url=none", "--http-port=0"]
+    command += ["--dtype=float32", "--num-blocks=40", "--threads=1", *flags]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent()
+    )
+
+
+def last_words(process: subprocess.Popen[str]) -> str:
+    """What a process that ends by itself has logged. Nothing that it started is left."""
+    _, logged = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1, logged
+    return logged
+
+
+def test_sizes_that_do_not_divide_mlps_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    process = start(tiny_model("llama"), "--data-parallel-size=7")
+    assert "data_parallel_size = 7: model.layers.0.mlp.gate_proj.weight has" in last_words(process)
+
+
+def test_a_rank_that_never_comes_is_named(tiny_model: Callable[[str], Path]) -> None:
+    with HeldPort() as held:
+        port = held.port
+    flags = ("--data-parallel-size=2", "--local-ranks=0", f"--rank-port={port}", "--rank-timeout-s=1")
+    logged = last_words(start(tiny_model("llama"), *flags))
+    assert f"of 2 ranks, 1 did not come to tcp://127.0.0.1:{port} within 1 s" in logged
+
+
+def test_an_address_that_is_taken_is_named(tiny_model: Callable[[str], Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        logged = last_words(start(tiny_model("llama"), "--data-parallel-size=2", f"--rank-port={port}"))
+    assert f"cannot listen for ranks on 127.0.0.1 port {port}: Address already in use" in logged
+
+
+def test_ranks_with_other_settings_are_refused_by_name(tiny_model: Callable[[str], Path]) -> None:
+    model = tiny_model("llama")
+    with HeldPort() as held:
+        flags = ("--data-parallel-size=2", f"--rank-port={held.port}", "--local-ranks=0")
+    first = start(model, *flags, "--token-budget=512")
+    second = start(model, *flags[:2], "--data-parallel-rank=1", "--token-budget=256", "--worker-id=other")
+    expected = "rank 0 has token_budget = 512, and rank 1 of 2 has 256: all ranks of a group need the same"
+    assert expected in last_words(first)
+    assert expected in last_words(second)
+
+
+def test_a_rank_that_cannot_start_ends_the_group(tiny_model: Callable[[str], Path]) -> None:
+    """Its port is taken: http_port of rank 1 is the next one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        logged = last_words(start(tiny_model("llama"), "--data-parallel-size=2", f"--http-port={port - 1}"))
+    assert "rank 1 exited with status 1" in logged

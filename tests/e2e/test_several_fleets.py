@@ -38,17 +38,16 @@ class TwoFleets:
         self.http, self._models = http, models
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start_router(self, port: int) -> None:
+    def start_router(self, port: int, *more: str) -> None:
         fleets = self._directory / "fleets.toml"
         fleets.write_text(f'[[fleet]]\nmodel = "{self._models[TINY]}"\nserved_model_name = "{TINY}, alias"\n')
         flags = ("--fleets-file", str(fleets), "--local-prefill-tokens", "0", "--metrics-on-api-port")
-        self._start("router", DEMO, "router", "--port", str(port), *flags)
+        self._start("router", DEMO, "router", "--port", str(port), *flags, *more)
 
-    def start_worker(self, role: str, model: str) -> None:
+    def start_worker(self, role: str, model: str, *more: str) -> None:
         # Both fleets have workers of these names.
-        self._start(
-            f"{role} of {model}", model, role, *WORKER, "--served-model-name", model, "--worker-id", f"{role}-0"
-        )
+        named = ("--served-model-name", model, "--worker-id", f"{role}-0")
+        self._start(f"{role} of {model}", model, role, *WORKER, *named, *more)
 
     def start_workers(self, model: str) -> None:
         for role in ("prefill", "decode"):
@@ -114,14 +113,15 @@ class TwoFleets:
 
 
 @contextmanager
-def two_fleets(directory: Path, models: dict[str, Path]) -> Iterator[TwoFleets]:
+def two_fleets(directory: Path, models: dict[str, Path], *flags: str, has_redis: bool = True) -> Iterator[TwoFleets]:
+    """`flags`: more of the router."""
     with ExitStack() as stack:
-        redis = stack.enter_context(EmbeddedRedis())
+        redis_url = stack.enter_context(EmbeddedRedis()).url if has_redis else "none"
         port = stack.enter_context(HeldPort()).port
         http = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=2 * PATIENCE_S))
-        fleets = TwoFleets(directory, redis.url, http, models)
+        fleets = TwoFleets(directory, redis_url, http, models)
         stack.callback(fleets.stop)
-        fleets.start_router(port)
+        fleets.start_router(port, *flags)
         yield fleets
 
 
@@ -161,3 +161,46 @@ def test_two_models_behind_one_router(tiny_model: Callable[[str], Path], tmp_pat
         fleets.wait_until_ready(TINY)
         fleets.check_output(TINY, TINY, 6)
         fleets.check_output(DEMO, DEMO, 6)
+
+
+def test_two_processes_serve_static_workers_of_two_models(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        places = [(role, model) for model in (DEMO, TINY) for role in ("prefill", "decode")]
+        ports = {place: stack.enter_context(HeldPort()).port for place in places}
+        flags = ["--processes", "2"]
+        for port in ports.values():
+            flags += ["--static-worker", f"http://127.0.0.1:{port}"]
+        models = {DEMO: DEMO_MODEL, TINY: tiny_model("qwen3")}
+        fleets = stack.enter_context(two_fleets(tmp_path, models, *flags, has_redis=False))
+        for (role, model), port in ports.items():
+            fleets.start_worker(role, model, "--http-port", str(port))
+        fleets.wait_until_ready(DEMO, TINY)
+        # Every process serves both models. A new connection goes to the process with the fewest.
+        served: set[tuple[str, str]] = set()
+        with ExitStack() as clients:
+            while len(served) < 4:
+                client = clients.enter_context(httpx.Client(base_url=fleets.http.base_url, timeout=2 * PATIENCE_S))
+                for model in (DEMO, TINY):
+                    fleets.http = client
+                    wait_until(lambda: fleets.ready_models() == {DEMO, TINY})
+                    fleets.check_output(model, model, len(served))
+                    served.add((client.get("/health").headers["x-kvrelay-router"], model))
+        # An address of one fleet comes back with a worker of the other: both notice.
+        process = fleets.processes.pop(f"decode of {TINY}")
+        process.kill()
+        process.wait(PATIENCE_S)
+        fleets.http = stack.enter_context(httpx.Client(base_url=fleets.http.base_url, timeout=2 * PATIENCE_S))
+        moved = ("--http-port", str(ports["decode", TINY]), "--worker-id", "decode-1")
+        fleets.processes["another decode"] = fleets.processes.pop(f"decode of {DEMO}")
+        fleets.start_worker("decode", DEMO, *moved)
+        deadline = time.monotonic() + START_S
+        expected = [(DEMO, "decode-0"), (DEMO, "decode-1"), (DEMO, "prefill-0"), (TINY, "prefill-0")]
+        while sorted((each["model"], each["worker_id"]) for each in ready_workers(fleets)) != expected:
+            assert time.monotonic() < deadline, fleets.fleet()
+            time.sleep(0.1)
+        assert fleets.complete(TINY, [1, 2], **{"x-request-timeout": "1"}).status_code in (503, 504)
+        assert fleets.complete(DEMO, [1, 2]).status_code == 200
+
+
+def ready_workers(fleets: TwoFleets) -> list[dict[str, Any]]:
+    return [each for each in fleets.fleet()["workers"] if each["state"] == "ready"]

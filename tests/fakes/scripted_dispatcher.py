@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,14 @@ def score(token_id: int, num_top: int, logprob: float = -0.5) -> TokenLogprobs:
     """Log-probabilities that a test can foresee: the token itself is the most likely one."""
     top = [token_id, *[other for other in range(1, num_top + 1) if other != token_id]][:num_top]
     return TokenLogprobs(token_id, logprob, top, [logprob - rank for rank in range(len(top))])
+
+
+def wanted(entry: TokenLogprobs, token_ids: Sequence[int]) -> TokenLogprobs:
+    """The entry with these tokens, if there are any, in place of the most likely ones."""
+    if not token_ids:
+        return entry
+    values = [-float(number + 1) for number in range(len(token_ids))]
+    return TokenLogprobs(entry.token_id, entry.logprob, list(token_ids), values)
 
 
 class ScriptedHandle:
@@ -159,7 +167,10 @@ class ScriptedHandle:
                     part,
                     logprobs=[]
                     if sampling.logprobs is None
-                    else [score(token, sampling.logprobs, script.logprob) for token in part],
+                    else [
+                        wanted(score(token, sampling.logprobs, script.logprob), sampling.logprob_token_ids)
+                        for token in part
+                    ],
                     prompt_logprobs=prompt_logprobs if cut == 0 else [],
                     cached_tokens=16 if cut == 0 else None,
                     finish=finish if last and not script.end_silently else None,

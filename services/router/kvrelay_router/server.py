@@ -225,4 +225,6 @@ async def _serve(config: RouterConfig) -> None:
 def _limits(config: RouterConfig) -> SharedLimits | OwnLimits:
     if not config.uses_redis:
         return OwnLimits()
-    return SharedLimits(config.redis_url, config.redis_prefix, config.model_name)
+    # Routers that list the same models in another order count together.
+    models = sorted(each.model_name for each in config.fleets())
+    return SharedLimits(config.redis_url, config.redis_prefix, ",".join(models))

@@ -73,7 +73,7 @@ class StaticWorkers:
         try:
             record = self._read(await _get(worker.url))
             if record.model in self._other_models:
-                return False
+                return self._leaves(worker, record.model)
         except (OSError, TimeoutError, ValueError) as error:
             silence = str(error) or "no answer in time"
             has_changed = silence != worker.silence
@@ -85,6 +85,13 @@ class StaticWorkers:
         if was is None or was.incarnation != record.incarnation:
             log.info("static worker %s is %s, incarnation %s", worker.url, record.worker_id, record.incarnation)
         return record != was
+
+    def _leaves(self, worker: StaticWorker, model: str) -> bool:
+        """The address serves another fleet now. Returns whether its worker was in this one."""
+        was, worker.record, worker.silence = worker.record, None, ""
+        if was is not None:
+            log.info("static worker %s serves %s now, no longer %s", worker.url, model, self._model)
+        return was is not None
 
     def _read(self, data: bytes) -> WorkerRecord:
         """Decodes a record. Raises ValueError unless it is a worker of this router's models."""

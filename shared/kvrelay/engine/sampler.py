@@ -7,7 +7,7 @@ is left), then sampling. Steps that are greedy and unadjusted take one argmax.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
@@ -174,7 +174,7 @@ class Sampler:
         logprobs = None
         if asks_logprobs:
             with self.waiting():  # a CPU computes them here
-                logprobs = _ask_logprobs(parameters["logprobs"], logits, sampled)
+                logprobs = _ask_logprobs(parameters["logprobs"], logits, sampled, self._state.logprob_ids(slots))
         no_jumps = np.zeros(len(keys), np.bool_)
         rows = SampledRows(tuple(keys), slots, parameters, no_jumps if jumps is None else jumps, drafts)
         return PendingTokens(self._sampled, rows, sampled, logprobs)
@@ -388,7 +388,16 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
-def _ask_logprobs(num_top: NDArray[np.int64], logits: torch.Tensor, sampled: SampledOnDevice) -> PendingLogprobs:
+def _ask_logprobs(
+    num_top: NDArray[np.int64],
+    logits: torch.Tensor,
+    sampled: SampledOnDevice,
+    wanted_ids: Mapping[int, NDArray[np.int64]],
+) -> PendingLogprobs:
+    """`wanted_ids`, by row: in place of the most likely tokens."""
     asked = num_top >= 0
     keep = sampled.exact is not None and bool(asked[sampled.exact.rows].any())
-    return PendingLogprobs(_some_rows(logits, asked), _some_rows(sampled.token_ids, asked), num_top[asked], keep=keep)
+    places = np.cumsum(asked) - 1
+    wanted = {int(places[row]): token_ids for row, token_ids in wanted_ids.items() if asked[row]}
+    token_ids = _some_rows(sampled.token_ids, asked)
+    return PendingLogprobs(_some_rows(logits, asked), token_ids, num_top[asked], keep=keep, wanted_ids=wanted)

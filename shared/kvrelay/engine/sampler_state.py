@@ -60,6 +60,7 @@ class SamplerState:
         self._free: list[int] = []
         self._parameters = np.zeros(0, _PARAMETERS)
         self._biases: dict[int, SparseLogits] = {}  # key: slot
+        self._logprob_ids: dict[int, NDArray[np.int64]] = {}  # key: slot
         self._end_ids: dict[int, NDArray[np.int64]] = {}  # key: slot; only for sequences with min_tokens
         self._lives = count(1)
         self.counts = PenaltyCounts(vocab_size)
@@ -82,6 +83,7 @@ class SamplerState:
         penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
         self._check_ids((*sampling.logit_bias, *(token_ids if penalised else ())))
         self._check_ids(sampling.allowed_token_ids)
+        self._check_ids(sampling.logprob_token_ids)
         self._check_ids([token_id for word in sampling.bad_words for token_id in word])
         masked = sampling.is_constrained or sampling.limits_tokens
         if not self._free:
@@ -92,6 +94,8 @@ class SamplerState:
         if sampling.logit_bias:
             ids, values = zip(*sorted(sampling.logit_bias.items()), strict=True)
             self._biases[slot] = SparseLogits(np.array(ids, np.int64), np.array(values, np.float32))
+        if sampling.logprob_token_ids:
+            self._logprob_ids[slot] = np.array(sampling.logprob_token_ids, np.int64)
         if sampling.min_tokens:
             ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_token_ids)
             self._end_ids[slot] = np.array([token for token in set(ends) if token < self._vocab_size], np.int64)
@@ -123,6 +127,7 @@ class SamplerState:
             return None
         self._parameters["life"][slot] = 0
         self._biases.pop(slot, None)
+        self._logprob_ids.pop(slot, None)
         self._end_ids.pop(slot, None)
         if self._parameters["counts"][slot] >= 0:
             self.counts.drop(int(self._parameters["counts"][slot]))
@@ -156,6 +161,12 @@ class SamplerState:
         if not self._biases:
             return []
         return [(row, self._biases[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._biases]
+
+    def logprob_ids(self, slots: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
+        """The tokens whose log-probabilities are wanted in place of the most likely ones, by row."""
+        if not self._logprob_ids:
+            return {}
+        return {row: self._logprob_ids[slot] for row, slot in enumerate(slots.tolist()) if slot in self._logprob_ids}
 
     def end_ids(self, slot: int) -> NDArray[np.int64]:
         """The tokens that are forbidden before min_tokens."""

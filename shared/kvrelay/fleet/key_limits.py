@@ -116,13 +116,15 @@ class OwnLimits:
 
 
 class SharedLimits:
-    """Limits of all keys of one model over all routers. Use it on one event loop."""
+    """Limits of all keys over all routers that serve `models`. Use it on one event loop."""
 
-    def __init__(self, redis_url: str, prefix: str, model: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, redis_url: str, prefix: str, models: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._redis = connect_async(redis_url, timeout_s=ANSWER_TIMEOUT_S)
         source = resources.files("kvrelay.fleet").joinpath("admit.lua").read_text(encoding="utf-8")
         self._admit: Any = self._redis.register_script(source)
-        self._tag = f"{prefix}:{{{quote(model, safe='/')}}}"
+        self._tag = f"{prefix}:{{{quote(models, safe='/')}}}"
         self._clock = clock
         self._local = LocalLimits()
         self._away_until = 0.0  # 0: the last call was answered

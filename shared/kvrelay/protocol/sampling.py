@@ -36,6 +36,7 @@ RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=100.0)]
 LengthPenalty = Annotated[float, Meta(ge=-10.0, le=10.0)]
 LogitBias = dict[TokenId, Annotated[float, Meta(ge=-1000.0, le=1000.0)]]
 AllowedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 20)]
+LogprobTokens = Annotated[tuple[TokenId, ...], Meta(max_length=MOST_LOGPROBS)]
 StopTokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 20)]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1 << 14)]
 BadWords = Annotated[tuple[BadWord, ...], Meta(max_length=1 << 14)]
@@ -85,7 +86,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bad_words: BadWords = ()  # by their tokens: the last is not sampled behind the others; not for beams
     seed: Int64 = 0  # the router draws a missing one
     logprobs: NumLogprobs | None = None  # None: off; k: the token's own logprob and those of the k most likely tokens
-    prompt_logprobs: NumLogprobs | None = None  # the same, for prompt tokens from `logprob_start_len` on
+    # If there are any, `logprobs` brings those of these tokens, in this order, in place of the most likely.
+    logprob_token_ids: LogprobTokens = ()
+    prompt_logprobs: NumLogprobs | None = None  # as `logprobs`, for prompt tokens from `logprob_start_len` on
     # Position of the first prompt token that is scored. Cached blocks before it are reused. Token 0 follows nothing.
     logprob_start_len: PositiveIndex = 1
     max_tokens: Index = 16  # output tokens, counting those of earlier attempts; 0 scores the prompt only
@@ -132,7 +135,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     token_id: TokenId  # the token at this position
     logprob: LogProb
-    top_ids: Annotated[list[TokenId], Meta(max_length=MOST_LOGPROBS)]  # most likely first
+    top_ids: Annotated[list[TokenId], Meta(max_length=MOST_LOGPROBS)]  # most likely first, or as they were asked for
     top_logprobs: Annotated[list[LogProb], Meta(max_length=MOST_LOGPROBS)]
 
     @property

@@ -242,7 +242,10 @@ class SimulatedRunner:
         known.newest = token_id
         if known.sampling.logprobs is None:
             return RowResult((token_id,))
-        entry = _logprobs(self._vocabulary, token_id, number, known.sampling.logprobs)
+        if wanted := known.sampling.logprob_token_ids:
+            entry = TokenLogprobs(token_id, -math.log(2), list(wanted), _halving(len(wanted)))
+        else:
+            entry = _logprobs(self._vocabulary, token_id, number, known.sampling.logprobs)
         return RowResult((token_id,), (entry,))
 
     def _scored(self, known: _Known, position: int, num_tokens: int) -> list[TokenLogprobs]:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 import msgspec
 import pytest
 
-from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
+from kvrelay.fleet.worker_record import RECORD_PAGE, WorkerRecord, record_as_json
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay_router.static_workers import MAX_ANSWER_BYTES, StaticWorker, StaticWorkers
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker, true_tokens
@@ -65,6 +65,36 @@ async def test_a_registry_that_is_away_at_the_start_is_taken_when_it_comes(rig: 
         await until(lambda: rig.states() == {"p0": "ready", "d0": "ready", "d1": "ready"})
         assert rig.dispatcher.watch.registry_state == "ok"
         await rig.close()
+
+
+def has_records(static: StaticWorkers, records: list[WorkerRecord]) -> bool:
+    return [each.record for each in static.found()] == records
+
+
+async def test_an_address_that_serves_another_fleet_leaves_this_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Both fleets of a router poll it."""
+    record = worker_record()
+    pages = Pages({RECORD_PAGE: lambda: Page(record_as_json(record))})
+    await pages.start("127.0.0.1", 0)
+    urls, changes = [f"http://127.0.0.1:{pages.port}"], list[str]()
+    fleets = {
+        model: StaticWorkers(urls, model, INTERVAL_S, other_models=frozenset({record.model, "other"}) - {model})
+        for model in (record.model, "other")
+    }
+    try:
+        for model, static in fleets.items():
+            static.start(partial(changes.append, model))
+        for model in (record.model, "other", record.model):
+            record = msgspec.structs.replace(record, model=model, incarnation=record.incarnation + "1")
+            (other,) = fleets.keys() - {model}
+            await until(partial(has_records, fleets[model], [record]))
+            await until(partial(has_records, fleets[other], []))
+    finally:
+        for static in fleets.values():
+            await static.close()
+        await pages.close()
+    assert set(changes) == set(fleets), "each fleet was told"
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
 async def test_a_dead_worker_is_forgotten_and_its_successor_found(rig: Rig) -> None:

@@ -8,7 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from kvrelay.config import RouterConfig
+from kvrelay.fleet.key_limits import SharedLimits
 from kvrelay_router.processes import RouterProcesses
+from kvrelay_router.server import _limits
 
 TWO = """
 [[fleet]]
@@ -54,6 +56,18 @@ def test_processes_of_several_fleets_have_ports_of_their_own(tmp_path: Path) -> 
     assert (first, last) == ("--message-port=7000", "--message-port=7006")
     with pytest.raises(ValidationError, match="each fleet of each process"):
         config(tmp_path, TWO, message_port=65530, processes=3)
+
+
+def test_routers_of_the_same_models_count_the_limits_of_keys_together(tmp_path: Path) -> None:
+    entry = '[[fleet]]\nmodel = "org/{0}"\nserved_model_name = "org/{0}"\n'
+    configs = []
+    for first, *others in (["a", "b", "c"], ["c", "b", "a"], ["a"], ["b"]):
+        path = tmp_path / f"{first}{len(others)}.toml"
+        path.write_text("".join(entry.format(each) for each in others))
+        configs.append(RouterConfig(model=f"org/{first}", fleets_file=path if others else None))
+    keys = [tuple(limits._keys("key")) for each in configs if isinstance(limits := _limits(each), SharedLimits)]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+    assert "{org/a}" in keys[2][0], "a router of one model keeps its name"
 
 
 class FakeMember:

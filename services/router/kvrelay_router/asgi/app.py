@@ -65,7 +65,7 @@ def create_app(
     """The ASGI application. The caller closes dispatchers, text services and limits. `metrics_page` is what /metrics
     answers, if it is to be served. `further`: models beside that of `settings`. `responses`: None stores none."""
     rate_limiter = RateLimiter(settings.key_rules, settings.own_key_rules, limits)
-    in_progress = InProgress(settings.max_requests, shares=settings.tenants.are_several)
+    in_progress = InProgress(settings.max_requests, shares=settings.tenants.are_several, several_fleets=bool(further))
     service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory or PendingMemory())
     models = ServedModels([service, *(each.service_beside(service) for each in further)])
     app = FastAPI(title="kvrelay", redirect_slashes=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,45 +58,52 @@ class InProgress:
 
     `shares`: several tenants may come. Then one may have `FREE_SHARE` times as many as there are free places, times its
     weight (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). So places
-    are left for tenants that have none, and one tenant alone gets 8 of 9 places.
+    are left for tenants that have none, and one tenant alone gets 8 of 9 places. The same holds for the fleets, with
+    weight 1, if there are `several_fleets`: one that stalls leaves places for the others.
     """
 
-    def __init__(self, limit: int, *, shares: bool = False) -> None:
+    def __init__(self, limit: int, *, shares: bool = False, several_fleets: bool = False) -> None:
         self._limit = limit
-        self._shares = shares
-        self._of_tenants: dict[str, int] = {}
+        self._shares, self._several_fleets = shares, several_fleets
+        self._of_tenants: Counter[str] = Counter()
+        self._of_fleets: Counter[str] = Counter()
         self.num_requests = 0
 
-    def admit(self, tenant: str, weight: float) -> Place:
+    def admit(self, tenant: str, weight: float, fleet: str = "") -> Place:
         """Returns a context manager in which a generation of a tenant runs. Entering raises 429 beyond the limits."""
-        return Place(self, tenant, weight)
+        return Place(self, tenant, weight, fleet)
 
-    def enter(self, tenant: str, weight: float) -> None:
-        free, own = self._limit - self.num_requests, self._of_tenants.get(tenant, 0)
-        if free <= 0 or (self._shares and own >= FREE_SHARE * weight * free):
+    def enter(self, tenant: str, weight: float, fleet: str) -> None:
+        free: float = self._limit - self.num_requests
+        if self._several_fleets:  # a tenant gets its share of what its fleet may still take
+            free = min(free, FREE_SHARE * free - self._of_fleets[fleet])
+        if free <= 0 or (self._shares and self._of_tenants[tenant] >= FREE_SHARE * weight * free):
             raise too_many_requests(self._limit)
-        self._of_tenants[tenant] = own + 1
+        self._of_tenants[tenant] += 1
+        self._of_fleets[fleet] += 1
         self.num_requests += 1
 
-    def leave(self, tenant: str) -> None:
+    def leave(self, tenant: str, fleet: str) -> None:
         self.num_requests -= 1
-        if own := self._of_tenants.pop(tenant) - 1:
-            self._of_tenants[tenant] = own
+        for counts, name in ((self._of_tenants, tenant), (self._of_fleets, fleet)):
+            counts[name] -= 1
+            if not counts[name]:
+                del counts[name]
 
 
 class Place:
     """A generation's place among those in progress."""
 
-    __slots__ = ("_in_progress", "_tenant", "_weight")
+    __slots__ = ("_fleet", "_in_progress", "_tenant", "_weight")
 
-    def __init__(self, in_progress: InProgress, tenant: str, weight: float) -> None:
-        self._in_progress, self._tenant, self._weight = in_progress, tenant, weight
+    def __init__(self, in_progress: InProgress, tenant: str, weight: float, fleet: str) -> None:
+        self._in_progress, self._tenant, self._weight, self._fleet = in_progress, tenant, weight, fleet
 
     def __enter__(self) -> None:
-        self._in_progress.enter(self._tenant, self._weight)
+        self._in_progress.enter(self._tenant, self._weight, self._fleet)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._in_progress.leave(self._tenant)
+        self._in_progress.leave(self._tenant, self._fleet)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class GenerationResponse(Response):
         with TaskTimeout(self._timeout_s):
             names: RequestNames = scope["state"]["names"]
             request, service = self._runs[0].request, self._service
-            in_progress = service.in_progress.admit(request.tenant, request.weight)
+            in_progress = service.in_progress.admit(request.tenant, request.weight, service.settings.model_name)
             with in_progress, service.memory.hold(self._shape.memory_bytes):
                 if (writer := scope["state"].get(EVENT_WRITER)) is not None:
                     writer.body.release()

@@ -95,6 +95,7 @@ def check_vocabulary(fields: GenerationFields, limits: ModelLimits) -> None:
     check_token_ids(list(fields.logit_bias), limits, "logit_bias")
     check_token_ids(fields.stop_token_ids, limits, "stop_token_ids")
     check_token_ids(fields.allowed_token_ids, limits, "allowed_token_ids")
+    check_token_ids(fields.logprob_token_ids, limits, "logprob_token_ids")
 
 
 def check_bad_words(fields: GenerationFields, bad_words: BadWords, limits: ModelLimits) -> None:
@@ -229,6 +230,7 @@ def make_sampling(
         allowed_token_ids=tuple(dict.fromkeys(fields.allowed_token_ids)),
         seed=seed,
         logprobs=logprobs,
+        logprob_token_ids=tuple(fields.logprob_token_ids),
         prompt_logprobs=prompt_logprobs,
         logprob_start_len=max(fields.logprob_start_len or 0, 1),
         max_tokens=max_tokens,

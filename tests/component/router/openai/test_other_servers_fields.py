@@ -127,7 +127,6 @@ async def test_truncations_that_make_no_sense(router: Router, path: str, field: 
         ("n_predict", 10, -1),
         ("lora_path", "x", None),
         ("return_hidden_states", True, False),
-        ("logprob_token_ids", [5], []),
         ("top_n_sigma", 1.0, -1),
         ("top_a", 0.1, 0),
         ("tfs", 0.9, 1),

@@ -14,12 +14,12 @@ from kvrelay_router.openai.api_service import InProgress
 pytestmark = pytest.mark.unit
 
 
-def num_admitted(in_progress: InProgress, stack: ExitStack, tenant: str, weight: float = 1.0) -> int:
+def num_admitted(in_progress: InProgress, stack: ExitStack, tenant: str, weight: float = 1.0, fleet: str = "") -> int:
     """Enters generations of a tenant until one is refused."""
     admitted = 0
     while True:
         try:
-            stack.enter_context(in_progress.admit(tenant, weight))
+            stack.enter_context(in_progress.admit(tenant, weight, fleet))
         except ApiError:
             return admitted
         admitted += 1
@@ -46,6 +46,25 @@ def test_a_flood_leaves_places_for_others() -> None:
         assert num_admitted(in_progress, stack, "light") >= 8
         assert num_admitted(in_progress, stack, "another") >= 1
         assert num_admitted(in_progress, stack, "flood") == 0
+
+
+def test_a_fleet_that_stalls_leaves_places_for_others() -> None:
+    in_progress = InProgress(90, several_fleets=True)
+    with ExitStack() as stack:
+        assert num_admitted(in_progress, stack, "", fleet="stalled") == 80
+        assert num_admitted(in_progress, stack, "", fleet="quick") >= 8
+        assert num_admitted(in_progress, stack, "", fleet="stalled") == 0
+    with ExitStack() as stack:
+        assert num_admitted(in_progress, stack, "", fleet="quick") == 80
+
+
+def test_a_tenant_may_flood_one_fleet_and_not_all() -> None:
+    in_progress = InProgress(90, shares=True, several_fleets=True)
+    with ExitStack() as stack:
+        assert num_admitted(in_progress, stack, "flood", fleet="a") >= 70
+        assert num_admitted(in_progress, stack, "light", fleet="a") >= 1
+        assert num_admitted(in_progress, stack, "light", fleet="b") >= 1
+        assert num_admitted(in_progress, stack, "flood", fleet="b") == 0
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.5, 1.0, 4.0])), max_size=60))

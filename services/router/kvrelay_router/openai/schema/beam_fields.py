@@ -59,6 +59,9 @@ class BeamFields(GrammarFields):
             raise wrong("prompt_logprobs", "scores of a prompt cannot be streamed")
         if self.logprob_start_len is not None and self.prompt_logprobs is None:
             raise wrong("logprob_start_len", "it needs 'prompt_logprobs'")
+        if self.logprob_token_ids and (self.use_beam_search or not wants_logprobs):
+            reason = "a beam search has none" if self.use_beam_search else "it needs 'logprobs'"
+            raise wrong("logprob_token_ids", reason)
         if self.best_of is not None and self.best_of < self.n:
             raise wrong("best_of", "it must not be less than 'n'")
         if not self.use_beam_search:

@@ -221,4 +221,7 @@ def parse_chat(content: dict[str, Any]) -> ChatRequest:
         )
     if request.top_logprobs and not request.logprobs:
         raise ApiError("Invalid value for 'top_logprobs': it needs 'logprobs' to be true", param="top_logprobs")
+    if request.logprob_token_ids:
+        token_ids = list(dict.fromkeys(request.logprob_token_ids))
+        return request.model_copy(update={"logprob_token_ids": token_ids, "top_logprobs": len(token_ids)})
     return request

@@ -97,6 +97,11 @@ def parse_completion(content: dict[str, Any]) -> CompletionRequest:
     request.check_grammar(is_beam_search=request.use_beam_search)
     if request.num_sequences > request.n and request.stream:
         raise ApiError("Invalid value for 'best_of': results cannot be streamed", param="best_of")
+    if request.logprob_token_ids:
+        if request.echo:
+            raise wrong("logprob_token_ids", "it cannot be used with 'echo', whose prompt has the most likely tokens")
+        token_ids = list(dict.fromkeys(request.logprob_token_ids))
+        return request.model_copy(update={"logprob_token_ids": token_ids, "logprobs": len(token_ids)})
     return request
 
 

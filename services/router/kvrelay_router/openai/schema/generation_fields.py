@@ -15,6 +15,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKENS = 128
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 16_384
 MAX_BAD_WORDS = 1024
@@ -106,6 +107,9 @@ TokenIds = Annotated[
 AllowedTokenIds = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), Field(max_length=MAX_ALLOWED_TOKENS), or_default([])
 ]
+LogprobTokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), Field(max_length=MAX_LOGPROB_TOKENS), or_default([])
+]
 BadWords = Annotated[list[str], BeforeValidator(_bad_words)]
 Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 
@@ -145,6 +149,7 @@ class GenerationFields(RequestModel):
     return_tokens_as_token_ids: Flag = False
     cache_salt: Annotated[str, Field(max_length=1024), or_default("")] = ""
     user: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    logprob_token_ids: LogprobTokenIds = Field(default_factory=list)
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     logprob_start_len: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None

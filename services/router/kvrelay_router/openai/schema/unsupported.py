@@ -46,7 +46,6 @@ COMMON: dict[str, tuple[Any, ...]] = {
     # Fields that change the model, the prompt or the form of the answer.
     "lora_path": NOTHING,
     "return_hidden_states": NOTHING,
-    "logprob_token_ids": NOTHING,
     "logits_processors": NOTHING,
     "logit_processors": NOTHING,
     "prompt_embeds": NOTHING,

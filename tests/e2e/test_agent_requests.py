@@ -1,7 +1,7 @@
 """The requests of a session of Claude Code, replayed through plain HTTP: its turns find their prompts in the cache.
 
-They have what its requests have: a hash of each request in the system text, tools with schemas, cache marks, thinking, and
-a stream. `clients/test_coding_agents.py` runs the program itself, where it is installed.
+They have what its requests have: a hash of each request in the system text, tools with schemas, cache marks, thinking,
+and a stream. `clients/test_coding_agents.py` runs the program itself, where it is installed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def answered(
     with system.http.stream("POST", "/v1/messages?beta=true", json=body, headers=HEADERS) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
-            event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {"type": ""}
+            event: dict[str, Any] = json.loads(line[6:]) if line.startswith("data: ") else {}
             match event:
                 case {"type": "message_start", "message": message}:
                     usage |= message["usage"]

@@ -27,6 +27,7 @@ GENERATIONS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "otter"},
 }
 BODIES: dict[str, dict[str, Any]] = GENERATIONS | {
+    "/v1/chat/completions/batch": {"messages": [HELLO]},
     "/v1/messages/count_tokens": {"messages": HELLO},
     "/tokenize": {"prompt": "otter"},
     "/detokenize": {"tokens": [1]},

@@ -23,6 +23,7 @@ from kvrelay_router.asgi.operations import OperationRoutes
 from kvrelay_router.dispatch.interface import Dispatcher
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.api_service import ApiService, InProgress
+from kvrelay_router.openai.batched_chat_endpoint import BatchedChatEndpoint
 from kvrelay_router.openai.chat_endpoint import ChatEndpoint
 from kvrelay_router.openai.completions_endpoint import CompletionsEndpoint
 from kvrelay_router.openai.error_mapping import on_api_error, on_http_exception
@@ -104,6 +105,7 @@ def _add_posts(app: FastAPI, models: ServedModels, store: ResponseStore | None) 
     routes: list[tuple[str, Any, type[RequestModel]]] = [
         ("/v1/completions", completions.serve, CompletionRequest),
         ("/v1/chat/completions", chat.serve, ChatRequest),
+        ("/v1/chat/completions/batch", BatchedChatEndpoint(models).serve, ChatRequest),
         ("/invocations", InvocationsEndpoint(models, chat, completions).serve, ChatRequest),
         ("/v1/messages", messages.serve, MessagesRequest),
         ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from kvrelay.protocol.sampling import ReasoningSpan
 from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError, wrong
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
 from kvrelay_router.openai.answers.parsed_text import ParsedText
 from kvrelay_router.openai.api_service import ApiService
@@ -33,48 +38,73 @@ async def plan_parsed_chat(
 
     Raises ApiError for every mistake in the request.
     """
-    dialect = service.text.dialect
-    fields = _endpoint_fields(request, output, prompt_param)
+    return await plan_parsed_chats(service, names, [request], _endpoint_fields(request, output, prompt_param))
+
+
+async def plan_parsed_chats(
+    service: ApiService, names: RequestNames, requests: Sequence[ChatRequest], fields: EndpointFields | None = None
+) -> ParsedPlan:
+    """A plan with a run for each of `requests`, which differ in their messages alone. Only a single one may have tools.
+
+    Raises ApiError for every mistake in the requests.
+    """
+    request, dialect = requests[0], service.text.dialect
+    fields = fields or _endpoint_fields(request, None, "messages")
     if dialect.is_plain and not request.callable_tools:
-        plan = await _plan(service, names, request, fields)
+        plan = await _plan(service, names, requests, fields)
         return ParsedPlan(plan, ParsedChoices(is_plain=True))
-    plan = await _plan(service, names, request, msgspec.structs.replace(fields, is_parsed=True))
-    begins_inside = _begins_inside_reasoning(service, request, plan.runs[0].request.prompt_ids)
-    for choice in plan.runs[0].choices:
-        choice.count_reasoning(service.text.reasoning_counter(begins_inside=begins_inside))
-        parser = dialect.new_parser(request.callable_tools, begins_inside=begins_inside)
-        choice.parse_with(ParsedText(parser, hides_reasoning=not request.include_reasoning))
+    plan = await _plan(service, names, requests, msgspec.structs.replace(fields, is_parsed=True))
+    for each, run in zip(requests, plan.runs, strict=True):
+        begins_inside = _begins_inside_reasoning(service, each, run.request.prompt_ids)
+        for choice in run.choices:
+            choice.count_reasoning(service.text.reasoning_counter(begins_inside=begins_inside))
+            parser = dialect.new_parser(request.callable_tools, begins_inside=begins_inside)
+            choice.parse_with(ParsedText(parser, hides_reasoning=not request.include_reasoning))
     parsed = ParsedChoices(parallel_calls=request.parallel_tool_calls, include_reasoning=request.include_reasoning)
     return ParsedPlan(plan, parsed)
 
 
-async def _plan(service: ApiService, names: RequestNames, request: ChatRequest, fields: EndpointFields) -> Plan:
+async def _plan(
+    service: ApiService, names: RequestNames, requests: Sequence[ChatRequest], fields: EndpointFields
+) -> Plan:
+    request, share = requests[0], LoopShare()
     limits = check_request(service, names, request)
     _check_tools(service, request)
     _check_reasoning(service, request)
     if request.grammar is not None:
         await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
+    prompts = []
+    for each in requests:
+        prompts.append(await _prompt(service, each, fields, limits))
+        await share.pause()
+    if request.callable_tools and wants_tool_grammar(request):
+        begins_inside = _begins_inside_reasoning(service, request, prompts[0].token_ids)
+        has_markers = service.text.can_limit_reasoning
+        grammar = await tool_grammar(service, request, begins_inside=begins_inside, follows_reasoning=has_markers)
+        fields = msgspec.structs.replace(fields, grammar=grammar)
+    return await plan_generation(service, names, request, fields, prompts, limits)
+
+
+async def _prompt(
+    service: ApiService, request: ChatRequest, fields: EndpointFields, limits: ModelLimits
+) -> TokenizedPrompt:
     max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
     token_ids = await service.encode_chat(request.messages, request.options, max_tokens, fields.prompt_param)
     check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
-    prompt = TokenizedPrompt(request.truncated(token_ids, fields.output.prompt_room(limits)))
-    if request.grammar is not None or request.thinking_token_budget is not None or wants_tool_grammar(request):
-        fields = await _constrained(service, request, fields, prompt.token_ids)
-    return await plan_generation(service, names, request, fields, [prompt], limits)
+    token_ids = request.truncated(token_ids, fields.output.prompt_room(limits))
+    return TokenizedPrompt(token_ids, reasoning=_reasoning_before(service, request, token_ids))
 
 
-async def _constrained(
-    service: ApiService, request: ChatRequest, fields: EndpointFields, prompt_ids: list[int]
-) -> EndpointFields:
-    """Adds the grammar of calls, and the reasoning before what is constrained."""
+def _reasoning_before(service: ApiService, request: ChatRequest, prompt_ids: list[int]) -> ReasoningSpan | None:
+    """The reasoning in front of what is constrained. None if nothing is, or if the output has no reasoning."""
+    budget = request.thinking_token_budget
+    if request.grammar is None and budget is None and not wants_tool_grammar(request):
+        return None
     begins_inside = _begins_inside_reasoning(service, request, prompt_ids)
-    span = service.text.reasoning_span(begins_inside=begins_inside, token_budget=request.thinking_token_budget)
-    grammar = None
-    if request.callable_tools:
-        grammar = await tool_grammar(service, request, begins_inside=begins_inside, follows_reasoning=span is not None)
     has_begun = request.continue_final_message or service.text.has_ended_reasoning(prompt_ids)
-    reasoning = None if has_begun and not begins_inside else span
-    return msgspec.structs.replace(fields, grammar=grammar, reasoning=reasoning)
+    if has_begun and not begins_inside:
+        return None
+    return service.text.reasoning_span(begins_inside=begins_inside, token_budget=budget)
 
 
 def _check_reasoning(service: ApiService, request: ChatRequest) -> None:

@@ -35,10 +35,12 @@ from kvrelay_router.text.service import DecodedPrompt
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """A prompt as tokens. `echo` is its text if the answer begins with it."""
+    """A prompt as tokens. `echo` is its text if the answer begins with it. `reasoning`: of the output, before what is
+    constrained."""
 
     token_ids: list[int]
     echo: DecodedPrompt | None = None
+    reasoning: ReasoningSpan | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -59,7 +61,6 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     has_echo: bool = False
     scores_in_choices: bool = False  # each choice has the log-probabilities of its prompt
     grammar: Grammar | None = None  # in place of the request's own
-    reasoning: ReasoningSpan | None = None  # before the grammar
     is_parsed: bool = False  # reasoning or tool calls are looked for in the output
 
 
@@ -88,7 +89,7 @@ async def plan_generation(
     bad_words = await service.text.encode_bad_words(request.bad_words)
     check_bad_words(request, bad_words, limits)
     for prompt, max_tokens in zip(prompts, shape.max_tokens, strict=True):
-        sampling = _sampling(service, request, fields, len(prompt.token_ids), max_tokens, limits)
+        sampling = _sampling(service, request, fields, prompt, max_tokens, limits)
         samplings.append(msgspec.structs.replace(sampling, bad_words=bad_words) if bad_words else sampling)
         await share.pause()
     token_ids = [prompt.token_ids for prompt in prompts]
@@ -138,10 +139,11 @@ def _sampling(
     service: ApiService,
     request: BeamFields,
     fields: EndpointFields,
-    num_prompt_tokens: int,
+    prompt: TokenizedPrompt,
     max_tokens: int,
     limits: ModelLimits,
 ) -> Sampling:
+    num_prompt_tokens = len(prompt.token_ids)
     check_beams(request, num_prompt_tokens, max_tokens, limits)
     check_samples(request, num_prompt_tokens, max_tokens, limits)
     check_scored_part(request, num_prompt_tokens)
@@ -153,7 +155,7 @@ def _sampling(
         prompt_logprobs=fields.prompt_logprobs,
         seed=make_seed(request.seed),
         grammar=fields.grammar,
-        reasoning=fields.reasoning,
+        reasoning=prompt.reasoning,
     )
 
 

@@ -18,6 +18,7 @@ from kvrelay_router.openai.generation import PromptRun
 OPERATION_BY_PATH = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
+    "/v1/chat/completions/batch": "chat",
     "/v1/messages": "chat",
     "/v1/responses": "chat",
     "/invocations": "chat",

@@ -68,7 +68,10 @@ class ChatStream(PartedEventFormat):
             if not self._prompt_ids:
                 self._prompt_ids = b',"prompt_token_ids":' + orjson.dumps(run.request.prompt_ids)
             prompt = self._prompt_ids
-        return self._event(choice, b'{"role":"assistant","content":""}', NO_DETAILS, usage + prompt)
+        opening = self._event(choice, b'{"role":"assistant","content":""}', NO_DETAILS, usage + prompt)
+        if echoed := self._request.echoed:
+            opening += self._event(choice, b'{"content":' + orjson.dumps(echoed) + b"}", NO_DETAILS, usage)
+        return opening
 
     def _event_with_details(self, run: PromptRun, choice: Choice, delta: bytes, opening: bytes) -> bytes:
         """`opening`: an event that comes before."""
@@ -106,7 +109,7 @@ class ChatStream(PartedEventFormat):
 
 
 class ChatAnswer(DocumentFormat):
-    """One JSON object with all choices."""
+    """One JSON object with all choices. Several runs are conversations of their own, with one choice each."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class ChatAnswer(DocumentFormat):
         scores: PromptScores | None,
     ) -> None:
         self._head, self._tokenizer, self._request, self._scores = head, tokenizer, request, scores
-        (self._run,) = runs
+        self._runs = runs
         self._texts = CollectedTexts()
 
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
@@ -128,13 +131,16 @@ class ChatAnswer(DocumentFormat):
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {
             **self._head,
-            "choices": [self._choice(choice) for choice in self._run.choices],
+            "choices": [self._choice(choice) for run in self._runs for choice in run.choices],
             "usage": usage,
         }
+        if len(self._runs) > 1:
+            return answer
+        (run,) = self._runs
         if self._request.return_token_ids:
-            answer["prompt_token_ids"] = self._run.request.prompt_ids
+            answer["prompt_token_ids"] = run.request.prompt_ids
         if self._scores is not None:
-            answer["prompt_logprobs"] = self._scores.of(self._run)
+            answer["prompt_logprobs"] = self._scores.of(run)
         return answer
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -152,7 +158,10 @@ class ChatAnswer(DocumentFormat):
         return content
 
     def _message(self, choice: Choice) -> dict[str, Any]:
-        return {"role": "assistant", "content": self._texts.of(choice), "refusal": None}
+        return {"role": "assistant", "content": self._echoed(choice) + self._texts.of(choice), "refusal": None}
+
+    def _echoed(self, choice: Choice) -> str:
+        return self._request.echoed
 
     def _finish_reason(self, choice: Choice) -> str | None:
         return choice.finish_reason

@@ -120,7 +120,7 @@ class ParsedChatAnswer(ChatAnswer):
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         message = self._messages.get(choice.index, Delta())
-        content = "".join(message.content)
+        content = self._echoed(choice) + "".join(message.content)
         calls = [{name: call[name] for name in call if name != "index"} for call in message.tool_calls()]
         fields: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
         if message.reasoning:

@@ -195,7 +195,17 @@ class ChatRequest(ChatFields, BeamFields):
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
     include_reasoning: FlagOn = True
+    echo: Flag = False
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    @property
+    def echoed(self) -> str:
+        """The text that the answer begins with: that of the last message, if it is the assistant's."""
+        last = self.messages[-1]
+        if not self.echo or last["role"] != "assistant":
+            return ""
+        content = last["content"]
+        return content if isinstance(content, str) else "".join([part["text"] for part in content])
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -66,7 +66,6 @@ CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "documents": NOTHING,
     "chat_template": NOTHING,
-    "echo": NOTHING,
 }
 
 

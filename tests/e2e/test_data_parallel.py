@@ -38,26 +38,26 @@ def total(stack: Stack, role: str, name: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize(("architecture", "number"), [("llama", signal.SIGKILL), ("qwen3-moe", signal.SIGSTOP)])
 def test_decode_groups_that_compute_prompts(
-    architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path
+    architecture: str, number: signal.Signals, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Two groups of two, with the prefill delayer, one of which loses a rank."""
+    """Two groups of two, with the prefill delayer, one of which loses a rank, or has one that stands still."""
     model = tiny_model(architecture)
     flags = ("--prefill=0", "--decode=2", "--decode-data-parallel-size=2", "--prefill-delayer", *FLAGS)
     with Stack(model, tmp_path, *flags) as stack:
         names = {worker["worker_id"] for worker in stack.workers()}
         assert names == {"decode-0", "decode-0-dp1", "decode-1", "decode-1-dp1"}
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
-        for number in range(MAX_ROUNDS):  # from the second on with what was cached
-            check_together(stack, model, prompts if number < 2 else prompts * 5)
-            if number and total(stack, "decode", "preemptions"):
+        for round_number in range(MAX_ROUNDS):  # from the second on with what was cached
+            check_together(stack, model, prompts if round_number < 2 else prompts * 5)
+            if round_number and total(stack, "decode", "preemptions"):
                 break
         check_samples(stack, model, prompts[-1])
         assert total(stack, "decode", "preemptions"), "the pools were too large to test preemption"
         assert total(stack, "decode", "cached_blocks")
         assert any(key.startswith("prefill_delayer.mixed") for key in stack.workers()[0]["totals"])
-        kill_a_rank(stack, model, prompts)
+        disturb_a_rank(stack, model, prompts, number)
         check_together(stack, model, prompts)
         stack.wait_until_clean()
         every = [pid for pid in stack.children().values() for pid in ranks_of(pid)]
@@ -65,13 +65,13 @@ def test_decode_groups_that_compute_prompts(
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
 
 
-def kill_a_rank(stack: Stack, model: Path, prompts: list[list[int]]) -> None:
-    """Kills rank 1 of a group while prompts are served. Returns when the group is ready again."""
+def disturb_a_rank(stack: Stack, model: Path, prompts: list[list[int]], number: signal.Signals) -> None:
+    """Signals rank 1 of a group while prompts are served. Returns when the group is ready again."""
     num_workers, before = len(stack.workers()), stack.children()["decode-0"]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(check_together, stack, model, prompts)
         wait_until(lambda: stack.busy_blocks() or asked.done())
-        os.kill(ranks_of(before)[0], signal.SIGKILL)
+        os.kill(ranks_of(before)[0], number)
         asked.result()
     wait_until(lambda: stack.children().get("decode-0", before) != before)
     wait_until(lambda: [worker["state"] for worker in stack.workers()] == ["ready"] * num_workers)

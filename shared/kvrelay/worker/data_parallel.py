@@ -26,7 +26,7 @@ from kvrelay.messaging.sockets import tcp_host
 from kvrelay.protocol.messages import PeerRef, WakeRank
 from kvrelay.ranks.rank_group import RankCommand, RanksFailed
 from kvrelay.ranks.rank_process import PARENT_VARIABLE
-from kvrelay.worker.group_workers import GroupWorkers
+from kvrelay.worker.group_workers import END_WITHIN_S, GroupWorkers
 from kvrelay.worker.lockstep_runner import LockstepRunner
 from kvrelay.worker.rank_main import own_software
 
@@ -46,7 +46,10 @@ def load_data_parallel(config: WorkerConfig) -> LockstepRunner:
     """
     device = find_device(config.device)
     if config.data_parallel_rank:
-        return LockstepRunner(*_load(config, device, None, None))
+        try:
+            return LockstepRunner(*_load(config, device, None, None))
+        except (DeviceLost, GroupNotFormed) as error:
+            raise RanksFailed(str(error)) from error
     # Before processes are started for it.
     check_data_parallel(read_config(config.model), config.data_parallel_size)
     family = socket.getaddrinfo(config.rank_host, 1, type=socket.SOCK_STREAM)[0][0]
@@ -59,11 +62,12 @@ def load_data_parallel(config: WorkerConfig) -> LockstepRunner:
         workers = GroupWorkers(_commands(config, listener.getsockname()[1], device))
         try:
             return LockstepRunner(*_load(config, device, listener, workers))
-        except BaseException as error:
-            reason = workers.ended
+        except (DeviceLost, GroupNotFormed) as error:
+            reason = workers.why_lost(error)
             workers.close(within_s=0.0)
-            if reason and isinstance(error, GroupNotFormed | RanksFailed):
-                raise RanksFailed(reason) from error
+            raise RanksFailed(reason) from error
+        except BaseException:
+            workers.close(within_s=0.0)
             raise
 
 
@@ -72,15 +76,12 @@ def _load(
 ) -> tuple[TransformersRunner, DataParallelGroup]:
     rank, size = config.data_parallel_rank, config.data_parallel_size
     port = config.rank_port if listener is None else listener.getsockname()[1]
-    try:
-        coordinator = GroupCoordinator.connect(
-            *(rank, size, f"{tcp_host(config.rank_host)}:{port}", config.rank_timeout_s),
-            device if device.type == "cuda" else None,
-            listener=listener,
-            check=lambda: None if workers is None else workers.check(),
-        )
-    except GroupNotFormed as error:
-        raise RanksFailed(str(error)) from error
+    coordinator = GroupCoordinator.connect(
+        *(rank, size, f"{tcp_host(config.rank_host)}:{port}", config.rank_timeout_s),
+        device if device.type == "cuda" else None,
+        listener=listener,
+        check=lambda: None if workers is None else workers.check(),
+    )
     try:
         _check_equal(coordinator, config)
         runner = _make_part(config, coordinator, device)
@@ -170,6 +171,8 @@ class DataParallelGroup:
         self._send: Callable[[PeerRef, WakeRank], None] = lambda peer, body: None
         self._on_wake: Callable[[int], None] = lambda num_passes: None
         self._lost: asyncio.Future[str] | None = None
+        self._is_draining = False
+        self._is_lost = False  # without a drain
         if workers is not None:
             # Of a process that has ended the connections close, except if it ends in the middle of a collective in C.
             workers.on_end = lambda reason: self._coordinator.leave()
@@ -187,7 +190,7 @@ class DataParallelGroup:
         try:
             peers = [PeerRef(*json.loads(text)) for text in self._coordinator.all_texts(own)]
         except DeviceLost as error:
-            raise RanksFailed(self._workers.ended if self._workers and self._workers.ended else str(error)) from error
+            raise RanksFailed(str(error) if self._workers is None else self._workers.why_lost(error)) from error
         self._peers = [peer for rank, peer in enumerate(peers) if rank != self.rank]
         self._send, self._on_wake = send, on_wake
 
@@ -196,13 +199,18 @@ class DataParallelGroup:
 
     async def exchange(self, numbers: Seq[int]) -> list[list[int]]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._coordinator.exchange, numbers)
+        try:
+            return await loop.run_in_executor(self._executor, self._coordinator.exchange, numbers)
+        except DeviceLost:
+            self._is_lost = not self._is_draining
+            raise
 
     def wake_others(self, num_passes: int) -> None:
         for peer in self._peers:
             self._send(peer, WakeRank(num_passes=num_passes))
 
     def begin_drain(self) -> None:
+        self._is_draining = True
         if self._workers is not None:
             self._workers.terminate()
 
@@ -219,6 +227,7 @@ class DataParallelGroup:
             reason = lost.result() if lost.done() else ended.result()
         else:
             reason = await lost
+        self._is_lost = not self._is_draining
         raise DeviceLost(reason)
 
     def leave(self) -> None:
@@ -228,4 +237,5 @@ class DataParallelGroup:
         self._executor.shutdown(wait=False)
         self._coordinator.close()
         if self._workers is not None:
-            self._workers.close()
+            # A lost group does not end by itself, and requests wait for the end of this process.
+            self._workers.close(within_s=0.0 if self._is_lost else END_WITHIN_S)

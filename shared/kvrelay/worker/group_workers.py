@@ -16,6 +16,8 @@ from kvrelay.process import describe_exit
 from kvrelay.ranks.rank_group import RankCommand, RanksFailed
 from kvrelay.ranks.rank_process import RankProcess
 
+END_SOON_S = 2.0
+"""Time between the end of a process's connections and its own."""
 END_WITHIN_S = 5.0
 """Time for the processes to end by themselves before they are killed."""
 
@@ -42,6 +44,12 @@ class GroupWorkers:
     def ended(self) -> str:
         """How a process has ended; empty: none has."""
         return self.first_end.result() if self.first_end.done() else ""
+
+    def why_lost(self, error: Exception) -> str:
+        """Why the group is lost to this rank: how a process has ended, or the error if none ends soon."""
+        with suppress(TimeoutError):
+            return self.first_end.result(END_SOON_S)
+        return str(error)
 
     def check(self) -> None:
         """Raises RanksFailed if a process has ended."""

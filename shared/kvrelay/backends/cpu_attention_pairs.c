@@ -302,11 +302,13 @@ INLINE void pack_values(const Attention *a, const PairScratch *s, const int64_t 
         }
 }
 
-/* Scores of one row, scaled, soft-capped, and -inf for keys that are out of [visible_begin, visible_end) if `partly`. */
+/* Scores of one row, and -inf for keys that are out of [visible_begin, visible_end) if `partly`. They are scaled and
+ * soft-capped if `scaled`. */
 INLINE vfloat prompt_score(const Attention *a, const float *score, int64_t key, int64_t visible_begin, int64_t visible_end,
-                           const int partly) {
-    vfloat x = load((const char *)score, key / PANEL * PROMPT_ROWS * PANEL + key % PANEL, FLOAT32) * (float)a->scaling;
-    if (a->softcap != 0) x = (float)a->softcap * vtanh(x * (float)(1 / a->softcap));
+                           const int partly, const int scaled) {
+    vfloat x = load((const char *)score, key / PANEL * PROMPT_ROWS * PANEL + key % PANEL, FLOAT32);
+    if (scaled) x *= (float)a->scaling;
+    if (scaled && a->softcap != 0) x = (float)a->softcap * vtanh(x * (float)(1 / a->softcap));
     if (partly) {
         vint at;
         UNROLL for (int i = 0; i < LANES; i++) at[i] = i;
@@ -325,37 +327,50 @@ INLINE vfloat max_each(vfloat v[LANES]) {
 }
 
 /* Turns scores of LANES rows from row `first` of an item on into weights, and stores by how much earlier results of each
- * row shrink. Returns whether any does. `begin` is the position of the first of `num_keys` keys. */
+ * row shrink. Returns whether any does. `begin` is the position of the first of `num_keys` keys. Unless `scaled`, scores
+ * are scaled together with their change of base to 2, which needs a positive scaling and no soft cap. */
 INLINE int soften_rows(const Attention *a, const PairScratch *s, int64_t first, const float *score, uint16_t *weight,
-                       int64_t position, int64_t begin, int64_t num_keys, float *shrink, const int partly) {
+                       int64_t position, int64_t begin, int64_t num_keys, float *shrink, const int partly, const int scaled) {
+    const float scaling = scaled ? 1.0f : (float)a->scaling, to_log2 = scaling * LOG2_E;
     vfloat best[LANES];
     float bases[LANES];
     for (int r = 0; r < LANES; r++) {
         const int64_t end = position + (first + r) / a->group + 1 - begin, start = a->window ? end - a->window : 0;
         best[r] = splat(-INFINITY);
         for (int64_t key = 0; key < num_keys; key += LANES) {
-            const vfloat x = prompt_score(a, score + r * PANEL, key, start, end, partly);
+            const vfloat x = prompt_score(a, score + r * PANEL, key, start, end, partly, scaled);
             best[r] = (vfloat)_mm512_max_ps((__m512)x, (__m512)best[r]);
         }
     }
-    const vfloat old = load((const char *)s->max, first, FLOAT32), new = larger(max_each(best), old);
+    const vfloat old = load((const char *)s->max, first, FLOAT32), new = larger(max_each(best) * scaling, old);
     const vfloat base = choose(new == splat(-INFINITY), splat(0.0f), new); /* nothing seen yet: weights are exp(-inf) */
     const vfloat shrinks = choose(new == old, splat(1.0f), vexp(old - base));
     store((char *)s->max, first, new, FLOAT32);
     store((char *)shrink, 0, shrinks, FLOAT32);
-    store((char *)bases, 0, base, FLOAT32);
+    store((char *)bases, 0, base * LOG2_E, FLOAT32);
     for (int r = 0; r < LANES; r++) {
         const int64_t end = position + (first + r) / a->group + 1 - begin, start = a->window ? end - a->window : 0;
         vfloat total = load((const char *)s->sum, (first + r) * LANES, FLOAT32) * shrink[r];
         for (int64_t key = 0; key < num_keys; key += 2 * LANES) {
-            const vfloat low = rough_exp(prompt_score(a, score + r * PANEL, key, start, end, partly) - bases[r]);
-            const vfloat high = rough_exp(prompt_score(a, score + r * PANEL, key + LANES, start, end, partly) - bases[r]);
-            total += low + high;
-            _mm512_storeu_si512(weight + r * PROMPT_KEYS + key, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+            vfloat w[2];
+            UNROLL for (int i = 0; i < 2; i++) {
+                const vfloat x = prompt_score(a, score + r * PANEL, key + i * LANES, start, end, partly, scaled);
+                w[i] = rough_exp2(x * to_log2 - bases[r]);
+            }
+            total += w[0] + w[1];
+            _mm512_storeu_si512(weight + r * PROMPT_KEYS + key, (__m512i)_mm512_cvtne2ps_pbh((__m512)w[1], (__m512)w[0]));
         }
         store((char *)s->sum, (first + r) * LANES, total, FLOAT32);
     }
     return _mm512_cmp_ps_mask((__m512)shrinks, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) != 0;
+}
+
+/* As `soften_rows`, compiled for each kind of scores. */
+static int soften_prompt(const Attention *a, const PairScratch *s, int64_t first, const float *score, uint16_t *weight,
+                         int64_t position, int64_t begin, int64_t num_keys, float *shrink, int partly) {
+    if (a->softcap != 0 || !(a->scaling > 0)) return soften_rows(a, s, first, score, weight, position, begin, num_keys, shrink, 1, 1);
+    if (partly) return soften_rows(a, s, first, score, weight, position, begin, num_keys, shrink, 1, 0);
+    return soften_rows(a, s, first, score, weight, position, begin, num_keys, shrink, 0, 0);
 }
 
 /* Packed keys and values from position `begin` on, for up to PROMPT_ROWS rows from row `first` of an item on, which see
@@ -372,13 +387,13 @@ static void prompt_rows(const Attention *a, const PairScratch *s, int64_t stored
     for (int64_t r = 0; r < rows; r += LANES) {
         const float *score = s->score + r * PANEL;
         uint16_t *weight = s->weight + r * PROMPT_KEYS;
-        if (partly) shrinks |= soften_rows(a, s, first + r, score, weight, position, begin, wide, shrink + r, 1);
-        else shrinks |= soften_rows(a, s, first + r, score, weight, position, begin, wide, shrink + r, 0);
+        shrinks |= soften_prompt(a, s, first + r, score, weight, position, begin, wide, shrink + r, partly);
     }
     for (int64_t d = 0; d < dim; d += PANEL) {
         float *output = s->output + d * stored + first * PANEL;
         for (int64_t r = 0; shrinks && r < rows; r++)
-            for (int c = 0; c < PANEL; c++) output[r * PANEL + c] *= shrink[r];
+            UNROLL for (int c = 0; c < PANEL; c += LANES)
+                store((char *)output, r * PANEL + c, load((const char *)output, r * PANEL + c, FLOAT32) * shrink[r], FLOAT32);
         add_block((const char *)s->weight, PROMPT_KEYS * 2, rows, s->values + d / PANEL * panel_bytes(PROMPT_KEYS, BFLOAT16),
                   wide, output, 1, NULL, BFLOAT16, 1);
     }

@@ -129,20 +129,28 @@ INLINE vfloat vexp(vfloat x) {
 }
 
 #if LANES == 16
-/* exp for x <= 87, about 4e-6 relative, which is far below the rounding of the result to bfloat16; below 2^-126 it is 0.
+/* 2^t for t < 127, about 3e-6 relative, which is far below the rounding of the result to bfloat16; below 2^-126 it is 0.
  * NaN stays NaN. Lanes that give 0 are masked: numbers too small for a float take the CPU a hundred cycles. */
-INLINE vfloat rough_exp(vfloat x) {
-    const __m512 t = (__m512)(x * 1.44269504089f);
-    const __mmask16 counts = _mm512_cmp_ps_mask(t, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vfloat r = (vfloat)(t - n);
-    vfloat p = splat(0.009560510206479146f);
-    p = p * r + 0.05591703917486773f;
-    p = p * r + 0.24024981109537322f;
-    p = p * r + 0.6931219676960613f;
-    p = p * r + 0.9999991908565828f;
-    return (vfloat)_mm512_maskz_scalef_ps(counts, (__m512)p, n);
+INLINE vfloat rough_exp2(vfloat t) {
+    enum { DOWN = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC };
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)t, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+#if defined(__AVX512DQ__)
+    const vfloat r = (vfloat)_mm512_reduce_ps((__m512)t, DOWN); /* t - floor(t) */
+#else
+    const vfloat r = t - (vfloat)_mm512_roundscale_ps((__m512)t, DOWN);
+#endif
+    vfloat p = splat(0.013534167781472206f);
+    p = p * r + 0.052011460065841675f;
+    p = p * r + 0.2414427548646927f;
+    p = p * r + 0.6930038332939148f;
+    p = p * r + 1.0000026226043701f;
+    return (vfloat)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)t); /* p * 2^floor(t) */
 }
+
+#define LOG2_E 1.44269504089f
+
+/* exp for x <= 87, as exact as `rough_exp2`. */
+INLINE vfloat rough_exp(vfloat x) { return rough_exp2(x * LOG2_E); }
 #endif
 
 INLINE vfloat vtanh(vfloat x) {

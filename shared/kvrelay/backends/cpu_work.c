@@ -3,7 +3,7 @@
  * The cut of a row depends on the row alone, with one exception: heads of decoding rows are taken together if there is
  * enough work, so that a block is read from end to end.
  */
-enum { SPLIT_KEYS = 512, CHUNK_ROWS = 96 }; /* keys per piece of a decoding row; query tokens times heads of a tile */
+enum { SPLIT_KEYS = 512, CHUNK_ROWS = 256 }; /* keys per piece of a decoding row; query tokens times heads of a tile, which packs the keys that it reads */
 
 typedef struct {
     int64_t num_items, num_split_rows, num_partials, max_rows, max_states;

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.unit
 # Outputs are means of unit normals; bfloat16 keeps 8 bits of them.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 STORED = [None, *KV_DTYPES.values()]
+CHUNK_ROWS = 256
 E4M3, E5M2 = KV_DTYPES["fp8_e4m3"], KV_DTYPES["fp8_e5m2"]
 MIXED_ROWS = [(0, 1), (0, 37), (15, 1), (16, 1), (33, 20), (70, 1), (47, 2), (0, 16), (5, 3)]
 
@@ -203,13 +204,13 @@ Cut = tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]
 
 def cut_slowly(rows: list[tuple[int, int]], num_kv_heads: int, group: int, num_threads: int) -> Cut:
     """Items, rows of several pieces, and the number of partial results."""
-    decoding = [group <= 96 and tokens == 1 for _, tokens in rows]
+    decoding = [group <= CHUNK_ROWS and tokens == 1 for _, tokens in rows]
     num_pieces = sum(-(-(position + 1) // 512) for (position, _), alone in zip(rows, decoding, strict=True) if alone)
     parts = [each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]
     heads = num_kv_heads // next((each for each in parts if num_pieces * each >= 2 * num_threads), num_kv_heads)
     items: list[tuple[int, ...]] = []
     split_rows: list[tuple[int, ...]] = []
-    num_partials, tile = 0, max(1, 96 // group)
+    num_partials, tile = 0, max(1, CHUNK_ROWS // group)
     for row, (position, tokens) in enumerate(rows):
         for begin in range(0, 0 if decoding[row] else tokens, tile):
             end = min(begin + tile, tokens)

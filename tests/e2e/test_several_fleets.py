@@ -202,5 +202,43 @@ def test_two_processes_serve_static_workers_of_two_models(tiny_model: Callable[[
         assert fleets.complete(DEMO, [1, 2]).status_code == 200
 
 
+def test_processes_share_limits_of_keys_and_stored_responses_of_all_models(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    flags = ("--processes", "2", "--key-requests-per-minute", "0.001", "--key-burst", "6")
+    with ExitStack() as stack:
+        models = {DEMO: DEMO_MODEL, TINY: tiny_model("qwen3")}
+        fleets = stack.enter_context(two_fleets(tmp_path, models, *flags))
+        for model in models:
+            fleets.start_workers(model)
+        fleets.wait_until_ready(DEMO, TINY)
+        by_process: dict[str, httpx.Client] = {}
+        while len(by_process) < 2:  # a new connection goes to the process with the fewest
+            client = stack.enter_context(httpx.Client(base_url=fleets.http.base_url, timeout=2 * PATIENCE_S))
+            by_process.setdefault(client.get("/health").headers["x-kvrelay-router"], client)
+        clients = list(by_process.values())
+        for fleets.http in clients:
+            wait_until(lambda: fleets.ready_models() == {DEMO, TINY})
+        one, other = clients
+        for model in (DEMO, TINY):  # each process continues what the other answered
+            first = respond(one, model, input="What is an otter?")
+            second = respond(other, model, input="Where?", previous_response_id=first["id"])
+            assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+            assert one.get(f"/v1/responses/{second['id']}").json() == second
+        statuses = []
+        for number in range(6):
+            fleets.http = clients[number % 2]
+            statuses.append(fleets.complete((DEMO, TINY)[number // 2 % 2], [1, 2]).status_code)
+        assert statuses == [200, 200, 429, 429, 429, 429], "four of six were responses"
+
+
+def respond(client: httpx.Client, model: str, **fields: Any) -> dict[str, Any]:
+    answer = client.post("/v1/responses", json={"model": model, "max_output_tokens": 4, **fields})
+    assert answer.status_code == 200, answer.text
+    response: dict[str, Any] = answer.json()
+    assert response["store"] is True
+    return response
+
+
 def ready_workers(fleets: TwoFleets) -> list[dict[str, Any]]:
     return [each for each in fleets.fleet()["workers"] if each["state"] == "ready"]

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fakes.random_tools import check_call, strict_call
 from tests.fakes.stack import Stack
+from tests.tiny_models import add_reasoning, build_model
 
 NUM_AT_ONCE = 16
 FLAGS = ("--dtype", "float32", "--threads", "1", "--tool-parser", "hermes")
 
 
-def num_calls(stack: Stack, seed: int) -> int:
+def num_calls(stack: Stack, seed: int, **fields: Any) -> int:
     """Returns the number of calls in the answer to a request that must call one of its tools."""
-    body = strict_call(stack.model, seed)
+    body = strict_call(stack.model, seed) | fields
     answer = stack.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, (seed, answer.text)
     (choice,) = answer.json()["choices"]
@@ -25,6 +27,10 @@ def num_calls(stack: Stack, seed: int) -> int:
     calls = [call["function"] for call in choice["message"]["tool_calls"]]
     for call in calls:
         check_call(body, call["name"], call["arguments"])
+    if budget := fields.get("thinking_token_budget"):
+        # The tokens of the budget and the marker, unless the model itself ended the reasoning before.
+        details = answer.json()["usage"]["completion_tokens_details"]
+        assert 1 <= details["reasoning_tokens"] <= budget + 1
     return len(calls)
 
 
@@ -35,3 +41,12 @@ def test_every_call_of_a_strict_tool_is_valid(
     with Stack(tiny_model("qwen3"), tmp_path, *FLAGS) as stack, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         numbers = list(pool.map(lambda seed: num_calls(stack, seed), range(num_requests)))
     assert numbers == [1] * num_requests
+
+
+def test_strict_calls_follow_reasoning_with_a_budget(tmp_path: Path) -> None:
+    """A model whose prompts open the reasoning, behind which the grammar of the calls begins."""
+    model = add_reasoning(build_model("qwen3", tmp_path / "model"))
+    with Stack(model, tmp_path, *FLAGS) as stack, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        numbers = list(pool.map(lambda seed: num_calls(stack, seed, thinking_token_budget=1 + seed), range(20)))
+        stack.wait_until_clean()
+    assert numbers == [1] * 20

@@ -16,6 +16,7 @@ import pytest
 
 from kvrelay.ports import HeldPort
 from kvrelay.process import die_with_parent
+from tests.e2e import reference
 from tests.e2e.prompts import prompt_of
 from tests.e2e.test_ranks import FLAGS, LENGTHS, MAX_ROUNDS, check_samples, check_together
 from tests.fakes.stack import Stack
@@ -75,6 +76,30 @@ def disturb_a_rank(stack: Stack, model: Path, prompts: list[list[int]], number: 
         asked.result()
     wait_until(lambda: stack.children().get("decode-0", before) != before)
     wait_until(lambda: [worker["state"] for worker in stack.workers()] == ["ready"] * num_workers)
+
+
+@pytest.mark.slow
+def test_a_group_that_drains_finishes_the_requests_of_all_its_ranks(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A rank that has drained takes part in the steps of the others."""
+    model, length = tiny_model("llama"), 400
+    flags = ("--prefill=0", "--decode-data-parallel-size=2", "--dtype=float32", "--num-blocks=200")
+    with Stack(model, tmp_path, *flags) as stack:
+        prompts = [prompt_of(20 + number, VOCAB_SIZE) for number in range(6)]
+        first = stack.children()["decode-0"]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = [pool.submit(stack.complete, each, length, ignore_eos=True) for each in prompts]
+            wait_until(lambda: len(stack.busy_blocks()) == 2)
+            os.kill(first, signal.SIGTERM)
+            for prompt, answer in zip(prompts, asked, strict=True):
+                assert answer.result()["token_ids"] == reference.greedy(model, prompt, length)
+        wait_until(lambda: stack.children().get("decode-0", first) != first)
+        log = next(stack.state_dir.glob("*/decode-0.log")).read_text()
+    assert log.count("draining:") == 2
+    assert "draining: 0 requests" not in log
+    assert "did not finish" not in log
+    assert " ERROR " not in log
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from kvrelay.worker.step_loop import StepCallbacks
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 BLOCK_SIZE, NUM_BLOCKS, LONGEST, MAX_RUNNING = 4, 14, 56, 3
@@ -140,7 +141,7 @@ JOBS = st.lists(
 
 @given(JOBS, st.sampled_from([None, 1, 5, 1000]), st.booleans())
 @example([Job(0, 0, (1,), 3)], 1000, True)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(100))
 def test_every_rank_takes_every_step_and_no_token_depends_on_it(
     jobs: list[Job], max_delay_passes: int | None, bounded: bool
 ) -> None:

@@ -120,6 +120,10 @@ async def test_thoughts_are_hidden_unless_they_were_asked_for(router: Router) ->
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": {"type": "tool", "name": "other"}}, "other"),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"input_schema": {"type": "object"}}]}, "tools.0"),
+        ({"tools": [{**TOOL, "input_schema": {"type": "object", "properties": {"a": 1}}}]}, "'a'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "otter", "text": "x"}]}]}, "otter"),
     ],
 )
 async def test_bad_tools_are_refused(router: Router, body: dict[str, Any], says: str) -> None:

@@ -154,6 +154,18 @@ async def test_a_failure_within_a_stream_is_its_last_event(router: Router) -> No
         ({"metadata": {"x" * 65: "a"}}, f"metadata.{'x' * 65}.[key]", "invalid_value"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "invalid_value"),
+        ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools", "invalid_value"),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": {"properties": {"a": 1}}}]},
+            "tools",
+            "invalid_value",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+            "input[0].call_id",
+            "invalid_value",
+        ),
+        ({"input": [{"type": "otter"}]}, "input[0].type", "invalid_value"),
         ({"input": "x" * 5000}, "input", "context_length_exceeded"),
     ],
 )

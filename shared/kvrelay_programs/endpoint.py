@@ -14,11 +14,15 @@ from typing import Any
 import httpx
 
 from kvrelay_programs.content import Content, chat_fields
-from kvrelay_programs.errors import EndpointError
+from kvrelay_programs.errors import CannotScore, EndpointError
+from kvrelay_programs.greedy_choice import top_tokens_of
 from kvrelay_programs.results import Generated, Usage
 from kvrelay_programs.scoring import ScoredTokens, num_common
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+_NOT_OFFERED = frozenset((404, 405, 501))
+_REFUSED = _NOT_OFFERED | {400, 422}
+_NUM_TOP_TOKENS = {True: 20, False: 5}  # the most that OpenAI gives in a chat and in a completion
 _HEALED_TOKENS = 8  # tokens before the end of a text that may change when a choice follows; more are asked for again
 
 
@@ -49,6 +53,7 @@ class Endpoint:
         self._model = model
         self._is_kvrelay = False
         self._asked = False
+        self._scores_prompts = True  # until it refuses to
         key = api_key if api_key is not None else os.environ.get("KVRELAY_API_KEY")
         self._client = httpx.AsyncClient(
             headers={"authorization": f"Bearer {key}"} if key else {},
@@ -78,8 +83,31 @@ class Endpoint:
         """Log-probabilities of the tokens by which each ending differs from `content` alone, in one request.
 
         A text may have other tokens at its end once an ending follows. The scores of all endings therefore begin at
-        the first token that differs for any of them.
+        the first token that differs for any of them. Raises CannotScore if the endpoint does not score prompts.
         """
+        await self._served_model()
+        if not self._scores_prompts:
+            raise self._cannot_score()
+        try:
+            return await self._scored_endings(content, endings, caller)
+        except CannotScore:
+            self._scores_prompts = False
+            raise
+        except EndpointError as error:
+            # kvrelay scores prompts: what it refuses is wrong for another reason.
+            if self._is_kvrelay or error.status not in _REFUSED:
+                raise
+            # A bad request may be due to this prompt only.
+            self._scores_prompts = error.status not in _NOT_OFFERED
+            raise self._cannot_score() from error
+
+    async def top_tokens(self, content: Content, ending: str, caller: Caller) -> dict[str, float]:
+        """The likeliest tokens behind `content` and `ending`, with their log-probabilities."""
+        behind = content.added(ending) if ending else content
+        fields = {"max_tokens": 1, "temperature": 0, "logprobs": _NUM_TOP_TOKENS[content.is_chat]}
+        return top_tokens_of(await self.generate(behind, fields, caller), is_chat=content.is_chat)
+
+    async def _scored_endings(self, content: Content, endings: Sequence[str], caller: Caller) -> list[ScoredTokens]:
         start, prompts = await self._prompts_of(content, endings, caller)
         first_asked = max(start - _HEALED_TOKENS, 1)
         while True:
@@ -131,8 +159,11 @@ class Endpoint:
         answer = await self._post("/v1/completions", body, caller)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         if any(choice.get("prompt_logprobs") is None or "prompt_token_ids" not in choice for choice in choices):
-            raise EndpointError(f"{self.base_url} does not score prompts, which a select needs")
+            raise self._cannot_score()
         return [_scored(choice["prompt_token_ids"], choice["prompt_logprobs"]) for choice in choices]
+
+    def _cannot_score(self) -> CannotScore:
+        return CannotScore(f"{self.base_url} does not score prompts")
 
     async def _served_model(self) -> str:
         async with self._asking:

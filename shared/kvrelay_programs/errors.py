@@ -51,3 +51,7 @@ class EndpointError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+class CannotScore(EndpointError):
+    """The endpoint does not give log-probabilities of prompts."""

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay_programs.content import Content
-from kvrelay_programs.errors import Location, ProgramError
+from kvrelay_programs.endpoint import Caller
+from kvrelay_programs.errors import CannotScore, Location, ProgramError
 from kvrelay_programs.expressions import Gen, Media, Role, Select
+from kvrelay_programs.greedy_choice import greedy_choice
 from kvrelay_programs.results import Generated, Selected
 from kvrelay_programs.run import Operation, OrderedStream, Run
 from kvrelay_programs.scoring import best_choice
@@ -154,20 +156,26 @@ class Interpreter:
         return Generated(text, finish_reason)
 
     async def _selected(self, step: Select) -> Selected:
-        what, content, endpoint = f"select({step.name!r})", self._at.content, self.run.endpoint
+        what, content = f"select({step.name!r})", self._at.content
         content.check_can_generate(what, step.location)
-        scored = await self.run.call(what, step.location, lambda caller: endpoint.score(content, step.choices, caller))
-        unconditional = None
-        if step.normalization == "unconditional":
-            alone = Content(text=step.unconditional_prefix)
-            unconditional = await self.run.call(
-                what, step.location, lambda caller: endpoint.score(alone, step.choices, caller)
-            )
-        by_tokens = step.normalization == "tokens"
-        selected = best_choice(step.choices, scored, by_tokens=by_tokens, unconditional=unconditional)
+        selected = await self.run.call(what, step.location, lambda caller: self._by_likelihood(step, content, caller))
         if self.feed is not None:
             self.feed.add(step.name, selected.text)
         return selected
+
+    async def _by_likelihood(self, step: Select, content: Content, caller: Caller) -> Selected:
+        endpoint, unconditional = self.run.endpoint, None
+        try:
+            scored = await endpoint.score(content, step.choices, caller)
+            if step.normalization == "unconditional":
+                alone = Content(text=step.unconditional_prefix)
+                unconditional = await endpoint.score(alone, step.choices, caller)
+        except CannotScore:
+            if step.normalization == "unconditional":
+                raise
+            return await greedy_choice(step.choices, lambda begin: endpoint.top_tokens(content, begin, caller))
+        by_tokens = step.normalization == "tokens"
+        return best_choice(step.choices, scored, by_tokens=by_tokens, unconditional=unconditional)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,20 +39,13 @@ class Surplus:
 
         Tokens are counted from the beginning of the text. A token that a constant has divided counts as one.
         """
-        found = [at for each in stop if (at := self.text.find(each)) >= 0]
-        end = min(found, default=len(self.text) if self.is_complete else None)
-        if max_tokens is not None and (end is None or self._num_tokens(end) > max_tokens):
-            if len(self.ends) < max_tokens:
-                return None
-            cut = self.ends[max_tokens - 1]
-            return self.text[:cut], "length", self._from(cut)
-        if end is None:
-            return None
-        return self.text[:end], "stop", self._from(end)
-
-    def _num_tokens(self, num_chars: int) -> int:
-        """Tokens that begin before that character."""
-        return bisect_left(self.ends, num_chars) + 1 if num_chars else 0
+        for number, end in enumerate(self.ends, start=1):
+            found = [at for each in stop if (at := self.text.find(each, 0, end)) >= 0]
+            if found:
+                return self.text[: min(found)], "stop", self._from(min(found))
+            if number == max_tokens:
+                return self.text[:end], "length", self._from(end)
+        return (self.text, "stop", self._from(len(self.text))) if self.is_complete else None
 
     def _from(self, num_chars: int) -> Surplus:
         ends = tuple(end - num_chars for end in self.ends if end > num_chars)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvrelay_programs import Endpoint, ProgramError, State, gen, program, select
+from kvrelay_programs import ChoiceScore, Endpoint, Generated, ProgramError, Selected, State, gen, program, select
 
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "someone"}]}
 EVENT = 'data: {"choices": [{"index": 0, "text": "so far", "finish_reason": null}]}\n\n'
@@ -99,14 +99,55 @@ def test_an_error_within_a_stream() -> None:
         list(one_call.run(endpoint=Endpoint(url), stream=True).text_iter())
 
 
-def test_an_endpoint_that_does_not_score_prompts() -> None:
-    tokens = closing(answer('{"tokens": [1, 2]}'))
-    choices = [{"index": index, "text": "", "prompt_logprobs": None} for index in range(3)]
+def top(**logprobs: float) -> bytes:
+    tokens = {f" {token}": logprob for token, logprob in logprobs.items()}
+    choice = {"index": 0, "text": " x", "finish_reason": "length", "logprobs": {"top_logprobs": [tokens]}}
+    return closing(answer(json.dumps({"choices": [choice]})))
+
+
+NO_SCORES = closing(
+    answer(json.dumps({"choices": [{"index": index, "text": "", "prompt_logprobs": None} for index in range(3)]}))
+)
+TOKENS = closing(answer('{"tokens": [1, 2]}'))
+NOT_FOUND = closing(answer("{}")).replace(b"200 OK", b"404 Not Found")
+
+
+@pytest.mark.parametrize("refusal", [[TOKENS, NO_SCORES], [NOT_FOUND]])
+def test_select_follows_the_likeliest_tokens_where_prompts_are_not_scored(refusal: list[bytes]) -> None:
+    with server(MODELS_ANSWER, *refusal, top(x=-0.1, b=-0.5, a=-1.5), top(a=-0.5)) as url:
+        endpoint = Endpoint(url)
+        for expected in (" b", " a"):  # the second one does not ask for scores again
+            selected = one_choice.run(endpoint=endpoint).value("y")
+            assert selected.text == expected
+        assert [score.total for score in one_choice_scores(selected)] == [-0.5, float("-inf")]
+
+
+def one_choice_scores(selected: Generated | Selected) -> tuple[ChoiceScore, ...]:
+    assert isinstance(selected, Selected)
+    return selected.scores
+
+
+def test_select_without_scores_or_likely_tokens() -> None:
+    no_logprobs = closing(answer('{"choices": [{"index": 0, "text": " a", "logprobs": null}]}'))
     with (
-        server(MODELS_ANSWER, tokens, closing(answer(json.dumps({"choices": choices})))) as url,
-        pytest.raises(ProgramError, match="does not score prompts"),
+        server(MODELS_ANSWER, NOT_FOUND, no_logprobs) as url,
+        pytest.raises(ProgramError, match=r"endpoints.py:\d+: select\('y'\): .* cannot select"),
     ):
         one_choice.run(endpoint=Endpoint(url))
+    with (
+        server(MODELS_ANSWER, NOT_FOUND, top(x=-0.1)) as url,
+        pytest.raises(ProgramError, match="none of the 1 likeliest tokens behind '' begins a choice"),
+    ):
+        one_choice.run(endpoint=Endpoint(url))
+
+
+def test_select_with_unconditional_normalization_needs_scores() -> None:
+    @program
+    def unconditional(s: State) -> None:
+        s += "x" + select("y", [" a", " b"], normalization="unconditional")
+
+    with server(MODELS_ANSWER, NOT_FOUND) as url, pytest.raises(ProgramError, match="does not score prompts"):
+        unconditional.run(endpoint=Endpoint(url))
 
 
 def test_no_json_and_no_models() -> None:

@@ -27,7 +27,7 @@ def slow(tokens: list[str], stop: list[str], max_tokens: int | None) -> tuple[st
     return None
 
 
-@given(TOKENS, st.lists(st.sampled_from([".", "\n", "ab", "b."]), max_size=2), st.none() | st.integers(1, 12))
+@given(TOKENS, st.lists(st.sampled_from([".", "\n", "ab", "b.", "a.b"]), max_size=2), st.none() | st.integers(1, 12))
 def test_it_gives_what_a_call_with_these_limits_gives(
     tokens: list[str], stop: list[str], max_tokens: int | None
 ) -> None:

@@ -92,6 +92,10 @@ class BodyBytes:
         self._num_bytes += num_bytes
         return True
 
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
     def release(self) -> None:
         """The bodies are no longer needed."""
         self._memory.bodies_bytes -= self._num_bytes

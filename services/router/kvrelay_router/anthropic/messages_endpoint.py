@@ -25,6 +25,7 @@ from kvrelay_router.openai.request_validation import RequestedOutput, check_mode
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
 from kvrelay_router.openai.schema.parsing import parse
 from kvrelay_router.openai.served_models import ServedModels
+from kvrelay_router.openai.while_connected import while_connected
 
 
 class MessagesEndpoint:
@@ -45,7 +46,8 @@ class MessagesEndpoint:
         chat_request = parse_chat({**chat, **generation_fields(request, content)})
         # An output that the context has no room for is cut, as in Anthropic's API.
         output = RequestedOutput(asked=None, default=request.max_tokens)
-        planned = await plan_parsed_chat(service, names, chat_request, output)
+        planning = plan_parsed_chat(service, names, chat_request, output)
+        planned = await while_connected(http, service.settings.request_timeout_s, planning)
         (run,) = planned.plan.runs
         answer = message_format(f"msg_{names.unique}", chat_request, run, planned.parsed)
         return GenerationResponse(service, planned.plan, answer)

@@ -19,6 +19,7 @@ from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest, check_messages, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
+from kvrelay_router.openai.while_connected import while_connected
 
 NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
@@ -42,7 +43,8 @@ class BatchedChatEndpoint:
         service, content = await self._models.read(http)
         names = service.names(http)
         requests = await _requests(content, service.settings.max_sequences)
-        chats = await plan_parsed_chats(service, names, requests)
+        planning = plan_parsed_chats(service, names, requests)
+        chats = await while_connected(http, service.settings.request_timeout_s, planning)
         answer = BatchedChatAnswer(service, f"chatcmpl-{names.unique}", requests, chats.plan.runs, chats.parsed)
         return GenerationResponse(service, chats.plan, answer)
 

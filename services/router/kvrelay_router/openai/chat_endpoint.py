@@ -13,6 +13,7 @@ from kvrelay_router.openai.chat_planning import plan_parsed_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
+from kvrelay_router.openai.while_connected import while_connected
 
 
 class ChatEndpoint:
@@ -31,6 +32,8 @@ class ChatEndpoint:
         names = service.names(http)
         await check_messages(content)
         request = parse_chat(content)
-        chat = await plan_parsed_chat(service, names, request)
+        chat = await while_connected(
+            http, service.settings.request_timeout_s, plan_parsed_chat(service, names, request)
+        )
         answer = chat_format(service, f"chatcmpl-{names.unique}", request, chat.plan.runs, chat.parsed)
         return GenerationResponse(service, chat.plan, answer)

@@ -31,6 +31,7 @@ from kvrelay_router.openai.schema.completion_request import (
     too_many_completions,
 )
 from kvrelay_router.openai.served_models import ServedModels
+from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.text.service import TextService
 from kvrelay_router.text.tokenizer import TextTooLong
 
@@ -60,7 +61,8 @@ class CompletionsEndpoint:
         if request.suffix:
             request = _ended_by_markers(service.text, request, limits)
         fields = _endpoint_fields(request)
-        prompts = await _prompts(service.text, request, fields, limits)
+        tokenizing = _prompts(service.text, request, fields, limits)
+        prompts = await while_connected(http, service.settings.request_timeout_s, tokenizing)
         plan = await plan_generation(service, names, request, fields, prompts, limits)
         echoed = [prompt.echo for prompt in prompts if prompt.echo is not None]
         answer = completion_format(service, f"cmpl-{names.unique}", request, plan.runs, echoed)

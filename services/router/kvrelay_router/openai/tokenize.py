@@ -17,6 +17,7 @@ from kvrelay_router.openai.schema.chat_request import ChatFields, check_messages
 from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
 from kvrelay_router.openai.schema.parsing import CheckedIntegers, RequestModel, check_integers, parse
 from kvrelay_router.openai.served_models import ServedModels
+from kvrelay_router.openai.while_connected import while_connected
 
 MANY_TOKENS = 1 << 14
 """Answers with more are written in parts."""
@@ -69,10 +70,11 @@ class TokenRoutes:
         if "messages" in content:
             await check_messages(content)
             request = parse(TokenizeChat, content)
-            token_ids = await service.encode_chat(request.messages, request.options)
+            encoding = service.encode_chat(request.messages, request.options)
         else:
             request = parse(TokenizeText, content)
-            token_ids = await service.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+            encoding = service.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        token_ids = await while_connected(http, service.settings.request_timeout_s, encoding)
         limits = service.dispatcher.limits()
         answer: dict[str, Any] = {
             "count": len(token_ids),

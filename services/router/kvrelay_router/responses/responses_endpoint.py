@@ -17,6 +17,7 @@ from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
+from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.responses.input_items import as_items, input_messages, is_reference
 from kvrelay_router.responses.output_items import OutputItems, TokenScores
 from kvrelay_router.responses.response_object import Keep, ResponseObject
@@ -52,7 +53,8 @@ class ResponsesEndpoint:
         chat = await _chat_content(request, messages)
         chat_request = parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
         output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
-        planned = await plan_parsed_chat(service, names, chat_request, output, prompt_param="input")
+        planning = plan_parsed_chat(service, names, chat_request, output, prompt_param="input")
+        planned = await while_connected(http, service.settings.request_timeout_s, planning)
         scores = TokenScores(service.text.tokenizer, request.top_logprobs if request.wants_logprobs else None)
         items_of_output = OutputItems(names.unique, planned.parsed, scores, namespaces(request))
         keep = None

@@ -64,7 +64,7 @@ def fetch(port: int, path: str) -> bytes:
         connection.close()
 
 
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETION, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 TEXT = "An otter is a playful animal. "
 USER = b'"max_tokens":1,"messages":[{"role":"user","content":'
@@ -176,6 +176,20 @@ INPUTS: dict[str, Case] = {
     ),
     "a long message": (CHAT, lambda: body_of(messages=[{"role": "user", "content": TEXT * 30_000}], max_tokens=1), 200),
     "messages": (CHAT, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}", NUM_OBJECTS), 200),
+    "many conversations": (
+        BATCH,
+        lambda: repeated(
+            b'"max_tokens":1,"messages":[', b"[" + b",".join([MESSAGE] * (NUM_OBJECTS // 1024)) + b"]", b"]}", 1024
+        ),
+        200,
+    ),
+    "conversations beside a large schema": (
+        BATCH,
+        lambda: repeated(
+            b'"messages":[' + b",".join([b"[" + MESSAGE + b"]"] * 1024) + b"]," + SCHEMA, b'"x"', b"]}}}}", NUM_OBJECTS
+        ),
+        400,
+    ),
     "too many messages": (CHAT, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}"), 400),
     "empty messages": (CHAT, lambda: repeated(b'"messages":[', b"{}", b"]}", MAX_PARTS - 8), 400),
     "text parts": (CHAT, lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", MAX_TEXT_PARTS), 200),

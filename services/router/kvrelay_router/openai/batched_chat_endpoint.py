@@ -31,6 +31,9 @@ NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
 }
 """Fields that batches refuse, with the values that change nothing."""
 
+WITH_MESSAGES = ("model", "continue_final_message", "add_generation_prompt")
+"""Fields that every conversation is checked with. The others, which may be large, are read once for all."""
+
 
 class BatchedChatEndpoint:
     """The conversations share all fields but their messages. Their prompts run at the same time."""
@@ -80,10 +83,12 @@ async def _requests(content: dict[str, Any], max_conversations: int) -> list[Cha
         raise wrong("messages", f"a batch has 1 to {max_conversations} conversations")
     requests, share = list[ChatRequest](), LoopShare()
     for index, messages in enumerate(conversations):
-        chat = {**content, "messages": messages}
+        shared = {name: content[name] for name in WITH_MESSAGES if name in content} if requests else content
+        chat = {**shared, "messages": messages}
         try:
             await check_messages(chat)
-            requests.append(parse_chat(chat))
+            request = parse_chat(chat)
+            requests.append(requests[0].model_copy(update={"messages": request.messages}) if requests else request)
         except ApiError as error:
             if error.param == "messages":
                 error.message = f"Conversation {index}: {error.message}"

@@ -17,8 +17,8 @@ from tests.component.router.rig import MODEL
 from tests.fakes.waiting import PATIENCE_S, until
 
 LONG = "a long text " * 20_000
-MESSAGES = {"model": MODEL, "messages": [{"role": "user", "content": LONG}]}
-BODIES = {
+MESSAGES: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": LONG}]}
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": MODEL, "prompt": LONG},
     "/v1/chat/completions": MESSAGES,
     "/v1/chat/completions/batch": {"model": MODEL, "messages": [MESSAGES["messages"]]},

@@ -10,6 +10,7 @@ from kvrelay_programs.forks import Forks
 from kvrelay_programs.program import Program, program
 from kvrelay_programs.results import ChoiceScore, Generated, Selected, Usage
 from kvrelay_programs.state import State
+from kvrelay_programs.tracing import Trace
 
 __all__ = [
     "ChoiceScore",
@@ -23,6 +24,7 @@ __all__ = [
     "ProgramError",
     "Selected",
     "State",
+    "Trace",
     "Usage",
     "assistant",
     "gen",

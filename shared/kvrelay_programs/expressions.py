@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from kvrelay_programs.argument import Argument
 from kvrelay_programs.errors import Location, caller_location
 
 Role = Literal["system", "user", "assistant"]
@@ -94,6 +95,8 @@ def parts_of(value: str | Expression) -> tuple[Part, ...]:
     """Raises TypeError for anything but text and expressions."""
     if isinstance(value, Expression):
         return value.parts
+    if isinstance(value, Argument):
+        return (str(value),)
     if isinstance(value, str):
         return (value,) if value else ()
     raise TypeError(f"only text and expressions can be appended, not {type(value).__name__}; str() makes it text")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from functools import cache, update_wrapper
 from typing import Any, Literal, TypeVar
 
+from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Endpoint
-from kvrelay_programs.errors import ProgramError
+from kvrelay_programs.errors import Location, ProgramError, caller_location
 from kvrelay_programs.run import Run, RunOptions
 from kvrelay_programs.state import State, check_forks, wait_for_calls
+from kvrelay_programs.tracing import Trace, equal_arguments, trace
 
 Function = Callable[..., Any]
 
@@ -84,18 +88,22 @@ class Program:
         num_threads: int = 64,
         progress: bool = True,
         on_error: Literal["raise", "keep"] = "raise",
+        prefetch: bool = False,
     ) -> list[State]:
         """Runs the program once for each of `arguments`, at most `num_threads` at a time, and shows the progress.
 
         Returns the states in the order of `arguments`. The first error ends the others and is raised; with `on_error`
         "keep" the others run on, and a state whose program failed has the ProgramError as its `error`. `deadline_s`
-        counts for each program from its beginning.
+        counts for each program from its beginning. `prefetch` has the endpoint compute what `trace` finds the programs
+        to share before it runs the first one.
         """
         options = RunOptions(sampling or {}, parallel=parallel, fork_hint=fork_hint, surplus_tokens=surplus_tokens)
         target = _target(endpoint, base_url, model, api_key)
         for each in arguments:
             self._check(each)
         batch = _Batch(self, target, options, deadline_s, keeps_errors=on_error == "keep")
+        if prefetch and len(arguments) > 1:
+            batch.prefetch(self.trace(**equal_arguments(arguments)).prefix, caller_location())
         with ThreadPoolExecutor(max(1, min(num_threads, len(arguments))), "program") as threads:
             futures = [threads.submit(batch.run, each) for each in arguments]
             try:
@@ -107,6 +115,14 @@ class Program:
                     future.cancel()
                 batch.cancel()
                 raise
+
+    def trace(self, **known: Any) -> Trace:
+        """Finds the text with which all runs begin whose arguments are `known` or defaults, and what ends it.
+
+        Runs the function, without calls, up to the first thing that another argument or a call decides. A program that
+        does other things before its first call, such as writing files, does them here, too.
+        """
+        return trace(self._function, self._signature, known)
 
     def _begin(
         self, arguments: Mapping[str, Any], endpoint: Endpoint, options: RunOptions, deadline_s: float | None
@@ -178,6 +194,20 @@ class _Batch:
                 raise
             state.error = error
         return state
+
+    def prefetch(self, content: Content, location: Location) -> None:
+        """Waits until the endpoint has computed `content`. A hint: what it refuses the programs meet themselves."""
+        if content.is_open:
+            # Templates can continue a message of the assistant only. What follows the end of this one is not shared.
+            content = content.closed()
+        run = Run(self._endpoint, self._options, self._deadline_s)
+        asked = run.call("prefetch", location, lambda caller: self._endpoint.prefetch(content, caller))
+        future = asyncio.run_coroutine_threadsafe(asked, run.loop)
+        try:
+            with suppress(ProgramError):
+                future.result()
+        finally:
+            future.cancel()  # of an interrupted wait
 
     def cancel(self) -> None:
         with self._lock:

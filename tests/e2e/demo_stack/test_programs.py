@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from kvrelay_programs import (
     Endpoint,
+    Program,
     ProgramError,
     Selected,
     State,
@@ -265,3 +266,23 @@ def test_a_cancelled_program_leaves_nothing_running(stack: Stack, endpoint: Endp
     with pytest.raises(ProgramError, match="cancelled"):
         list(state.text_iter())
     stack.wait_until_clean()
+
+
+@program
+def quiz(s: State, number: int) -> None:
+    s += user("Prefetched words of a long introduction. " * 8 + f"Question {number}: what is an otter?")
+    s += assistant(gen("answer", 4))
+
+
+@program
+def quiz_text(s: State, number: int) -> None:
+    s += "Other prefetched words of an introduction. " * 8 + f"Question {number}: what is an otter?" + gen("answer", 4)
+
+
+@pytest.mark.parametrize("each", [quiz, quiz_text], ids=["chat", "text"])
+def test_a_prefetched_beginning_is_cached_for_every_program_of_a_batch(endpoint: Endpoint, each: Program) -> None:
+    batch = [{"number": number} for number in range(3)]
+    first = each.run_batch(batch, endpoint=endpoint, sampling=GREEDY, prefetch=True)
+    again = each.run_batch(batch, endpoint=endpoint, sampling=GREEDY)
+    assert [state["answer"] for state in first] == [state["answer"] for state in again]
+    assert all(state.usage.cached_tokens >= 32 for state in first)

@@ -1,0 +1,124 @@
+"""The beginning that all runs of a program share, found by running it with arguments whose values are not known."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from kvrelay_programs.argument import MARK, Argument, TraceEnded
+from kvrelay_programs.content import Content
+from kvrelay_programs.errors import Location, caller_location
+from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """`prefix` is constant in all runs. `reason` says what ended it, at `location` (None: the program's end)."""
+
+    prefix: Content
+    reason: str
+    location: Location | None
+
+    def __str__(self) -> str:
+        where = "" if self.location is None else f"{self.location}: "
+        return f"{where}{self.reason}; {self.prefix.num_chars} constant characters before"
+
+
+def trace(function: Callable[..., Any], signature: inspect.Signature, known: Mapping[str, Any]) -> Trace:
+    """Runs `function` up to its first call, fork, read, or use of an argument that is neither in `known` nor has a
+    default. An exception of the program ends the trace, too.
+    """
+    state = _TracedState()
+    keywords = dict(known)
+    for name, parameter in list(signature.parameters.items())[1:]:
+        is_plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_plain and name not in keywords and parameter.default is parameter.empty:
+            keywords[name] = Argument(name)
+    try:
+        function(state, **keywords)
+    except TraceEnded as end:
+        return Trace(state.content, end.reason, end.location)
+    except Exception as error:
+        return Trace(state.content, f"it cannot be traced on: {type(error).__name__}: {error}", _line_of(error))
+    return Trace(state.content, "the program ends", None)
+
+
+def equal_arguments(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arguments that are one object, or the same text, in all of a batch."""
+    first, *others = batch
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in each and _same(each[name], value) for each in others)
+    }
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other or (isinstance(one, str) and isinstance(other, str) and one == other)
+
+
+def _line_of(error: Exception) -> Location | None:
+    """The innermost line."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return None if frame is None else Location(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+
+
+class _TracedState:
+    """Takes the place of a state. Whatever is more than appending ends the trace."""
+
+    def __init__(self) -> None:
+        self.content = Content()
+
+    def __iadd__(self, other: str | Expression) -> _TracedState:
+        location = caller_location()
+        for part in parts_of(other):
+            self._append(part, location)
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TraceEnded(f"the program uses {name} of its state", caller_location())
+
+    def __getitem__(self, name: str) -> NoReturn:
+        raise TraceEnded(f"the program reads {name!r}", caller_location())
+
+    def __contains__(self, name: object) -> NoReturn:
+        raise TraceEnded(f"the program looks for {name!r}", caller_location())
+
+    @contextmanager
+    def system(self) -> Iterator[None]:
+        yield from self._block("system")
+
+    @contextmanager
+    def user(self) -> Iterator[None]:
+        yield from self._block("user")
+
+    @contextmanager
+    def assistant(self) -> Iterator[None]:
+        yield from self._block("assistant")
+
+    def _block(self, role: Role) -> Iterator[None]:
+        self.content = self.content.opened(role, caller_location())
+        yield
+        self.content = self.content.closed()
+
+    def _append(self, part: Part, location: Location) -> None:
+        if isinstance(part, Block):
+            self.content = self.content.opened(part.role, part.location)
+            for inner in part.parts:
+                self._append(inner, location)
+            self.content = self.content.closed()
+        elif isinstance(part, Gen | Select):
+            raise TraceEnded(f"the program makes its first call, {part.name!r}", part.location)
+        elif isinstance(part, str):
+            constant, mark, _ = part.partition(MARK)
+            if constant:
+                self.content = self.content.added(constant, location)
+            if mark:
+                raise TraceEnded("an argument follows", location)
+        else:
+            raise TraceEnded("an image or a video follows", location)

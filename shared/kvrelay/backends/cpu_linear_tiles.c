@@ -3,6 +3,7 @@
  *   activations are copied once into tiles that lie one after another: rows of 4 KiB would compete for few cache sets
  *   K is cut into blocks of TILE_K, of which a panel's weights and TILE_ROOM rows of activations fit into the L1 cache
  *   the weights of the next block are fetched while the current one is multiplied, a few lines at each step
+ *   results are put out while the next rows are multiplied
  *   if the activations exceed their share of the L2 cache, several panels take a block of K before the next block
  *
  * A sum over K is continued from block to block, so it does not depend on how K is cut.
@@ -25,12 +26,45 @@ INLINE void pack_activations(const char *x, int64_t first, int64_t num_in, char 
         for (int r = 0; r < TILE_UNIT; r++, to += 64) memcpy(to, from + (r * num_in + k) * 2, 64);
 }
 
-/* Asks for the lines of results before they are written. */
-INLINE void fetch_results(const Linear *l, int64_t first, int64_t num_rows, int64_t panel, const char *out, const int mode) {
-    const int64_t bytes = mode == ADD_FLOAT || mode == STORE_FLOAT ? 4 : 2;
-    const int64_t wide = (mode == GATED ? PANEL / 2 : PANEL) * bytes, width = result_width(l, mode) * bytes;
-    for (int64_t m = first; m < first + num_rows; m++)
-        for (int64_t byte = 0; byte < wide; byte += 64) __builtin_prefetch(out + m * width + panel * wide + byte, 1, 3);
+/* A panel's sums for some tokens, on their way to the output. Their rows are put out while later ones are multiplied, a few
+ * at each step of a product, because the vector units are idle then; their lines of the output are asked for one step of
+ * TILE_ROOM rows earlier. */
+typedef struct {
+    const Linear *l;
+    const float *sums; /* [num_rows, PANEL] */
+    char *out;
+    int64_t first, num_rows, panel; /* first: the token of row 0 */
+    int64_t asked, summed, put;     /* rows of which that is done */
+} Results;
+
+INLINE void ask_for_rows(Results *r, int64_t count, const int mode) {
+    const int64_t bytes = mode == ADD_FLOAT || mode == STORE_FLOAT ? 4 : 2, width = result_width(r->l, mode) * bytes;
+    const int64_t wide = (mode == GATED ? PANEL / 2 : PANEL) * bytes, end = at_most(r->num_rows, r->asked + count);
+    for (; r->asked < end; r->asked++)
+        for (int64_t byte = 0; byte < wide; byte += 64)
+            __builtin_prefetch(r->out + (r->first + r->asked) * width + r->panel * wide + byte, 1, 3);
+}
+
+INLINE void put_rows(Results *r, int64_t count, const int mode) {
+    const int64_t end = at_most(r->summed, r->put + count);
+    for (; r->put < end; r->put++) put_row(r->l, r->sums + r->put * PANEL, r->first + r->put, r->panel, r->out, mode, BFLOAT16);
+}
+
+/* sums = a . block for one or two packed tiles of rows; or added to sums. Each step along K also fetches `ahead_bytes` of
+ * weights from `ahead` on, and puts out some `results` of earlier rows unless they are null. */
+INLINE void tiled_rows(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
+                       const char *ahead, int64_t ahead_bytes, Results *results, const int mode, const int heights) {
+    const int64_t each_step = (TILE_ROOM * TILE_DEPTH + count - 1) / count;
+    begin_sums(sums, add, heights);
+    for (int64_t k = 0; k < count; k += TILE_DEPTH, a += TILE_BYTES, ahead += ahead_bytes) {
+        for (int64_t line = 0; line < ahead_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+        add_tiles(a, a + TILE_UNIT * row_bytes, 64, block + k * PANEL * 2, heights);
+        if (results) {
+            ask_for_rows(results, each_step, mode);
+            put_rows(results, each_step, mode);
+        }
+    }
+    end_sums(sums, heights);
 }
 
 /* Columns of `num_panels` panels, for `num_rows` tokens from `first` on. */
@@ -45,16 +79,20 @@ INLINE void tiled_panels(const Linear *l, const char *packed, int64_t first, int
             const int64_t count = at_most(TILE_K, l->num_in - k), last = k + count == l->num_in;
             const char *block = l->panels + (panel + p) * size + panel_bytes(k, BFLOAT16);
             const char *ahead = p + 1 < num_panels ? block + size : block - p * size + panel_bytes(count, BFLOAT16);
+            Results results = {l, sums[p], out, first, num_rows, panel + p, 0, 0, 0};
             for (int64_t m = 0; m < num_rows; m += TILE_ROOM, ahead += ahead_bytes * (count / TILE_DEPTH)) {
                 const char *a = packed + (first + m) * row_bytes + k * TILE_UNIT * 2;
                 const int64_t rows = at_most(TILE_ROOM, num_rows - m);
                 float *to = sums[p] + m * PANEL;
-                if (last) fetch_results(l, first + m, rows, panel + p, out, mode);
-                if (rows > TILE_UNIT) tile_sums(a, row_bytes, block, count, to, k > 0, ahead, ahead_bytes, 1, 2);
-                else tile_sums(a, row_bytes, block, count, to, k > 0, ahead, ahead_bytes, 1, 1);
-                for (int64_t r = 0; last && r < rows; r++)
-                    put_row(l, to + r * PANEL, first + m + r, panel + p, out, mode, BFLOAT16);
+#define TILED_ROWS_OF(results, heights) \
+    tiled_rows(a, row_bytes, block, count, to, k > 0, ahead, ahead_bytes, results, mode, heights)
+                if (!last && rows > TILE_UNIT) TILED_ROWS_OF(NULL, 2);
+                else if (!last) TILED_ROWS_OF(NULL, 1);
+                else if (rows > TILE_UNIT) TILED_ROWS_OF(&results, 2);
+                else TILED_ROWS_OF(&results, 1);
+                if (last) results.summed = m + rows;
             }
+            put_rows(&results, num_rows, mode);
         }
 }
 

@@ -106,12 +106,9 @@ static int takes_tiles(int64_t num_rows, int64_t count) {
 }
 
 #if HAS_TILES
-/* sums = a . block for one or two tiles of rows; or added to sums. Tiles of a lie where rows of `row_bytes` do, or are
- * `packed` one after another, with `row_bytes` for each of their rows in all. Each step along K also fetches
- * `ahead_bytes` from `ahead` on. */
-INLINE void tile_sums(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
-                      const char *ahead, int64_t ahead_bytes, const int packed, const int heights) {
-    const int64_t sums_bytes = PANEL * sizeof *sums, stride = packed ? 64 : row_bytes;
+/* A product of one or two tiles of rows by a panel begins from zero or, if `add`, from `sums`. */
+INLINE void begin_sums(const float *sums, int add, const int heights) {
+    const int64_t sums_bytes = PANEL * sizeof *sums;
     if (add) {
         TILE_LOAD(0, (const char *)sums, sums_bytes);
         TILE_LOAD(1, (const char *)(sums + TILE_UNIT), sums_bytes);
@@ -127,20 +124,24 @@ INLINE void tile_sums(const char *a, int64_t row_bytes, const char *block, int64
             TILE_ZERO(3);
         }
     }
-    for (int64_t k = 0; k < count; k += TILE_DEPTH, a += packed ? TILE_BYTES : 64, block += TILE_DEPTH * PANEL * 2) {
-        for (int64_t line = 0; line < ahead_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
-        ahead += ahead_bytes;
-        TILE_LOAD(4, a, stride);
-        TILE_LOAD(6, block, PANEL * 4);
-        TILE_LOAD(7, block + 64, PANEL * 4);
-        TILE_DOT(0, 4, 6);
-        TILE_DOT(1, 4, 7);
-        if (heights == 2) {
-            TILE_LOAD(5, a + TILE_UNIT * row_bytes, stride);
-            TILE_DOT(2, 5, 6);
-            TILE_DOT(3, 5, 7);
-        }
+}
+
+/* Adds TILE_DEPTH of K. Rows of a tile of activations are `stride` bytes apart, the second tile begins at `second`. */
+INLINE void add_tiles(const char *first, const char *second, int64_t stride, const char *block, const int heights) {
+    TILE_LOAD(4, first, stride);
+    TILE_LOAD(6, block, PANEL * 4);
+    TILE_LOAD(7, block + 64, PANEL * 4);
+    TILE_DOT(0, 4, 6);
+    TILE_DOT(1, 4, 7);
+    if (heights == 2) {
+        TILE_LOAD(5, second, stride);
+        TILE_DOT(2, 5, 6);
+        TILE_DOT(3, 5, 7);
     }
+}
+
+INLINE void end_sums(float *sums, const int heights) {
+    const int64_t sums_bytes = PANEL * sizeof *sums;
     TILE_STORE(0, sums, sums_bytes);
     TILE_STORE(1, sums + TILE_UNIT, sums_bytes);
     if (heights == 2) {
@@ -149,14 +150,22 @@ INLINE void tile_sums(const char *a, int64_t row_bytes, const char *block, int64
     }
 }
 
+/* sums = a . block for one or two tiles of rows; or added to sums. */
+INLINE void tile_sums(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add, const int heights) {
+    begin_sums(sums, add, heights);
+    for (int64_t k = 0; k < count; k += TILE_DEPTH)
+        add_tiles(a + k * 2, a + TILE_UNIT * row_bytes + k * 2, row_bytes, block + k * PANEL * 2, heights);
+    end_sums(sums, heights);
+}
+
 static void add_block_by_tiles(const char *a, int64_t row_bytes, int64_t num_rows, const char *block, int64_t count,
                                float *sums, int add, const float *scales) {
     float scaled[TILE_ROOM * PANEL] __attribute__((aligned(64)));
     for (int64_t first = 0; first < num_rows; first += TILE_ROOM) {
         const char *from = a + first * row_bytes;
         float *to = scales ? scaled : sums + first * PANEL;
-        if (num_rows - first > TILE_UNIT) tile_sums(from, row_bytes, block, count, to, add && !scales, block, 0, 0, 2);
-        else tile_sums(from, row_bytes, block, count, to, add && !scales, block, 0, 0, 1);
+        if (num_rows - first > TILE_UNIT) tile_sums(from, row_bytes, block, count, to, add && !scales, 2);
+        else tile_sums(from, row_bytes, block, count, to, add && !scales, 1);
         for (int64_t m = first; scales && m < at_most(num_rows, first + TILE_ROOM); m++)
             for (int c = 0; c < PANEL; c++)
                 sums[m * PANEL + c] = (add ? sums[m * PANEL + c] : 0.0f) + scales[c] * scaled[(m - first) * PANEL + c];

@@ -85,7 +85,7 @@ class LockstepLoop(StepLoop):
         self._woken_for = -1
 
     def leave_together(self) -> None:
-        """This rank takes no new work. `on_all_leaving` is called once that holds for all."""
+        """This rank takes no new work. Once that holds for all, `run` ends and `on_all_leaving` is called."""
         self._is_leaving = True
         self.wake()
 
@@ -124,7 +124,10 @@ class LockstepLoop(StepLoop):
         if self.delayer is not None:
             self.delayer.begin_pass([RankLoad.of(numbers) for _, _, *numbers in every], self.group.rank)
         if all(is_leaving for _, is_leaving, *_ in every):
+            # No rank may take another step: one that leaves earlier would be missing in it.
+            super().stop()
             self.on_all_leaving()
+            return False
         return any(active for active, *_ in every)
 
     def _load(self) -> RankLoad:

@@ -101,13 +101,13 @@ class Group:
         return [rank.loop.num_passes for rank in self.ranks]
 
     async def run(self, test: Callable[[], object]) -> None:
-        running = [asyncio.create_task(rank.loop.run(rank.callbacks())) for rank in self.ranks]
+        self.running = [asyncio.create_task(rank.loop.run(rank.callbacks())) for rank in self.ranks]
         try:
             await asyncio.wait_for(test(), PATIENCE_S)  # type: ignore[arg-type]
         finally:
             for rank in self.ranks:
                 rank.loop.stop()
-            self.ends = await asyncio.gather(*running, return_exceptions=True)
+            self.ends = await asyncio.gather(*self.running, return_exceptions=True)
 
     async def until_asleep(self) -> None:
         """Until no rank has work, and no pass is taken any more."""
@@ -238,3 +238,20 @@ def test_ranks_leave_when_all_have_drained() -> None:
     asyncio.run(group.run(test))
     assert group.ranks[1].finished == {"r"}
     assert {*left} == {0, 1}
+
+
+def test_no_step_begins_once_all_leave() -> None:
+    """A rank that has gone already would be missing in it."""
+    num_steps: list[int] = []
+
+    async def test() -> None:
+        await group.until_asleep()
+        num_steps.extend(map(len, group.steps))
+        for rank in group.ranks:
+            rank.loop.leave_together()  # wakes the rank, and that alone would mean a step
+        await asyncio.wait(group.running)
+
+    group = Group(2)
+    asyncio.run(group.run(test))
+    assert [len(steps) for steps in group.steps] == num_steps
+    assert group.ends == [None, None]

@@ -9,7 +9,7 @@ Usage: python -m benchmarks.cpu_kernels [--threads 1] [--repeats 20] [--model DI
 
 Only steps, of the shape of Qwen3-0.6B with random weights, in a few minutes of an idle machine with 8 GiB free:
     python -m benchmarks.cpu_kernels --threads 2 --only-steps --shape qwen3-0.6b --quantization none
-        --decode 1 8 32 --prompts 512 2048 --repeats 10
+        --decode 1 8 32 --prompts 512 2048 --repeats 10 --rounds 3
 """
 
 from __future__ import annotations
@@ -17,28 +17,24 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn import functional
 
+from benchmarks.cpu_kernels_clock import DTYPE, Clock, Machine, scattered_rows
+from benchmarks.cpu_kernels_steps import CONTEXT, Steps, model_steps
 from benchmarks.peers.make_model import SHAPES, make_config
-from kvrelay.backends.backend import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
+from kvrelay.backends.backend import AttentionBackend, AttentionParams, KVLayout, allocate_pool
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.causal_model import CausalModel, LoadFormat, load_model, open_source
-from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.panels import pack
 from kvrelay.engine.fused.products import PanelProducts
-from kvrelay.engine.fused.quantization import Quantization
 
-CONTEXT = 1024
-DTYPE = torch.bfloat16
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 VOCAB_SIZE = 151_936  # of Qwen3's models
 NUM_LAYERS = 8  # taken in turns, so that a layer's KV is not in the cache
@@ -60,47 +56,6 @@ class Heads:
 
 HEADS = (Heads(8, 4, 64), Heads(16, 8, 128))
 LINEARS = ((1024, 4096), (1024, 6144), (3072, 1024), (512, 3072))
-
-
-class Clock:
-    """The least time of a function over some repeats, in seconds."""
-
-    def __init__(self, threads: int, repeats: int) -> None:
-        self._now = time.thread_time if threads == 1 else time.perf_counter
-        self.repeats = repeats
-
-    def least(self, run: Callable[[int], object], repeats: int | None = None) -> float:
-        """`run` gets the number of its repeat."""
-        taken = []
-        for repeat in range(repeats or self.repeats):
-            start = self._now()
-            run(repeat)
-            taken.append(self._now() - start)
-        return min(taken)
-
-
-class Machine:
-    """What the machine allows now. Other load changes it, so it is measured beside each table."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._memory = torch.ones(2**27)
-
-    def read_gb_s(self) -> float:
-        """Bytes read per nanosecond."""
-        return self._memory.nbytes / self._clock.least(lambda _: self._memory.sum(), 5) / 1e9
-
-    def gemm_gflop_s(self, dtype: torch.dtype) -> float:
-        """Of torch.mm over 1024 tokens."""
-        a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 4096).to(dtype)
-        return 2 * 1024 * 1024 * 4096 / self._clock.least(lambda _: torch.mm(a, b), 5) / 1e9
-
-
-def scattered_rows(query_lens: list[int], positions: list[int], block_size: int) -> PackedRows:
-    """Rows over blocks in random order."""
-    width = max(-(-(p + q) // block_size) for p, q in zip(positions, query_lens, strict=True))
-    tables = np.random.default_rng(0).permutation(width * len(positions)).astype(np.int32)
-    return PackedRows(np.array(query_lens, np.int32), np.array(positions, np.int32), tables.reshape(len(positions), -1))
 
 
 class AttentionCase:
@@ -198,65 +153,6 @@ def linear_shape(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The steps that are timed: sequences that decode together, and lengths of prompts."""
-
-    quantizations: tuple[Quantization, ...]
-    decode: tuple[int, ...]
-    prompts: tuple[int, ...]
-
-
-def model_steps(directory: str, load_format: LoadFormat, steps: Steps, clock: Clock, machine: Machine) -> Iterator[str]:
-    """Lines of the table of whole steps of a model. A step's floor is the slower of reading weights and KV once and
-    computing products at the GEMM rate."""
-    yield "| model | quantization | step | ms | floor ms | ratio |"
-    yield "|---|---|---|---|---|---|"
-    for quantization in steps.quantizations:
-        source = open_source(
-            directory, "bfloat16", max_model_len=4096, quantization=quantization, load_format=load_format
-        )
-        model = load_model(source, block_size=16)
-        cases = [(f"decode {batch}", [1] * batch, [CONTEXT] * batch) for batch in steps.decode]
-        cases += [(f"prompt of {tokens}", [tokens], [0]) for tokens in steps.prompts]
-        for name, query_lens, positions in cases:
-            taken = time_step(model, query_lens, positions, clock)
-            floor = step_floor(model, query_lens, positions, machine)
-            yield (
-                f"| {Path(directory).name} | {quantization} | {name} | {taken * 1e3:.2f} | {floor * 1e3:.2f} | "
-                f"{taken / floor:.2f} |"
-            )
-
-
-def time_step(model: CausalModel, query_lens: list[int], positions: list[int], clock: Clock) -> float:
-    """Seconds of a step, without sampling."""
-    rows = scattered_rows(query_lens, positions, 16)
-    pool = allocate_pool(model.layout, rows.block_tables.size, torch.device("cpu"))
-    pool.copy_(torch.randn(pool.shape[-1]).to(pool.dtype).expand(pool.shape))
-    token_ids = torch.randint(0, model.vocab_size, (sum(query_lens),))
-    at = torch.from_numpy(rows.token_positions.astype(np.int64))
-    last = torch.from_numpy(rows.query_starts[1:].astype(np.int64) - 1)
-
-    @torch.inference_mode()
-    def step(_: int) -> None:
-        model.logits(model.hidden_states(token_ids, at, model.backend.plan(pool, rows))[last])
-
-    step(0)
-    return clock.least(step, clock.repeats if sum(query_lens) < 100 else 3)
-
-
-def step_floor(model: CausalModel, query_lens: list[int], positions: list[int], machine: Machine) -> float:
-    """Seconds that reading or computing takes at least."""
-    layout, tokens = model.layout, sum(query_lens)
-    assert isinstance(model.forward, FusedForward)
-    inner, head = model.forward.num_weights
-    keys = sum(positions) + tokens
-    kv_bytes = keys * layout.num_layers * 2 * layout.num_kv_heads * layout.head_dim * layout.pool_dtype.itemsize
-    read = (model.forward.weight_bytes + kv_bytes) / machine.read_gb_s() / 1e9
-    computed = 2 * (inner * tokens + head * len(query_lens)) / machine.gemm_gflop_s(DTYPE) / 1e9
-    return max(read, computed)
-
-
 def cpu_name() -> str:
     """The model name of the first CPU."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -270,7 +166,7 @@ def tables(arguments: argparse.Namespace) -> Iterator[str]:
     clock = Clock(arguments.threads, arguments.repeats)
     machine = Machine(clock)
     yield "# CPU kernels\n"
-    yield f"`python -m benchmarks.cpu_kernels --threads {arguments.threads} --repeats {arguments.repeats}`\n"
+    yield f"`python -m benchmarks.cpu_kernels {' '.join(sys.argv[1:])}`\n"
     yield (
         f"{cpu_name()}, {os.cpu_count()} CPUs, {arguments.threads} threads, torch {torch.__version__}, "
         f"{PanelProducts(DTYPE).instructions}. At the start: {machine.read_gb_s():.1f} GB/s read, "
@@ -283,7 +179,9 @@ def tables(arguments: argparse.Namespace) -> Iterator[str]:
         yield from prompt_attention(clock, machine)
         yield "\n## Linear layers\n"
         yield from linear_layers(clock, machine)
-    steps = Steps(tuple(arguments.quantization), tuple(arguments.decode), tuple(arguments.prompts))
+    steps = Steps(
+        *(tuple(arguments.quantization), tuple(arguments.decode), tuple(arguments.prompts)), rounds=arguments.rounds
+    )
     for directory in arguments.model:
         yield f"\n## Steps of {Path(directory).name}, context {CONTEXT}, bfloat16\n"
         yield from model_steps(directory, "auto", steps, clock, machine)
@@ -306,6 +204,7 @@ def main() -> None:
     parser.add_argument("--quantization", nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--decode", type=int, nargs="+", default=[1, 8, 16, 32, 64], help="sequences of a step")
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 1024, 2048], help="tokens")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of all steps of a model in turns")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

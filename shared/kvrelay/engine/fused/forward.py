@@ -49,10 +49,8 @@ class FusedForward:
         return sum(each.nbytes for each in self._weights.linears)
 
     @property
-    def num_weights(self) -> tuple[int, int]:
-        """Weights that each token of a step multiplies: in the layers, and in the head."""
-        counts = [each.num_in * each.num_out for each in self._weights.linears]
-        return sum(counts[:-1]), counts[-1]
+    def weights(self) -> DecoderWeights:
+        return self._weights
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """How the workers of one machine divide its cores: one prefill and one decode worker under `kvrelay up`, in turns.
 
-- split: each worker has half of the cores, whether the other one has work or not. The default.
+- split: `--cores split`: each worker has half of the cores, whether the other one has work or not.
+- dynamic: `--cores dynamic`, the default: a step also gets the cores of a worker that has nothing to do.
 - shared: `--cores shared`: each worker has a thread per core, and the system schedules them.
 - shared, nice N: the same with `--prefill-nice N`.
 
@@ -32,7 +33,9 @@ from tests.fakes.stack import Stack
 
 SPLIT = "split"
 MODES: dict[str, tuple[str, ...]] = {
-    SPLIT: (),
+    SPLIT: ("--cores", "split"),
+    "dynamic": ("--cores", "dynamic"),
+    "dynamic, nice 5": ("--cores", "dynamic", "--prefill-nice", "5"),
     "shared": ("--cores", "shared"),
     "shared, nice 5": ("--cores", "shared", "--prefill-nice", "5"),
     "shared, nice 15": ("--cores", "shared", "--prefill-nice", "15"),
@@ -50,9 +53,9 @@ class Figures:
 
 
 async def run_clients(stack: Stack, arguments: argparse.Namespace, num_clients: int, seed: int) -> Figures:
-    """As many requests one after another as `--requests` says, from each client, but at most 96 in all."""
+    """As many requests one after another as `--requests` says, from each client, but at most 192 in all."""
     rng = np.random.default_rng(seed)
-    each = max(1, min(arguments.requests, 96 // num_clients))
+    each = max(1, min(arguments.requests, 192 // num_clients))
     done: list[Request] = []
 
     async def client(prompts: list[np.ndarray]) -> None:
@@ -120,7 +123,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES))
-    parser.add_argument("--requests", type=int, default=12, help="of each client, at most 96 of all")
+    parser.add_argument("--requests", type=int, default=12, help="of each client, at most 192 of all")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--flag", action="append", default=[], help="one more argument of `kvrelay up`; repeatable")

@@ -11,6 +11,8 @@
  * Strides are in elements. Queries and output are float or bfloat16; the pool has the same, or 8-bit floats, which are
  * widened as they are loaded.
  */
+#include <pthread.h>
+
 #include "cpu_panels.c"
 #include "cpu_team.c"
 
@@ -382,15 +384,25 @@ INLINE void join_splits(const Attention *a, const SplitRow *split, int64_t query
 #define HAS_PAIRS 0
 #endif
 
-/* A thread's scratch, kept between calls: new pages cost more than a small step. */
+static pthread_key_t scratch_key;
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+
+static void make_scratch_key(void) {
+    if (pthread_key_create(&scratch_key, free)) abort();
+}
+
+/* A thread's scratch, kept between calls: new pages cost more than a small step. It ends with the thread: OpenMP ends
+ * some if a later region has fewer. */
 static char *scratch_space(int64_t bytes) {
     static __thread char *space;
     static __thread int64_t size;
     if (bytes > size) {
         void *fresh = NULL;
+        pthread_once(&scratch_once, make_scratch_key);
         free(space);
         if (posix_memalign(&fresh, 64, bytes)) abort();
         space = fresh, size = bytes;
+        pthread_setspecific(scratch_key, space);
     }
     return space;
 }

@@ -28,6 +28,7 @@ from kvrelay.config.loader import ConfigError, add_config_flag, add_flags, flag_
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.core_leases import SharedLeases
 from kvrelay.fleet import Registry, RegistryError
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
 from kvrelay.ports import HeldPort
@@ -58,6 +59,7 @@ class LaunchPlan:
     router_flags: Sequence[str]
     worker_flags: Sequence[str]
     placed: Mapping[str, AssignedGpu]
+    lending: tuple[str, ...] = ()  # ids of the workers that lend each other cores
 
     @property
     def url(self) -> str:
@@ -138,10 +140,12 @@ def make_plan(
         values = {**shared, "worker_id": name, "num_workers": num_workers}
         values |= own.sizes_of(role)
         workers.append(resolve(WorkerConfig, values, environ, role=role))
+    lending = () if own.cores != "dynamic" else tuple(each.worker_id for each in workers if _computes_here(each))
     workers = _with_threads(own, workers)
     placed: dict[str, AssignedGpu] = {}
     if own.places_workers:
         workers, placed = place_workers(own, workers, lambda: find_gpus(environ))
+        lending = ()
     else:
         workers = [_with_part_of_memory(worker, len(workers)) for worker in workers]
     router_values = {**passed, **decided, "host": own.host, "port": own.port, "router_id": f"router{suffix}"}
@@ -149,7 +153,13 @@ def make_plan(
     if own.metrics_port is not None:
         router_values["metrics_port"] = own.metrics_port
     router = resolve(RouterConfig, router_values, environ)
-    return LaunchPlan(own, router, workers, to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig), placed)
+    argvs = to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig)
+    return LaunchPlan(own, router, workers, *argvs, placed, lending if len(lending) > 1 else ())
+
+
+def _computes_here(worker: WorkerConfig) -> bool:
+    """Its steps run on cores of this machine, of which it is free to use any number."""
+    return not worker.threads and worker.num_processes == 1 and worker.backend != "simulated"
 
 
 def _with_part_of_memory(worker: WorkerConfig, num_processes: int) -> WorkerConfig:
@@ -259,6 +269,8 @@ class _Run:
 
     async def _serve(self, registry: Registry) -> None:
         self._supervisor = self._make_supervisor(registry)
+        if note := cores_note(self._plan):
+            self._display.note(note)
         self._supervisor.start()
         stop = asyncio.create_task(self._stop.wait())
         ready = asyncio.create_task(self._supervisor.wait_ready())
@@ -298,6 +310,7 @@ class _Run:
     def _make_supervisor(self, registry: Registry) -> Supervisor:
         plan = self._plan
         others = []
+        leases = self._share_cores()
         metrics_port = (plan.up.metrics_port or 0) + plan.up.router_processes
         for worker in plan.workers:
             argv = plan.flags_of(worker)
@@ -306,7 +319,11 @@ class _Run:
             metrics_port += worker.data_parallel_size
             check = WorkerReady(registry, worker.model_name, worker.started_worker_ids)
             environ = plan.environ_of(worker)
+            if leases is not None and worker.worker_id in plan.lending:
+                environ |= leases.environ_of(plan.lending.index(worker.worker_id))
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
+            if leases is not None:
+                spec = replace(spec, pass_fds=(leases.descriptor,))
             if worker.role == "prefill":
                 spec = replace(spec, nice=plan.up.prefill_nice)
             others.append(Service(spec, self._display))
@@ -320,6 +337,15 @@ class _Run:
             drain_timeout_s += PROCESSES_GRACE_S
         spec = self._spec("router", "router", plan.router_flags, {}, check_http, drain_timeout_s)
         return Supervisor(Service(spec, self._display), others)
+
+    def _share_cores(self) -> SharedLeases | None:
+        plan = self._plan
+        if not plan.lending:
+            return None
+        shares = [worker.threads or 1 for worker in plan.workers if worker.worker_id in plan.lending]
+        others = [worker for worker in plan.workers if worker.worker_id not in plan.lending]
+        num_taken = sum((worker.threads or 1) * worker.num_processes for worker in others)
+        return SharedLeases(len(os.sched_getaffinity(0)) - num_taken, shares)
 
     def _spec(
         self,
@@ -358,6 +384,18 @@ def _hold_instance(own: UpConfig, port: int) -> InstanceLock:
 def _log_directory(own: UpConfig, port: int) -> Path:
     """Each port has its own directory, so two instances do not share logs. `InstanceLock` creates it."""
     return own.state_dir / str(port)
+
+
+def cores_note(plan: LaunchPlan) -> str | None:
+    """How the workers divide the cores. None if nothing is divided here."""
+    threads = {worker.threads or 1 for worker in plan.workers}
+    if plan.placed or len(plan.workers) < 2 or len(threads) > 1 or plan.workers[0].backend == "simulated":
+        return None
+    count = threads.pop()
+    text = f"{len(plan.workers)} workers of {count} thread{'s' if count > 1 else ''} each"
+    if plan.lending:
+        text += ", more while others have nothing to do (--cores dynamic)"
+    return text
 
 
 def greeting(plan: LaunchPlan) -> str:

@@ -110,11 +110,11 @@ class UpConfig(BaseModel):
         le=MAX_RANKS,
         description="data_parallel_size of each decode worker (default: as data_parallel_size says)",
     )
-    cores: Literal["split", "shared"] = Field(
-        default="split",
+    cores: Literal["dynamic", "split", "shared"] = Field(
+        default="dynamic",
         description="how the workers get the cores, unless threads is set: split gives each an equal number of "
-        "threads; shared gives each a thread per core, which the system schedules, so a worker may use the cores of "
-        "an idle one (experimental)",
+        "threads; dynamic also gives a step the cores of workers that have nothing to do; shared gives each a thread "
+        "per core, which the system schedules (experimental)",
     )
     prefill_nice: int = Field(
         default=0,

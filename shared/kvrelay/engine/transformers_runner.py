@@ -192,6 +192,11 @@ class TransformersRunner:
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
         return StepForward(rows, packed, self._hidden_states(token_ids, None, packed, None))
 
+    @staticmethod
+    def use_threads(num_threads: int) -> None:
+        """Sets how many threads compute the steps of the calling thread on a CPU. No result depends on it."""
+        torch.set_num_threads(num_threads)
+
     def execute(self, batch: WorkerBatch) -> StepResult:
         """Runs one step. A sequence that was dropped during the step gets no token.
 

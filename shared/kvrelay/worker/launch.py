@@ -7,8 +7,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, cast
 
+from kvrelay.core_leases import CoreLeases
 from kvrelay.engine.batch import DeviceLost, LaunchedStep, LaunchingRunner, ModelRunner, StepResult, WorkerBatch
 from kvrelay.telemetry.step_trace import StepEventName, StepTrace
 
@@ -38,6 +40,10 @@ class Launcher(Protocol):
         the previous one has not landed, and `can_launch_behind` returned True."""
         ...
 
+    def rest(self) -> None:
+        """No step is running, and none follows for now."""
+        ...
+
     def close(self) -> None:
         """Waits for running work, then stops the threads."""
         ...
@@ -53,9 +59,12 @@ def overlaps_steps(runner: ModelRunner, overlap: str, *, is_simulated: bool) -> 
     return overlap == "on"
 
 
-def choose_launcher(runner: ModelRunner, *, overlap: bool) -> MakeLauncher:
-    """The launcher for a real device. With `overlap`, a runner that can launch steps ahead does so."""
-    return AheadLauncher if overlap and getattr(runner, "launches_ahead", False) else ThreadLauncher
+def choose_launcher(runner: ModelRunner, *, overlap: bool, cores: CoreLeases | None = None) -> MakeLauncher:
+    """The launcher for a real device. With `overlap`, a runner that can launch steps ahead does so. `cores`: those of a
+    runner that computes on the CPU."""
+    if overlap and getattr(runner, "launches_ahead", False):
+        return AheadLauncher
+    return ThreadLauncher if cores is None else partial(ThreadLauncher, cores=cores)
 
 
 class _Alone:
@@ -75,9 +84,10 @@ class _Alone:
 class ThreadLauncher:
     """Computes each step on a thread. The next step is launched when this one has landed."""
 
-    def __init__(self, runner: ModelRunner, trace: StepTrace | None) -> None:
+    def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, cores: CoreLeases | None = None) -> None:
         self._runner = runner
         self._trace = trace
+        self._cores = cores
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
@@ -91,20 +101,28 @@ class ThreadLauncher:
         await begun.wait()
         return _Alone(forward)
 
+    def rest(self) -> None:
+        if self._cores is not None:
+            self._cores.end()
+
     def close(self) -> None:
         self._executor.shutdown(wait=True)
+        self.rest()
 
     def _execute(self, batch: WorkerBatch, loop: asyncio.AbstractEventLoop, begun: asyncio.Event) -> StepResult:
         """Runs on the worker thread."""
         if self._trace is not None:
             self._trace.note("forward_begins", batch.step)
         loop.call_soon_threadsafe(begun.set)
-        if self._trace is None:
-            return self._runner.execute(batch)
+        if self._cores is not None:
+            self._cores.begin_step()
         try:
             return self._runner.execute(batch)
         finally:
-            self._trace.note("forward_ends", batch.step)
+            if self._cores is not None:
+                self._cores.end_step()
+            if self._trace is not None:
+                self._trace.note("forward_ends", batch.step)
 
 
 class AheadLauncher:
@@ -129,6 +147,9 @@ class AheadLauncher:
         launched = self._launching.submit(self._launch, batch, loop, begun)
         await begun.wait()
         return _Launched(batch.step, launched, self._landing, self._note)
+
+    def rest(self) -> None:
+        """Does nothing: the cores of this machine do not compute steps."""
 
     def close(self) -> None:
         self._launching.shutdown(wait=True)
@@ -216,6 +237,9 @@ class TimedLauncher:
         self._ended_at = begins_at + result.forward_s + result.copy_s
         loop.call_at(self._ended_at, self._land, forward, result)
         return _Alone(forward)
+
+    def rest(self) -> None:
+        """Does nothing: a simulated device has no threads."""
 
     def close(self) -> None:
         """Does nothing: a timer does not outlive the event loop."""

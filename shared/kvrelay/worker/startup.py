@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.core_leases import CoreLeases
 from kvrelay.engine.batch import ModelRunner, ModelSpec
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.pool import BlockPool
@@ -158,12 +160,19 @@ class WorkerStartup:
             launcher = timed if is_simulated else choose_launcher(runner, overlap=False)
             return LockstepLoop(runner, scheduler, metrics, group=runner.group, make_launcher=launcher, spans=spans)
         overlap = overlaps_steps(runner, self.config.overlap, is_simulated=is_simulated)
-        launcher = TimedLauncher if is_simulated else choose_launcher(runner, overlap=overlap)
+        cores = _lent_cores(runner)
+        launcher = TimedLauncher if is_simulated else choose_launcher(runner, overlap=overlap, cores=cores)
         make_loop = PipelinedStepLoop if overlap and runner.spec.pipeline_parallel_size > 1 else StepLoop
         steps = make_loop(runner, scheduler, metrics, overlap=overlap, make_launcher=launcher, spans=spans)
         if isinstance(steps, PipelinedStepLoop):
             steps.max_in_flight = self.config.scheduler_settings.max_uncommitted
         return steps
+
+
+def _lent_cores(runner: ModelRunner) -> CoreLeases | None:
+    """None for a runner that does not compute on the CPU, or all cores are its own."""
+    use_threads = getattr(runner, "use_threads", None)
+    return None if use_threads is None else CoreLeases.inherited(os.environ, use_threads)
 
 
 def _more_totals(delayer: PrefillDelayer | None, cache_events: CacheEvents | None) -> dict[str, float]:

@@ -258,6 +258,7 @@ class StepLoop:
                 ):  # a delay that was decided while the previous step was in flight may be over: ask again first
                     await self._wait_for_the_gate()
             elif not step.plan.preempted:  # preempted sequences freed blocks, and no event would wake the loop
+                self._launcher.rest()
                 await self._wake.wait()
             was_delayed = step.plan.delayed and not step.plan.has_work
         self._launcher.close()

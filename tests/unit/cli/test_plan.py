@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvrelay.cli.up import greeting, make_plan, to_argv
+from kvrelay.cli.up import cores_note, greeting, make_plan, to_argv
 from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
 
 ENVIRON = {"KVRELAY_MODEL": "org/model"}
@@ -19,6 +19,30 @@ def test_cores_are_split_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> N
     assert {worker.threads for worker in make_plan({"threads": "3"}, ENVIRON).workers} == {3}
     assert {worker.threads for worker in make_plan({"cores": "shared"}, ENVIRON).workers} == {8}
     assert {worker.threads for worker in make_plan({"cores": "shared", "threads": "3"}, ENVIRON).workers} == {3}
+
+
+@pytest.mark.parametrize(
+    ("flags", "lending"),
+    [
+        ({}, ("prefill-0", "decode-0")),
+        ({"prefill": "0"}, ()),  # nobody to lend to
+        ({"threads": "1"}, ()),
+        ({"cores": "split"}, ()),
+        ({"cores": "shared"}, ()),
+        ({"backend": "simulated"}, ()),
+        ({"prefill": "2", "prefill_tensor_parallel_size": "2", "decode": "2"}, ("decode-0", "decode-1")),
+    ],
+)
+def test_workers_that_lend_each_other_cores(flags: dict[str, str], lending: tuple[str, ...]) -> None:
+    assert make_plan(flags, ENVIRON).lending == lending
+
+
+def test_the_note_on_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    dynamic = "2 workers of 4 threads each, more while others have nothing to do (--cores dynamic)"
+    assert cores_note(make_plan({}, ENVIRON)) == dynamic
+    assert cores_note(make_plan({"threads": "1"}, ENVIRON)) == "2 workers of 1 thread each"
+    assert cores_note(make_plan({"prefill": "0"}, ENVIRON)) is None
 
 
 def test_workers_stay_on_the_loopback_whatever_the_environment_says() -> None:

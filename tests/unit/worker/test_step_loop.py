@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from kvrelay.engine.batch import DeviceLost, StepResult, SwapCopies
+from kvrelay.core_leases import CoreLeases, leases_bytes
+from kvrelay.engine.batch import DeviceLost, StepResult, SwapCopies, WorkerBatch
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.scheduling.plan import StepPlan, SwapPlan
+from kvrelay.worker.launch import ThreadLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.waiting import PATIENCE_S
 
@@ -57,6 +60,42 @@ def test_a_sequence_that_preempted_itself_is_planned_again_at_once() -> None:
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         assert planned == [1, 2]  # and then it sleeps
+        loop.stop()
+        await running
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_a_loop_that_sleeps_lends_its_cores() -> None:
+    """And its steps use those that others lend."""
+    swaps = SwapPlan(SwapCopies((3,), (0,)), SwapCopies(), (), (), (3,))
+    plans = [StepPlan(1, []), StepPlan(2, [], swaps=swaps), StepPlan(3, [])]
+    memory = memoryview(bytearray(leases_bytes(2)))
+    own, others, threads = [0], [0], list[tuple[int, int]]()
+    cores = CoreLeases(memory, 0, 2, [1, 1], lambda count: own.__setitem__(0, count))
+    other = CoreLeases(memory, 1, 2, [1, 1], lambda count: others.__setitem__(0, count))
+
+    def execute(batch: WorkerBatch) -> StepResult:
+        other.begin_step()
+        threads.append((own[0], others[0]))
+        return StepResult(batch.step, [], 0.0, 0.1)
+
+    planned: list[int] = []
+    scheduler: Any = Mock(
+        schedule=lambda: plans[min(len(planned), 2)], commit=lambda *_: [], schedule_ahead=lambda: None
+    )
+    loop = StepLoop(Mock(execute=execute), scheduler, make_launcher=partial(ThreadLauncher, cores=cores))
+
+    async def test() -> None:
+        callbacks = StepCallbacks(lambda plan: planned.append(plan.step), Mock(), Mock())
+        running = asyncio.create_task(loop.run(callbacks))
+        while not planned:
+            await asyncio.sleep(0)
+        loop.wake()
+        while planned != [1, 2, 3]:
+            await asyncio.sleep(0)
+        other.begin_step()
+        assert (threads, others) == ([(2, 1)], [2])
         loop.stop()
         await running
 

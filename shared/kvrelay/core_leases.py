@@ -2,8 +2,8 @@
 
 `kvrelay up` makes memory that its workers share, with a lease for each: the time until which the worker uses its share
 of the cores. A worker renews its lease when a step begins, and ends it when nothing is left to do. Each step takes a
-part of the cores whose leases are over. So no worker waits for another one, and the cores of one that dies are free once
-its lease is over. A step keeps its threads to its end: until then there may be more threads than cores.
+part of the cores whose leases are over. So no worker waits for another one, and the cores of one that dies are free
+once its lease is over. A step keeps its threads to its end: until then there may be more threads than cores.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 #define TILE_DEPTH 32 /* bfloat16 of a tile's row: what a product of tiles sums */
 #define TILE_BYTES (TILE_UNIT * 64)
 #define TILE_ROOM (2 * TILE_UNIT) /* rows that products take at a time, so that each load serves two of them */
-#define TILE_MIN_ROWS 9 /* fewer rows are bound by reading the weights, which the vector units do as fast */
+#define TILE_MIN_ROWS 2 /* one row is bound by reading the weights, which the vector units do as fast */
 
 #if defined(EMULATE_TILES)
 typedef struct {

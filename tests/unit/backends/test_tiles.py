@@ -56,7 +56,7 @@ def test_the_check_at_load_accepts_right_sums(emulated: ctypes.CDLL) -> None:
     assert emulated.kvrelay_tiles() == 1
 
 
-@pytest.mark.parametrize("num_tokens", [9, 16, 17, 33, 385])
+@pytest.mark.parametrize("num_tokens", [2, 9, 16, 17, 33, 385])
 @pytest.mark.parametrize("num_in", [32, 96, 512, 544, 1030])
 def test_products_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) -> None:
     kernel, weights = make_kernel(torch.bfloat16, num_in=num_in, num_out=70)
@@ -71,7 +71,16 @@ def test_products_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) 
     )
 
 
-@pytest.mark.parametrize(("num_tokens", "num_in"), [(9, 288), (40, 544), (520, 64)])
+def test_one_token_takes_no_tiles(emulated: ctypes.CDLL) -> None:
+    kernel, weights = make_kernel(torch.bfloat16, num_in=96, num_out=70)
+    x = torch.randn(1, 96).bfloat16()
+    before = emulated.kvrelay_emulated_dots()
+    found = kernel.products.linear(weights.linears[-1], x, torch.float32)
+    assert_close(found, product(weights.linears[-1], x), torch.float32)
+    assert emulated.kvrelay_emulated_dots() == before
+
+
+@pytest.mark.parametrize(("num_tokens", "num_in"), [(2, 288), (40, 544), (520, 64)])
 def test_products_of_many_panels_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) -> None:
     kernel, weights = make_kernel(torch.bfloat16, num_in=num_in, num_out=600, intermediate=330)
     x = torch.randn(num_tokens, num_in).bfloat16()

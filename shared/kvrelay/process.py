@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from kvrelay.config import ConfigError
 from kvrelay.config.common import CommonConfig
+from kvrelay.config.loader import variable_warnings
 from kvrelay.telemetry.logs import setup_logging
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ def service_main(
         return 2
     setup_logging(config.log_level, config.log_format, **log_fields(config))
     config.log_values(log)
+    for warning in variable_warnings(os.environ):
+        log.warning("%s", warning)
     try:
         run(config)
     except StartFailed as error:

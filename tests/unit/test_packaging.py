@@ -72,7 +72,7 @@ def test_it_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = """if True:
         import kvrelay.config.demo, kvrelay.fleet, kvrelay_router, kvrelay_prefill, kvrelay_decode
-        from kvrelay.cli.up import make_plan
+        from kvrelay.cli.launch_plan import make_plan
         kvrelay.fleet.Registry("redis://127.0.0.1:1")
         print(kvrelay.config.demo.__file__)
         print(make_plan({}, {}).router.model)

@@ -3,28 +3,31 @@
 Flags, help and error messages are generated from the fields, so each field is described in one place.
 
 The top level of the file applies to every process that has the field. The tables `[up]`, `[router]`, `[worker]`,
-`[prefill]`, `[decode]` and `[rank]` apply to that kind of process and override the top level.
+`[prefill]`, `[decode]` and `[rank]` apply to that kind of process and override the top level. `kvrelay up` also takes
+its endpoint from `[router]`, and refuses fields of services that it sets itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
+from kvrelay.config.up_file import UP_FIELDS_OF_ROUTER, ignored_variables, refused_fields
+from kvrelay.config.variables import ENV_PREFIX, closest, unknown_variables
 from kvrelay.config.worker import WorkerConfig
 
-ENV_PREFIX = "KVRELAY_"
 TABLES: dict[str, type[BaseModel]] = {
     "up": UpConfig,
     "worker": WorkerConfig,
@@ -64,20 +67,19 @@ def load_config(
 
 def resolve(config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> ConfigT:
     """Like `load_config` for parsed flags: `flags` contains the given ones, and `config` for the file."""
-    tables = [name for name, table in TABLES.items() if table is config_class]
-    if "role" in fixed:
-        tables = ["worker", str(fixed["role"])]
-    path = flags.get("config") or environ.get(f"{ENV_PREFIX}CONFIG")
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for source, layer in (
-        (f"{path}: {{field}}", _read_file(Path(path), config_class, tables) if path else {}),
+    path = config_path(flags, environ)
+    layers = [] if path is None else _file_layers(path, config_class, fixed.get("role"))
+    layers += [
         (f"{ENV_PREFIX}{{FIELD}}", _read_environment(config_class, environ)),
         ("{flag}", {name: value for name, value in flags.items() if name in config_class.model_fields}),
-    ):
+    ]
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, layer in layers:
         for name, value in layer.items():
             values[name] = _split(value) if is_list(config_class.model_fields[name]) else value
-            sources[name] = source.format(field=name, FIELD=name.upper(), flag=flag_names(name)[0])
+            form = source.replace("{field}", name).replace("{FIELD}", name.upper())
+            sources[name] = form.replace("{flag}", flag_names(name)[0])
     try:
         return config_class(**values, **fixed)
     except ValidationError as error:
@@ -172,22 +174,32 @@ def _metavar(field: FieldInfo) -> str:
     choices = _choices(field.annotation)
     if choices:
         return "|".join(choices)
+    if isinstance(field.json_schema_extra, dict) and "metavar" in field.json_schema_extra:
+        return str(field.json_schema_extra["metavar"])
     types: tuple[object, ...] = (field.annotation,)
     if get_origin(field.annotation) is not None:
         types = get_args(field.annotation)
     names = {int: "N", float: "X", Path: "FILE"}
     for kind in types:
-        if isinstance(kind, type) and kind.__name__ == "ByteSize":
+        if kind is ByteSize:
             return "SIZE"
         if isinstance(kind, type) and kind in names:
             return names[kind]
     return "TEXT"
 
 
+_OWN_DEFAULT = re.compile(r" \((default: .+)\)$")
+
+
 def _help(name: str, field: FieldInfo) -> str:
+    """The description with limits and default in one pair of parentheses at its end."""
     text = field.description or ""
     limits = "" if _choices(field.annotation) else allowed(field)
-    default = "" if field.default_factory or field.default in (None, ()) else f"default: {_default(field)}"
+    default = ""
+    if own := _OWN_DEFAULT.search(text):
+        text, default = text[: own.start()], own[1]
+    elif not field.default_factory and field.default not in (None, (), ""):
+        default = f"default: {_default(field)}"
     notes = "; ".join(note for note in (limits, default) if note)
     return f"{text} ({notes})" if notes else text
 
@@ -206,14 +218,36 @@ def _read_environment(config_class: type[BaseModel], environ: Mapping[str, str])
     return {names[key]: value for key, value in environ.items() if key in names and value != ""}
 
 
-def _read_file(path: Path, config_class: type[BaseModel], tables: Sequence[str]) -> dict[str, Any]:
+def config_path(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
+    """The configuration file that a flag or the environment names."""
+    path = flags.get("config") or environ.get(f"{ENV_PREFIX}CONFIG")
+    return Path(path) if path else None
+
+
+def check_up_file(path: Path) -> None:
+    """Raises ConfigError if the file sets a field that `kvrelay up` sets itself, which would have no effect."""
+    if refused := list(refused_fields(_read_file(path))):
+        raise ConfigError(f"{path}: {'; '.join(refused)}")
+
+
+def variable_warnings(environ: Mapping[str, str], *, for_up: bool = False) -> list[str]:
+    """Messages for `KVRELAY_*` variables that have no effect."""
+    warnings = list(unknown_variables(environ, _all_fields()))
+    return [*warnings, *ignored_variables(environ, ENV_PREFIX)] if for_up else warnings
+
+
+def _all_fields() -> set[str]:
+    return {name for each in TABLES.values() for name in each.model_fields}
+
+
+def _read_file(path: Path) -> dict[str, dict[str, Any]]:
+    """The tables of the file by name, the top level as "". Raises ConfigError, also for unknown fields."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: {path} is not valid TOML: {error}") from None
-    known = {name for each in TABLES.values() for name in each.model_fields}
     layers: dict[str, dict[str, Any]] = {"": {k: v for k, v in content.items() if k not in TABLES}}
     for table in TABLES:
         section = content.get(table, {})
@@ -221,14 +255,46 @@ def _read_file(path: Path, config_class: type[BaseModel], tables: Sequence[str])
             raise ConfigError(f"{path}: {table} must be a table, as in [{table}]")
         layers[table] = section
     for table, section in layers.items():
-        fields = known if not table else set(TABLES[table].model_fields)
+        fields = set(TABLES[table].model_fields) if table else _all_fields()
         for name in section:
             if name not in fields:
-                raise ConfigError(f"{path}: {f'[{table}] ' if table else ''}{name} is not a known field")
-    merged: dict[str, Any] = {}
-    for table in ("", *tables):
-        merged |= {name: value for name, value in layers[table].items() if name in config_class.model_fields}
-    return merged
+                label = f"[{table}] {name}" if table else name
+                raise ConfigError(f"{path}: {label} is not a known field{_place_of(name, fields)}")
+    return layers
+
+
+def _place_of(name: str, fields: Collection[str]) -> str:
+    """The tables that have the field, or else a similar name."""
+    tables = [f"[{table}]" for table, each in TABLES.items() if name in each.model_fields]
+    return f"; it belongs into {' or '.join(tables)}" if tables else closest(name, fields)
+
+
+def _file_layers(path: Path, config_class: type[BaseModel], role: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """The file's values for a process in increasing precedence, each layer with the form of its source in messages."""
+    content = _read_file(path)
+    if config_class is UpConfig:
+        return _up_layers(path, content)
+    own = ["worker", role] if role else [name for name, table in TABLES.items() if table is config_class]
+    layers = []
+    for table in ("", *own):
+        values = {name: value for name, value in content[table].items() if name in config_class.model_fields}
+        layers.append((f"{path}: {f'[{table}] ' if table else ''}{{field}}", values))
+    return layers
+
+
+def _up_layers(path: Path, content: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """As `_file_layers`: the endpoint of `kvrelay up` is its router's, so fields of `[router]` set it as well."""
+    layers: list[tuple[str, dict[str, Any]]] = []
+    for table in ("", "router"):
+        for name, field in UP_FIELDS_OF_ROUTER.items():
+            if name in content[table]:
+                layers.append((f"{path}: {f'[{table}] ' if table else ''}{name}", {field: content[table][name]}))
+    for table in ("", "up"):
+        values = {name: value for name, value in content[table].items() if name in UpConfig.model_fields}
+        if not table:
+            values = {name: value for name, value in values.items() if name not in UP_FIELDS_OF_ROUTER}
+        layers.append((f"{path}: {f'[{table}] ' if table else ''}{{field}}", values))
+    return layers
 
 
 def _split(value: Any) -> Any:

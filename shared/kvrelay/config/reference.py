@@ -10,10 +10,11 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 from kvrelay.config.common import CommonConfig
-from kvrelay.config.loader import ENV_PREFIX, allowed, flag_names, is_list
+from kvrelay.config.loader import allowed, flag_names, is_list
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
+from kvrelay.config.variables import ENV_PREFIX
 from kvrelay.config.worker import WorkerConfig
 
 WIDTH = 116
@@ -36,7 +37,8 @@ The top level of the file applies to every process that has the field. The table
 `[prefill]`, `[decode]` and `[rank]` apply to that kind of process and override the top level; `[prefill]` and
 `[decode]` override `[worker]`. Unknown names in the file, unknown flags and invalid values exit the process with status
 2 and a message that names the field, the source of the value and the allowed values. Unknown `KVRELAY_*` variables are
-ignored. Headings below are names in the file; the variable of a field is `KVRELAY_` and its name in capitals.
+reported with the closest known name and have no effect. Headings below are names in the file; the variable of a field
+is `KVRELAY_` and its name in capitals.
 
 ```toml
 # kvrelay.toml: one file for all processes of a fleet
@@ -70,7 +72,11 @@ RANK = """\
 ROUTER = "Further fields of `kvrelay router`."
 UP = """\
 `kvrelay up` starts all services on this machine. It takes the fields below and passes flags of the services on to them,
-except those it decides itself (names, ports, addresses, Redis). The services read the same file and environment."""
+except those it decides itself (names, ports, addresses, Redis). The services read the same file and environment.
+
+`host`, `port` and `processes` in `[router]` set the endpoint, unless `[up]` has `host`, `port` or `router_processes`.
+Fields that `kvrelay up` decides itself are refused in the file by name, as is `[rank]`, and reported in the
+environment."""
 
 
 def render() -> str:

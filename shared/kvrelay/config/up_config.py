@@ -123,7 +123,11 @@ class UpConfig(BaseModel):
         description="niceness of the prefill workers' processes: if workers share cores, a decode step waits less for "
         "prompts",
     )
-    state_dir: Path = Field(default=Path(".kvrelay"), description="directory of the services' logs")
+    state_dir: Path = Field(
+        default=Path(".kvrelay"),
+        description="directory of the services' logs",
+        json_schema_extra={"metavar": "DIR"},
+    )
     verbose: bool = Field(default=False, description="show the services' logs on the terminal instead of writing files")
 
     @field_validator("redis_url")

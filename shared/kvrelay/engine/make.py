@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrelay.backends.backend import AttentionBackend, KVLayout
+from kvrelay.engine.batch import ModelSpec
 from kvrelay.engine.causal_model import CausalModel, LoadFormat, load_model, open_source
 from kvrelay.engine.device import use_on_this_thread
 from kvrelay.engine.fused.quantization import Quantization
@@ -117,6 +118,7 @@ def make_runner(
         num_slots = group.least(num_slots)  # stages may have blocks of unequal size
     with _agreeing(group):
         runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
+    _warn_of_cut(source.max_model_len, runner.spec)
     if graphs is not None:
         runner.try_graphs(graphs)
     gauge.keep()
@@ -138,6 +140,17 @@ def _check_holds(layout: KVLayout, num_blocks: int, max_model_len: int) -> None:
         raise ValueError(
             f"max_model_len {max_model_len} does not fit the pool: {num_blocks} blocks of {block_size} tokens hold "
             f"{num_blocks * block_size}; it takes {needed} blocks, {needed * layout.block_bytes} bytes"
+        )
+
+
+def _warn_of_cut(max_model_len: int, spec: ModelSpec) -> None:
+    """Logs if the pool holds less than the longest sequence of the model."""
+    if spec.max_model_len < max_model_len:
+        needed = blocks_for(max_model_len, spec.block_size) * spec.block_bytes
+        log.warning(
+            "max_model_len is cut from %d to %d tokens, which the pool's %d blocks of %d hold; %d MiB hold %d: raise "
+            "kv_memory_bytes, memory_utilization or num_blocks, or set max_model_len",
+            *(max_model_len, spec.max_model_len, spec.num_blocks, spec.block_size, -(-needed >> 20), max_model_len),
         )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kvrelay.engine.attention import UnsupportedModel
+
+log = logging.getLogger(__name__)
 
 _HELD_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -38,6 +41,8 @@ def resolve_max_model_len(config: PreTrainedConfig, requested: int | None) -> in
     lengths = [length for length in (requested, reach) if length is not None]
     if not lengths or min(lengths) < 1:
         raise ValueError(f"max_model_len={requested} with max_position_embeddings={reach}: give a length of 1 or more")
+    if requested is not None and reach is not None and requested > reach:
+        log.warning("max_model_len is cut from %d to %d tokens, the model's max_position_embeddings", requested, reach)
     return int(min(lengths))
 
 

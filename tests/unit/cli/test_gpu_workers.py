@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cli.gpus import Gpu, GpusUnknown
-from kvrelay.cli.up import LaunchPlan, make_plan
+from kvrelay.cli.launch_plan import LaunchPlan, make_plan
 from kvrelay.config import ConfigError, WorkerConfig, load_config
 
 pytestmark = pytest.mark.unit

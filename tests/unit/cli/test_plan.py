@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from kvrelay.cli.up import cores_note, greeting, make_plan, to_argv
+from kvrelay.cli.launch_plan import make_plan, to_argv
+from kvrelay.cli.up import cores_note, greeting
 from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
 
 ENVIRON = {"KVRELAY_MODEL": "org/model"}

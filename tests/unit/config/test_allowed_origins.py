@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrelay.cli.up import to_argv
+from kvrelay.cli.launch_plan import to_argv
 from kvrelay.config import ConfigError, RouterConfig, load_config
 
 pytestmark = pytest.mark.unit

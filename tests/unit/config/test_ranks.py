@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvrelay.cli.up import make_plan
+from kvrelay.cli.launch_plan import make_plan
 from kvrelay.config.loader import ConfigError, resolve
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.worker import WorkerConfig

@@ -83,12 +83,15 @@ INLINE void most_likely_of_row(const float *logits, const uint32_t *mask, int64_
     *peak = has_nan ? NAN : greatest;
 }
 
+#define WORTH_THREADS (1 << 18) /* logits, which one thread looks at in about 0.1 ms */
+
 /* For each row, the first of the allowed tokens with the greatest logit, and in `peaks` the greatest logit of all tokens,
  * NaN if one is. `masks[i]` may be null: all are allowed. If the logits of all allowed tokens are minus infinity or NaN, the
- * token is the first allowed one with minus infinity, or 0.
+ * token is the first allowed one with minus infinity, or 0. Up to `threads` share the rows if these are worth waking them.
  */
 void kvrelay_most_likely(const float *logits, int64_t stride, const uint32_t *const *masks, int64_t num_rows,
-                         int64_t vocab_size, int64_t *token_ids, float *peaks) {
+                         int64_t vocab_size, int64_t *token_ids, float *peaks, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (num_rows > 1 && num_rows * vocab_size > WORTH_THREADS)
     for (int64_t i = 0; i < num_rows; i++)
         most_likely_of_row(logits + i * stride, masks[i], vocab_size, token_ids + i, peaks + i);
 }

@@ -48,7 +48,7 @@ def most_likely(
     token_ids, peaks = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
     kernel.kvrelay_most_likely(
         *(logits.data_ptr(), logits.stride(0), addresses.ctypes.data, *logits.shape),
-        *(token_ids.ctypes.data, peaks.ctypes.data),
+        *(token_ids.ctypes.data, peaks.ctypes.data, torch.get_num_threads()),
     )
     return torch.from_numpy(token_ids), torch.from_numpy(peaks)
 
@@ -73,6 +73,6 @@ def _kernel() -> ctypes.CDLL | None:
         return None
     kernel.kvrelay_forbid_tokens.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64]
     kernel.kvrelay_forbid_tokens.restype = None
-    kernel.kvrelay_most_likely.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p]
+    kernel.kvrelay_most_likely.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64]
     kernel.kvrelay_most_likely.restype = None
     return kernel

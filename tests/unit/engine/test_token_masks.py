@@ -487,6 +487,20 @@ def test_the_most_likely_allowed_token_is_that_of_masked_logits(vocab_size: int,
             assert int(found[0][row]) == int(logits[row].numpy().argmax())
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_that_share_the_rows_find_the_same_tokens(threads: int) -> None:
+    logits = torch.randn(9, 33_001, generator=torch.Generator().manual_seed(threads))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = forbidding.most_likely(logits)
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None
+    assert found[0].tolist() == logits.numpy().argmax(axis=-1).tolist()
+    assert torch.equal(found[1], logits.amax(dim=-1))
+
+
 def test_penalties_count_forced_tokens() -> None:
     grammar = FORCING[3]
     sampler, again = sampler_of(), sampler_of()

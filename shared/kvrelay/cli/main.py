@@ -33,12 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="kvrelay", description="LLM serving with prefill and decode taken apart.", epilog=EPILOG
+        prog="kvrelay",
+        description="A disaggregated LLM server: prefill and decode run as separate services.",
+        epilog=EPILOG,
     )
+    parser.add_argument("--version", action="version", version=f"kvrelay {metadata.version('kvrelay')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, add_help=False, help=text)
     commands.add_parser("version", help="print the version")
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands.choices:
+        from kvrelay.config.variables import closest  # slow to import, and `health` runs often
+
+        hint = closest(arguments[0], commands.choices)
+        parser.exit(2, f"kvrelay: unknown command {arguments[0]!r}{hint} (kvrelay --help lists the commands)\n")
     command = parser.parse_args(arguments[:1]).command
     rest = arguments[1:]
     if command in COMMANDS:

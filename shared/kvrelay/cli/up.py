@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -19,17 +18,14 @@ from kvrelay.cli.instance_lock import InstanceLock
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
 from kvrelay.cli.readiness import RouterReady, WorkerReady
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
-from kvrelay.config.common import CommonConfig, is_wildcard
+from kvrelay.cli.up_flags import parse_up_flags
+from kvrelay.config.common import is_wildcard
 from kvrelay.config.loader import (
     ConfigError,
-    add_config_flag,
-    add_flags,
     resolve,
     variable_warnings,
 )
-from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
-from kvrelay.config.worker import WorkerConfig
 from kvrelay.core_leases import SharedLeases
 from kvrelay.fleet import Registry, RegistryError
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
@@ -39,19 +35,11 @@ from kvrelay.process import describe_exit
 REDIS_POLL_S = 0.5
 PROCESSES_GRACE_S = 15.0
 """Additional time for a router with several processes, which kills those that do not drain in time."""
-DECIDED_HERE = frozenset(
-    {"worker_id", "num_workers", "static_workers", "router_id", "port", "host", "advertise_host", "redis_url"}
-)
-"""Fields of services that `up` sets itself."""
-WORKER_PORTS = frozenset(
-    {"transfer_port", "http_port", "http_host", "local_ranks", "rank_host", "rank_port", "data_parallel_rank"}
-)
-ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port", "metrics_host"})
 
 
 def up(argv: Sequence[str]) -> int:
     """Runs until stopped. Returns the exit status: 1 if a service failed to start, 2 for invalid flags."""
-    flags = vars(_parser().parse_args(argv))
+    flags = parse_up_flags(argv)
     for warning in variable_warnings(os.environ, for_up=True):
         print(f"kvrelay up: warning: {warning}", file=sys.stderr)
     try:
@@ -83,25 +71,6 @@ def hold_port(host: str, port: int) -> HeldPort:
             f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; "
             f"stop what listens there, or name another with --port"
         ) from None
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvrelay up",
-        description="Starts Redis, prefill and decode workers and the router on this machine, and stops them together.",
-        allow_abbrev=False,
-    )
-    add_config_flag(parser)
-    add_flags(parser, UpConfig)
-    common = parser.add_argument_group("all services")
-    add_flags(common, CommonConfig, DECIDED_HERE)
-    common_fields = frozenset(CommonConfig.model_fields)
-    worker_fields = frozenset(WorkerConfig.model_fields)
-    workers = parser.add_argument_group("every worker")
-    add_flags(workers, WorkerConfig, DECIDED_HERE | WORKER_PORTS | common_fields)
-    router = parser.add_argument_group("the router")
-    add_flags(router, RouterConfig, DECIDED_HERE | ROUTER_PORTS | common_fields | worker_fields)
-    return parser
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------

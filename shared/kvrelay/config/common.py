@@ -84,6 +84,7 @@ class CommonConfig(BaseModel):
     model: str = Field(
         default_factory=default_model,
         description="directory or Hugging Face name of a decoder model (default: the demo model)",
+        json_schema_extra={"flags": ["--model-path"]},
     )
     served_model_name: str = Field(
         default_factory=default_served_name,

@@ -21,6 +21,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 
+from kvrelay.config.flag_parser import FlagParser
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
@@ -58,10 +59,11 @@ def load_config(
     `fixed` contains values that the process decides itself, such as a worker's role. `--help` and unknown flags exit
     the process, as in argparse; an invalid value raises ConfigError.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
-    add_config_flag(parser)
-    add_flags(parser, config_class)
-    flags = vars(parser.parse_args(argv))
+    parser = FlagParser(prog, description, usage=None if prog is None else f"{prog} [flags]")
+    group = parser.add_argument_group("flags")
+    add_config_flag(group)
+    add_flags(group, config_class)
+    flags = parser.parse(argv)
     return resolve(config_class, flags, os.environ if environ is None else environ, **fixed)
 
 
@@ -89,7 +91,7 @@ def resolve(config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapp
 # -- flags ------------------------------------------------------------------------------------------------------------
 
 
-def add_config_flag(parser: argparse.ArgumentParser) -> None:
+def add_config_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Adds `--config FILE`."""
     parser.add_argument(
         "--config",

@@ -22,6 +22,7 @@ class RankedConfig(CommonConfig):
         le=MAX_RANKS,
         description="ranks (processes) among which the heads of the model, or of each of its stages, and their KV are "
         "divided; rank 0 is the worker's own process",
+        json_schema_extra={"flags": ["--tp-size", "--tp"]},
     )
     pipeline_parallel_size: int = Field(
         default=1,
@@ -29,6 +30,7 @@ class RankedConfig(CommonConfig):
         le=MAX_RANKS,
         description="stages (of tensor_parallel_size processes each) among which the model's layers and their KV are "
         "divided, so that several steps are computed at the same time, each in another stage",
+        json_schema_extra={"flags": ["--pp-size", "--pp"]},
     )
     data_parallel_size: int = Field(
         default=1,

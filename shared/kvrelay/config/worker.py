@@ -84,8 +84,8 @@ class WorkerConfig(RankedConfig):
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
         default="auto",
-        description="type of keys and values in the pool; auto: as dtype; fp8_e4m3, fp8_e5m2: 8-bit floats, which hold "
-        "twice the tokens of bfloat16 and four times those of float32 and cost some accuracy",
+        description="type of keys and values in the pool; auto: as dtype; fp8_e4m3 (also as fp8), fp8_e5m2: 8-bit "
+        "floats, which hold twice the tokens of bfloat16 and four times those of float32 and cost some accuracy",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
@@ -128,7 +128,13 @@ class WorkerConfig(RankedConfig):
         default=None, ge=1, le=1024, description="CPU threads of the forward pass (default: one per core)"
     )
 
-    block_size: int = Field(default=16, ge=8, le=128, description="tokens per block, a power of two")
+    block_size: int = Field(
+        default=16,
+        ge=8,
+        le=128,
+        description="tokens per block, a power of two",
+        json_schema_extra={"flags": ["--page-size"]},
+    )
     num_blocks: int | None = Field(
         default=None, ge=2, description="blocks in the pool (default: as many as kv_memory_bytes holds)"
     )
@@ -144,12 +150,18 @@ class WorkerConfig(RankedConfig):
         description="share of the machine's or GPU's memory for this worker, if neither num_blocks nor "
         "kv_memory_bytes is set; the pool gets what remains after weights and the largest step, which is measured at "
         "start",
+        json_schema_extra={"flags": ["--gpu-memory-utilization"]},
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="longest sequence in tokens, prompt plus output (default: the model's)"
+        default=None,
+        ge=2,
+        description="longest sequence in tokens, prompt plus output (default: the model's)",
+        json_schema_extra={"flags": ["--context-length"]},
     )
     prefix_cache: bool = Field(
-        default=True, description="keep the blocks of finished sequences for prompts with the same prefix"
+        default=True,
+        description="keep the blocks of finished sequences for prompts with the same prefix",
+        json_schema_extra={"flags": ["--enable-prefix-caching"]},
     )
     prefix_lookup: Literal["tree", "table"] = Field(
         default="tree",
@@ -162,12 +174,19 @@ class WorkerConfig(RankedConfig):
         description="seconds between batches of cache changes to the prefix index",
     )
 
-    token_budget: int = Field(default=512, ge=1, le=1 << 20, description="maximum tokens of a step")
+    token_budget: int = Field(
+        default=512,
+        ge=1,
+        le=1 << 20,
+        description="maximum tokens of a step",
+        json_schema_extra={"flags": ["--max-num-batched-tokens"]},
+    )
     max_running: int = Field(
         default=256,
         ge=1,
         le=1 << 16,
         description="maximum sequences that hold blocks at the same time; at most token_budget",
+        json_schema_extra={"flags": ["--max-num-seqs", "--max-running-requests"]},
     )
 
     scheduler: str = Field(
@@ -302,6 +321,12 @@ class WorkerConfig(RankedConfig):
     drain_timeout_s: float = Field(
         default=30.0, ge=0, le=3600, description="seconds for running requests to finish after SIGTERM"
     )
+
+    @field_validator("kv_cache_dtype", mode="before")
+    @classmethod
+    def _fp8_is_e4m3(cls, dtype: object) -> object:
+        """As in vLLM."""
+        return "fp8_e4m3" if dtype == "fp8" else dtype
 
     @field_validator("block_size")
     @classmethod

@@ -16,6 +16,22 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvrelay {metadata.version('kvrelay')}\n"
 
 
+def test_version_as_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"kvrelay {metadata.version('kvrelay')}\n"
+
+
+def test_a_misspelled_command_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["decod"])
+    assert raised.value.code == 2
+    assert capsys.readouterr().err == (
+        "kvrelay: unknown command 'decod'; did you mean decode? (kvrelay --help lists the commands)\n"
+    )
+
+
 @pytest.mark.parametrize("service", ["router", "prefill", "decode"])
 def test_a_service_takes_the_process_over_with_its_flags(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []

@@ -1,0 +1,65 @@
+"""The flags of `kvrelay up`: its own and those of the services, the common ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvrelay.config.common import CommonConfig
+from kvrelay.config.flag_parser import FlagParser
+from kvrelay.config.loader import add_config_flag, add_flags
+from kvrelay.config.router import RouterConfig
+from kvrelay.config.up_config import UpConfig
+from kvrelay.config.worker import WorkerConfig
+
+_SOURCES = (UpConfig, CommonConfig, WorkerConfig, RouterConfig)
+COMMON_GROUPS: dict[str, tuple[str, ...]] = {
+    "model": ("model", "served_model_name", "dtype", "quantization", "kv_cache_dtype", "max_model_len"),
+    "workers": ("prefill", "decode", "tensor_parallel_size", "devices", "device", "threads"),
+    "memory and batches": ("kv_memory_bytes", "memory_utilization", "token_budget", "max_running"),
+    "endpoint": ("host", "port", "api_keys_file", "redis_url", "metrics_port"),
+    "logs and configuration": ("state_dir", "verbose", "log_level"),
+}
+"""Fields that `kvrelay up --help` shows."""
+DECIDED_HERE = frozenset(
+    {"worker_id", "num_workers", "static_workers", "router_id", "port", "host", "advertise_host", "redis_url"}
+)
+"""Fields of services that `up` sets itself."""
+WORKER_PORTS = frozenset(
+    {"transfer_port", "http_port", "http_host", "local_ranks", "rank_host", "rank_port", "data_parallel_rank"}
+)
+ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port", "metrics_host"})
+
+
+def parse_up_flags(argv: Sequence[str] | None) -> dict[str, Any]:
+    """The given values by field. Exits the process for `--help` and for invalid flags."""
+    parser = up_parser()
+    flags = parser.parse(argv)
+    model = flags.pop("MODEL", None)
+    if model is not None and flags.setdefault("model", model) != model:
+        parser.error(f"two models: {model} and --model {flags['model']}")
+    return flags
+
+
+def up_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay up",
+        "Starts Redis, prefill and decode workers and the router on this machine, and stops them together.",
+        usage="kvrelay up [MODEL] [flags]",
+    )
+    parser.add_argument("MODEL", nargs="?", help="the same as --model")
+    common: set[str] = set()
+    for title, names in COMMON_GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            owner = next(each for each in _SOURCES if name in each.model_fields)
+            add_flags(group, owner, frozenset(owner.model_fields) - {name})
+        common |= set(names)
+    add_config_flag(group)
+    add_flags(parser.add_further_group("services"), UpConfig, frozenset(common))
+    add_flags(parser.add_further_group("all services"), CommonConfig, DECIDED_HERE | common)
+    common |= set(CommonConfig.model_fields)
+    add_flags(parser.add_further_group("every worker"), WorkerConfig, DECIDED_HERE | WORKER_PORTS | common)
+    skip = DECIDED_HERE | ROUTER_PORTS | common | set(WorkerConfig.model_fields)
+    add_flags(parser.add_further_group("the router"), RouterConfig, skip)
+    return parser

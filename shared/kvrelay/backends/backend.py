@@ -62,7 +62,8 @@ class PoolShape(NamedTuple):
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """Returns a pool of zeros, `[num_blocks, *layout.block_shape]`. On a CPU, pages take memory only once written."""
+    """Returns a pool of zeros, `[num_blocks, *layout.block_shape]`. On a CPU, pages take memory only once written or
+    populated."""
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros((num_blocks, *layout.block_shape), dtype=layout.pool_dtype, device=device)
     # A step reads blocks all over the pool. Huge pages save address translations (5 percent of a decode step measured).

@@ -15,6 +15,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits
+from kvrelay.backends.populate import populate_in_background
 from kvrelay.engine.batch import BeamCandidates, BlockCopy, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
 from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.causal_model import CausalModel
@@ -64,6 +65,8 @@ class TransformersRunner:
         ahead = source.device.type == "cuda" and not model.is_divided and model.gathered_mlps is None
         self.launches_ahead = ahead if launches_ahead is None else launches_ahead
         self._blocks = allocate_pool(layout, num_blocks + with_scratch, source.device)
+        on_cpu = source.device.type == "cpu"
+        self._populating = populate_in_background(self._blocks) if on_cpu else None
         self._pool = self._blocks[:num_blocks]
         self._graphs: DecodeGraphs | None = None
         self._host = HostBuffer(self._pool, num_swap_slots)
@@ -191,6 +194,11 @@ class TransformersRunner:
         packed = pack_rows(rows)
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
         return StepForward(rows, packed, self._hidden_states(token_ids, None, packed, None))
+
+    def wait_for_pages(self) -> None:
+        """Returns once steps no longer wait for pages of the pool: after about a second per GiB at most."""
+        if self._populating is not None:
+            self._populating.join()
 
     @staticmethod
     def use_threads(num_threads: int) -> None:

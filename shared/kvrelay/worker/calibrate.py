@@ -28,6 +28,7 @@ _KEY = ("calibration", 0, 0)
 def calibrate(scheduler: Scheduler, runner: ModelRunner, token_budget: int) -> None:
     """Measures step costs and calibrates the scheduler. Takes seconds and blocks the thread. Call it before anything
     uses the pool: it writes into the pool's blocks."""
+    getattr(runner, "wait_for_pages", lambda: None)()
     started = time.monotonic()
     cost = fit(measure_costs(runner, token_budget))
     scheduler.calibrate(cost)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvrelay.cli.display import DIED, READY, STARTING, STOPPED, STOPPING, Display
+from kvrelay.cli.log_excerpt import log_excerpt
 from kvrelay.cli.readiness import ReadyCheck
 from kvrelay.process import describe_exit, die_with_parent
 
@@ -29,11 +30,10 @@ HEALTHY_AFTER_S = 60.0
 """A service that ran this long restarts with the shortest pause."""
 KILL_GRACE_S = 5.0
 """Additional time after a service's drain timeout before it is killed."""
-TAIL_LINES = 30
 
 
 class ServiceStartFailed(Exception):
-    """A service ended before it was ready. The message contains the last lines of its log."""
+    """A service ended before it was ready. The message contains the error and the last lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,8 @@ class Service:
     def _log_tail(self) -> str:
         if self.spec.log_path is None or not self.spec.log_path.exists():
             return ""
-        lines = self.spec.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-        return "".join(f"\n  | {line}" for line in lines) + f"\nComplete log: {self.spec.log_path}"
+        lines = self.spec.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "".join(f"\n  | {line}" for line in log_excerpt(lines)) + f"\nComplete log: {self.spec.log_path}"
 
 
 class Supervisor:

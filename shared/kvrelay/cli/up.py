@@ -16,6 +16,7 @@ from pathlib import Path
 from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.instance_lock import InstanceLock
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
+from kvrelay.cli.preflight import check_plan, hold_port
 from kvrelay.cli.readiness import RouterReady, WorkerReady
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
 from kvrelay.cli.up_flags import parse_up_flags
@@ -29,7 +30,6 @@ from kvrelay.config.up_config import UpConfig
 from kvrelay.core_leases import SharedLeases
 from kvrelay.fleet import Registry, RegistryError
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
-from kvrelay.ports import HeldPort
 from kvrelay.process import describe_exit
 
 REDIS_POLL_S = 0.5
@@ -51,6 +51,7 @@ def up(argv: Sequence[str]) -> int:
             if not own.port:
                 stack.enter_context(_hold_instance(own, held.port))
             plan = make_plan({**flags, "port": str(held.port)}, os.environ)
+            check_plan(plan, os.environ)
             server = None if plan.up.redis_url else stack.enter_context(EmbeddedRedis())
             display = stack.enter_context(make_display(sys.stdout, plain=plan.up.verbose))
             return asyncio.run(_Run(plan, server, display).run())
@@ -60,17 +61,6 @@ def up(argv: Sequence[str]) -> int:
     except (EmbeddedRedisError, RegistryError, ServiceStartFailed) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 1
-
-
-def hold_port(host: str, port: int) -> HeldPort:
-    """Reserves the router's port before it listens. Raises ConfigError if it cannot be bound."""
-    try:
-        return HeldPort(host, port)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; "
-            f"stop what listens there, or name another with --port"
-        ) from None
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------

@@ -71,14 +71,21 @@ class MemoryProfile:
                 f"memory_utilization {memory_utilization:g} of {self.total // _MIB} MiB is "
                 f"{int(self.total * memory_utilization) // _MIB} MiB; the process with its weights takes "
                 f"{self.resting // _MIB} MiB and the largest step {self.step // _MIB} MiB"
-                f"{self._and_graphs()}{_and_swap(swap_bytes)}, which leaves "
-                f"{available // _MIB} MiB for a pool that takes at least {least * block_bytes // _MIB} MiB "
-                f"({least} blocks)"
+                f"{self._and_graphs()}{_and_swap(swap_bytes)}, which "
+                f"{_leaves(available)} for a pool that takes at least {least * block_bytes // _MIB} MiB "
+                f"({least} blocks). Raise memory_utilization (of kvrelay up: for all its workers together), or lower "
+                f"token_budget or swap_space"
             )
         return available // block_bytes
 
     def _and_graphs(self) -> str:
         return f" and its CUDA graphs {-(-self.graphs // _MIB)} MiB" if self.graphs else ""
+
+
+def _leaves(available: int) -> str:
+    if available < 0:
+        return f"is {-available // _MIB} MiB too much and leaves nothing"
+    return f"leaves {available // _MIB} MiB"
 
 
 def _and_swap(swap_bytes: int | None) -> str:

@@ -180,6 +180,9 @@ def test_a_second_one_that_would_share_the_logs_is_refused(tmp_path: Path) -> No
         (["--decode=0"], "--decode = '0'"),
         (["--max-attempts=x"], "--max-attempts = 'x'"),
         (["--model=/no/such/model"], "/no/such/model is not a model directory"),
+        (["--kv-memory-bytes=1TiB"], "take 2048.0 GiB and their swap spaces 256.0 GiB"),
+        (["--host=192.0.2.1"], "192.0.2.1 is not an address of this machine"),
+        (["--prefil=2"], "unknown flag --prefil; did you mean --prefill?"),
     ],
 )
 def test_a_bad_value_for_any_service_is_found_before_anything_starts(

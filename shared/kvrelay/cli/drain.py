@@ -9,13 +9,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from kvrelay.cli.stack_state import NoStack, add_stack_flags, named_stack
 from kvrelay.config.common import CommonConfig
 from kvrelay.config.loader import ConfigError, add_config_flag, resolve
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry, RegistryError, WorkerRecord
 
 POLL_S = 1.0
+_STACK_FIELDS = {"redis_url", "redis_prefix", "served_model_name", "model", "config"}
+_STACK_VARIABLES = ("KVRELAY_REDIS_URL", "KVRELAY_CONFIG")
 
 
 def drain(argv: Sequence[str]) -> int:
@@ -33,20 +37,44 @@ def drain(argv: Sequence[str]) -> int:
         flag = "--redis" if name == "redis_url" else f"--{name.replace('_', '-')}"
         text = CommonConfig.model_fields[name].description
         parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text)
+    add_stack_flags(parser)
     arguments = parser.parse_args(argv)
     try:
-        config = resolve(RouterConfig, vars(arguments), os.environ)
+        config = resolve(RouterConfig, {**vars(arguments), **_of_stack(arguments)}, os.environ)
+    except NoStack as error:
+        print(f"kvrelay drain: {error}", file=sys.stderr)
+        return 1
     except ConfigError as error:
         print(f"kvrelay drain: {error}", file=sys.stderr)
         return 2
     if not config.uses_redis:
-        print("kvrelay drain: redis_url is none, and it marks workers in Redis; send them SIGTERM", file=sys.stderr)
+        print(
+            "kvrelay drain: redis_url is none, and workers are marked in Redis; without it, send the worker SIGTERM: "
+            "it finishes what it has, for drain_timeout_s at most, and ends",
+            file=sys.stderr,
+        )
         return 2
     try:
         return asyncio.run(_drain(config, arguments))
     except RegistryError as error:
         print(f"kvrelay drain: {error}", file=sys.stderr)
         return 1
+
+
+def _of_stack(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of the stack of `kvrelay up` that is named, or that runs here if nothing names a Redis. Raises NoStack."""
+    is_named = arguments.port is not None or arguments.state_dir is not None
+    if not is_named and (_STACK_FIELDS & vars(arguments).keys() or any(map(os.environ.get, _STACK_VARIABLES))):
+        return {"port": 0}
+    stack = named_stack(arguments)
+    if stack is None:
+        return {"port": 0}
+    return {
+        "port": stack.port,
+        "redis_url": stack.redis_url,
+        "redis_prefix": stack.redis_prefix,
+        "served_model_name": stack.model,
+    }
 
 
 async def _drain(config: RouterConfig, arguments: argparse.Namespace) -> int:

@@ -10,6 +10,9 @@ from importlib import import_module, metadata
 
 COMMANDS = {
     "up": (None, "start everything on this machine"),
+    "status": (None, "list the stacks that `kvrelay up` runs here"),
+    "stop": (None, "stop a stack of `kvrelay up`"),
+    "chat": (None, "talk to a served model in this terminal"),
     "router": ("kvrelay_router", "the HTTP endpoint: takes requests and decides which workers serve them"),
     "prefill": ("kvrelay_prefill", "a prefill worker: computes prompts and hands them over"),
     "decode": ("kvrelay_decode", "a decode worker: takes prompts over and continues them"),

@@ -19,8 +19,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "KVRELAY_API_KEY"
+from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
+from kvrelay.cli.stack_state import NoStack
+
 OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
 """Entries of a worker's `queues` that are no queues."""
 
@@ -32,24 +33,27 @@ def top(argv: Sequence[str]) -> int:
         description=f"Shows the fleet as a router sees it. A key, where one is needed, comes from {KEY_VARIABLE}.",
         allow_abbrev=False,
     )
-    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
+    add_router_arguments(parser)
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
     parser.add_argument("--once", action="store_true", help="show it once and end")
     arguments = parser.parse_args(argv)
-    if not arguments.url.startswith(("http://", "https://")):
-        parser.error(f"{arguments.url!r} must start with http:// or https://")
     if not 0.1 <= arguments.interval <= 3600:
         parser.error("--interval must be from 0.1 to 3600")
     try:
-        fleet = ask(arguments.url)
+        url = router_url(arguments)
+    except NoStack as error:
+        print(f"kvrelay top: {error}", file=sys.stderr)
+        return 1
+    try:
+        fleet = ask(url)
     except (OSError, HTTPException, ValueError) as error:
-        print(f"kvrelay top: {arguments.url}: {error}", file=sys.stderr)
+        print(f"kvrelay top: {url}: {error}", file=sys.stderr)
         return 1
     if arguments.once:
         Console().print(view(fleet))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
-        _follow(arguments.url, arguments.interval, fleet)
+        _follow(url, arguments.interval, fleet)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -13,11 +14,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from kvrelay.cli.detached import up_detached
 from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.instance_lock import InstanceLock
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
 from kvrelay.cli.preflight import check_plan, hold_port
 from kvrelay.cli.readiness import RouterReady, WorkerReady
+from kvrelay.cli.stack_state import StackState, remove_state, start_of
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
 from kvrelay.cli.up_flags import parse_up_flags
 from kvrelay.config.common import is_wildcard
@@ -45,6 +48,8 @@ def up(argv: Sequence[str]) -> int:
     try:
         with ExitStack() as stack:
             own = resolve(UpConfig, flags, os.environ)
+            if own.detach:
+                return up_detached(argv, own.state_dir)
             if own.port:  # first, because its message names the other instance
                 stack.enter_context(_hold_instance(own, own.port))
             held = stack.enter_context(hold_port(own.host, own.port))
@@ -98,6 +103,7 @@ class _Run:
 
     async def _serve(self, registry: Registry) -> None:
         self._supervisor = self._make_supervisor(registry)
+        self._write_state(is_ready=False)
         if note := cores_note(self._plan):
             self._display.note(note)
         self._supervisor.start()
@@ -107,12 +113,33 @@ class _Run:
             await asyncio.wait([stop, ready], return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 ready.result()
+                self._write_state(is_ready=True)
                 self._display.note(greeting(self._plan))
                 await stop
         finally:
             ready.cancel()
             stop.cancel()
             await self._supervisor.stop()
+
+    def _write_state(self, *, is_ready: bool) -> None:
+        """Lets `kvrelay status`, `stop`, `top`, `drain` and `chat` find this stack; not with `verbose`."""
+        own = self._plan.up
+        if own.verbose:
+            return
+        state = StackState(
+            pid=os.getpid(),
+            port=own.port,
+            url=self._plan.url,
+            model=self._plan.router.model_name,
+            redis_url=self._redis_url,
+            redis_prefix=self._plan.router.redis_prefix,
+            started=start_of(os.getpid()) or 0,
+            is_ready=is_ready,
+        )
+        try:
+            state.write(_log_directory(own, own.port))
+        except OSError as error:
+            self._display.note(f"kvrelay status, stop and drain will not find this stack: {error}")
 
     def _on_signal(self) -> None:
         """The first signal drains, the second kills."""
@@ -207,7 +234,12 @@ class _Run:
 
 
 def _hold_instance(own: UpConfig, port: int) -> InstanceLock:
-    return InstanceLock(port, None if own.verbose else _log_directory(own, port))
+    if own.verbose:
+        return InstanceLock(port, None)
+    directory = _log_directory(own, port)
+    lock = InstanceLock(port, directory)
+    lock.callback(remove_state, directory)
+    return lock
 
 
 def _log_directory(own: UpConfig, port: int) -> Path:
@@ -241,4 +273,20 @@ def greeting(plan: LaunchPlan) -> str:
     if plan.router.api_keys:
         lines.append('    -H "Authorization: Bearer $KVRELAY_API_KEY" \\')
     body = body.replace("'", "'\\''")
-    return "\n".join([*lines, f"    -d '{body}'", ""])
+    lines += [f"    -d '{body}'", ""]
+    if plan.up.verbose:
+        return "\n".join([*lines, f"Dashboard: {plan.url}/dashboard", ""])
+    stack = _stack_flags(plan.up)
+    lines += [
+        f"  dashboard  {plan.url}/dashboard",
+        f"  terminal   kvrelay top{stack}",
+        f"  chat       kvrelay chat{stack}",
+        f"  benchmark  kvrelay bench {plan.url} --concurrency 4 --requests 40",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _stack_flags(own: UpConfig) -> str:
+    """The flags by which other commands find the stack."""
+    is_default = own.state_dir == UpConfig.model_fields["state_dir"].default
+    return f" --port {own.port}" + ("" if is_default else f" --state-dir {shlex.quote(str(own.state_dir))}")

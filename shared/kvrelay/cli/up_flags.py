@@ -18,7 +18,7 @@ COMMON_GROUPS: dict[str, tuple[str, ...]] = {
     "workers": ("prefill", "decode", "tensor_parallel_size", "devices", "device", "threads"),
     "memory and batches": ("kv_memory_bytes", "memory_utilization", "token_budget", "max_running"),
     "endpoint": ("host", "port", "api_keys_file", "redis_url", "metrics_port"),
-    "logs and configuration": ("state_dir", "verbose", "log_level"),
+    "logs and configuration": ("detach", "state_dir", "verbose", "log_level"),
 }
 """Fields that `kvrelay up --help` shows."""
 DECIDED_HERE = frozenset(

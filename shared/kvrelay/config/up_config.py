@@ -128,6 +128,11 @@ class UpConfig(BaseModel):
         description="directory of the services' logs",
         json_schema_extra={"metavar": "DIR"},
     )
+    detach: bool = Field(
+        default=False,
+        description="return when everything is ready, and run in the background; `kvrelay status` lists what runs, "
+        "`kvrelay stop` ends it",
+    )
     verbose: bool = Field(default=False, description="show the services' logs on the terminal instead of writing files")
 
     @field_validator("redis_url")
@@ -166,6 +171,12 @@ class UpConfig(BaseModel):
         """The sizes that are given for the workers of a role, by the worker's field. Others are as that field says."""
         sizes = {name: getattr(self, f"{role}_{name}") for name in _SIZES}
         return {name: size for name, size in sizes.items() if size is not None}
+
+    @model_validator(mode="after")
+    def _has_logs_in_the_background(self) -> Self:
+        if self.detach and self.verbose:
+            raise ValueError("detach excludes verbose: there is no terminal to show logs on")
+        return self
 
     @model_validator(mode="after")
     def _ranks_have_workers(self) -> Self:

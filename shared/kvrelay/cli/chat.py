@@ -1,0 +1,130 @@
+"""`kvrelay chat`: a conversation with a served model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
+from typing import Any
+
+from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
+from kvrelay.cli.stack_state import NoStack
+
+TIMEOUT_S = 600.0
+HELP = "/reset begins a new conversation, /exit or Ctrl-D ends."
+
+
+class ChatFailed(Exception):
+    """The server refused a request or does not answer. The message is for the user."""
+
+
+def chat(argv: Sequence[str]) -> int:
+    """Reads messages from standard input, one per line. Returns the exit status: 1 after a failed request."""
+    parser = argparse.ArgumentParser(
+        prog="kvrelay chat",
+        description=f"Talks to a served model. A key, if one is needed, comes from {KEY_VARIABLE}. {HELP}",
+        allow_abbrev=False,
+    )
+    add_router_arguments(parser)
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the first that is served)")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
+    arguments = parser.parse_args(argv)
+    try:
+        url = router_url(arguments)
+        model = arguments.model or first_model(url)
+        if sys.stdin.isatty():
+            print(f"{model} at {url}. {HELP}")
+        with contextlib.suppress(KeyboardInterrupt):
+            _converse(url, model, arguments.system, arguments.max_tokens)
+    except (ChatFailed, NoStack) as error:
+        print(f"kvrelay chat: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def first_model(url: str) -> str:
+    """Raises ChatFailed."""
+    with _open(f"{url}/v1/models", None) as answer:
+        try:
+            name: str = json.load(answer)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            raise ChatFailed(f"{url} does not list its models: is it a router of kvrelay?") from None
+    return name
+
+
+def _converse(url: str, model: str, system: str | None, max_tokens: int | None) -> None:
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    for line in _lines():
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = list(start)
+            continue
+        messages.append({"role": "user", "content": line})
+        parts = []
+        for part in stream_answer(url, model, messages, max_tokens):
+            parts.append(part)
+            print(part, end="", flush=True)
+        print()
+        messages.append({"role": "assistant", "content": "".join(parts)})
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input that are not empty."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := input(prompt).strip():
+                yield line
+
+
+def stream_answer(
+    url: str, model: str, messages: Sequence[dict[str, str]], max_tokens: int | None = None
+) -> Iterator[str]:
+    """The parts of the answer's content as they arrive. Raises ChatFailed."""
+    body: dict[str, Any] = {"model": model, "messages": list(messages), "stream": True}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    try:
+        with _open(f"{url}/v1/chat/completions", body) as answer:
+            for line in answer:
+                event = line.decode("utf-8").strip().removeprefix("data: ")
+                if not line.startswith(b"data: ") or event == "[DONE]":
+                    continue
+                chunk = json.loads(event)
+                if "error" in chunk:
+                    raise ChatFailed(str(chunk["error"].get("message", chunk["error"])))
+                for choice in chunk.get("choices", ()):
+                    yield choice["delta"].get("content") or ""
+    except (OSError, HTTPException, ValueError) as error:
+        raise ChatFailed(f"{url}: {error}") from error
+
+
+def _open(url: str, body: dict[str, Any] | None) -> Any:
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(KEY_VARIABLE):
+        headers["authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        hint = f"; set {KEY_VARIABLE}" if error.code == 401 else ""
+        raise ChatFailed(f"{url} answers {error.code}: {_message(error.read())}{hint}") from None
+    except (OSError, HTTPException, ValueError) as error:
+        cause = getattr(error, "reason", error)
+        raise ChatFailed(f"{url} does not answer ({cause}); start one with `kvrelay up`, or name its URL") from None
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:200].decode("utf-8", "replace")

@@ -1,0 +1,48 @@
+"""`kvrelay stop`: stops a stack of `kvrelay up`, as Ctrl-C does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from kvrelay.cli.stack_state import STATE_DIR, NoStack, add_stack_flags, find_stack, is_running
+
+POLL_S = 0.1
+
+
+def stop(argv: Sequence[str]) -> int:
+    """Returns the exit status: 1 if there is no such stack, or it does not end in time."""
+    parser = argparse.ArgumentParser(
+        prog="kvrelay stop",
+        description="Stops a stack of kvrelay up: open requests may finish, then all its processes end.",
+        allow_abbrev=False,
+    )
+    add_stack_flags(parser)
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="wait so long for its end (default: 60)"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        stack = find_stack(arguments.state_dir or STATE_DIR, arguments.port)
+        os.kill(stack.pid, signal.SIGTERM)
+    except NoStack as error:
+        print(f"kvrelay stop: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"kvrelay stop: process {stack.pid}: {error.strerror}", file=sys.stderr)
+        return 1
+    deadline = time.monotonic() + arguments.timeout
+    while is_running(stack):
+        if time.monotonic() > deadline:
+            print(
+                f"kvrelay stop: {stack.url} (process {stack.pid}) still drains; stop again to end it at once",
+                file=sys.stderr,
+            )
+            return 1
+        time.sleep(POLL_S)
+    print(f"stopped {stack.url}")
+    return 0

@@ -1,0 +1,156 @@
+"""`kvrelay status`, `stop`, `drain` and `top` find a stack of `kvrelay up`; `up --detach` leaves one behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrelay.cli.drain import drain
+from kvrelay.cli.router_url import DEFAULT_URL
+from kvrelay.cli.stack_state import NoStack, StackState, find_stack, running_stacks, start_of
+from kvrelay.cli.status import status
+from kvrelay.cli.stop import stop
+from kvrelay.cli.top import top
+from tests.fakes.up import FAKE_SERVICES, ROOT, Up
+from tests.fakes.waiting import PATIENCE_S
+
+Start = Callable[..., Up]
+
+
+@pytest.fixture(autouse=True)
+def no_redis_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVRELAY_REDIS_URL", "KVRELAY_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Up] = []
+
+    def starter(*flags: str) -> Up:
+        started.append(Up(["--port=0", *flags], tmp_path / "state", {}))
+        started[-1].wait_ready()
+        return started[-1]
+
+    yield starter
+    for up in started:
+        up.end()
+
+
+def test_status_drain_and_stop_find_the_stack(start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    up = start()
+    state_dir = tmp_path / "state"
+    here = ["--state-dir", str(state_dir)]
+    (stack,) = running_stacks(state_dir)
+    assert (stack.pid, stack.is_ready, stack.model) == (up.process.pid, True, "kvrelay-demo")
+    assert (state_dir / str(stack.port) / "stack.json").stat().st_mode & 0o077 == 0  # it has the password of Redis
+    assert status(here) == 0
+    assert re.match(rf"{stack.url}  ready  kvrelay-demo  process {stack.pid}  logs", capsys.readouterr().out)
+    assert drain(["decode-0", *here]) == 0
+    assert "decode-0 drains" in capsys.readouterr().out
+    assert drain(["decode-0", "--undo", "--port", str(stack.port), *here]) == 0
+    assert drain(["nobody", *here]) == 1
+    assert re.search("there are: (decode-0, prefill-0|prefill-0, decode-0)$", capsys.readouterr().err, re.MULTILINE)
+    for command in (drain, top, stop):
+        argv = ["decode-0"] if command is drain else []
+        assert command([*argv, "--port=1", *here]) == 1
+        assert f"no stack runs on port 1 in {state_dir}; there are: {stack.port}" in capsys.readouterr().err
+    assert stop(here) == 0
+    assert capsys.readouterr().out == f"stopped {stack.url}\n"
+    assert up.wait_exit() == 0 and up.survivors() == []
+    assert status(here) == 1
+    assert stop(here) == 1
+    assert "no stack of kvrelay up runs in" in capsys.readouterr().err
+    assert list(state_dir.glob("*/stack.json")) == []
+
+
+@pytest.mark.slow
+def test_the_commands_that_the_greeting_names(start: Start, tmp_path: Path) -> None:
+    up = start()
+    (stack,) = running_stacks(tmp_path / "state")
+    up.wait_for("kvrelay bench")
+    for line in (
+        f"dashboard  {stack.url}/dashboard",
+        f"kvrelay top --port {stack.port} --state-dir {tmp_path / 'state'}",
+        f"kvrelay chat --port {stack.port}",
+        f"kvrelay bench {stack.url} --concurrency",
+    ):
+        assert line in up.output
+
+
+@pytest.mark.slow
+def test_a_stack_that_was_killed_is_not_found(start: Start, tmp_path: Path) -> None:
+    up = start()
+    up.process.kill()
+    up.wait_exit()
+    assert list((tmp_path / "state").glob("*/stack.json"))
+    assert running_stacks(tmp_path / "state") == []
+
+
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_up_returns_when_the_stack_is_ready_or_with_the_failure(tmp_path: Path, fails: bool) -> None:
+    state_dir = tmp_path / "state"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FAKE_SERVICES), str(ROOT)])}
+    command = [sys.executable, "-m", "kvrelay", "up", "--detach", "--port=0", f"--state-dir={state_dir}"]
+    done = subprocess.run(
+        command,
+        env=environ | ({"FAKE_FAIL": "decode"} if fails else {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    if fails:
+        assert done.returncode == 1
+        assert "decode-0 exited with status 1 before it was ready" in done.stdout
+        assert running_stacks(state_dir) == [] and list(state_dir.glob("up-*.log")) == []
+        return
+    (stack,) = running_stacks(state_dir)
+    family = psutil.Process(stack.pid).children(recursive=True)
+    try:
+        assert done.returncode == 0, done.stdout
+        assert (
+            f"Runs in the background (process {stack.pid}, log {state_dir / str(stack.port) / 'up.log'})" in done.stdout
+        )
+        assert len(family) == 4
+    finally:
+        assert stop([f"--state-dir={state_dir}"]) == 0
+    _, alive = psutil.wait_procs(family, PATIENCE_S)
+    assert alive == []
+
+
+def test_one_of_several_stacks_must_be_chosen(tmp_path: Path) -> None:
+    for port in (1, 2):
+        (tmp_path / str(port)).mkdir()
+        state = StackState(
+            pid=os.getpid(),
+            port=port,
+            url=f"http://127.0.0.1:{port}",
+            model="m",
+            redis_url="redis://h",
+            redis_prefix="p",
+            started=start_of(os.getpid()) or 0,
+        )
+        state.write(tmp_path / str(port))
+    with pytest.raises(NoStack, match=r"several stacks run in .*, on ports 1, 2: choose one with --port"):
+        find_stack(tmp_path, None)
+    assert find_stack(tmp_path, 2).port == 2
+    (tmp_path / "1" / "stack.json").write_text("{}")  # of another version
+    assert find_stack(tmp_path, None).port == 2
+
+
+def test_without_a_stack_top_asks_the_default_url(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvrelay.cli.top.ask", lambda url: (_ for _ in ()).throw(OSError(f"asked {url}")))
+    assert top(["--once"]) == 1
+    assert f"asked {DEFAULT_URL}" in capsys.readouterr().err

@@ -62,6 +62,7 @@ class _Attention(ctypes.Structure):
         ("window", c_int64),
         ("scaling", c_double),
         ("softcap", c_double),
+        ("output_in_tiles", c_int64),
     ]
 
 

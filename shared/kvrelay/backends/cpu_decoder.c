@@ -38,7 +38,7 @@ typedef struct {
     char *pool;              /* the first layer's keys of block 0 */
     int64_t layer_bytes;     /* from a layer's keys to the next layer's */
     const int32_t *write_blocks, *write_slots;
-    /* Of the decoder's type, with room for a multiple of 2 * TILE_UNIT tokens: */
+    /* Of the decoder's type, with room for a multiple of 2 * TILE_UNIT tokens; all but qkv may be in tiles: */
     char *normed;    /* [tokens, hidden_size] */
     char *qkv;       /* [tokens, (num_heads + 2 * num_kv_heads) * head_dim] */
     char *attended;  /* [tokens, num_heads * head_dim] */
@@ -59,8 +59,9 @@ typedef struct {
         else call(FLOAT32);                         \
     } while (0)
 
-/* out = x / rms(x) * weight; `size` elements. In place where `out` is `x`. */
-INLINE void norm_vector(const char *x, const int from, const float *weight, char *out, const int to, int64_t size, double eps) {
+/* out = x / rms(x) * weight; `size` elements. In place where `out` is `x`. If `in_tiles`, out is a token's row of tiles. */
+INLINE void norm_vector(const char *x, const int from, const float *weight, char *out, const int to, int64_t size, double eps,
+                        const int in_tiles) {
     vfloat squares = splat(0.0f);
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
@@ -71,8 +72,8 @@ INLINE void norm_vector(const char *x, const int from, const float *weight, char
     for (; i < size; i++) total += element(x, i, from) * element(x, i, from);
     const float scale = 1.0f / sqrtf(total / (float)size + (float)eps);
     for (i = 0; i + LANES <= size; i += LANES)
-        store(out, i, load(x, i, from) * scale * load((const char *)weight, i, FLOAT32), to);
-    for (; i < size; i++) put(out, i, element(x, i, from) * scale * weight[i], to);
+        store(out, in_tiles ? tile_place(0, i, size) : i, load(x, i, from) * scale * load((const char *)weight, i, FLOAT32), to);
+    for (; i < size; i++) put(out, i, element(x, i, from) * scale * weight[i], to); /* never of tiles */
 }
 
 /* Rotates the halves of a head (NeoX order): head_dim is a multiple of 16, half of it may not be one of LANES. */
@@ -99,19 +100,21 @@ INLINE void norm_and_rotate(const Decoder *d, const DecoderLayer *layer, char *q
     for (int64_t head = 0; head < d->num_heads + d->num_kv_heads; head++) {
         char *at = heads + head * dim * bytes;
         const float *weight = head < d->num_heads ? layer->query_norm : layer->key_norm;
-        if (weight) norm_vector(at, type, weight, at, type, dim, d->norm_eps);
+        if (weight) norm_vector(at, type, weight, at, type, dim, d->norm_eps, 0);
         rotate(at, cos + angle * (dim / 2), sin + angle * (dim / 2), dim, type);
     }
 }
 
 static void add_and_norm(float *hidden, const char *delta, const float *weight, char *normed, int64_t token, int64_t size,
-                         double eps, int64_t type) {
+                         double eps, int64_t type, int in_tiles) {
     float *row = hidden + token * size;
-#define ADD_AND_NORM(type)                                                                              \
-    do {                                                                                                \
-        if (delta)                                                                                      \
-            for (int64_t i = 0; i < size; i++) row[i] += element(delta, token * size + i, type);         \
-        norm_vector((const char *)row, FLOAT32, weight, normed + token * size * bytes_of(type), type, size, eps); \
+    char *to = normed + (in_tiles ? tile_place(token, 0, size) : token * size) * bytes_of((int)type);
+#define ADD_AND_NORM(type)                                                                       \
+    do {                                                                                         \
+        if (delta)                                                                               \
+            for (int64_t i = 0; i < size; i++) row[i] += element(delta, token * size + i, type); \
+        if (in_tiles) norm_vector((const char *)row, FLOAT32, weight, to, type, size, eps, 1);   \
+        else norm_vector((const char *)row, FLOAT32, weight, to, type, size, eps, 0);            \
     } while (0)
     FOR_TYPE(type, ADD_AND_NORM);
 }
@@ -123,7 +126,7 @@ void kvrelay_add_and_norm(float *hidden, const char *delta, const float *weight,
                           int64_t size, double eps, int64_t type, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (num_tokens > 4)
     for (int64_t token = 0; token < num_tokens; token++)
-        add_and_norm(hidden, delta, weight, normed, token, size, eps, type);
+        add_and_norm(hidden, delta, weight, normed, token, size, eps, type, 0);
 }
 
 /* out [tokens, num_in] = rows of a weight in panels, as float. Returns 0 if a token has no row. */
@@ -207,30 +210,35 @@ static void add_product(Team *team, const DecoderStep *s, const Linear *l, const
     end_piece(team);
 }
 
-/* One layer over a step; each thread of the team calls it, with its own copy of the step's attention. */
+/* One layer over a step; each thread of the team calls it, with its own copy of the step's attention. What a product by AMX
+ * takes is written in tiles. */
 static void decoder_layer(Team *team, const Decoder *d, const DecoderStep *s, int64_t i, Attention *a, char *widened,
                           atomic_int *is_lost) {
     const DecoderLayer *layer = &d->layers[i];
     const int type = (int)d->type;
     const int64_t n = s->num_tokens, dim = d->head_dim;
+    int in_tiles = is_by_tiles(&layer->qkv, n, type);
     SHARE_SMALL_ITEMS(team, token, n)
-        add_and_norm(s->hidden, NULL, layer->input_norm, s->normed, token, d->hidden_size, d->norm_eps, type);
+        add_and_norm(s->hidden, NULL, layer->input_norm, s->normed, token, d->hidden_size, d->norm_eps, type, in_tiles);
     end_piece(team);
-    linear(team, &layer->qkv, s->normed, n, s->qkv, STORE, type, 1, widened);
+    linear(team, &layer->qkv, s->normed, n, s->qkv, STORE, type, 1, in_tiles ? s->normed : widened);
     char *const pool = s->pool + i * s->layer_bytes;
     a->pool = pool;
     a->query = s->qkv, a->query_token = (d->num_heads + 2 * d->num_kv_heads) * dim, a->query_head = dim;
-    a->output = s->attended;
+    a->output = s->attended, a->output_in_tiles = is_by_tiles(&layer->output, n, type);
     a->sinks = layer->sinks, a->window = layer->window, a->scaling = layer->scaling, a->softcap = layer->softcap;
     SHARE_SMALL_ITEMS(team, token, n) rotate_and_write(d, s, i, pool, token);
     end_piece(team);
     attend_by_type(team, a);
-    add_product(team, s, &layer->output, s->attended, type, widened, is_lost);
+    add_product(team, s, &layer->output, s->attended, type, a->output_in_tiles ? s->attended : widened, is_lost);
+    in_tiles = is_by_tiles(&layer->gate_up, n, type);
     SHARE_SMALL_ITEMS(team, token, n)
-        add_and_norm(s->hidden, NULL, layer->mlp_norm, s->normed, token, d->hidden_size, d->norm_eps, type);
+        add_and_norm(s->hidden, NULL, layer->mlp_norm, s->normed, token, d->hidden_size, d->norm_eps, type, in_tiles);
     end_piece(team);
-    linear(team, &layer->gate_up, s->normed, n, s->activated, GATED, type, 1, widened);
-    add_product(team, s, &layer->down, s->activated, type, widened, is_lost);
+    const int mlp_in_tiles = in_tiles && is_by_tiles(&layer->down, n, type);
+    linear(team, &layer->gate_up, s->normed, n, s->activated, mlp_in_tiles ? GATED_TILES : GATED, type, 1,
+           in_tiles ? s->normed : widened);
+    add_product(team, s, &layer->down, s->activated, type, mlp_in_tiles ? s->activated : widened, is_lost);
 }
 
 /* All layers over a step. Returns 0 if another rank is lost. */

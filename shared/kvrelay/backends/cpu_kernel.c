@@ -52,6 +52,7 @@ typedef struct {
     const float *sinks;              /* [heads], or null */
     int64_t window;                  /* 0: none */
     double scaling, softcap;         /* softcap 0: none */
+    int64_t output_in_tiles;         /* see `tile_place`; the output is bfloat16 then */
 } Attention;
 
 /* ---- one item ---- */
@@ -303,9 +304,10 @@ INLINE void finish(const Attention *a, const float *output, float max, float sum
         scale = expf(max - top);
         sum = sum * scale + expf(sink - top);
     }
-    const int64_t at = (token * a->num_kv_heads * a->group + query_head) * dim;
+    const int64_t width = a->num_kv_heads * a->group * dim, column = query_head * dim;
     for (int64_t d = 0; d < dim; d += LANES)
-        store(a->output, at + d, load((const char *)output, d, FLOAT32) * (scale / sum), query_type(a, type));
+        store(a->output, a->output_in_tiles ? tile_place(token, column + d, width) : token * width + column + d,
+              load((const char *)output, d, FLOAT32) * (scale / sum), query_type(a, type));
 }
 
 INLINE void write_results(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int type) {

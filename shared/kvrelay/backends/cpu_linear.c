@@ -174,8 +174,11 @@ INLINE void widen_block(const Linear *l, const char *block, int64_t k, int64_t p
 /* ---- a panel's results ---- */
 
 /* What becomes of results: stored in the activations' type or in float, added to floats, or silu(gate) * up stored in the
- * activations' type, where a panel's first half are columns of gate and its second half those of up. */
-enum { STORE, STORE_FLOAT, ADD_FLOAT, GATED };
+ * activations' type, where a panel's first half are columns of gate and its second half those of up. GATED_TILES stores
+ * them in the tiles that `linear_by_tiles` takes as its input. */
+enum { STORE, STORE_FLOAT, ADD_FLOAT, GATED, GATED_TILES };
+
+INLINE int is_gated(const int mode) { return mode == GATED || mode == GATED_TILES; }
 
 INLINE vfloat silu(vfloat x, const int type) {
 #if LANES == 16
@@ -193,7 +196,7 @@ INLINE void put_vector(char *out, int64_t at, vfloat x, const int mode, const in
     else store(out, at, x, mode == STORE_FLOAT ? FLOAT32 : type);
 }
 
-INLINE int64_t result_width(const Linear *l, const int mode) { return mode == GATED ? l->num_out / 2 : l->num_out; }
+INLINE int64_t result_width(const Linear *l, const int mode) { return is_gated(mode) ? l->num_out / 2 : l->num_out; }
 
 INLINE vfloat with_bias(const Linear *l, const float *sums, int64_t panel, int64_t column) {
     const vfloat sum = load((const char *)sums, column, FLOAT32);
@@ -201,12 +204,13 @@ INLINE vfloat with_bias(const Linear *l, const float *sums, int64_t panel, int64
 }
 
 INLINE void put_row(const Linear *l, const float *sums, int64_t row, int64_t panel, char *out, const int mode, const int type) {
-    const int64_t wide = mode == GATED ? PANEL / 2 : PANEL, width = result_width(l, mode);
-    const int64_t at = row * width + panel * wide, count = at_most(wide, width - panel * wide);
+    const int64_t wide = is_gated(mode) ? PANEL / 2 : PANEL, width = result_width(l, mode);
+    const int64_t at = mode == GATED_TILES ? tile_place(row, panel * wide, width) : row * width + panel * wide;
+    const int64_t count = at_most(wide, width - panel * wide);
     vfloat results[VECTORS];
     UNROLL for (int64_t v = 0; v < wide / LANES; v++) {
         results[v] = with_bias(l, sums, panel, v * LANES);
-        if (mode == GATED) results[v] = silu(results[v], type) * with_bias(l, sums, panel, PANEL / 2 + v * LANES);
+        if (is_gated(mode)) results[v] = silu(results[v], type) * with_bias(l, sums, panel, PANEL / 2 + v * LANES);
     }
     if (count == wide) {
         UNROLL for (int64_t v = 0; v < wide / LANES; v++) put_vector(out, at + v * LANES, results[v], mode, type);
@@ -299,12 +303,17 @@ static void widen_activations(Team *team, const char *x, int64_t count, char *wi
 
 #include "cpu_linear_tiles.c"
 
+/* Whether `linear_by_tiles` computes a layer's product for so many tokens, if their buffers have room. */
+static int is_by_tiles(const Linear *l, int64_t num_tokens, int type) {
+    return type == BFLOAT16 && l->format == BFLOAT16 && takes_tiles(num_tokens, l->num_in);
+}
+
 /* out = x . weights + bias, by `mode`; each thread of the team calls it, with `begin_tiles` before. If `padded`, x has room
- * for a multiple of TILE_ROOM tokens. `copies` is what `space_to_widen` gave one of them. */
+ * for a multiple of TILE_ROOM tokens. `copies` is what `space_to_widen` gave one of them, or x if x is in tiles. */
 static void linear(Team *team, const Linear *l, const char *x, int64_t num_tokens, char *out, int mode, int type, int padded,
                    char *copies) {
     const int64_t num_panels = rounded_up(l->num_out, PANEL) / PANEL;
-    if (type == BFLOAT16 && l->format == BFLOAT16 && padded && takes_tiles(num_tokens, l->num_in)) {
+    if (padded && is_by_tiles(l, num_tokens, type)) {
         linear_by_tiles(team, l, x, num_tokens, out, mode, copies);
         return;
     }

@@ -1,6 +1,7 @@
 /* Linear layers of bfloat16 weights by AMX. On a CPU with AMX, loads limit a product as soon as weights are reused, so:
  *
- *   activations are copied once into tiles that lie one after another: rows of 4 KiB would compete for few cache sets
+ *   activations are in tiles that lie one after another, written so by the piece before or copied once: rows of 4 KiB
+ *   would compete for few cache sets
  *   K is cut into blocks of TILE_K, of which a panel's weights and TILE_ROOM rows of activations fit into the L1 cache
  *   the weights of the next block are fetched while the current one is multiplied, a few lines at each step
  *   results are put out while the next rows are multiplied
@@ -18,7 +19,7 @@
 #define L2_SHARE (1 << 20) /* bytes of activations that stay in the L2 cache */
 #endif
 
-/* Copies rows [first, first + TILE_UNIT) of x [tokens, num_in] into tiles. */
+/* Copies rows [first, first + TILE_UNIT) of x [tokens, num_in] into tiles, see `tile_place`. */
 INLINE void pack_activations(const char *x, int64_t first, int64_t num_in, char *packed) {
     const char *from = x + first * num_in * 2;
     char *to = packed + first * num_in * 2;
@@ -38,8 +39,9 @@ typedef struct {
 } Results;
 
 INLINE void ask_for_rows(Results *r, int64_t count, const int mode) {
+    if (mode == GATED_TILES) return; /* the CPU sees that their lines follow each other */
     const int64_t bytes = mode == ADD_FLOAT || mode == STORE_FLOAT ? 4 : 2, width = result_width(r->l, mode) * bytes;
-    const int64_t wide = (mode == GATED ? PANEL / 2 : PANEL) * bytes, end = at_most(r->num_rows, r->asked + count);
+    const int64_t wide = (is_gated(mode) ? PANEL / 2 : PANEL) * bytes, end = at_most(r->num_rows, r->asked + count);
     for (; r->asked < end; r->asked++)
         for (int64_t byte = 0; byte < wide; byte += 64)
             __builtin_prefetch(r->out + (r->first + r->asked) * width + r->panel * wide + byte, 1, 3);
@@ -103,10 +105,12 @@ static void tiled_item(const Linear *l, const char *packed, int64_t first, int64
                        int64_t num_panels, char *out, int mode) {
     switch (mode) {
         TILED_PANELS_CASE(STORE) TILED_PANELS_CASE(STORE_FLOAT) TILED_PANELS_CASE(ADD_FLOAT) TILED_PANELS_CASE(GATED)
+        TILED_PANELS_CASE(GATED_TILES)
     }
 }
 
-/* As `linear`, if K is a multiple of TILE_DEPTH and x has room for a multiple of TILE_ROOM tokens. */
+/* As `linear`, if K is a multiple of TILE_DEPTH and x has room for a multiple of TILE_ROOM tokens, or is in tiles, which
+ * it is if `packed` is x. */
 static void linear_by_tiles(Team *team, const Linear *l, const char *x, int64_t num_tokens, char *out, int mode, char *packed) {
     const int64_t num_panels = rounded_up(l->num_out, PANEL) / PANEL, threads = atomic_load_explicit(&team->size, memory_order_relaxed);
     const int64_t blocks = rounded_up(num_tokens, TILED_ROWS) / TILED_ROWS;
@@ -115,9 +119,11 @@ static void linear_by_tiles(Team *team, const Linear *l, const char *x, int64_t 
     const int64_t together = at_least(1, at_most(TILED_PANELS, num_panels / (4 * threads)));
     const int64_t groups = (num_panels + together - 1) / together;
     const int64_t at_once = rows * l->num_in * 2 > L2_SHARE ? together : 1;
-    SHARE_ITEMS(team, tile, rounded_up(num_tokens, TILE_UNIT) / TILE_UNIT)
-        pack_activations(x, tile * TILE_UNIT, l->num_in, packed);
-    end_piece(team);
+    if (packed != x) {
+        SHARE_ITEMS(team, tile, rounded_up(num_tokens, TILE_UNIT) / TILE_UNIT)
+            pack_activations(x, tile * TILE_UNIT, l->num_in, packed);
+        end_piece(team);
+    }
     SHARE_ITEMS(team, item, blocks * groups) {
         const int64_t first = item / groups * rows, some = at_most(rows, num_tokens - first);
         const int64_t begin = item % groups * together, end = at_most(num_panels, begin + together);

@@ -105,6 +105,13 @@ static int takes_tiles(int64_t num_rows, int64_t count) {
     return HAS_TILES && tiles_are_on && num_rows >= TILE_MIN_ROWS && count % TILE_DEPTH == 0;
 }
 
+/* Where an activation is, in elements, if [tokens, width] of them are in tiles: [tokens / TILE_UNIT][width / TILE_DEPTH]
+ * tiles of TILE_UNIT rows. TILE_DEPTH columns of a token are contiguous. */
+INLINE int64_t tile_place(int64_t token, int64_t column, int64_t width) {
+    return token / TILE_UNIT * TILE_UNIT * width + column / TILE_DEPTH * TILE_UNIT * TILE_DEPTH +
+           token % TILE_UNIT * TILE_DEPTH + column % TILE_DEPTH;
+}
+
 #if HAS_TILES
 /* A product of one or two tiles of rows by a panel begins from zero or, if `add`, from `sums`. */
 INLINE void begin_sums(const float *sums, int add, const int heights) {

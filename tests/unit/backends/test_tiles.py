@@ -18,7 +18,9 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.fused import kernel as fused_kernel
 from kvrelay.engine.fused import products
 from tests.fakes.waiting import PATIENCE_S
+from tests.tiny_models import build_model
 from tests.unit.backends.cases import AttentionCase
+from tests.unit.engine.test_fused_forward import distance, load, random_prompts, run
 from tests.unit.engine.test_fused_kernels import assert_close, make_kernel, product
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")]
@@ -90,6 +92,22 @@ def test_products_of_many_panels_by_tiles(emulated: ctypes.CDLL, num_tokens: int
     assert_close(
         kernel.products.linear(weights.layers[0].gate_up, x), torch.nn.functional.silu(gate) * up, torch.bfloat16
     )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "wide-qwen3"])
+def test_layers_by_tiles(emulated: ctypes.CDLL, architecture: str, tmp_path: Path) -> None:
+    """What goes from one product to the next one in tiles is what goes there in rows without them."""
+    build_model(architecture, tmp_path)
+    model, prompts, chunks = load(tmp_path, dtype="bfloat16"), random_prompts(3, 71), [45, 17, 9]
+    assert model.forward.name == "fused"
+    by_tiles = run(model, prompts, chunks)
+    try:
+        assert emulated.kvrelay_use_tiles(0) == 0
+        before = emulated.kvrelay_emulated_dots()
+        assert distance(by_tiles, run(model, prompts, chunks)) < 1e-2
+        assert emulated.kvrelay_emulated_dots() == before
+    finally:
+        assert emulated.kvrelay_use_tiles(1) == 1
 
 
 @pytest.mark.parametrize("x", [0.0, -0.0, 100.0, -100.0, 1e-30, math.inf, math.nan])

@@ -28,6 +28,11 @@ def caller_location() -> Location:
     return Location(frame.f_code.co_filename, frame.f_lineno)
 
 
+def wrong_value(message: str) -> ValueError:
+    """An argument is wrong; the message begins with the line of the program."""
+    return ValueError(f"{caller_location()}: {message}")
+
+
 class ProgramError(Exception):
     """A program is wrong, or one of its calls failed. `location` is the line of the program."""
 

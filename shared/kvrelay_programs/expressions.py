@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvrelay_programs.argument import Argument
-from kvrelay_programs.errors import Location, caller_location
+from kvrelay_programs.errors import Location, caller_location, wrong_value
 
 Role = Literal["system", "user", "assistant"]
 Normalization = Literal["tokens", "none", "unconditional"]
@@ -172,7 +172,7 @@ def _constraint(
     }
     given = [key for key, value in asked.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(f"a gen takes one constraint, not {' and '.join(given)}")
+        raise wrong_value(f"a gen takes one constraint, not {' and '.join(given)}")
     if regex is not None:
         return {"structured_outputs": {"regex": regex}}
     if json_schema is not None:
@@ -184,7 +184,7 @@ def _constraint(
     if dtype is None or dtype is str:
         return {}
     if dtype not in _PATTERNS:
-        raise ValueError(f"dtype must be int, float, bool or str, not {dtype!r}")
+        raise wrong_value(f"dtype must be int, float, bool or str, not {dtype!r}")
     return {"structured_outputs": {"regex": _PATTERNS[dtype]}}
 
 
@@ -193,13 +193,13 @@ def _schema(schema: Mapping[str, Any] | str | type) -> dict[str, Any]:
         try:
             schema = json.loads(schema)
         except ValueError as error:
-            raise ValueError(f"json_schema is not JSON: {error}") from error
+            raise wrong_value(f"json_schema is not JSON: {error}") from error
     if isinstance(schema, type):
         if not isinstance(schema, _PydanticModel):
-            raise ValueError(f"json_schema must be a schema or a pydantic model, not {schema!r}")
+            raise wrong_value(f"json_schema must be a schema or a pydantic model, not {schema!r}")
         return schema.model_json_schema()
     if not isinstance(schema, Mapping):
-        raise ValueError("json_schema must be an object")
+        raise wrong_value("json_schema must be an object")
     return dict(schema)
 
 
@@ -218,11 +218,11 @@ def select(
     that begins another: end both with what follows in the text.
     """
     if normalization not in ("tokens", "none", "unconditional"):
-        raise ValueError(f"normalization must be 'tokens', 'none' or 'unconditional', not {normalization!r}")
+        raise wrong_value(f"normalization must be 'tokens', 'none' or 'unconditional', not {normalization!r}")
     distinct = _distinct(choices)
     for shorter, longer in pairwise(sorted(distinct)):
         if longer.startswith(shorter):
-            raise ValueError(
+            raise wrong_value(
                 f"the choice {shorter!r} begins the choice {longer!r}, so their likelihoods cannot be compared; "
                 "end both with what follows in the text, such as a full stop"
             )
@@ -258,7 +258,7 @@ def video(source: str | Path | bytes) -> Expression:
 def _block(role: Role, content: str | Expression) -> Expression:
     parts = parts_of(content)
     if any(isinstance(part, Block) for part in parts):
-        raise ValueError(f"a block of the {role} cannot contain another block")
+        raise wrong_value(f"a block of the {role} cannot contain another block")
     return Expression((Block(role, parts, caller_location()),))
 
 
@@ -273,17 +273,17 @@ def _url(source: str | Path | bytes, default_type: str) -> str:
 
 def _checked(name: str) -> str:
     if not isinstance(name, str) or not name:
-        raise ValueError("a name must be text that is not empty")
+        raise wrong_value("a name must be text that is not empty")
     return name
 
 
 def _distinct(choices: Sequence[str]) -> tuple[str, ...]:
     if isinstance(choices, str) or not choices:
-        raise ValueError("choices must be a list of at least one text")
+        raise wrong_value("choices must be a list of at least one text")
     if any(not isinstance(choice, str) or not choice for choice in choices):
-        raise ValueError("a choice must be text that is not empty")
+        raise wrong_value("a choice must be text that is not empty")
     if len(set(choices)) < len(choices):
-        raise ValueError("a choice is listed twice")
+        raise wrong_value("a choice is listed twice")
     return tuple(choices)
 
 

@@ -33,6 +33,11 @@ class Interpreter:
     def begin(cls, run: Run, feed: TextFeed | None) -> Interpreter:
         return cls(run, feed, run.new_stream(), _Position())
 
+    @property
+    def content_so_far(self) -> Content:
+        """Without waiting."""
+        return self._at.content
+
     def open(self, role: Role, location: Location) -> None:
         """Begins a message."""
 
@@ -98,7 +103,7 @@ class Interpreter:
         """Begins with the content of another state."""
 
         async def run() -> None:
-            self._at.content = await asyncio.wrap_future(content)
+            self._at.content = await _content_of(content)
 
         self._stream.submit(Operation(run, _ignore))
 
@@ -106,7 +111,7 @@ class Interpreter:
         """Waits for other states, and appends the text that `then` makes of their contents."""
 
         async def run() -> None:
-            joined = [await asyncio.wrap_future(content) for content in contents]
+            joined = [await _content_of(content) for content in contents]
             if text := then(joined):
                 self._at.content = self._at.content.added(text)
 
@@ -186,6 +191,12 @@ class _Position:
     num_computed_chars: int = 0  # of the content, as the endpoint has seen it
     surplus: Surplus | None = None  # behind the content
     surplus_sampling: dict[str, Any] | None = None
+
+
+async def _content_of(future: Future[Content]) -> Content:
+    # Without the shield, a cancelled waiter would cancel the future itself. Other states wait for it, and the stream
+    # that sets it would fail.
+    return await asyncio.shield(asyncio.wrap_future(future))
 
 
 def _ignore(error: ProgramError) -> None:

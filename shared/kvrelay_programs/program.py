@@ -140,7 +140,7 @@ class Program:
             self.complete(state, arguments)
         except ProgramError as error:
             state.end(error)
-        except Exception as error:
+        except BaseException as error:  # also sys.exit(), which ends only this thread
             failure = ProgramError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
             state.end(failure)

@@ -7,15 +7,25 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvrelay_programs.endpoint import Caller, Endpoint
-from kvrelay_programs.errors import DeadlineExceeded, EndpointError, Location, ProgramCancelled, ProgramError
+from kvrelay_programs.errors import (
+    DeadlineExceeded,
+    EndpointError,
+    Location,
+    ProgramCancelled,
+    ProgramError,
+    caller_location,
+)
 from kvrelay_programs.loop_thread import program_loop
 from kvrelay_programs.results import Usage
 
 ResultT = TypeVar("ResultT")
+
+CANCELLATION_S = 5.0  # that a call may take to end at the deadline; its own error names its line
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class RunOptions:
 
 
 class Run:
-    """What the states of a run share. Its methods but `cancel` run on the program loop."""
+    """What the states of a run share. Its methods but `cancel` and `wait` run on the program loop."""
 
     def __init__(self, endpoint: Endpoint, options: RunOptions, deadline_s: float | None) -> None:
         self.endpoint = endpoint
@@ -45,6 +55,14 @@ class Run:
         self.handled: set[ProgramError] = set()  # raised to the program by a read, which may catch them
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._streams: list[OrderedStream] = []
+
+    def wait(self, future: Future[ResultT]) -> ResultT:
+        """The result of an operation, for a thread of the program. Raises DeadlineExceeded if a call outlasts it."""
+        limit_s = None if self._deadline is None else max(self._deadline - time.monotonic(), 0) + CANCELLATION_S
+        try:
+            return future.result(limit_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded("a call has not ended after the deadline", caller_location()) from error
 
     async def call(self, what: str, location: Location, request: Callable[[Caller], Awaitable[ResultT]]) -> ResultT:
         """Raises ProgramError, which names the line, if the endpoint fails or the deadline passes."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrelay_programs.content import Content
-from kvrelay_programs.errors import Location, ProgramError, caller_location
+from kvrelay_programs.errors import Location, ProgramError, caller_location, wrong_value
 from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
 from kvrelay_programs.interpreter import Interpreter
 from kvrelay_programs.results import Generated, Selected, Usage
@@ -58,9 +59,21 @@ class State:
         """A value with its finish reason, usage and scores. Waits and raises as `state[name]` does."""
         if name not in self._values:
             known = ", ".join(map(repr, self._values)) or "none so far"
-            raise KeyError(f"no value {name!r} was asked for in this state; its values: {known}")
+            raise KeyError(f"{caller_location()}: no value {name!r} was asked for in this state; its values: {known}")
         self._is_read = True
         return self._result_of(self._values[name].result)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name!r}: {value}" for name, value in self._values.items())
+        return f"<State of {self._interpreter.content_so_far.num_chars} characters; values: {values or 'none'}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the text so far, and the values. Does not wait."""
+        text = escape(self._interpreter.content_so_far.whole_text)
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in self._values.items()
+        )
+        return f'<pre style="white-space: pre-wrap">{text}</pre><table>{rows}</table>'
 
     @property
     def usage(self) -> Usage:
@@ -102,7 +115,7 @@ class State:
         from kvrelay_programs.forks import Forks
 
         if num < 1:
-            raise ValueError("a fork needs at least one state")
+            raise wrong_value("a fork needs at least one state")
         location = caller_location()
         if self._run.options.fork_hint:
             self._interpreter.announce_fork(num, location)
@@ -128,8 +141,10 @@ class State:
 
     def _block(self, role: Role) -> Iterator[None]:
         self._interpreter.open(role, caller_location())
-        yield
-        self._interpreter.close()
+        try:
+            yield
+        finally:
+            self._interpreter.close()
 
     def _append(self, part: Part, location: Location) -> None:
         if isinstance(part, Block):
@@ -152,7 +167,7 @@ class State:
 
     def _result_of(self, future: Future[ReadT]) -> ReadT:
         try:
-            return future.result()
+            return self._run.wait(future)
         except ProgramError as error:
             self._run.handled.add(error)
             raise
@@ -176,7 +191,7 @@ def wait_for_calls(state: State) -> None:
         for child in forks:
             wait_for_calls(child)
     try:
-        state._interpreter.snapshot().result()
+        state._run.wait(state._interpreter.snapshot())
     except ProgramError as error:
         if error not in state._run.handled:
             raise

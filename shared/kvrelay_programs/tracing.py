@@ -103,7 +103,11 @@ class _TracedState:
 
     def _block(self, role: Role) -> Iterator[None]:
         self.content = self.content.opened(role, caller_location())
-        yield
+        try:
+            yield
+        except Exception:  # of the program, which may catch it; the end of a trace leaves the block as it is
+            self.content = self.content.closed()
+            raise
         self.content = self.content.closed()
 
     def _append(self, part: Part, location: Location) -> None:

@@ -16,6 +16,11 @@ class Value:
     def __init__(self) -> None:
         self.result: Future[Generated | Selected] = Future()
 
+    def __str__(self) -> str:
+        if not self.result.done():
+            return "pending"
+        return "failed" if self.result.exception() is not None else repr(self.result.result().text)
+
     def set(self, result: Generated | Selected) -> None:
         self.result.set_result(result)
 

@@ -22,6 +22,7 @@ from kvrelay_programs import (
     system,
     user,
 )
+from kvrelay_programs.endpoint import Caller
 from kvrelay_programs.errors import caller_location
 from kvrelay_programs.loop_thread import program_loop
 from kvrelay_programs.run import Run, RunOptions
@@ -345,3 +346,153 @@ def test_programs_call_programs() -> None:
 
 def test_locations_are_of_the_program() -> None:
     assert str(caller_location()) == here()
+
+
+def test_a_cancelled_run_ends_the_states_that_waited_for_another_one() -> None:
+    class Slow(FakeEndpoint):
+        """A cancelled call ends later, as one does that closes its connection."""
+
+        async def _call(self, text: str, caller: Caller) -> None:
+            try:
+                await super()._call(text, caller)
+            finally:
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+    endpoint = Slow()
+    closed_gate(endpoint)
+    failures: list[type[Exception]] = []
+
+    @program
+    def waiting(s: State) -> None:
+        s += "Say" + gen("first", 4)
+        s.fork(2)
+        s += gen("second", 4)
+        assert endpoint.began.wait(30)
+        s.cancel()
+        for _ in range(2):
+            with pytest.raises(ProgramCancelled):
+                s["second"]
+            with pytest.raises(ProgramCancelled):
+                s.text()
+            failures.append(ProgramCancelled)
+
+    waiting.run(endpoint=endpoint, deadline_s=60)
+    assert len(failures) == 2
+
+
+def test_a_call_that_does_not_end_at_the_deadline_does_not_hold_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay_programs.run.CANCELLATION_S", 0.05)
+    may_end = threading.Event()
+
+    class Deaf(FakeEndpoint):
+        """Its calls cannot be cancelled."""
+
+        async def generate(self, *_: Any) -> Any:
+            while not may_end.is_set():
+                try:
+                    await asyncio.sleep(0.01)
+                except asyncio.CancelledError:
+                    continue
+
+    @program
+    def reading(s: State) -> None:
+        s += "x" + gen("y", 4)
+        s["y"]
+
+    @program
+    def leaving(s: State) -> None:
+        s += "x" + gen("y", 4)
+
+    try:
+        for each in (reading, leaving):
+            with pytest.raises(DeadlineExceeded, match="has not ended after the deadline"):
+                each.run(endpoint=Deaf(), deadline_s=0.05)
+    finally:
+        may_end.set()
+
+
+def test_a_block_ends_with_the_exception_that_leaves_it() -> None:
+    def failing_block(s: State, text: str) -> None:
+        with s.user():
+            s += text
+            raise ZeroDivisionError
+
+    @program
+    def leaving(s: State) -> None:
+        for text in ("one", "two"):
+            with pytest.raises(ZeroDivisionError):
+                failing_block(s, text)
+        s += assistant(gen("word", 4))
+
+    state = leaving.run(endpoint=FakeEndpoint())
+    assert [message["role"] for message in state.messages()] == ["user", "user", "assistant"]
+
+
+def test_a_traced_block_ends_with_the_exception_that_leaves_it() -> None:
+    @program
+    def leaving(s: State) -> None:
+        try:
+            with s.user():
+                s += "one"
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            s += system("two")
+        s += assistant(gen("word", 4))
+
+    assert leaving.trace().prefix.whole_text.startswith("one\n\ntwo")
+
+
+def test_a_streamed_program_that_exits_ends_its_text() -> None:
+    @program
+    def exiting(s: State) -> None:
+        s += "x"
+        raise SystemExit(3)
+
+    with pytest.raises(ProgramError, match="SystemExit: 3"):
+        list(exiting.run(endpoint=FakeEndpoint(), stream=True).text_iter())
+
+
+def test_wrong_values_and_unknown_names_name_the_line() -> None:
+    lines: list[str] = []
+
+    @program
+    def wrong(s: State) -> None:
+        lines.append(here(1))
+        s += select("x", [])
+
+    @program
+    def unknown(s: State) -> None:
+        lines.append(here(1))
+        s["nothing"]
+
+    with pytest.raises(ValueError, match="choices must be a list") as value_error:
+        wrong.run(endpoint=FakeEndpoint())
+    with pytest.raises(KeyError, match="its values: none so far") as key_error:
+        unknown.run(endpoint=FakeEndpoint())
+    assert [error.value.args[0].split(": ")[0] for error in (value_error, key_error)] == lines
+
+
+def test_a_state_shows_itself_without_waiting() -> None:
+    endpoint = FakeEndpoint()
+    endpoint.fails_on = "bad"
+    shown: list[str] = []
+
+    @program
+    def showing(s: State) -> None:
+        s += "<b>" + gen("good", 4)
+        s["good"]
+        s += "bad" + gen("wrong", 4)
+        with pytest.raises(ProgramError):
+            s["wrong"]
+        gate = closed_gate(endpoint)
+        other = State(s._run)
+        other += "x" + gen("late", 4)
+        shown.extend((repr(s), s._repr_html_(), repr(other)))
+        program_loop().call_soon_threadsafe(gate.set)
+
+    showing.run(endpoint=endpoint)
+    words, page, other = shown
+    assert "'good': '" in words and "'wrong': failed" in words
+    assert "&lt;b&gt;" in page and "<td>wrong</td><td>failed</td>" in page
+    assert other.endswith("values: 'late': pending>")

@@ -12,6 +12,8 @@ from pathlib import Path
 from kvrelay.cli.stack_state import StackState, running_stacks
 
 POLL_S = 0.2
+DETACHED = "KVRELAY_INHERITED_DETACHED"
+"""Set for a `kvrelay up` that has no terminal, so that it names another way to stop it than Ctrl-C."""
 
 
 def up_detached(argv: Sequence[str], state_dir: Path) -> int:
@@ -26,7 +28,12 @@ def up_detached(argv: Sequence[str], state_dir: Path) -> int:
     command = [sys.executable, "-m", "kvrelay", "up", *argv, "--no-detach"]
     with output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            env={**os.environ, DETACHED: "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         stack = _wait_ready(process, state_dir)
@@ -40,8 +47,7 @@ def up_detached(argv: Sequence[str], state_dir: Path) -> int:
         return process.returncode or 1
     kept = log.rename(state_dir / str(stack.port) / "up.log")
     sys.stdout.write(kept.read_text(encoding="utf-8", errors="replace"))
-    where = f" --port {stack.port} --state-dir {state_dir}"
-    print(f"Runs in the background (process {stack.pid}, log {kept}).\n  kvrelay stop{where}")
+    print(f"Runs in the background (process {stack.pid}, log {kept}).")
     return 0
 
 

@@ -77,6 +77,16 @@ def _check_directory(directory: Path, *, needs_weights: bool) -> None:
     )
 
 
+def longest_sequence(model: str) -> int | None:
+    """The positions that the config of a model directory states; None if it states none, or for a hub name."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        reach = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return reach if isinstance(reach, int) else None
+
+
 def _shards(index: Path) -> list[str]:
     """The weight files of an index. Raises ConfigError."""
     try:

@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from kvrelay.cli.detached import up_detached
+from kvrelay.cli.detached import DETACHED, up_detached
 from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.instance_lock import InstanceLock
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
-from kvrelay.cli.preflight import check_plan, hold_port
+from kvrelay.cli.preflight import check_plan, hold_port, longest_sequence
 from kvrelay.cli.readiness import RouterReady, WorkerReady
 from kvrelay.cli.stack_state import StackState, remove_state, start_of
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
@@ -31,7 +31,7 @@ from kvrelay.config.loader import (
 )
 from kvrelay.config.up_config import UpConfig
 from kvrelay.core_leases import SharedLeases
-from kvrelay.fleet import Registry, RegistryError
+from kvrelay.fleet import Registry, RegistryError, RegistryUnavailable
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
 from kvrelay.process import describe_exit
 
@@ -114,12 +114,23 @@ class _Run:
             if ready.done():
                 ready.result()
                 self._write_state(is_ready=True)
+                if note := cut_note(self._plan, await self._served_length(registry)):
+                    self._display.note(note)
                 self._display.note(greeting(self._plan))
                 await stop
         finally:
             ready.cancel()
             stop.cancel()
             await self._supervisor.stop()
+
+    async def _served_length(self, registry: Registry) -> int | None:
+        """The longest sequence in tokens that all workers of this stack take; None if Redis does not answer."""
+        own = {name for worker in self._plan.workers for name in worker.started_worker_ids}
+        try:
+            workers = await registry.list_workers(self._plan.router.model_name)
+        except RegistryUnavailable:
+            return None
+        return min((worker.max_model_len for worker in workers if worker.worker_id in own), default=None)
 
     def _write_state(self, *, is_ready: bool) -> None:
         """Lets `kvrelay status`, `stop`, `top`, `drain` and `chat` find this stack; not with `verbose`."""
@@ -259,13 +270,26 @@ def cores_note(plan: LaunchPlan) -> str | None:
     return text
 
 
+def cut_note(plan: LaunchPlan, served: int | None) -> str | None:
+    """A note if sequences of up to `served` tokens are shorter than those of the model, or than was asked for."""
+    worker = plan.workers[0]
+    wanted = worker.max_model_len or longest_sequence(worker.model)
+    if served is None or wanted is None or worker.backend == "simulated" or served >= wanted:
+        return None
+    return (
+        f"max_model_len is cut from {wanted} to {served} tokens, by the pool's size or the model's positions: "
+        f"raise --kv-memory-bytes if the pool is too small (the workers' logs say what is), or set --max-model-len"
+    )
+
+
 def greeting(plan: LaunchPlan) -> str:
     """The URL and an example request."""
     model = plan.router.model_name
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is an otter?"}]})
+    stop = f"kvrelay stop{_stack_flags(plan.up)}" if os.environ.get(DETACHED) else "Ctrl-C"
     lines = [
         "",
-        f"Serving {model} at {plan.url}/v1 (Ctrl-C stops it). Try:",
+        f"Serving {model} at {plan.url}/v1 ({stop} stops it). Try:",
         "",
         f"  curl {plan.url}/v1/chat/completions \\",
         "    -H 'Content-Type: application/json' \\",

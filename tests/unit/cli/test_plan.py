@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from kvrelay.cli.launch_plan import make_plan, to_argv
-from kvrelay.cli.up import cores_note, greeting
+from kvrelay.cli.up import cores_note, cut_note, greeting
 from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
 
 ENVIRON = {"KVRELAY_MODEL": "org/model"}
@@ -107,3 +108,24 @@ def test_the_router_gets_its_processes_and_nobody_else_does() -> None:
     assert plan.router.processes == 3
     assert load_config(RouterConfig, plan.router_flags, environ=ENVIRON).processes == 3
     assert not any("processes" in flag for flag in plan.worker_flags)
+
+
+def test_a_cut_length_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    flags = {"model": str(tmp_path)}
+    note = cut_note(make_plan(flags, {}), 160)
+    assert note is not None and note.startswith("max_model_len is cut from 2048 to 160 tokens")
+    assert cut_note(make_plan(flags, {}), 2048) is None
+    assert cut_note(make_plan(flags, {}), None) is None
+    assert cut_note(make_plan({**flags, "max_model_len": "100"}, {}), 100) is None
+    longer = cut_note(make_plan({**flags, "max_model_len": "4096"}, {}), 2048)
+    assert longer is not None and "from 4096 to 2048" in longer
+    assert cut_note(make_plan({"model": "org/model"}, {}), 160) is None
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 512}}')
+    assert cut_note(make_plan(flags, {}), 160) is not None
+
+
+def test_a_detached_stack_names_no_key_to_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "(Ctrl-C stops it)" in greeting(make_plan({"port": "8123"}, ENVIRON))
+    monkeypatch.setenv("KVRELAY_INHERITED_DETACHED", "1")
+    assert "(kvrelay stop --port 8123 stops it)" in greeting(make_plan({"port": "8123"}, ENVIRON))

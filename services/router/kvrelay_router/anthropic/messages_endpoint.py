@@ -10,6 +10,7 @@ from starlette.responses import Response
 from kvrelay_router.anthropic.conversation import chat_messages
 from kvrelay_router.anthropic.messages_format import message_format
 from kvrelay_router.anthropic.messages_request import (
+    FIELD_NAMES,
     CountTokensRequest,
     MessagesRequest,
     PromptFields,
@@ -18,7 +19,7 @@ from kvrelay_router.anthropic.messages_request import (
     thinking_budget,
 )
 from kvrelay_router.anthropic.tools import tool_fields
-from kvrelay_router.http.api_error import json_response
+from kvrelay_router.http.api_error import fields_named, json_response
 from kvrelay_router.openai.chat_planning import plan_parsed_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput, check_model
@@ -43,11 +44,12 @@ class MessagesEndpoint:
         budget = thinking_budget(request)
         if budget is not None and service.text.can_limit_reasoning:
             chat["thinking_token_budget"] = budget
-        chat_request = parse_chat({**chat, **generation_fields(request, content)})
         # An output that the context has no room for is cut, as in Anthropic's API.
         output = RequestedOutput(asked=None, default=request.max_tokens)
-        planning = plan_parsed_chat(service, names, chat_request, output)
-        planned = await while_connected(http, service.settings.request_timeout_s, planning)
+        with fields_named(FIELD_NAMES):
+            chat_request = parse_chat({**chat, **generation_fields(request, content)})
+            planning = plan_parsed_chat(service, names, chat_request, output)
+            planned = await while_connected(http, service.settings.request_timeout_s, planning)
         (run,) = planned.plan.runs
         answer = message_format(f"msg_{names.unique}", chat_request, run, planned.parsed)
         return GenerationResponse(service, planned.plan, answer)

@@ -11,6 +11,9 @@ from kvrelay_router.openai.schema.extension_fields import extension_fields
 from kvrelay_router.openai.schema.generation_fields import Flag, Stop
 from kvrelay_router.openai.schema.parsing import RequestModel
 
+FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")
+"""The fields of a message, by those of the chat completion that it is converted to, if they differ."""
+
 REFUSED = ("container", "mcp_servers")
 """Fields that ask for what runs on Anthropic's servers."""
 

@@ -11,13 +11,12 @@ from kvrelay_router.openai.schema.tool_fields import MAX_TOOLS
 
 def tool_fields(request: PromptFields) -> dict[str, Any]:
     """The fields of a chat completion about tools. Raises ApiError."""
-    if not request.tools:
-        return {}
-    if not isinstance(request.tools, list):
+    tools = [] if request.tools is None else request.tools
+    if not isinstance(tools, list):
         raise wrong("tools", "it must be a list")
-    if len(request.tools) > MAX_TOOLS:
+    if len(tools) > MAX_TOOLS:
         raise wrong("tools", f"at most {MAX_TOOLS} tools are allowed")
-    return {"tools": [_tool(tool, index) for index, tool in enumerate(request.tools)], **_choice(request.tool_choice)}
+    return {"tools": [_tool(tool, index) for index, tool in enumerate(tools)], **_choice(request.tool_choice)}
 
 
 def _tool(tool: Any, index: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -47,3 +49,22 @@ class ApiError(Exception):
 def wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
     """The 400 for a field of the request."""
     return ApiError(f"Invalid value for '{param}': {reason}", param=param, code=code)
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Raises an ApiError about one of these fields again under the name of the field that the client sent."""
+    try:
+        yield
+    except ApiError as error:
+        name = None if error.param is None else names.get(error.param)
+        if name is None:
+            raise
+        raise ApiError(
+            error.message.replace(f"'{error.param}'", f"'{name}'"),
+            status=error.status,
+            error_type=error.error_type,
+            param=name,
+            code=error.code,
+            headers=error.headers,
+        ) from None

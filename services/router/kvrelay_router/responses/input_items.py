@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from kvrelay_router.http.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.schema.chat_request import MAX_PARTS
+from kvrelay_router.openai.schema.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")
@@ -88,7 +90,7 @@ class _Reader:
     def _add_call(self, item: dict[str, Any], where: str) -> None:
         call_id, name = _string(item, "call_id", where), _string(item, "name", where)
         self._tools[call_id] = name
-        function = {"name": name, "arguments": _string(item, "arguments", where)}
+        function = {"name": name, "arguments": _arguments(item, where)}
         last = self._messages[-1] if self._messages else {}
         if self._reasoning or last.get("role") != "assistant":
             self._add_assistant({"role": "assistant", "content": ""})
@@ -132,6 +134,17 @@ def _text(part: Any, where: str) -> str:
     if kind not in (*TEXT_TYPES, "reasoning_text", "summary_text"):
         raise wrong(where, f"content parts of the type {kind!r} are not supported")
     return _string(part, "text", where)
+
+
+def _arguments(item: dict[str, Any], where: str) -> Any:
+    """The value that the JSON text stands for. An empty text stands for no arguments."""
+    text = _string(item, "arguments", where)
+    if len(text) > MAX_ARGUMENTS_CHARS:
+        raise wrong(f"{where}.arguments", f"it has {len(text)} characters; at most {MAX_ARGUMENTS_CHARS} are allowed")
+    try:
+        return orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        raise wrong(f"{where}.arguments", "it is not valid JSON") from None
 
 
 def _string(item: dict[str, Any], name: str, where: str) -> str:

@@ -9,7 +9,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay_router.http.api_error import ApiError, json_response, wrong
+from kvrelay_router.http.api_error import ApiError, fields_named, json_response, wrong
 from kvrelay_router.http.json_parts import dump_at_once
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.chat_planning import plan_parsed_chat
@@ -24,6 +24,7 @@ from kvrelay_router.responses.response_object import Keep, ResponseObject
 from kvrelay_router.responses.response_store import ResponseStore, StoredResponse, output_item
 from kvrelay_router.responses.responses_format import ResponseAnswer, ResponseStream
 from kvrelay_router.responses.responses_request import (
+    FIELD_NAMES,
     ResponsesRequest,
     generation_fields,
     namespaces,
@@ -50,11 +51,12 @@ class ResponsesEndpoint:
             await self._earlier_items(request, owner),
         )
         messages = await input_messages(items, await _parsed(earlier))
-        chat = await _chat_content(request, messages)
-        chat_request = parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
         output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
-        planning = plan_parsed_chat(service, names, chat_request, output, prompt_param="input")
-        planned = await while_connected(http, service.settings.request_timeout_s, planning)
+        with fields_named(FIELD_NAMES):
+            chat = await _chat_content(request, messages)
+            chat_request = parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
+            planning = plan_parsed_chat(service, names, chat_request, output, prompt_param="input")
+            planned = await while_connected(http, service.settings.request_timeout_s, planning)
         scores = TokenScores(service.text.tokenizer, request.top_logprobs if request.wants_logprobs else None)
         items_of_output = OutputItems(names.unique, planned.parsed, scores, namespaces(request))
         keep = None

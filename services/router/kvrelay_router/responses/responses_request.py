@@ -14,6 +14,9 @@ from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, F
 from kvrelay_router.openai.schema.parsing import RequestModel, parse
 from kvrelay_router.openai.schema.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
 
+FIELD_NAMES = {"response_format": "text.format", "response_format.json_schema": "text.format", "messages": "input"}
+"""The fields of a response, by those of the chat completion that it is converted to."""
+
 REFUSED = ("background", "conversation", "prompt", "max_tool_calls")
 """Fields that would change the answer, and are not supported."""
 
@@ -113,8 +116,6 @@ def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
 
 def tool_fields(request: ResponsesRequest) -> dict[str, Any]:
     """The fields of a chat completion about tools. Raises ApiError."""
-    if not request.tools:
-        return {}
     tools = [_tool(tool, where) for tool, where, _ in _functions(request.tools)]
     choice = request.tool_choice
     if isinstance(choice, dict):

@@ -14,6 +14,7 @@ from tests.component.router.tools import ARGUMENTS, CALL, PARAMETERS, THINKING
 TOOL = {"name": "weather", "description": "Looks.", "input_schema": PARAMETERS}
 HELLO = [{"role": "user", "content": "Weather in Zürich?"}]
 BODY: dict[str, Any] = {"messages": HELLO, "max_tokens": 300, "tools": [TOOL], "thinking": {"type": "enabled"}}
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 
 
 @pytest.fixture
@@ -120,6 +121,11 @@ async def test_thoughts_are_hidden_unless_they_were_asked_for(router: Router) ->
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": {"type": "tool", "name": "other"}}, "other"),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": None, "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [], "tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
+        ({"tools": {}}, "list"),
+        ({"tool_choice": {"type": "any"}, "output_config": {"format": FORMAT}}, "output_config.format"),
+        ({"output_config": {"format": {**FORMAT, "schema": {"type": "otter"}}}}, "otter"),
         ({"tools": [{"input_schema": {"type": "object"}}]}, "tools.0"),
         ({"tools": [{**TOOL, "input_schema": {"type": "object", "properties": {"a": 1}}}]}, "'a'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]}, "messages"),

@@ -15,6 +15,7 @@ from kvrelay_router.dispatch.interface import RequestFailed
 from tests.component.router.rig import MODEL, Router
 
 QUESTION = "What is an otter?"
+FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
 PROMPT = "<|im_start|>user\nWhat is an otter?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -166,10 +167,19 @@ async def test_a_failure_within_a_stream_is_its_last_event(router: Router) -> No
             "invalid_value",
         ),
         ({"input": [{"type": "otter"}]}, "input[0].type", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tools": [], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "invalid_value"),
+        ({"tool_choice": "always"}, "tool_choice", "invalid_value"),
+        ({"text": {"format": {**FORMAT, "schema": {"type": "otter"}}}}, "text.format", None),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{bad"}]},
+            "input[0].arguments",
+            "invalid_value",
+        ),
         ({"input": "x" * 5000}, "input", "context_length_exceeded"),
     ],
 )
-async def test_bad_input(router: Router, body: dict[str, Any], param: str, code: str) -> None:
+async def test_bad_input(router: Router, body: dict[str, Any], param: str, code: str | None) -> None:
     answer = await router.post("/v1/responses", **{"input": QUESTION, **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error

@@ -119,6 +119,14 @@ async def test_tools_that_cannot_be_offered_are_named(router: Router, tool: dict
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param
 
 
+async def test_a_required_call_and_a_format_exclude_each_other(router: Router) -> None:
+    text_format = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    body = {**BODY, "tool_choice": "required", "text": {"format": text_format}}
+    refused = await router.post("/v1/responses", **body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "text.format") and "'text.format'" in error["message"]
+
+
 async def test_large_scores_come_in_the_same_events(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     router.answers(f"{THINKING}I look. {CALL}\n{CALL}Then é.")
 

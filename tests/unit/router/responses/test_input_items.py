@@ -13,7 +13,7 @@ CALL = {"type": "function_call", "call_id": "call_1", "name": "define", "argumen
 CHAT_CALL = {
     "id": "call_1",
     "type": "function",
-    "function": {"name": "define", "arguments": '{"word": "otter"}'},
+    "function": {"name": "define", "arguments": {"word": "otter"}},
 }
 
 
@@ -88,6 +88,11 @@ async def test_an_output_may_belong_to_an_earlier_call() -> None:
         ([{"type": "computer_call", "id": "x"}], "input[0].type"),
         ([{"type": "function_call_output", "call_id": "call_1", "output": "x"}], "input[0].call_id"),
         ([{"type": "function_call", "name": "f", "arguments": "{}"}], "input[0].call_id"),
+        ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}], "input[0].arguments"),
+        (
+            [{"type": "function_call", "call_id": "c", "name": "f", "arguments": " " * (1 << 20) + "{}"}],
+            "input[0].arguments",
+        ),
     ],
 )
 async def test_errors_name_the_item(items: Any, param: str) -> None:

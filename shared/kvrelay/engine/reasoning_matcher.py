@@ -69,6 +69,11 @@ class ReasoningMatcher:
     def _is_used_up(self) -> bool:
         return self._span.token_budget is not None and self._num_tokens >= self._span.token_budget
 
+    @property
+    def allows_all(self) -> bool:
+        """Whether every token is allowed from here to the end of the output."""
+        return self._stage is Stage.BEHIND and self._behind is None
+
     def forced(self) -> Sequence[int]:
         if self._stage is Stage.INSIDE:
             return [self._span.end_id] if self._is_used_up else ()

@@ -114,7 +114,10 @@ class TokenMasks:
         new: dict[int, list[int]] = {}  # by slot
         last: dict[int, int] = {}  # rows, by slot
         for row, (slot, token_id) in enumerate(zip(slots.tolist(), token_ids.tolist(), strict=True)):
-            if slot in self._states:
+            state = self._states.get(slot)
+            if state is not None and state.is_done and state.allows_all:
+                del self._states[slot]  # the rest of the output needs no mask
+            elif state is not None:
                 new.setdefault(slot, []).append(token_id)
                 last[slot] = row
         runs: dict[int, list[int]] = {}
@@ -141,7 +144,7 @@ class TokenMasks:
 
     @property
     def is_unused(self) -> bool:
-        """Returns whether no sequence has a grammar."""
+        """Returns whether no sequence needs masks."""
         return not self._states
 
     def late(self, slots: NDArray[np.int64], num_others: int) -> NDArray[np.bool_]:
@@ -180,7 +183,7 @@ class TokenMasks:
 
         `ends`, by row: tokens that are allowed only if there are no others. Raises GrammarFailed, NoTokenAllowed.
         """
-        if not self._states and not self.limits:
+        if not self._states and not self.limits and not ends:
             return {}
         masks = self._grammar_masks(keys, slots, drafts)
         if self.limits or ends:

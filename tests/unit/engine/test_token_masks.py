@@ -529,6 +529,33 @@ def test_work_for_grammars_is_counted_once() -> None:
     assert 1 <= sum(each.num_masks for each in work) <= 3
 
 
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_no_mask_is_computed_behind_reasoning_without_a_grammar(num_before: int) -> None:
+    """`num_before`: tokens that the output has when a worker takes the sequence on."""
+    sampler, unconstrained = sampler_of(), sampler_of()
+    never = Sampling(temperature=0.0, logit_bias={END: -1000.0})
+    span = ReasoningSpan(begin_id=THINK, end_id=THINK_END, is_open=True, token_budget=0)
+    output = [THINK_END] * num_before
+    sampler.add(key(0), msgspec.structs.replace(never, reasoning=span), [5, *output], 1)
+    unconstrained.add(key(0), never, [5, *output], 1)
+    num_masks = []
+    for step in range(num_before, num_before + 6):
+        at, logits = np.array([1 + step]), logits_at(0, step)[None]
+        pending = sampler.begin([key(0)], at, logits.clone(), np.array([False]))
+        token_ids, _ = pending.land()
+        free, _ = unconstrained.sample([key(0)], at, logits)
+        assert token_ids.tolist() == ([THINK_END] if step == 0 else free.tolist())
+        num_masks.append(0 if pending.grammar_work is None else pending.grammar_work.num_masks)
+    assert sum(num_masks[:3]) >= 1 and sum(num_masks[3:]) == 0
+
+
+def test_min_tokens_hold_behind_reasoning_without_a_grammar() -> None:
+    span = ReasoningSpan(begin_id=THINK, end_id=THINK_END, is_open=True, token_budget=0)
+    ends_soon = Sampling(temperature=0.0, logit_bias={END: 1000.0}, min_tokens=5, reasoning=span)
+    (output,) = jump([(None, ends_soon)], 10, jumps=False)
+    assert output[0] == THINK_END and output.index(END) == 5
+
+
 def limited(sampler: Sampler, sampling: Sampling, output: list[int]) -> int:
     """The next token behind an output, by a new sequence."""
     name = (f"limited-{output}", 0, 0)

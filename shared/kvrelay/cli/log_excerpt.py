@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 MAX_LINES = 30
 MAX_COLUMNS = 300
+MAX_ERROR_COLUMNS = 1000
+"""Of the error itself, which ends with what to do."""
 _ERROR = re.compile(
     r" (ERROR|CRITICAL) |\"level\": ?\"(error|critical)\"|^[A-Za-z_.]*(Error|Exception)\b.*:|cannot start"
 )
@@ -20,8 +22,8 @@ def log_excerpt(lines: Sequence[str]) -> list[str]:
     if error is None:
         return [_cut(line) for line in last]
     before = [_cut(line) for number, line in enumerate(last) if number != error]
-    return [_cut(last[error]), *(["(the last lines of the log)", *before] if before else [])]
+    return [_cut(last[error], MAX_ERROR_COLUMNS), *(["(the last lines of the log)", *before] if before else [])]
 
 
-def _cut(line: str) -> str:
-    return line if len(line) <= MAX_COLUMNS else f"{line[: MAX_COLUMNS - 1]}…"
+def _cut(line: str, columns: int = MAX_COLUMNS) -> str:
+    return line if len(line) <= columns else f"{line[: columns - 1]}…"

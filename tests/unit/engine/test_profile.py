@@ -33,6 +33,13 @@ def test_the_swap_space_is_part_of_the_share() -> None:
         profile.num_blocks(0.5, block_bytes=MIB, least=10, swap_bytes=95 * MIB)
 
 
+def test_a_share_below_what_the_process_takes_says_by_how_much() -> None:
+    profile = MemoryProfile(total=1000 << 20, resting=400 << 20, step=100 << 20)
+    message = "is 300 MiB too much and leaves nothing for a pool that takes at least 2 MiB .* Raise memory_utilization"
+    with pytest.raises(PoolDoesNotFit, match=message):
+        profile.num_blocks(0.2, 1 << 20, 2)
+
+
 def test_a_share_that_is_too_small_is_refused_with_the_numbers() -> None:
     profile = MemoryProfile(total=1000 * MIB, resting=300 * MIB, step=100 * MIB)
     with pytest.raises(PoolDoesNotFit, match=r"0\.41 of 1000 MiB is 410 MiB.*300 MiB.*100 MiB.*leaves 10 MiB.*20 MiB"):

@@ -1,0 +1,64 @@
+"""Starts of `kvrelay up` that fail: one message says what and what to do, and no process is left."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cli.stack_state import running_stacks
+from kvrelay.config.demo import demo_model_path
+from tests.fakes.waiting import PATIENCE_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def failed_start(tmp_path: Path, *flags: str) -> tuple[int, str]:
+    state_dir = tmp_path / "state"
+    done = subprocess.run(
+        [sys.executable, "-m", "kvrelay", "up", "--port=0", f"--state-dir={state_dir}", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert running_stacks(state_dir) == []
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    demo = demo_model_path()
+    assert demo is not None
+    return Path(shutil.copytree(demo, tmp_path / "model"))
+
+
+def test_a_model_without_weights(model: Path, tmp_path: Path) -> None:
+    for path in model.glob("*.safetensors"):
+        path.unlink()
+    code, output = failed_start(tmp_path, str(model))
+    assert code == 2
+    assert output.startswith(f"kvrelay up: --model {model}: the directory has no model.safetensors")
+    assert output.count("\n") == 1
+
+
+def test_weights_that_cannot_be_read_are_named_in_the_first_line_of_the_excerpt(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"broken")
+    code, output = failed_start(tmp_path, str(model))
+    assert code == 1
+    excerpt = [line for line in output.splitlines() if line.startswith("  | ")]
+    assert re.search(r"ERROR .* worker cannot start: |ERROR .* worker ends because of an error", excerpt[0]), output
+    assert "configuration: " not in output
+
+
+def test_a_share_of_memory_that_is_too_small_says_by_how_much(tmp_path: Path) -> None:
+    code, output = failed_start(tmp_path, "--gpu-memory-utilization=0.001")
+    assert code == 1
+    assert re.search(
+        r"  \| .* is \d+ MiB too much and leaves nothing for a pool .* Raise memory_utilization", output
+    ), output

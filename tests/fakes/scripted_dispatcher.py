@@ -214,8 +214,9 @@ class ScriptedDispatcher:
     async def fleet(self, owner: str | None = None) -> dict[str, Any]:
         return {"workers": []}
 
-    def recent_requests(self, limit: int, owner: str | None = None) -> list[dict[str, Any]]:
-        found = [handle for handle in self.handles if owner in (None, handle.request.owner)][:limit]
+    def recent_requests(self, limit: int, owner: str | None = None, session: str | None = None) -> list[dict[str, Any]]:
+        of_owner = [each for each in self.handles if owner in (None, each.request.owner)]
+        found = [each for each in of_owner if session in (None, each.request.session)][:limit]
         return [{"request_id": each.request.request_id, "submitted_unix_s": each.submitted_unix_s} for each in found]
 
     async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:

@@ -262,6 +262,21 @@ async def test_long_prompts_are_hashed_on_another_thread(rig: Rig, monkeypatch: 
     assert threads and threading.main_thread() not in threads
 
 
+async def test_the_requests_of_a_session_are_found_by_its_id(rig: Rig) -> None:
+    await rig.start(*pair())
+    for owner, session in (("ann", "a"), ("ann", "b"), ("bob", "a"), ("ann", "a"), ("ann", "")):
+        await read(rig.submit(owner=owner, session=session))
+    every = rig.dispatcher.recent_requests(100)
+    assert [each["session"] for each in every] == [None, "a", "a", "b", "a"]
+    assert rig.dispatcher.recent_requests(100, "ann", "a") == [every[1], every[4]]
+    assert rig.dispatcher.recent_requests(1, None, "a") == [every[1]]
+    assert rig.dispatcher.recent_requests(100, "bob", "b") == []
+    name = every[1]["request_id"]
+    record, timeline = rig.dispatcher.recent_request(name), await rig.dispatcher.timeline(name)
+    assert record is not None and timeline is not None
+    assert record["session"] == timeline["session"] == "a"
+
+
 async def test_an_owner_sees_its_own_requests_counts_and_decisions(rig: Rig) -> None:
     await rig.start(*pair())
     await read(rig.submit(owner="ann"))

@@ -155,6 +155,15 @@ async def test_a_bad_timeout(router: Router, path: str) -> None:
 
 
 @every_generation
+@pytest.mark.parametrize("session", ["an otter", "x" * 129, "otter\u00e9"])
+async def test_a_bad_session(router: Router, path: str, session: str) -> None:
+    body = {"model": MODEL, **GENERATIONS[path]}
+    answer = await router.http.post(path, json=body, headers={b"x-kvrelay-session": session.encode("latin-1")})
+    check_error(path, answer, 400, "invalid_value")
+    assert "x-kvrelay-session" in answer.text and not router.dispatcher.handles
+
+
+@every_generation
 @streamed_or_not
 async def test_an_unexpected_error(router: Router, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool) -> None:
     def fail(*_: object) -> None:

@@ -26,20 +26,18 @@ class RequestNames(msgspec.Struct, frozen=True):
     trace: str
     key: str = ""  # the API key; empty if none are configured
     timeout: str = ""  # the value of `x-request-timeout`
-    session: str = ""  # from `x-kvrelay-session`: `sticky` routing keeps a session on one worker
+    session: str = ""  # the value of `x-kvrelay-session`, not checked
 
 
 def name_request(headers: Mapping[str, str], trace: TraceContext | None = None) -> RequestNames:
     """Uses the client's own values if they are valid, and generates the others."""
     own = headers.get("x-request-id", "")
     generated = secrets.token_hex(16)
-    session = headers.get("x-kvrelay-session", "")
-    session = session if VALID_REQUEST_ID.fullmatch(session) else ""
     is_own = VALID_REQUEST_ID.fullmatch(own) is not None
     return RequestNames(
         public=own if is_own else generated,
         unique=f"{own}-{generated[:12]}" if is_own else generated,
         trace=str(trace) if trace is not None else "",
         timeout=headers.get("x-request-timeout", ""),
-        session=session,
+        session=headers.get("x-kvrelay-session", ""),
     )

@@ -110,9 +110,12 @@ class OperationRoutes:
         return PartsResponse({"requests": found}) if len(found) > 1 else json_response(found[0])
 
     async def requests(self, http: Request) -> Response:
-        """Returns the latest requests, newest first."""
+        """Returns the latest requests, newest first. `?session=` selects those of one session."""
         owner, services = self._visible_owner(http), self._models.services
-        found = [each for service in services for each in service.dispatcher.recent_requests(MAX_LISTED, owner)]
+        session = http.query_params.get("session") or None
+        found = [
+            each for service in services for each in service.dispatcher.recent_requests(MAX_LISTED, owner, session)
+        ]
         if len(services) > 1:
             found.sort(key=lambda each: each["submitted_unix_s"], reverse=True)
         return json_response({"requests": found[:MAX_LISTED]})

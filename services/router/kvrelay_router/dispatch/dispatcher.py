@@ -295,8 +295,8 @@ class RouterDispatcher:
         record = self._records.get(request_id, owner)
         return record.as_json() if record is not None else None
 
-    def recent_requests(self, limit: int, owner: str | None = None) -> list[dict[str, Any]]:
-        return [record.summary() for record in self._records.latest(limit, owner)]
+    def recent_requests(self, limit: int, owner: str | None = None, session: str | None = None) -> list[dict[str, Any]]:
+        return [record.summary() for record in self._records.latest(limit, owner, session)]
 
     async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
         record = self._records.get(request_id, owner)

@@ -229,8 +229,9 @@ class Dispatcher(Protocol):
         latencies and counts of requests are those of its requests."""
         ...
 
-    def recent_requests(self, limit: int, owner: str | None = None) -> list[dict[str, Any]]:
-        """The latest requests of an owner (None: of all), the newest first: id, state, tokens, times; JSON-ready."""
+    def recent_requests(self, limit: int, owner: str | None = None, session: str | None = None) -> list[dict[str, Any]]:
+        """The latest requests of an owner and session (None: of all), the newest first: id, session, state, tokens,
+        times; JSON-ready."""
         ...
 
     async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:

@@ -87,6 +87,7 @@ class RequestRecord:
     def __init__(self, request: GenerateRequest) -> None:
         self.request_id = request.request_id
         self.owner = request.owner
+        self.session = request.session
         self.num_prompt_tokens = len(request.prompt_ids)
         self.sequences = [SequenceHistory() for _ in range(request.num_sequences)]
         self.submitted_unix_s = time.time()
@@ -141,6 +142,7 @@ class RequestRecord:
         """One line of a list, JSON-ready."""
         return {
             "request_id": self.request_id,
+            "session": self.session or None,
             "state": self.state,
             "submitted_unix_s": self.submitted_unix_s,
             "num_prompt_tokens": self.num_prompt_tokens,
@@ -153,6 +155,7 @@ class RequestRecord:
     def as_json(self) -> dict[str, Any]:
         return {
             "request_id": self.request_id,
+            "session": self.session or None,
             "state": self.state,
             "error": self.error,
             "failure_kind": self.failure_kind,
@@ -182,10 +185,11 @@ class RequestRecords:
         record = self._records.get(request_id)
         return record if record is None or owner in (None, record.owner) else None
 
-    def latest(self, limit: int, owner: str | None = None) -> list[RequestRecord]:
-        """The newest of an owner first; None: of all owners."""
+    def latest(self, limit: int, owner: str | None = None, session: str | None = None) -> list[RequestRecord]:
+        """The newest of an owner and session first; None: of all owners, of all sessions."""
         newest = reversed(self._records.values())
-        return list(islice((record for record in newest if owner in (None, record.owner)), limit))
+        matching = (each for each in newest if owner in (None, each.owner) and session in (None, each.session))
+        return list(islice(matching, limit))
 
     def usage_came_late(self, request_id: str, sequence: int, usage: SequenceUsage) -> None:
         """Adds the block counters of a sequence that the router ended itself because of a stop string."""

@@ -12,7 +12,7 @@ import msgspec
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import BadWords, ReasoningSpan, Sampling
-from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.access.request_names import VALID_REQUEST_ID, RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.loop_share import LoopShare
@@ -272,9 +272,11 @@ def make_requests(
     prompts: list[list[int]],
     samplings: list[Sampling],
 ) -> list[GenerateRequest]:
-    """Returns one request for each prompt; several are numbered. Raises 400 for an invalid `x-request-timeout`."""
+    """Returns one request for each prompt; several are numbered. Raises 400 for an invalid `x-request-timeout`
+    or `x-kvrelay-session`."""
     many = len(prompts) > 1
     timeout_s = check_timeout(names.timeout, settings.request_timeout_s)
+    session = check_session(names.session)
     tenant = settings.tenants.of(names.key, fields.user)
     return [
         GenerateRequest(
@@ -283,7 +285,7 @@ def make_requests(
             sampling=sampling,
             num_sequences=1 if fields.use_beam_search else fields.num_sequences,
             cache_salt=f"{tenant.cache_salt}{fields.cache_salt}",
-            session=names.session or fields.user,
+            session=session or fields.user,
             priority=fields.priority,
             timeout_s=timeout_s,
             trace=names.trace,
@@ -294,6 +296,18 @@ def make_requests(
         )
         for index, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]
+
+
+def check_session(value: str) -> str:
+    """Returns the value of the header `x-kvrelay-session`. Raises 400."""
+    if value and VALID_REQUEST_ID.fullmatch(value) is None:
+        raise ApiError(
+            f"Invalid value for the header 'x-kvrelay-session': {value[:32]!r} "
+            "(allowed: up to 128 printable ASCII characters without spaces)",
+            param="x-kvrelay-session",
+            code="invalid_value",
+        )
+    return value
 
 
 def check_timeout(value: str, longest_s: float) -> float:

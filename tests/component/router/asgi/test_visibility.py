@@ -45,6 +45,28 @@ async def test_a_key_lists_its_own_requests_and_an_admin_key_all(shared: Router)
     assert sorted(await listed(shared, ADMIN)) == sorted([of_ann, of_bob])
 
 
+async def test_requests_of_a_session_are_listed_together_and_by_key(shared: Router) -> None:
+    asked: dict[tuple[str, str], list[str]] = {}
+    for name in (ANN, BOB, ANN):
+        for session in ("otter", "x" * 128, ""):
+            headers = key(name, **{"x-kvrelay-session": session})
+            answer = await shared.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, headers=headers)
+            asked.setdefault((name, session), []).append(str(answer.json()["id"]).removeprefix("cmpl-"))
+    await ask(shared, ANN, user="user's own")  # without the header, `user` is the session
+
+    async def found(name: str, session: str) -> list[str]:
+        answer = await shared.http.get("/requests", params={"session": session}, headers=key(name))
+        return [each["request_id"] for each in answer.json()["requests"]]
+
+    for (name, session), ids in asked.items():
+        if session:
+            assert await found(name, session) == ids
+    assert sorted(await found(ADMIN, "otter")) == sorted(asked[ANN, "otter"] + asked[BOB, "otter"])
+    assert len(await found(ANN, "user's own")) == 1
+    assert await found(BOB, "user's own") == await found(ADMIN, "none") == []
+    assert len(await found(ANN, "")) == 7
+
+
 @pytest.mark.parametrize("end", ["", "/timeline"])
 async def test_a_request_of_another_key_looks_unknown(shared: Router, end: str) -> None:
     of_ann = await ask(shared, ANN)

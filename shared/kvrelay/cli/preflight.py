@@ -17,14 +17,13 @@ from kvrelay.cli.launch_plan import LaunchPlan
 from kvrelay.config.loader import ConfigError
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.machine_memory import available_memory_bytes
 from kvrelay.ports import HeldPort
 from kvrelay.transfer.nixl_agent import PACKAGES
 
 HUB_TIMEOUT_S = 5.0
 DEFAULT_POOL_BYTES = 1 << 30
 SWAP_PART = 4
-_MEMORY = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -144,7 +143,8 @@ def is_on_cpu(worker: WorkerConfig, plan: LaunchPlan) -> bool:
 def check_memory(workers: Sequence[WorkerConfig], available: int) -> None:
     """Raises ConfigError if the sizes that were set for pools and swap spaces exceed the memory that is free.
 
-    Default sizes are not checked: pages of a pool take memory only once written, and small models never fill it.
+    Default sizes are not checked: a pool takes no page in advance that would leave little free, and small models never
+    fill theirs.
     """
     if not any(worker.kv_memory_bytes or worker.swap_space for worker in workers):
         return
@@ -162,27 +162,6 @@ def check_memory(workers: Sequence[WorkerConfig], available: int) -> None:
             f"swap spaces {_size(swaps)}, together {_size(pools + swaps)}, and {_size(available)} are free; lower "
             f"--kv-memory-bytes or --swap-space, or start fewer workers"
         )
-
-
-def available_memory_bytes() -> int:
-    """Memory that new processes can take: of the machine, or of the control group if that is less."""
-    fields = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())
-    available = sum(int(fields[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
-    try:
-        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
-        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - used + _cache_of_group()))
-
-
-def _cache_of_group() -> int:
-    """Bytes of file cache that count as used by the control group and are freed on demand."""
-    try:
-        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return int(next((line.split()[1] for line in lines if line.startswith("inactive_file ")), 0))
 
 
 def _size(num_bytes: int) -> str:

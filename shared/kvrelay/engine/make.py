@@ -122,6 +122,7 @@ def make_runner(
     if graphs is not None:
         runner.try_graphs(graphs)
     gauge.keep()
+    runner.populate()
     return runner
 
 

@@ -65,8 +65,7 @@ class TransformersRunner:
         ahead = source.device.type == "cuda" and not model.is_divided and model.gathered_mlps is None
         self.launches_ahead = ahead if launches_ahead is None else launches_ahead
         self._blocks = allocate_pool(layout, num_blocks + with_scratch, source.device)
-        on_cpu = source.device.type == "cpu"
-        self._populating = populate_in_background(self._blocks) if on_cpu else None
+        self._populating: threading.Thread | None = None
         self._pool = self._blocks[:num_blocks]
         self._graphs: DecodeGraphs | None = None
         self._host = HostBuffer(self._pool, num_swap_slots)
@@ -194,6 +193,11 @@ class TransformersRunner:
         packed = pack_rows(rows)
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
         return StepForward(rows, packed, self._hidden_states(token_ids, None, packed, None))
+
+    def populate(self) -> None:
+        """Takes the pages of the pool in the background, so that no step waits for them."""
+        if self._device.type == "cpu":
+            self._populating = populate_in_background(self._blocks)
 
     def wait_for_pages(self) -> None:
         """Returns once steps no longer wait for pages of the pool: after about a second per GiB at most."""

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from kvrelay.backends import populate
 from kvrelay.backends.populate import populate_in_background
 from tests.fakes.waiting import PATIENCE_S
 
@@ -31,6 +32,15 @@ def test_all_pages_are_taken_and_keep_what_they_contain() -> None:
     assert process.memory_info().rss - before > NUM_BYTES * 0.8
     assert torch.equal(pool[::1_000_003], expected)
     assert pool.count_nonzero() == len(expected)
+
+
+def test_little_free_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the pool takes what tokens need."""
+    pool, process = pool_of_zeros(), psutil.Process()
+    before = process.memory_info().rss
+    monkeypatch.setattr(populate, "available_memory_bytes", lambda: 1 << 30)
+    populate_in_background(pool).join(PATIENCE_S)
+    assert process.memory_info().rss - before < NUM_BYTES // 2
 
 
 def test_a_pool_may_be_dropped_meanwhile() -> None:

@@ -75,6 +75,21 @@ def test_a_hot_prefix_replicates_under_load_and_stays_where_it_is_without() -> N
     assert sum(decision.num_cached_tokens == 0 for decision in decisions) == 4, "each computes the prefix once"
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_siblings_of_a_fork_go_to_the_prefill_worker_that_computed_their_prefix(number: int) -> None:
+    fleet = Fleet("p0", "p1", "p2", "p3", "d0")
+    for other in range(number):  # the worker that is next in turn differs
+        fleet.placement.place(f"other{other}", prompt=PromptPrefixes([other] * 64), needs_decode=True)
+    prefix = list(range(4096))
+    prompt = PromptPrefixes(prefix)
+    hint = fleet.placement.place("prefix", prompt=prompt, needs_decode=False)
+    assert isinstance(hint, Decision) and hint.decode is None
+    fleet.placement.placed(hint, prompt)
+    siblings = [fleet.place([*prefix, *[number] * 32], number)[0] for number in range(16)]  # none ends before the last
+    assert {chosen_prefill(each) for each in siblings} == {chosen_prefill(hint)}
+    assert all(each.num_cached_tokens == 4096 for each in siblings)
+
+
 @given(
     st.sampled_from(get_args(PolicyName)),
     st.sets(st.sampled_from(["p0", "p1", "p2", "d0", "d1"])),

@@ -127,11 +127,14 @@ class SharedMemory:
             RankEnded: another rank is gone.
         """
         errors: list[Exception] = []
+        ended: list[int] = []
 
         def goes_on() -> int:
             try:
                 check()
-                self._check_alive()
+                if ended:
+                    self._check_alive()
+                ended.extend(self._ended_ranks())  # it may have ended behind this sum: looked at once more
             except Exception as error:
                 errors.append(error)
             return not errors
@@ -148,14 +151,21 @@ class SharedMemory:
             self._file.close()
 
     def _await(self, is_done: Callable[[], int], check: Callable[[], None]) -> None:
+        """`is_done` begins the next collective if it is called again after it returned non-zero."""
         while not is_done():
             check()
-            self._check_alive()
+            if self._ended_ranks():
+                # It may have done its part first, but after this rank looked.
+                if is_done():
+                    return
+                self._check_alive()
 
     def _check_alive(self) -> None:
-        for rank in range(self._size):
-            if rank != self._ranks.rank and not self._is_alive(rank):
-                raise RankEnded(f"the process of rank {rank} has ended")
+        for rank in self._ended_ranks():
+            raise RankEnded(f"the process of rank {rank} has ended")
+
+    def _ended_ranks(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._ranks.rank and not self._is_alive(rank)]
 
     def _is_alive(self, rank: int) -> bool:
         found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))

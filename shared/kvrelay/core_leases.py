@@ -88,9 +88,9 @@ class SharedLeases:
 
     def __init__(self, num_cores: int, shares: Sequence[int]) -> None:
         self.num_cores, self.shares = num_cores, tuple(shares)
-        if hasattr(os, "memfd_create"):
+        try:
             self.descriptor = os.memfd_create("kvrelay-core-leases")
-        else:
+        except (AttributeError, OSError):  # a system without it, or a sandbox that forbids it
             with TemporaryFile() as file:
                 self.descriptor = os.dup(file.fileno())
         os.ftruncate(self.descriptor, leases_bytes(len(self.shares)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -85,7 +87,10 @@ def test_steps_never_have_more_threads_than_cores(shares: list[int], spare: int,
     assert sum(threads) > num_cores - len(busy) or sum(threads) >= num_cores
 
 
-def test_processes_share_the_leases() -> None:
+@pytest.mark.parametrize("has_memfd", [True, False])
+def test_processes_share_the_leases(has_memfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_memfd:
+        monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError(errno.ENOSYS, "no")))
     shared = SharedLeases(2, [1, 1])
     threads: list[tuple[int, int]] = []
     workers = []

@@ -63,6 +63,9 @@ class Pool(HashRunner):
     def prepare_grammars(self) -> None:
         pass
 
+    def populate(self) -> None:
+        pass
+
     def try_graphs(self, graphs: Any, *, trial: bool = False) -> None:
         assert self.with_scratch
         assert graphs.sizes == (1, 2, 4, 8, 16, 24, 32)

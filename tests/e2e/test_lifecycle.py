@@ -198,6 +198,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_reason(tmp_path: 
     broken.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (broken / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    (broken / "model.safetensors").write_bytes(b"no weights")
     status, output = failed_start(tmp_path, "--model", str(broken), "--threads", "1")
     assert status == 1, output
     assert "before it was ready" in output

@@ -116,6 +116,10 @@ class HalfSpeed:
     def num_devices(self) -> int:
         return self.whole.num_devices
 
+    @property
+    def num_stages(self) -> int:
+        return self.whole.num_stages
+
     def step_s(self, load: StepLoad) -> float:
         return 2 * self.whole.step_s(load)
 

@@ -2,7 +2,8 @@
 
 Run: python -m benchmarks.sharded_transfer [--repeats 9] [--transport zmq]
 One push of scattered blocks, from the call of `push` to the last `Landed`, of the shape of Qwen3-0.6B in bfloat16. The
-blocks have 1.75 MiB in all, whatever the ranks. Sizes take turns. Prints the median GB/s and messages per block.
+blocks have 1.75 MiB in all, whatever the ranks. Sizes take turns. Prints the median GB/s, its share of that between
+workers which both have as many ranks as the larger one, and messages and runs per block.
 """
 
 from __future__ import annotations
@@ -75,14 +76,18 @@ async def run(repeats: int, transport: str) -> None:
         for sizes, pair in pairs.items():
             taken[sizes].append(await pair.push(f"r{repeat}"))
     num_bytes = PUSHED * 2 * NUM_LAYERS * NUM_HEADS * HEAD_BYTES
-    print(f"{transport}\n\n| ranks | GB/s | messages per block | runs per block |\n|---|---|---|---|")
+    speeds = {sizes: num_bytes / statistics.median(each[1:]) / 1e9 for sizes, each in taken.items()}
+    print(
+        f"{transport}\n\n| ranks | GB/s | of equal sizes | messages per block | runs per block |\n|---|---|---|---|---|"
+    )
     for sizes, pair in pairs.items():
-        speed = num_bytes / statistics.median(taken[sizes][1:]) / 1e9
+        speed = speeds[sizes]
+        share = speed / speeds[max(sizes), max(sizes)]
         messages, runs = (
             sum(getattr(each, name) for each in pair.sender.counters) / PUSHED / (repeats + 1)
             for name in ("num_messages", "num_runs")
         )
-        print(f"| {sizes[0]}:{sizes[1]} | {speed:.2f} | {messages:.2f} | {runs:.2f} |")
+        print(f"| {sizes[0]}:{sizes[1]} | {speed:.2f} | {share:.2f} | {messages:.2f} | {runs:.2f} |")
         pair.sender.close()
         pair.receiver.close()
 

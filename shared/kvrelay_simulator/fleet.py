@@ -34,7 +34,8 @@ class CannotServe(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """Settings of a run. Without decode workers every request ends at its first token."""
+    """Settings of a run. Without decode workers every request ends at its first token. `decode_profile`: of decode
+    workers, if they have other devices."""
 
     profile: Profile
     num_prefill: int
@@ -43,11 +44,13 @@ class FleetSettings:
     local_prefill_tokens: int | None = None
     has_index: bool = True
     workers: WorkerSettings = field(default_factory=WorkerSettings)
+    decode_profile: Profile | None = None
 
     @property
     def num_devices(self) -> int:
         """Devices of all workers."""
-        return (self.num_prefill + self.num_decode) * self.profile.num_devices
+        decode = self.decode_profile or self.profile
+        return self.num_prefill * self.profile.num_devices + self.num_decode * decode.num_devices
 
 
 class CacheView:
@@ -68,9 +71,11 @@ class SimulatedFleet:
     def __init__(self, settings: FleetSettings) -> None:
         self.settings = settings
         self.clock = VirtualClock()
-        profile, options, clock = settings.profile, settings.workers, self.clock
-        self.prefill = [SimulatedPrefill(f"prefill-{i}", profile, options, clock) for i in range(settings.num_prefill)]
-        self.decode = [SimulatedDecode(f"decode-{i}", profile, options, clock) for i in range(settings.num_decode)]
+        options, clock, decode = settings.workers, self.clock, settings.decode_profile or settings.profile
+        self.prefill = [
+            SimulatedPrefill(f"prefill-{i}", settings.profile, options, clock) for i in range(settings.num_prefill)
+        ]
+        self.decode = [SimulatedDecode(f"decode-{i}", decode, options, clock) for i in range(settings.num_decode)]
         self.workers: dict[str, SimulatedWorker] = {worker.name: worker for worker in (*self.prefill, *self.decode)}
         self.load = OutstandingLoad(self.clock.now)
         self.view = FleetView(self.load)

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"kvrelay measure: {error}", file=sys.stderr)
         return 2
+    if config.data_parallel_size > 1:
+        print(f"kvrelay measure: {config.division}: measure one of the workers alone (allowed: 1)", file=sys.stderr)
+        return 2
     from kvrelay.worker.worker_main import load_runner  # imports torch
 
     profile = measure(load_runner(config), config.model_name)
@@ -54,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(runner: ModelRunner, name: str) -> MeasuredProfile:
-    """Runs the steps. Shapes that exceed the pool or the model's context are skipped."""
+    """Runs the steps. Shapes that exceed the pool or the model's context are skipped. Of a worker of several ranks, the
+    profile is that of all ranks together, but the transfer rate is that of one."""
     prompts, decodes = ([_run(runner, batch) for batch in _batches(runner, each)] for each in (PROMPTS, DECODES))
     found = fit([sample for samples in prompts for sample in samples])
     spec = runner.spec
@@ -64,9 +68,11 @@ def measure(runner: ModelRunner, name: str) -> MeasuredProfile:
         token_s=found.token_s,
         pair_s=found.pair_s,
         decode_s=_decode_s(found, [sample for samples in decodes for sample in samples]),
-        kv_bytes_per_token=spec.block_bytes // spec.block_size,
+        kv_bytes_per_token=spec.total_block_bytes // spec.block_size,
         kv_tokens=spec.num_blocks * spec.block_size,
         transfer_bytes_s=_copy_rate(runner),
+        num_devices=spec.tensor_parallel_size * spec.pipeline_parallel_size,
+        num_stages=spec.pipeline_parallel_size,
     )
 
 
@@ -75,7 +81,9 @@ def _run(runner: ModelRunner, batch: WorkerBatch) -> list[CostSample]:
         runner.add_sequence(row.key, GREEDY, row.token_ids.tolist(), len(row.token_ids))
     num_pairs = sum(pairs(row.position, len(row.token_ids)) for row in batch.rows)
     runner.execute(batch)
-    samples = [CostSample(batch.num_tokens, num_pairs, runner.execute(batch).forward_s) for _ in range(REPEATS)]
+    num_stages = runner.spec.pipeline_parallel_size  # a step's time is that of one stage
+    steps = [num_stages * runner.execute(batch).forward_s for _ in range(REPEATS)]
+    samples = [CostSample(batch.num_tokens, num_pairs, seconds) for seconds in steps]
     for row in batch.rows:
         runner.drop_sequence(row.key)
     return samples

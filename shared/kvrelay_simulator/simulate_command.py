@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from kvrelay.scheduling.policies.scheduler_registry import UnknownScheduler, check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
-from kvrelay.simulated.profiles import BUILT_IN, UnknownProfile, find_profile
+from kvrelay.simulated.profiles import BUILT_IN, Profile, UnknownProfile, find_profile
 from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
@@ -38,6 +38,10 @@ COLUMNS: list[tuple[str, Callable[[RunFigures], str]]] = [
     ("P busy", lambda f: f"{f.prefill_utilisation:.0%}"),
     ("D busy", lambda f: f"{f.decode_utilisation:.0%}"),
 ]
+PROFILES = (
+    f"{', '.join(BUILT_IN)}, other numbers of devices of these as in llama3-70b-h100-tp4-pp2, or a JSON file "
+    "(default: llama3-8b-h100)"
+)
 NOTE = (
     "TTFT in seconds, TPOT in milliseconds, goodput in requests per second with TTFT <= {ttft:g} s and "
     "TPOT <= {tpot:g} s."
@@ -53,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         trace = scaled(read_trace(arguments.trace, arguments.requests), arguments.rate)
         runs = _runs(arguments, _settings(arguments, trace))
         results = [_run(name, settings, trace, slo) for name, settings in runs]
-    except UnknownProfile as error:
-        return _refuse(f"--profile {arguments.profile}: {error}")
     except (SimulatorFlagError, BadTrace, UnknownScheduler, CannotServe, NoMatplotlib) as error:
         return _refuse(str(error))
     print(table(results))
@@ -169,14 +171,31 @@ def _settings(arguments: argparse.Namespace, trace: Sequence[TracedRequest]) -> 
         queue_order=arguments.queue_order,
         kv_tokens=arguments.kv_tokens,
     )
+    profile, decode_profile = _profile("--profile", arguments.profile), None
+    if arguments.decode_profile is not None:
+        decode_profile = _profile("--decode-profile", arguments.decode_profile)
+        if decode_profile.kv_bytes_per_token != profile.kv_bytes_per_token:
+            raise SimulatorFlagError(
+                f"--decode-profile {decode_profile.name}: its KV is not that of --profile {profile.name}: both need "
+                f"the same model"
+            )
     return FleetSettings(
-        profile=find_profile(arguments.profile),
+        profile=profile,
+        decode_profile=decode_profile,
         num_prefill=arguments.prefill,
         num_decode=arguments.decode,
         local_prefill_tokens=arguments.local_prefill_tokens,
         has_index=not arguments.no_index,
         workers=workers,
     )
+
+
+def _profile(flag: str, name: str) -> Profile:
+    """Raises SimulatorFlagError."""
+    try:
+        return find_profile(name)
+    except UnknownProfile as error:
+        raise SimulatorFlagError(f"{flag} {name}: {error}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -192,7 +211,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", type=_positive, default=1.0, help="speed-up of arrivals (default: 1)")
     add("--prefill", type=_count(0), default=2, help="prefill workers (default: 2)")
     add("--decode", type=_count(0), default=2, help="decode workers; 0: requests end at the first token (default: 2)")
-    add("--profile", default="llama3-8b-h100", help=f"{', '.join(BUILT_IN)}, or a JSON file (default: llama3-8b-h100)")
+    add("--profile", default="llama3-8b-h100", help=PROFILES)
+    add("--decode-profile", help="profile of decode workers, of the same model (default: as --profile)")
     add("--policy", action="append", choices=get_args(PolicyName), help="routing policy; repeat to compare")
     add("--colocated", action="store_true", help="also run all devices as decode workers")
     add("--sweep", action="store_true", help="run all ratios of prefill to decode with the same total; name the best")

@@ -25,6 +25,7 @@ from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, TokenBuffer
 from kvrelay.simulated.profiles import Profile, StepLoad
+from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.worker.load_report import SpeedMeter, report_load
 from kvrelay_simulator.clock import VirtualClock
 from kvrelay_simulator.traces import Tokens
@@ -118,14 +119,18 @@ class SimulatedWorker:
         max_running = min(settings.max_running, self.token_budget)
         limits = SchedulerLimits(self.token_budget, max_running, settings.max_model_len, frozenset())
         policy = SchedulerSettings(
-            queue_order=settings.queue_order, chunking=settings.chunking, new_token_ratio=settings.new_token_ratio
+            queue_order=settings.queue_order,
+            chunking=settings.chunking,
+            new_token_ratio=settings.new_token_ratio,
+            num_stages=profile.num_stages,
         )
         self.scheduler = make_scheduler(settings.scheduler, limits, self.pool, self.cache, policy)
         self.speeds = SpeedMeter()
         self.busy_s = 0.0
         self.num_steps = 0
         self.requests: dict[tuple[str, int, int], Request] = {}
-        self._stepping = False
+        self.stages = StageClock(profile.num_stages)
+        self._in_flight = 0
         self.pushed_bytes = 0.0
         self.push_busy_s = 0.0
 
@@ -165,21 +170,28 @@ class SimulatedWorker:
         return {}
 
     def wake(self) -> None:
-        """Begins a step unless one runs or there is no work."""
-        while not self._stepping:
-            plan = self.scheduler.schedule()
+        """Begins steps until the first stage is busy or there is no work."""
+        while self._in_flight < self.profile.num_stages and self.stages.free_s <= self.clock.now_s:
+            plan = self.scheduler.schedule_ahead() if self._in_flight else self.scheduler.schedule()
+            if plan is None:
+                return
             self.planned(plan)
             if plan.rows:
-                load = StepLoad.of((row.position, row.num_tokens, row.is_prefill) for row in plan.rows)
-                step_s = self.profile.step_s(load)
-                self._stepping = True
-                self.began(plan, step_s)
-                self.clock.after(step_s, partial(self._done, plan, step_s))
-            elif not plan.preempted:
+                self._begin(plan)
+            elif self._in_flight or not plan.preempted:
                 return
 
+    def _begin(self, plan: StepPlan) -> None:
+        load = StepLoad.of((row.position, row.num_tokens, row.is_prefill) for row in plan.rows)
+        stage_s = self.profile.step_s(load) / self.profile.num_stages
+        self._in_flight += 1
+        self.began(plan, stage_s)
+        self.clock.at(self.stages.enter(self.clock.now_s, stage_s), partial(self._done, plan, stage_s))
+        if self.profile.num_stages > 1:
+            self.clock.at(self.stages.free_s, self.wake)
+
     def _done(self, plan: StepPlan, step_s: float) -> None:
-        self._stepping = False
+        self._in_flight -= 1
         rows = [RowResult((self._draw(row.sequence),) if row.sample else ()) for row in plan.rows]
         outputs = self.scheduler.commit(plan, StepResult(plan.step, rows, step_s))
         self.speeds.stepped(plan, step_s)
@@ -191,7 +203,7 @@ class SimulatedWorker:
         return LAST_TOKEN if is_last else TOKEN
 
     def began(self, plan: StepPlan, step_s: float) -> None:
-        """Called when a step begins, with its duration."""
+        """Called when a step begins, with its duration on each stage."""
         self.busy_s += step_s
         self.num_steps += 1
 
@@ -248,8 +260,9 @@ class SimulatedPrefill(SimulatedWorker):
 
     def granted(self, request: Request, num_missing_blocks: int) -> None:
         """Decode granted slots: computed blocks are sent. One link, first come first served."""
+        assert request.decode is not None
         num_bytes = num_missing_blocks * self.settings.block_size * self.profile.kv_bytes_per_token
-        push_s = num_bytes / self.profile.transfer_bytes_s
+        push_s = num_bytes / self._transfer_bytes_s(request.decode)
         request.num_missing_blocks = num_missing_blocks
         request.link_free_s = self._link_free_s = max(self._link_free_s, self.clock.now_s) + push_s
         self.pushed_bytes += num_bytes
@@ -262,8 +275,12 @@ class SimulatedPrefill(SimulatedWorker):
             return
         num_last = min(request.num_missing_blocks, -(-self.token_budget // self.settings.block_size))
         block_bytes = self.settings.block_size * self.profile.kv_bytes_per_token
-        last_s = request.prefilled_s + num_last * block_bytes / self.profile.transfer_bytes_s
+        last_s = request.prefilled_s + num_last * block_bytes / self._transfer_bytes_s(request.decode)
         self.clock.at(max(request.link_free_s, last_s) + HANDOFF_S, partial(self._handed_over, request))
+
+    def _transfer_bytes_s(self, decode: SimulatedDecode) -> float:
+        """The links of the worker with fewer or slower devices limit a handoff."""
+        return min(self.profile.transfer_bytes_s, decode.profile.transfer_bytes_s)
 
     def _handed_over(self, request: Request) -> None:
         assert request.decode is not None

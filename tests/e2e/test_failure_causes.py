@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.ports import HeldPort
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.failing_worker import FailingToken
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 WORKER = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--threads", "1", "--num-blocks", "100"]
@@ -75,6 +76,12 @@ class FailingSystem:
         process = self._stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log, env=self._environment))
         self._stack.callback(process.kill)
         return process
+
+    def num_committed(self) -> int:
+        """How many handoffs the present decode worker has told `patient` of."""
+        workers = self.patient.get("/fleet").raise_for_status().json()["workers"]
+        name, _ = self._workers["decode"]
+        return next(int(worker["totals"]["handoffs_committed"]) for worker in workers if worker["worker_id"] == name)
 
     def _until_ready(self) -> None:
         """Until both routers see the present workers, and no others, as ready."""
@@ -166,6 +173,12 @@ def test_a_device_that_accepts_no_more_work(system: FailingSystem, role: str, re
 def test_a_request_that_kills_its_worker(system: FailingSystem, role: str, request_with: Any) -> None:
     """The worker was lost with this request alone, which counts as its attempt."""
     body = request_with(FailingToken.CRASH)
-    check_failure(system.patient, body, 502, "worker_lost", "worker_lost", f"{role}-")
+    num_committed = system.num_committed()
+    with ThreadPoolExecutor(1) as pool:
+        lost = pool.submit(check_failure, system.patient, body, 502, "worker_lost", "worker_lost", f"{role}-")
+        with system.gate.open("wb"):  # the worker is in the step that will end it
+            if role == "decode":  # a decode worker that ends with its commit unsent is replaced in the same attempt
+                wait_until(lambda: system.num_committed() > num_committed)
+        lost.result()
     system.replace(role)
     check_serves(system.patient)

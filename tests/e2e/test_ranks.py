@@ -90,13 +90,13 @@ def test_stages(architecture: str, tiny_model: Callable[[str], Path], tmp_path: 
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
 
 
-def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim: str) -> None:
-    """Kills a rank while the prompts are served. Returns when its worker is ready again."""
+def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim: str, rank: int = 0) -> None:
+    """Kills one of a worker's other ranks while the prompts are served. Returns when its worker is ready again."""
     num_workers, before = len(stack.workers()), stack.children()[victim]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(check_together, stack, model, prompts)
         wait_until(lambda: stack.busy_blocks() or asked.done())
-        os.kill(ranks_of(before)[0], signal.SIGKILL)
+        os.kill(ranks_of(before)[rank], signal.SIGKILL)
         asked.result()
     wait_until(lambda: stack.children().get(victim, before) != before)
     wait_until(lambda: [worker["state"] for worker in stack.workers()] == ["ready"] * num_workers)
@@ -105,7 +105,10 @@ def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "decode", "architecture"),
-    [(2, 2, "llama"), (2, 1, "qwen3"), (1, 2, "mistral"), (4, 1, "gemma"), (1, 4, "qwen3-moe")],
+    [
+        *((2, 2, "llama"), (2, 1, "qwen3"), (1, 2, "mistral"), (4, 1, "gemma"), (1, 4, "qwen3-moe")),
+        *((2, 2, "qwen2"), (4, 1, "qwen2"), (1, 4, "llama"), (2, 1, "qwen3-moe"), (1, 2, "gemma")),
+    ],
 )
 def test_handoffs_between_sizes(
     prefill: int, decode: int, architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path
@@ -184,12 +187,20 @@ def decode_totals(stack: Stack) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_handoffs_while_ranks_are_killed(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    flags = ("--prefill-tensor-parallel-size=2", "--decode-tensor-parallel-size=2", "--decode=2")
+@pytest.mark.parametrize(
+    ("prefill", "decode", "architecture"),
+    [(2, 2, "llama"), (2, 1, "qwen2"), (1, 2, "qwen3-moe"), (4, 1, "mistral"), (1, 4, "qwen3")],
+)
+def test_handoffs_while_ranks_are_killed(
+    prefill: int, decode: int, architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model(architecture)
+    sizes = {"prefill-0": prefill, "decode-1": decode}
+    flags = (f"--prefill-tensor-parallel-size={prefill}", f"--decode-tensor-parallel-size={decode}", "--decode=2")
     with Stack(model, tmp_path, *flags, *FLAGS) as stack:
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
-        for victim in ("prefill-0", "decode-1"):
-            kill_a_rank(stack, model, prompts, victim)
-            check_together(stack, model, prompts)
+        for victim in (name for name, size in sizes.items() if size > 1):
+            for rank in {0, sizes[victim] - 2}:  # of those besides rank 0
+                kill_a_rank(stack, model, prompts, victim, rank)
+                check_together(stack, model, prompts)
         stack.wait_until_clean()

@@ -32,7 +32,7 @@ class FailingToken(IntEnum):
     OUT_OF_MEMORY = 2041  # it takes more memory than any machine has
     DEVICE_LOST = 2042  # the device accepts no more work
     HANG = 2043  # it waits until the pipe in KVRELAY_TEST_GATE is opened for writing
-    CRASH = 2044  # the process ends as if killed
+    CRASH = 2044  # it waits like HANG, then the process ends as if killed
 
 
 def fail(module: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -49,10 +49,16 @@ def fail(module: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tens
             case FailingToken.DEVICE_LOST:
                 raise DeviceLost("the test's device is gone")
             case FailingToken.HANG:
-                with open(os.environ["KVRELAY_TEST_GATE"], "rb") as gate:
-                    gate.read()
+                wait_at_gate()
             case FailingToken.CRASH:
+                wait_at_gate()
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_at_gate() -> None:
+    """Until the pipe was opened for writing and closed again."""
+    with open(os.environ["KVRELAY_TEST_GATE"], "rb") as gate:
+        gate.read()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ typedef struct {
     float *hidden;           /* [tokens, hidden_size]: embeddings before, the last layer's output after */
     const float *cos, *sin;  /* [angles, head_dim / 2] */
     const int64_t *angles;   /* [tokens]: each token's row of cos and sin */
-    const Attention *attention; /* planned for this step, without pool, query, output and layer parameters */
+    const Attention *attention; /* planned for this step, without pool, query, output and layer parameters; null: none of
+                                 * the layers attends, for tokens whose output is of no use */
     char *pool;              /* the first layer's keys of block 0 */
     int64_t layer_bytes;     /* from a layer's keys to the next layer's */
     const int32_t *write_blocks, *write_slots;
@@ -43,9 +44,12 @@ typedef struct {
     char *qkv;       /* [tokens, (num_heads + 2 * num_kv_heads) * head_dim] */
     char *attended;  /* [tokens, num_heads * head_dim] */
     char *activated; /* [tokens, intermediate_size] */
-    /* If the heads and the MLPs are divided among ranks; else null: */
+    /* If the heads and the MLPs are divided among ranks, or MLPs alone; else null: */
     Ranks *ranks;
-    float *partial; /* [tokens, hidden_size]: this rank's part of a product */
+    float *partial; /* [tokens, hidden_size]: this rank's part of a product. For MLPs alone, and `activated`: all tokens */
+    /* If MLPs alone are divided, so that each rank has tokens of its own; else null: */
+    const int64_t *counts; /* [ranks]: the tokens of each */
+    char *gathered;        /* [all tokens, hidden_size]: `normed` of all ranks, not in tiles */
     int64_t wait_ms;
     GoesOn goes_on; /* see `add_over_ranks` */
 } DecoderStep;
@@ -197,27 +201,65 @@ static void rotate_and_write(const Decoder *d, const DecoderStep *s, int64_t lay
                   bytes);
 }
 
-/* hidden += x . weights + bias, summed over the ranks. `is_lost` is set, and later sums are left out, if another rank is
- * lost. */
-static void add_product(Team *team, const DecoderStep *s, const Linear *l, const char *x, int type, char *widened,
-                        atomic_int *is_lost) {
-    const int64_t n = s->num_tokens;
-    linear(team, l, x, n, (char *)(s->ranks ? s->partial : s->hidden), s->ranks ? STORE_FLOAT : ADD_FLOAT, type, 1, widened);
-    if (!s->ranks) return;
+/* The tokens of ranks before `rank`; of all ranks for their number. */
+static int64_t tokens_before(const DecoderStep *s, int64_t rank) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < rank; i++) count += s->counts[i];
+    return count;
+}
+
+/* The tokens that enter a step's MLPs. */
+static int64_t mlp_tokens(const DecoderStep *s) {
+    return s->counts ? tokens_before(s, s->ranks->size) : s->num_tokens;
+}
+
+/* hidden += x . weights + bias, for the tokens of `x` from `first` on that `hidden` has, summed over `ranks` unless these
+ * are null. `is_lost` is set, and later sums are left out, if another rank is lost. */
+static void add_product(Team *team, const DecoderStep *s, Ranks *ranks, const Linear *l, const char *x, int64_t num_tokens,
+                        int64_t first, int type, char *widened, atomic_int *is_lost) {
+    const int64_t width = l->num_out, begin = first * width, end = begin + s->num_tokens * width;
+    linear(team, l, x, num_tokens, (char *)(ranks ? s->partial : s->hidden), ranks ? STORE_FLOAT : ADD_FLOAT, type, 1, widened);
+    if (!ranks) return;
     SHARE_ITEMS(team, item, 1)
-        if (!atomic_load(is_lost) && !add_over_ranks(s->ranks, s->partial, n * l->num_out, s->hidden, s->wait_ms, s->goes_on))
+        if (!atomic_load(is_lost)
+            && !add_over_ranks(ranks, s->partial, num_tokens * width, begin, end, s->hidden, s->wait_ms, s->goes_on))
             atomic_store(is_lost, 1);
     end_piece(team);
 }
 
-/* One layer over a step; each thread of the team calls it, with its own copy of the step's attention. What a product by AMX
- * takes is written in tiles. */
-static void decoder_layer(Team *team, const Decoder *d, const DecoderStep *s, int64_t i, Attention *a, char *widened,
+/* Norms the tokens, and adds their MLP's output. */
+static void add_mlp(Team *team, const Decoder *d, const DecoderStep *s, const DecoderLayer *layer, char *widened,
+                    atomic_int *is_lost) {
+    const int type = (int)d->type;
+    const int64_t n = mlp_tokens(s);
+    const int by_tiles = is_by_tiles(&layer->gate_up, n, type), in_tiles = by_tiles && !s->counts;
+    SHARE_SMALL_ITEMS(team, token, s->num_tokens)
+        add_and_norm(s->hidden, NULL, layer->mlp_norm, s->normed, token, d->hidden_size, d->norm_eps, type, in_tiles);
+    end_piece(team);
+    const char *x = s->normed;
+    if (s->counts) {
+        SHARE_ITEMS(team, item, 1)
+            if (!atomic_load(is_lost)
+                && !gather_rows_over_ranks(s->ranks, s->normed, s->counts, d->hidden_size * bytes_of(type), s->gathered,
+                                           s->wait_ms, s->goes_on))
+                atomic_store(is_lost, 1);
+        end_piece(team);
+        x = s->gathered;
+    }
+    const int activated_in_tiles = by_tiles && is_by_tiles(&layer->down, n, type);
+    linear(team, &layer->gate_up, x, n, s->activated, activated_in_tiles ? GATED_TILES : GATED, type, 1,
+           in_tiles ? s->normed : widened);
+    add_product(team, s, s->ranks, &layer->down, s->activated, n, s->counts ? tokens_before(s, s->ranks->rank) : 0, type,
+                activated_in_tiles ? s->activated : widened, is_lost);
+}
+
+/* Adds the attention's output, and writes keys and values to the pool. What a product by AMX takes is written in tiles. */
+static void add_attention(Team *team, const Decoder *d, const DecoderStep *s, int64_t i, Attention *a, char *widened,
                           atomic_int *is_lost) {
     const DecoderLayer *layer = &d->layers[i];
     const int type = (int)d->type;
     const int64_t n = s->num_tokens, dim = d->head_dim;
-    int in_tiles = is_by_tiles(&layer->qkv, n, type);
+    const int in_tiles = is_by_tiles(&layer->qkv, n, type);
     SHARE_SMALL_ITEMS(team, token, n)
         add_and_norm(s->hidden, NULL, layer->input_norm, s->normed, token, d->hidden_size, d->norm_eps, type, in_tiles);
     end_piece(team);
@@ -230,29 +272,25 @@ static void decoder_layer(Team *team, const Decoder *d, const DecoderStep *s, in
     SHARE_SMALL_ITEMS(team, token, n) rotate_and_write(d, s, i, pool, token);
     end_piece(team);
     attend_by_type(team, a);
-    add_product(team, s, &layer->output, s->attended, type, a->output_in_tiles ? s->attended : widened, is_lost);
-    in_tiles = is_by_tiles(&layer->gate_up, n, type);
-    SHARE_SMALL_ITEMS(team, token, n)
-        add_and_norm(s->hidden, NULL, layer->mlp_norm, s->normed, token, d->hidden_size, d->norm_eps, type, in_tiles);
-    end_piece(team);
-    const int mlp_in_tiles = in_tiles && is_by_tiles(&layer->down, n, type);
-    linear(team, &layer->gate_up, s->normed, n, s->activated, mlp_in_tiles ? GATED_TILES : GATED, type, 1,
-           in_tiles ? s->normed : widened);
-    add_product(team, s, &layer->down, s->activated, type, mlp_in_tiles ? s->activated : widened, is_lost);
+    add_product(team, s, s->counts ? NULL : s->ranks, &layer->output, s->attended, n, 0, type,
+                a->output_in_tiles ? s->attended : widened, is_lost);
 }
 
 /* All layers over a step. Returns 0 if another rank is lost. */
 int64_t kvrelay_decoder_layers(const Decoder *d, const DecoderStep *s, int64_t threads) {
     const int64_t widest = at_least(at_least(d->hidden_size, d->num_heads * d->head_dim), d->intermediate_size);
-    char *const widened = space_to_widen(s->num_tokens, widest, (int)d->type);
+    char *const widened = space_to_widen(at_least(s->num_tokens, mlp_tokens(s)), widest, (int)d->type);
     Team team = {0};
     atomic_int is_lost = 0;
 #pragma omp parallel num_threads((int)threads)
     {
-        Attention attention = *s->attention;
+        Attention attention = s->attention ? *s->attention : (Attention){0}; /* a copy for each thread */
         join_team(&team);
         begin_tiles();
-        for (int64_t i = 0; i < d->num_layers; i++) decoder_layer(&team, d, s, i, &attention, widened, &is_lost);
+        for (int64_t i = 0; i < d->num_layers; i++) {
+            if (s->attention) add_attention(&team, d, s, i, &attention, widened, &is_lost);
+            add_mlp(&team, d, s, &d->layers[i], widened, &is_lost);
+        }
         end_tiles();
     }
     return !atomic_load(&is_lost);

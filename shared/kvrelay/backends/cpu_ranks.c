@@ -69,28 +69,60 @@ INLINE void sum_slots(const Ranks *r, char *out, int64_t count, const int type) 
     }
 }
 
-/* out [count] += the sum of the ranks' `part` [count], added in the order of ranks; both float. `goes_on` is called each
- * time that others were awaited for `wait_ms`. Returns 0, in the middle, if it does. */
-static int add_over_ranks(Ranks *r, const float *part, int64_t count, float *out, int64_t wait_ms, GoesOn goes_on) {
+/* out [end - begin] += the sum of elements `begin` to `end` of the slots, which are float. */
+static void add_slots(const Ranks *r, int64_t begin, int64_t end, float *out) {
+    int64_t i = begin;
+    for (; i + LANES <= end; i += LANES) {
+        vfloat sum = load(slot(r, 0), i, FLOAT32);
+        for (int64_t rank = 1; rank < r->size; rank++) sum += load(slot(r, rank), i, FLOAT32);
+        store((char *)out, i - begin, load((const char *)out, i - begin, FLOAT32) + sum, FLOAT32);
+    }
+    for (; i < end; i++) {
+        float sum = element(slot(r, 0), i, FLOAT32);
+        for (int64_t rank = 1; rank < r->size; rank++) sum += element(slot(r, rank), i, FLOAT32);
+        out[i - begin] += sum;
+    }
+}
+
+/* The bytes of this turn's slot, of `bytes` in all. */
+static int64_t piece_of_slot(const Ranks *r, int64_t bytes) { return at_least(0, at_most(bytes - r->at, r->slot_bytes)); }
+
+/* out [to - from] += elements `from` to `to` of the sum of the ranks' `part` [count], added in the order of ranks; both
+ * float. `goes_on` is called each time that others were awaited for `wait_ms`. Returns 0, in the middle, if it does. */
+static int add_over_ranks(Ranks *r, const float *part, int64_t count, int64_t from, int64_t to, float *out, int64_t wait_ms,
+                          GoesOn goes_on) {
     for (; r->at < count;) {
         const int64_t piece = at_most(count - r->at, r->slot_bytes / 4);
         write_slot(r, (const char *)(part + r->at), piece * 4);
         while (!all_have_written(r, wait_ms))
             if (!goes_on()) return 0;
-        float *const to = out + r->at;
-        int64_t i = 0;
-        for (; i + LANES <= piece; i += LANES) {
-            vfloat sum = load(slot(r, 0), i, FLOAT32);
-            for (int64_t rank = 1; rank < r->size; rank++) sum += load(slot(r, rank), i, FLOAT32);
-            store((char *)to, i, load((const char *)to, i, FLOAT32) + sum, FLOAT32);
-        }
-        for (; i < piece; i++) {
-            float sum = element(slot(r, 0), i, FLOAT32);
-            for (int64_t rank = 1; rank < r->size; rank++) sum += element(slot(r, rank), i, FLOAT32);
-            to[i] += sum;
-        }
+        const int64_t begin = at_least(0, from - r->at), end = at_most(piece, to - r->at);
+        add_slots(r, begin, end, out + (r->at + begin - from));
         end_turn(r);
         r->at += piece;
+    }
+    r->at = 0;
+    return 1;
+}
+
+/* out [the sum of counts, row_bytes] = the ranks' `rows` [counts[rank], row_bytes] below each other. Returns 0 as above. */
+static int gather_rows_over_ranks(Ranks *r, const char *rows, const int64_t *counts, int64_t row_bytes, char *out,
+                                  int64_t wait_ms, GoesOn goes_on) {
+    int64_t longest = 0;
+    for (int64_t rank = 0; rank < r->size; rank++) longest = at_least(longest, counts[rank] * row_bytes);
+    for (; r->at < longest;) {
+        const int64_t own = piece_of_slot(r, counts[r->rank] * row_bytes);
+        write_slot(r, own ? rows + r->at : rows, own);
+        while (!all_have_written(r, wait_ms))
+            if (!goes_on()) return 0;
+        char *to = out;
+        for (int64_t rank = 0; rank < r->size; rank++) {
+            const int64_t piece = piece_of_slot(r, counts[rank] * row_bytes);
+            if (piece) memcpy(to + r->at, slot(r, rank), piece);
+            to += counts[rank] * row_bytes;
+        }
+        end_turn(r);
+        r->at += r->slot_bytes;
     }
     r->at = 0;
     return 1;

@@ -1,7 +1,8 @@
 """`kvrelay up --devices`: resolves device names to GPUs and writes them into the workers' configurations.
 
 A worker gets its GPU through CUDA_VISIBLE_DEVICES by UUID and sees it as its only one, `cuda`. So its process cannot
-take memory of another GPU by mistake, MIG instances are named like GPUs, and MPS numbers the same GPUs. UCX can still
+take memory of another GPU by mistake, MIG instances are named like GPUs, and MPS numbers the same GPUs. The ranks of a
+worker see the GPUs of all of them; each takes the one of its number. UCX can still
 open the memory of a peer's GPU that is not visible, because it uses UUIDs (openucx/ucx pull 4137).
 """
 
@@ -21,21 +22,28 @@ DEFAULT_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class AssignedGpu:
-    """The GPU of a worker, and its share of the memory (None: explicit pool size)."""
+class AssignedGpus:
+    """The GPUs of a worker, one for each rank, and its share of their memory (None: explicit pool size)."""
 
-    gpu: Gpu
+    gpus: tuple[Gpu, ...]
     share: float | None
+
+    @property
+    def visible(self) -> str:
+        """For CUDA_VISIBLE_DEVICES."""
+        return ",".join(gpu.uuid for gpu in self.gpus)
 
     def __str__(self) -> str:
         """For example `on GPU 0 (NVIDIA H100 80GB HBM3), 45% of its memory`."""
-        return f"on {self.gpu}" + (f", {100 * self.share:.4g}% of its memory" if self.share is not None else "")
+        whose = "its" if len(self.gpus) == 1 else "their"
+        share = f", {100 * self.share:.4g}% of {whose} memory" if self.share is not None else ""
+        return f"on {' and '.join(map(str, self.gpus))}{share}"
 
 
 def place_workers(
     up: UpConfig, workers: Sequence[WorkerConfig], find_gpus: Callable[[], Sequence[Gpu]]
-) -> tuple[list[WorkerConfig], dict[str, AssignedGpu]]:
-    """Returns the configurations with device and share, and the GPU by worker id. Raises ConfigError."""
+) -> tuple[list[WorkerConfig], dict[str, AssignedGpus]]:
+    """Returns the configurations with device and share, and the GPUs by worker id. Raises ConfigError."""
     for worker in workers:
         _check_device(worker)
     try:
@@ -43,20 +51,22 @@ def place_workers(
     except GpusUnknown as error:
         raise ConfigError(f"{_fields(up)}: {error}; without GPUs leave it out") from None
     counts: dict[Role, int] = {"prefill": up.prefill, "decode": up.decode}
+    sizes: dict[Role, int] = {"prefill": 1, "decode": 1}
+    sizes |= {worker.role: worker.num_processes for worker in workers}
     if up.devices:
-        devices = divide(_find("devices", up.devices, gpus), counts)
+        devices = divide(_find("devices", up.devices, gpus), counts, sizes)
     else:
         devices = {
             "prefill": _find("prefill_devices", up.prefill_devices, gpus),
             "decode": _find("decode_devices", up.decode_devices, gpus),
         }
     try:
-        places = place(devices, counts, _shares(up, workers))
+        places = place(devices, counts, _shares(up, workers), sizes)
     except GpuAssignmentError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{_fields(up)}: {error}") from None
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     placed = {
-        worker.worker_id: AssignedGpu(by_uuid[each.device], each.share)
+        worker.worker_id: AssignedGpus(tuple(by_uuid[device] for device in each.devices), each.share)
         for worker, each in zip(workers, places, strict=True)
     }
     return [_configured(worker, placed[worker.worker_id]) for worker in workers], placed
@@ -65,11 +75,6 @@ def place_workers(
 def _check_device(worker: WorkerConfig) -> None:
     if worker.backend == "simulated":
         raise ConfigError("devices: backend = simulated uses no GPU: leave devices out")
-    if worker.num_processes > 1:
-        raise ConfigError(
-            f"devices: a placed worker sees one GPU, and {worker.division} needs as "
-            f"many: set device = cuda:N, from which ranks take GPUs in turn"
-        )
     if worker.device not in ("auto", "cuda"):
         raise ConfigError(
             f"device = {worker.device} beside devices: a placed worker sees its GPU as cuda (allowed: auto, cuda)"
@@ -111,7 +116,7 @@ def _shares(up: UpConfig, workers: Sequence[WorkerConfig]) -> MemoryShares:
     return MemoryShares(total, stated)
 
 
-def _configured(worker: WorkerConfig, placed: AssignedGpu) -> WorkerConfig:
+def _configured(worker: WorkerConfig, placed: AssignedGpus) -> WorkerConfig:
     share = {} if placed.share is None else {"memory_utilization": placed.share}
     return worker.model_copy(update={"device": "cuda", **share})
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.cli.gpu_workers import AssignedGpu, place_workers
+from kvrelay.cli.gpu_workers import AssignedGpus, place_workers
 from kvrelay.cli.gpus import VISIBLE, Gpu, list_gpus
 from kvrelay.config.common import CommonConfig, is_wildcard
 from kvrelay.config.loader import ConfigError, check_up_file, config_path, flag_names, resolve
@@ -30,7 +30,7 @@ class LaunchPlan:
     workers: Sequence[WorkerConfig]
     router_flags: Sequence[str]
     worker_flags: Sequence[str]
-    placed: Mapping[str, AssignedGpu]
+    placed: Mapping[str, AssignedGpus]
     lending: tuple[str, ...] = ()  # ids of the workers that lend each other cores
 
     @property
@@ -55,7 +55,7 @@ class LaunchPlan:
         """Additional environment of the worker's process."""
         environ = {"OMP_NUM_THREADS": str(worker.threads)}
         if (placed := self.placed.get(worker.worker_id)) is not None:
-            environ[VISIBLE] = placed.gpu.uuid
+            environ[VISIBLE] = placed.visible
         return environ
 
 
@@ -90,7 +90,7 @@ def make_plan(
         workers.append(resolve(WorkerConfig, values, environ, role=role))
     lending = () if own.cores != "dynamic" else tuple(each.worker_id for each in workers if _computes_here(each))
     workers = _with_threads(own, workers)
-    placed: dict[str, AssignedGpu] = {}
+    placed: dict[str, AssignedGpus] = {}
     if own.places_workers:
         workers, placed = place_workers(own, workers, lambda: find_gpus(environ))
         lending = ()

@@ -75,7 +75,8 @@ class WorkerConfig(RankedConfig):
     )
     profile: str = Field(
         default="llama3-8b-h100",
-        description=f"profile of backend = simulated: {', '.join(BUILT_IN)}, or a JSON file from `kvrelay measure`",
+        description=f"profile of backend = simulated: {', '.join(BUILT_IN)}, other numbers of devices of these as in "
+        "llama3-70b-h100-tp4-pp2, or a JSON file from `kvrelay measure`",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
@@ -392,7 +393,7 @@ class WorkerConfig(RankedConfig):
             preemption=self.preemption,
             group_samples=self.group_samples,
             jump_forward=self.jump_forward,
-            num_stages=self.pipeline_parallel_size,
+            num_stages=self._num_stages,
             speculation=SpeculationSettings(
                 self.speculation,
                 self.num_speculative_tokens,
@@ -401,6 +402,11 @@ class WorkerConfig(RankedConfig):
                 self.suffix_cache_tokens,
             ),
         )
+
+    @property
+    def _num_stages(self) -> int:
+        is_simulated = self.backend == "simulated"
+        return find_profile(self.profile).num_stages if is_simulated else self.pipeline_parallel_size
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -430,7 +436,7 @@ class WorkerConfig(RankedConfig):
     def _fits_together(self) -> Self:
         self._check_simulated()
         if self.data_parallel_size > 1 and self.quantization != "none":
-            raise ValueError(f"quantization = {self.quantization} needs fused layers, which data_parallel_size has not")
+            raise ValueError(f"quantization = {self.quantization}: rounded weights are not divided: {self.division}")
         if self.num_ranks > 1 and self.transfer == "nixl":
             raise ValueError(
                 f"transfer = nixl with {self.division}: several ranks hand KV over by zmq (allowed: auto, zmq)"
@@ -482,6 +488,11 @@ class WorkerConfig(RankedConfig):
             raise ValueError("memory_utilization cannot be measured with backend = simulated: set num_blocks")
         if self.backend == "simulated" and self.num_ranks > 1:
             raise ValueError(f"{self.division} divides a real model: with backend = simulated, name a profile of it")
+        if self.backend == "simulated" and self.data_parallel_size > 1 and self._num_stages > 1:
+            raise ValueError(
+                f"{self.division} with profile = {self.profile}: ranks of data_parallel_size have no stages "
+                f"(allowed: a profile without -ppM)"
+            )
         if self.num_workers > 1 and self.data_parallel_size > 1:
             raise ValueError(
                 "one group of data_parallel_size per process: num_workers and workers_per_process must be 1"

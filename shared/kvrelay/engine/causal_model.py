@@ -315,15 +315,17 @@ def _load_part(
         if backend is None:
             backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
     check_paged_forward(model, layout, backend, source.max_model_len)
-    may_fuse = fused_layers and mlps is None  # the kernels know the tokens of this rank alone
-    forward = _fuse_part(model, observed, layout, backend, source, plan) if may_fuse else None
+    fused = _fuse_part(model, observed, layout, backend, source, plan, mlps) if fused_layers else None
+    if fused is not None and mlps is not None:
+        # As the forwards of the other ranks, which have tokens: see `FusedForward.hidden_states`.
+        mlps.use(fused, runs_in_c=mlps.group.shares_memory and layout.stored is None)
     if gathered is not None:
         gathered.gathers_to_all = False
     if stage_head is not None:
         stage_head.is_shared = False
     _log_part(plan)
     eos_token_ids = _eos_token_ids(model, observed.vocab_size)
-    forward = forward or EagerForward(model)
+    forward = fused or EagerForward(model)
     return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids, plan, mlps)
 
 
@@ -334,7 +336,8 @@ def _fuse_part(
     backend: AttentionBackend,
     source: ModelSource,
     plan: PartPlan,
-) -> Forward | None:
+    mlps: GatheredMlps | None,
+) -> FusedForward | None:
     """This rank's part of the fused kernels, or None on all ranks if one of them cannot use these, or their results
     differ from the modules'."""
     group, shards, packer, own = source.group, plan.shards, WeightPacker(), own_modules(plan)
@@ -348,7 +351,8 @@ def _fuse_part(
         with group.in_agreement():
             weights = decoder_weights(model, observed.params, packer, own)
             vocabulary = None if shards is None else shards.vocabulary
-            fused = FusedForward(weights, source.tensor_parallel, source.pipeline, vocabulary, observed.vocab_size)
+            ranks = (source.tensor_parallel, source.pipeline)
+            fused = FusedForward(weights, *ranks, vocabulary, observed.vocab_size, mlps)
         error = check.measure(fused, layout, backend)
         with group.in_agreement():
             check.judge(fused, error, layout)

@@ -5,6 +5,10 @@ are from vendors' data sheets (dense, 16-bit), shapes from the models' published
 and the overhead are assumptions, named below. Use rooflines to compare policies and ratios; for figures of a machine,
 measure it.
 
+Tensor parallelism divides arithmetic, weights and KV heads among devices. A pipeline divides layers among stages: a
+step takes as long as on one stage's devices, plus the time of hidden states between stages, and as many steps are in
+flight.
+
 Sources: NVIDIA H100 SXM data sheet (989 TFLOP/s, 3.35 TB/s, 80 GB), H200 SXM (989 TFLOP/s, 4.8 TB/s, 141 GB), A100 80GB
 SXM (312 TFLOP/s, 2.039 TB/s), L40S (362 TFLOP/s, 864 GB/s, 48 GB); Llama 3 8B and 70B and Qwen3 32B: the config.json of
 their releases (32, 80 and 64 layers, 8 KV heads of 128, 32, 64 and 64 query heads; 8.03, 70.6 and 32.8 billion
@@ -14,6 +18,7 @@ an L40S.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +33,7 @@ REACHED_BANDWIDTH = 0.8  # share of peak bandwidth that decode reaches
 REACHED_LINK = 0.8
 STEP_OVERHEAD_S = 2e-3  # scheduling, launches, sampling
 SPLIT_OVERHEAD_S = 2e-3  # per step, for tensor parallelism
+HOP_OVERHEAD_S = 1e-4  # per message of hidden states from a stage to the next one
 MEMORY_SHARE = 0.9  # share of memory for weights and KV
 
 
@@ -79,11 +85,16 @@ class Profile(Protocol):
 
     @property
     def num_devices(self) -> int:
-        """Devices per worker (tensor parallelism)."""
+        """Devices per worker: those of each stage, by the number of stages."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, which compute different steps at the same time."""
         ...
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds of a step with this load."""
+        """Seconds of a step with this load, through all stages. Each stage takes an equal part of them."""
         ...
 
 
@@ -117,17 +128,23 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A model on one or more devices (tensor parallel)."""
+    """A model on one or more devices: `num_stages` of `stage_size` devices each, which divide a stage's heads."""
 
     model: Model
     device: Device
-    num_devices: int = 1
+    stage_size: int = 1
+    num_stages: int = 1
 
     @property
     def name(self) -> str:
         """The name for `--profile`."""
-        split = f"-tp{self.num_devices}" if self.num_devices > 1 else ""
-        return f"{self.model.name}-{self.device.name}{split}"
+        heads = f"-tp{self.stage_size}" if self.stage_size > 1 else ""
+        layers = f"-pp{self.num_stages}" if self.num_stages > 1 else ""
+        return f"{self.model.name}-{self.device.name}{heads}{layers}"
+
+    @property
+    def num_devices(self) -> int:
+        return self.stage_size * self.num_stages
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -137,24 +154,31 @@ class Roofline:
     def kv_tokens(self) -> int:
         """Tokens that fit into the memory left by the weights."""
         free = MEMORY_SHARE * self.device.memory_bytes * self.num_devices - 2 * self.model.num_params
-        return int(free // self.kv_bytes_per_token)
+        copies = max(1, self.stage_size // self.model.num_kv_heads)  # of each head, if there are more devices
+        return max(0, int(free // (copies * self.kv_bytes_per_token)))
 
     @property
     def transfer_bytes_s(self) -> float:
         return REACHED_LINK * self.device.link_bytes_s * self.num_devices
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds of the slower of arithmetic and memory, plus overhead."""
+        """Seconds of the slower of arithmetic and memory, plus overhead. A stage's part of the model is on its own
+        devices, so only these count for each."""
         model, device = self.model, self.device
         num_tokens = load.num_prompt_tokens + load.num_decodes
         attended = load.num_pairs + load.context_tokens
         flops = 2 * model.num_params * num_tokens
         flops += 4 * model.num_layers * model.num_heads * model.head_dim * attended
         read = 2 * model.num_params + model.kv_bytes_per_token * load.context_tokens
-        arithmetic_s = flops / (REACHED_FLOPS * device.flops * self.num_devices)
-        memory_s = read / (REACHED_BANDWIDTH * device.bandwidth * self.num_devices)
-        overhead_s = STEP_OVERHEAD_S + (SPLIT_OVERHEAD_S if self.num_devices > 1 else 0.0)
-        return max(arithmetic_s, memory_s) + overhead_s
+        arithmetic_s = flops / (REACHED_FLOPS * device.flops * self.stage_size)
+        memory_s = read / (REACHED_BANDWIDTH * device.bandwidth * self.stage_size)
+        overhead_s = STEP_OVERHEAD_S + (SPLIT_OVERHEAD_S if self.stage_size > 1 else 0.0)
+        return max(arithmetic_s, memory_s) + overhead_s + (self.num_stages - 1) * self._hop_s(num_tokens)
+
+    def _hop_s(self, num_tokens: int) -> float:
+        """Seconds that 16-bit hidden states take from a stage to the next one."""
+        hidden_bytes = 2 * self.model.num_heads * self.model.head_dim * num_tokens
+        return HOP_OVERHEAD_S + hidden_bytes / (REACHED_LINK * self.device.link_bytes_s)
 
 
 class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,6 +194,7 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kv_tokens: Annotated[int, msgspec.Meta(ge=1)]
     transfer_bytes_s: Annotated[float, msgspec.Meta(gt=0)]
     num_devices: Annotated[int, msgspec.Meta(ge=1)] = 1
+    num_stages: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of a step, linear in the load."""
@@ -179,7 +204,8 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class UnknownProfile(ValueError):
-    """Neither a built-in profile nor a valid profile file. The message lists the built-in names."""
+    """No built-in profile, no model on a device that holds it, and no valid profile file. The message lists the
+    built-in names, or says what does not fit."""
 
 
 _H100 = Device("h100", 989e12, 3.35e12, 80e9, 50e9)
@@ -204,13 +230,43 @@ BUILT_IN: dict[str, Profile] = {
 }
 
 
+_MODELS = {model.name: model for model in (_8B, _70B, _32B)}
+_DEVICES = {device.name: device for device in (_H100, _H200, _A100, _L40S)}
+_ROOFLINE = re.compile(rf"({'|'.join(_MODELS)})-({'|'.join(_DEVICES)})(?:-tp([1-9]\d?))?(?:-pp([1-9]\d?))?")
+
+
 def find_profile(name: str) -> Profile:
-    """Finds a built-in profile by name, or reads a JSON file. Raises UnknownProfile."""
+    """Finds a built-in profile by name, one of their models on other numbers of devices (`MODEL-DEVICE-tpN-ppM`), or
+    reads a JSON file. Raises UnknownProfile."""
     if name in BUILT_IN:
         return BUILT_IN[name]
+    if (found := _ROOFLINE.fullmatch(name)) is not None:
+        model, device, size, stages = found.groups(default="1")
+        return _fitting(Roofline(_MODELS[model], _DEVICES[device], int(size), int(stages)))
     if not Path(name).is_file():
-        raise UnknownProfile(f"must be one of {', '.join(BUILT_IN)}, or a JSON file")
+        raise UnknownProfile(
+            f"must be one of {', '.join(BUILT_IN)}, one of these models on one of these devices as in "
+            f"llama3-70b-h100-tp4-pp2, or a JSON file"
+        )
     try:
         return msgspec.json.decode(Path(name).read_bytes(), type=MeasuredProfile)
     except (msgspec.DecodeError, OSError) as error:
         raise UnknownProfile(f"{name} is no profile: {error}") from error
+
+
+def _fitting(profile: Roofline) -> Roofline:
+    """Raises UnknownProfile if heads or layers do not divide, or the weights do not fit."""
+    model, size = profile.model, profile.stage_size
+    if model.num_heads % size or (model.num_kv_heads % size and size % model.num_kv_heads):
+        raise UnknownProfile(
+            f"{model.name} has {model.num_heads} query heads and {model.num_kv_heads} KV heads, which do not divide "
+            f"among {size} devices"
+        )
+    if profile.num_stages > model.num_layers:
+        raise UnknownProfile(f"{model.name} has {model.num_layers} layers, too few for {profile.num_stages} stages")
+    if not profile.kv_tokens:
+        raise UnknownProfile(
+            f"the weights of {model.name} ({2e-9 * model.num_params:.0f} GB) leave no memory for KV on "
+            f"{profile.num_devices} {profile.device.name} (add -tpN or -ppN)"
+        )
+    return profile

@@ -145,7 +145,7 @@ class SimulatedRunner:
         self._known.pop(key, None)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
-        """Returns at once. The result's times are the simulated device's.
+        """Returns at once. The result's times are those of the simulated device, or of each stage of several.
 
         Raises KeyError if a row that samples, or has a placeholder, is unknown.
         """
@@ -157,7 +157,7 @@ class SimulatedRunner:
         packed = _Packed.of(rows, self._spec.block_size)
         self._write(rows, packed)
         digests = self._read(packed)
-        forward_s = self._profile.step_s(load)
+        forward_s = self._profile.step_s(load) / self._profile.num_stages
         return StepResult(batch.step, self._results(rows, packed, digests), forward_s, copy_s)
 
     # -- K/V ----------------------------------------------------------------------------------------------------------

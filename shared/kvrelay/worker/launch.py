@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 from kvrelay.core_leases import CoreLeases
 from kvrelay.engine.batch import DeviceLost, LaunchedStep, LaunchingRunner, ModelRunner, StepResult, WorkerBatch
+from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.telemetry.step_trace import StepEventName, StepTrace
 
 
@@ -250,6 +251,41 @@ class TimedLauncher:
             self._trace.note("forward_ends", result.step)
         if not forward.done():
             forward.set_result(result)
+
+
+class PipelinedTimedLauncher(TimedLauncher):
+    """For a simulated pipeline: a step takes the time that the result names on each stage, and the first stage takes
+    the next step as soon as it is free. Results exist at launch, as steps in flight do not need each other's tokens."""
+
+    def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, num_stages: int) -> None:
+        super().__init__(runner, trace)
+        self._stages = StageClock(num_stages)
+
+    def can_launch_behind(self, batch: WorkerBatch) -> bool:
+        return batch.is_plain
+
+    async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
+        """Does not wait. An error of the runner is raised by the landing."""
+        loop = asyncio.get_running_loop()
+        forward: asyncio.Future[StepResult] = loop.create_future()
+        if self._trace is not None:
+            self._trace.note("forward_begins", batch.step)
+        try:
+            result = self._runner.execute(batch)
+        except Exception as error:
+            forward.set_exception(error)
+            return _Queued(forward)
+        ends_at = self._stages.enter(loop.time(), result.forward_s + result.copy_s)
+        loop.call_at(ends_at, self._land, forward, result)
+        return _Queued(forward)
+
+
+class _Queued(_Alone):
+    """A step of `PipelinedTimedLauncher`, which others may be launched behind."""
+
+    async def discard(self) -> None:
+        await asyncio.wait([self._landed])
+        self._landed.exception()  # it counts as retrieved
 
 
 class Exchange(Protocol):

@@ -29,7 +29,14 @@ from kvrelay.worker import factory
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay.worker.launch import LockstepTimedLauncher, MakeLauncher, TimedLauncher, choose_launcher, overlaps_steps
+from kvrelay.worker.launch import (
+    LockstepTimedLauncher,
+    MakeLauncher,
+    PipelinedTimedLauncher,
+    TimedLauncher,
+    choose_launcher,
+    overlaps_steps,
+)
 from kvrelay.worker.lockstep_loop import LockstepLoop
 from kvrelay.worker.lockstep_runner import LockstepRunner
 from kvrelay.worker.membership import Membership, NoMembership
@@ -161,8 +168,12 @@ class WorkerStartup:
             return LockstepLoop(runner, scheduler, metrics, group=runner.group, make_launcher=launcher, spans=spans)
         overlap = overlaps_steps(runner, self.config.overlap, is_simulated=is_simulated)
         cores = _lent_cores(runner)
-        launcher = TimedLauncher if is_simulated else choose_launcher(runner, overlap=overlap, cores=cores)
-        make_loop = PipelinedStepLoop if overlap and runner.spec.pipeline_parallel_size > 1 else StepLoop
+        num_stages = self.config.scheduler_settings.num_stages
+        make_loop = PipelinedStepLoop if overlap and num_stages > 1 else StepLoop
+        if is_simulated:
+            launcher = partial(PipelinedTimedLauncher, num_stages=num_stages) if num_stages > 1 else TimedLauncher
+        else:
+            launcher = choose_launcher(runner, overlap=overlap, cores=cores)
         steps = make_loop(runner, scheduler, metrics, overlap=overlap, make_launcher=launcher, spans=spans)
         if isinstance(steps, PipelinedStepLoop):
             steps.max_in_flight = self.config.scheduler_settings.max_uncommitted

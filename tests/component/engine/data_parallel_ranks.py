@@ -26,13 +26,15 @@ from tests.unit.engine.driving import Driven, start
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank does: computes these prompts, from pass number `begins_at` on, with a failure in some passes."""
+    """What a rank does: computes these prompts, from pass number `begins_at` on, with a failure in some passes.
+    `forward`: what computes the layers."""
 
     prompts: list[list[int]]
     num_output: int
     begins_at: int = 0
     fails: str = ""
     seed: int = 0
+    forward: str = ""
 
 
 def run_ranks(tasks: list[Task], **options: Any) -> list[Any]:
@@ -61,6 +63,7 @@ def _serve(connection: Connection, rank: int, size: int, address: str, task: Tas
         choose_means(options)
         group = GroupCoordinator.connect(rank, size, address, PATIENCE_S)
         runner = make_runner(data_parallel=group, num_threads=1, **options)
+        assert task.forward in ("", runner._model.forward.name)
         answer: Any = _compute(runner, group, task)
     except DeviceLost as error:
         answer = f"lost: {error}"
@@ -111,16 +114,20 @@ class _broken:  # noqa: N801 - it reads as a verb
 
     def __enter__(self) -> None:
         model, how = self._runner._model, self._how
-        self._logits, self._layer = model.logits, model.forward._backbone.layers[-1]  # type: ignore[attr-defined]
         if how == "logits":
             setattr(model, "logits", _raise)  # noqa: B010
-        self._hook = self._layer.register_forward_pre_hook(_raise) if how == "layer" else None
-        if how == "mlp":
-            self._hook = self._layer.mlp.mlp.register_forward_pre_hook(_raise)
+        if how == "angles":
+            model.forward._angles.at = _raise  # type: ignore[attr-defined]
+        self._hook = None
+        if how in ("layer", "mlp"):
+            layer = model.forward._backbone.layers[-1]  # type: ignore[attr-defined]
+            self._hook = (layer if how == "layer" else layer.mlp.mlp).register_forward_pre_hook(_raise)
 
     def __exit__(self, *_: object) -> None:
         if self._how == "logits":
             del self._runner._model.logits
+        if self._how == "angles":
+            del self._runner._model.forward._angles.at  # type: ignore[attr-defined]
         if self._hook is not None:
             self._hook.remove()
 

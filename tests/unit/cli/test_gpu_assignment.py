@@ -21,7 +21,7 @@ def placed(
 ) -> list[tuple[str, float]]:
     counts: dict[Role, int] = {"prefill": num_prefill, "decode": num_decode}
     places = place(divide(devices.split(), counts), counts, shares or MemoryShares(TOTAL))
-    return [(each.device, each.share or 0) for each in places]
+    return [(" ".join(each.devices), each.share or 0) for each in places]
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,43 @@ def test_each_role_may_have_its_own_list() -> None:
     counts: dict[Role, int] = {"prefill": 3, "decode": 2}
     places = place({"prefill": ["a", "b"], "decode": ["b"]}, counts, MemoryShares(TOTAL))
     assert places == [
-        WorkerPlace("prefill", 0, "a", 0.45),
-        WorkerPlace("prefill", 1, "b", 0.3),
-        WorkerPlace("prefill", 2, "a", 0.45),
-        WorkerPlace("decode", 0, "b", 0.3),
-        WorkerPlace("decode", 1, "b", 0.3),
+        WorkerPlace("prefill", 0, ("a",), 0.45),
+        WorkerPlace("prefill", 1, ("b",), 0.3),
+        WorkerPlace("prefill", 2, ("a",), 0.45),
+        WorkerPlace("decode", 0, ("b",), 0.3),
+        WorkerPlace("decode", 1, ("b",), 0.3),
     ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "counts", "sizes", "expected"),
+    [
+        ("a b c d", (1, 1), (2, 2), ["a b", "c d"]),
+        ("a b c d", (1, 2), (2, 1), ["a b", "c", "d"]),
+        ("a b c", (1, 1), (1, 2), ["a", "b c"]),
+        ("a b c d e", (1, 1), (1, 2), ["a", "b c"]),  # two more are left over
+        ("a b c d e f g", (2, 1), (2, 3), ["a b", "c d", "e f g"]),
+        ("a b c d", (0, 2), (1, 2), ["a b", "c d"]),
+        ("a b", (1, 1), (2, 2), ["a b", "a b"]),  # too few for both: shared
+        ("a b", (1, 2), (1, 2), ["a", "a b", "a b"]),
+    ],
+)
+def test_ranks_have_a_gpu_each(
+    devices: str, counts: tuple[int, int], sizes: tuple[int, int], expected: list[str]
+) -> None:
+    numbers, ranks = ({"prefill": first, "decode": second} for first, second in (counts, sizes))
+    divided = divide(devices.split(), numbers, ranks)  # type: ignore[arg-type]
+    places = place(divided, numbers, MemoryShares(TOTAL), ranks)  # type: ignore[arg-type]
+    assert [" ".join(each.devices) for each in places] == expected
+    on = Counter(device for each in places for device in each.devices)
+    for each in places:
+        assert each.share == min(math.floor(0.9 / on[device] * 1e6) / 1e6 for device in each.devices)
+
+
+def test_too_few_gpus_for_the_ranks_of_a_worker_are_refused() -> None:
+    counts: dict[Role, int] = {"prefill": 1, "decode": 1}
+    with pytest.raises(GpuAssignmentError, match=r"decode workers have 4 ranks with a GPU each \(named: 3\)"):
+        place({"prefill": ["a"], "decode": ["b", "c", "d"]}, counts, MemoryShares(TOTAL), {"prefill": 1, "decode": 4})
 
 
 def test_what_is_stated_comes_off_the_total() -> None:
@@ -104,7 +135,7 @@ def test_for_any_numbers(
     assert (by_role["prefill"], by_role["decode"]) == (num_prefill, num_decode)
     on: dict[str, list[WorkerPlace]] = defaultdict(list)
     for each in places:
-        on[each.device].append(each)
+        on[each.devices[0]].append(each)
     assert set(on) <= set(devices)
     for neighbours in on.values():
         taken = math.fsum(each.share or 0 for each in neighbours)

@@ -267,7 +267,7 @@ def test_which_sizes_are_captured() -> None:
         (["--tensor-parallel-size=1", "--data-parallel-rank=1"], "data_parallel_rank = 1 needs the rank_port"),
         (["--tensor-parallel-size=1", "--local-ranks=4"], r"local_ranks = 4 .*allowed: 0 to 3"),
         (["--tensor-parallel-size=1", "--local-ranks=1"], "local_ranks = 1 needs a rank_port"),
-        (["--tensor-parallel-size=1", "--quantization=int8"], "needs fused layers"),
+        (["--tensor-parallel-size=1", "--quantization=int8"], "rounded weights are not divided: data_parallel_size"),
         (["--tensor-parallel-size=1", "--data-parallel-size=65"], "1 to 64"),
         (["--tensor-parallel-size=1", "--backend=simulated", "--num-workers=2"], "one group of data_parallel_size"),
         (["--tensor-parallel-size=1", "--backend=simulated", "--port=7"], "must be 0"),

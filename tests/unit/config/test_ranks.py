@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from kvrelay.cli.gpus import Gpu
 from kvrelay.cli.launch_plan import make_plan
 from kvrelay.config.loader import ConfigError, resolve
 from kvrelay.config.ranks import RankConfig
@@ -90,9 +91,23 @@ def test_up_gives_a_role_its_own_size() -> None:
     assert [worker.pipeline_parallel_size for worker in unequal.workers] == [3, 2]
 
 
-def test_ranks_are_not_placed_on_gpus_by_name() -> None:
-    with pytest.raises(ConfigError, match="a placed worker sees one GPU, and tensor_parallel_size = 2"):
-        make_plan({"prefill": "0", "devices": "0", "tensor_parallel_size": "2"}, {}, lambda _: [])
+GPUS = [Gpu(f"GPU-{number:08x}", "NVIDIA H100", number) for number in range(5)]
+
+
+def test_ranks_take_the_gpus_of_their_numbers() -> None:
+    flags = {"devices": ("0", "1", "2", "4"), "decode_tensor_parallel_size": "3"}
+    plan = make_plan(flags, {}, lambda _: GPUS)
+    seen = [plan.environ_of(worker)["CUDA_VISIBLE_DEVICES"] for worker in plan.workers]
+    assert seen == ["GPU-00000000", "GPU-00000001,GPU-00000002,GPU-00000004"]
+    assert [worker.device for worker in plan.workers] == ["cuda", "cuda"]
+    assert str(plan.placed["decode-0"]) == (
+        "on GPU 1 (NVIDIA H100) and GPU 2 (NVIDIA H100) and GPU 4 (NVIDIA H100), 90% of their memory"
+    )
+
+
+def test_too_few_gpus_for_the_ranks_of_a_worker() -> None:
+    with pytest.raises(ConfigError, match=r"devices: decode workers have 2 ranks with a GPU each \(named: 1\)"):
+        make_plan({"prefill": "0", "tensor_parallel_size": "2", "devices": ("0",)}, {}, lambda _: GPUS)
 
 
 def test_up_waits_for_all_workers_of_data_parallel_groups() -> None:

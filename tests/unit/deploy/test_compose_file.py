@@ -15,7 +15,7 @@ from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
-WORKERS = ("prefill", "decode", "prefill-gpu", "decode-gpu")
+WORKERS = ("prefill", "decode", "prefill-ranks", "decode-ranks", "prefill-gpu", "decode-gpu")
 KVRELAY = ("router", *WORKERS)
 WITHOUT_A_SHELL = ("collector", "tempo")
 """Images with nothing in them that could ask."""
@@ -32,7 +32,7 @@ def test_workers_can_be_scaled(services: dict[str, Any]) -> None:
         service = services[name]
         assert not {"container_name", "ports", "hostname"} & set(service), name
         assert not {"KVRELAY_WORKER_ID", "KVRELAY_ADVERTISE_HOST"} & set(service["environment"]), name
-        assert service["command"] == [name.removesuffix("-gpu")]
+        assert service["command"] == [name.partition("-")[0]]
 
 
 def test_every_service_is_hardened_and_checked(services: dict[str, Any]) -> None:
@@ -98,6 +98,30 @@ def test_workers_on_gpus_have_one_each_and_share_what_they_compile(
     assert found == list(zip(gpus, shares, strict=True))
     dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
     assert "-o 10001 -g 10001 -m 0700 /var/cache/kvrelay" in dockerfile, "or the volume is root's"
+
+
+@pytest.mark.parametrize(
+    ("variables", "sizes"),
+    [
+        ({}, [(2, 1), (2, 1)]),
+        (
+            {"KVRELAY_PREFILL_TENSOR_PARALLEL_SIZE": "1", "KVRELAY_DECODE_PIPELINE_PARALLEL_SIZE": "2"},
+            [(1, 1), (2, 2)],
+        ),
+    ],
+)
+def test_each_role_has_ranks_of_its_own(
+    services: dict[str, Any], variables: dict[str, str], sizes: list[tuple[int, int]]
+) -> None:
+    found = []
+    for name in ("prefill-ranks", "decode-ranks"):
+        service = services[name]
+        environ = {key: _filled_in(value, variables) for key, value in service["environment"].items()}
+        environ |= {"KVRELAY_MODEL": "org/model", "KVRELAY_REDIS_PASSWORD_FILE": ""}
+        config = resolve(WorkerConfig, {}, environ, role=service["command"][0])
+        assert config.num_local_ranks == config.num_ranks - 1, "all in one container"
+        found.append((config.tensor_parallel_size, config.pipeline_parallel_size))
+    assert found == sizes
 
 
 def test_secrets_are_made_once_and_can_be_read(tmp_path: Path) -> None:

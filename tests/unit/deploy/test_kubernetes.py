@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,8 +12,10 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from kvrelay.config.loader import resolve
+from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 from tests.unit.deploy.kustomize import Resource, key, render
@@ -47,7 +50,11 @@ CUSTOM = {
         },
     ),
     "leaderworkerset.x-k8s.io/v1": closed(
-        {"leaderWorkerTemplate": closed({"workerTemplate": ANY_OBJECT, "size": WHOLE}, {"restartPolicy": TEXT})},
+        {
+            "leaderWorkerTemplate": closed(
+                {"workerTemplate": ANY_OBJECT, "size": WHOLE}, {"restartPolicy": TEXT, "leaderTemplate": ANY_OBJECT}
+            )
+        },
         {"replicas": WHOLE, "startupPolicy": TEXT, "rolloutStrategy": ANY_OBJECT},
     ),
 }
@@ -72,7 +79,8 @@ def pods(resources: list[Resource]) -> list[tuple[str, Resource]]:
         if resource["kind"] == "Deployment":
             found.append((resource["metadata"]["name"], resource["spec"]["template"]))
         if resource["kind"] == "LeaderWorkerSet":
-            found.append((resource["metadata"]["name"], resource["spec"]["leaderWorkerTemplate"]["workerTemplate"]))
+            group = resource["spec"]["leaderWorkerTemplate"]
+            found += [(resource["metadata"]["name"], group[name]) for name in ("leaderTemplate", "workerTemplate")]
     return found
 
 
@@ -110,9 +118,14 @@ def test_kustomize_itself_agrees(directory: Path, resources: list[Resource]) -> 
 def test_selectors_find_their_pods_and_ports_exist(resources: list[Resource]) -> None:
     templates = [template for _, template in pods(resources)]
 
-    def chosen(labels: dict[str, str]) -> list[Resource]:
-        found = [each for each in templates if labels.items() <= each["metadata"]["labels"].items()]
-        assert found, f"nothing has the labels {labels}"
+    def chosen(labels: dict[str, str], expressions: list[Resource] | None = None) -> list[Resource]:
+        found = [
+            each
+            for each in templates
+            if labels.items() <= each["metadata"]["labels"].items()
+            and all(each["metadata"]["labels"].get(one["key"]) in one["values"] for one in expressions or ())
+        ]
+        assert found, f"nothing has the labels {labels} and fits {expressions}"
         return found
 
     def ports(template: Resource) -> set[str]:
@@ -129,8 +142,13 @@ def test_selectors_find_their_pods_and_ports_exist(resources: list[Resource]) ->
                 (template,) = chosen(spec["selector"])
                 assert {port["targetPort"] for port in spec["ports"]} <= ports(template)
             case "NetworkPolicy":
-                named = {port["port"] for rule in spec["ingress"] for port in rule["ports"]}
-                assert named == set().union(*(map(ports, chosen(spec["podSelector"]["matchLabels"]))))
+                selector = spec["podSelector"]
+                selected = chosen(selector.get("matchLabels", {}), selector.get("matchExpressions"))
+                named = {port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())}
+                if all("ports" in rule for rule in spec["ingress"]):
+                    assert named == set().union(*map(ports, selected)) - {"ranks"}
+                for rule in spec["ingress"]:
+                    chosen(rule["from"][0].get("podSelector", {}).get("matchLabels", {}) if "from" in rule else {})
             case "HorizontalPodAutoscaler" | "ScaledObject":
                 target = (spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"])
                 (deployment,) = [each for each in resources if key(each) == target]
@@ -149,7 +167,8 @@ def test_every_role_has_workers_that_may_be_moved_one_by_one(resources: list[Res
         for each in resources
         if each["kind"] == "PodDisruptionBudget"
     }
-    assert roles == {"router", "prefill", "decode"} == set(budgets)
+    assert roles - {"decode-rank"} == {"router", "prefill", "decode"}
+    assert roles == set(budgets)
     assert all(spec["maxUnavailable"] == 1 for spec in budgets.values())
 
 
@@ -157,10 +176,11 @@ def test_every_variable_is_a_field(resources: list[Resource]) -> None:
     fields = {f"KVRELAY_{name.upper()}" for name in (*RouterConfig.model_fields, *WorkerConfig.model_fields)}
     for role, _, container, config in services(resources):
         assert set(config) <= fields
-        own = RouterConfig if role == "router" else WorkerConfig
+        known: dict[str, type[BaseModel]] = {"router": RouterConfig, "decode-rank": RankConfig}
+        own = known.get(role, WorkerConfig)
         names = [each["name"] for each in container["env"]]
         assert {f"KVRELAY_{name.upper()}" for name in own.model_fields} >= set(names) and len(set(names)) == len(names)
-        assert container["args"] == [role]
+        assert container["args"] == [role.removeprefix("decode-")]
 
 
 def test_a_pod_may_drain_before_it_is_killed(resources: list[Resource]) -> None:
@@ -172,7 +192,9 @@ def test_a_pod_may_drain_before_it_is_killed(resources: list[Resource]) -> None:
 
 def test_probes_ask_what_they_mean(resources: list[Resource]) -> None:
     """Alive: the process answers. Ready: it can be used. A dead Redis or a missing peer must kill nobody."""
-    for _, _, container, _ in services(resources):
+    for role, _, container, _ in services(resources):
+        if role == "decode-rank":  # has no pages: its worker watches it
+            continue
         assert container["livenessProbe"]["httpGet"]["path"] == "/health"
         assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
         assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 300
@@ -190,6 +212,42 @@ def test_pods_may_do_little(resources: list[Resource]) -> None:
             assert context["capabilities"] == {"drop": ["ALL"]} and "privileged" not in context, name
             assert container["resources"]["limits"]["memory"], name
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec), name
+
+
+def environ_of(template: Resource, config: dict[str, str], fields: dict[str, str]) -> dict[str, str]:
+    """The variables of a pod's container. `fields`: what its fields and the controller's variables are."""
+    found = dict(config)
+    for each in template["spec"]["containers"][0]["env"]:
+        source = each.get("valueFrom", {})
+        value = each.get("value", fields.get(source.get("fieldRef", {}).get("fieldPath", ""), "4"))
+        found[each["name"]] = re.sub(r"\$\((\w+)\)", lambda match: fields[match[1]], value)
+    return found
+
+
+def test_pods_of_a_group_are_the_ranks_of_one_worker() -> None:
+    resources = render(KUBERNETES / "overlays" / "leader-worker-set")
+    (config,) = [each["data"] for each in resources if key(each) == ("ConfigMap", "kvrelay")]
+    (group,) = [each["spec"] for each in resources if each["kind"] == "LeaderWorkerSet"]
+    leader, other = (group["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate"))
+    size = group["leaderWorkerTemplate"]["size"]
+    config = config | {"KVRELAY_MODEL": "org/model", "KVRELAY_REDIS_PASSWORD_FILE": "", "KVRELAY_CURVE_KEY_FILE": ""}
+    worker = resolve(WorkerConfig, {}, environ_of(leader, config, {"status.podIP": "10.0.0.1"}), role="decode")
+    assert worker.num_ranks == size > 1 and worker.num_local_ranks == 0
+    fields = {
+        "status.podIP": "10.0.0.2",
+        "LWS_LEADER_ADDRESS": "kvrelay-decode-0.kvrelay-decode.default",
+        "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "1",
+    }
+    rank = resolve(RankConfig, {}, environ_of(other, config, fields))
+    assert (rank.rank, rank.reachable_host, rank.threads) == (1, "10.0.0.2", 4)
+    assert rank.engine == f"{fields['LWS_LEADER_ADDRESS']}:{worker.rank_port}"
+    assert (worker.rank_host, worker.reachable_host) == ("10.0.0.1", "10.0.0.1")
+    assert worker.rank_timeout_s == rank.rank_timeout_s
+    assert {"name": "ranks", "containerPort": worker.rank_port} in leader["spec"]["containers"][0]["ports"]
+    # The leader is ready only once the others have joined, so they must not wait for that.
+    assert group["startupPolicy"] == "LeaderCreated"
+    pause_s = int(other["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pause_s > worker.drain_timeout_s, "the worker drains with its ranks"
 
 
 def test_workers_on_gpus_have_one_each_and_most_of_its_memory() -> None:

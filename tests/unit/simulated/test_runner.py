@@ -7,8 +7,11 @@ import math
 import random
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,7 +32,8 @@ from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import MeasuredProfile
 from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
 from kvrelay.simulated.token_hash import Vocabulary, continuation, salt_of
-from kvrelay.worker.launch import TimedLauncher
+from kvrelay.worker.launch import PipelinedTimedLauncher, TimedLauncher
+from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.sequences import new_sequence
 from tests.fakes.virtual_time import VirtualTimeLoop
@@ -45,9 +49,12 @@ PROFILE = MeasuredProfile(
 )
 
 
-def runner_of(num_blocks: int = 40, block_size: int = 8, num_swap_slots: int = 0) -> SimulatedRunner:
+def runner_of(
+    num_blocks: int = 40, block_size: int = 8, num_swap_slots: int = 0, num_stages: int = 1
+) -> SimulatedRunner:
+    profile = msgspec.structs.replace(PROFILE, num_stages=num_stages)
     return SimulatedRunner(
-        PROFILE, FACTS, name="test", block_size=block_size, num_blocks=num_blocks, num_swap_slots=num_swap_slots
+        profile, FACTS, name="test", block_size=block_size, num_blocks=num_blocks, num_swap_slots=num_swap_slots
     )
 
 
@@ -69,15 +76,21 @@ def serve(
     token_budget: int = 24,
     overlap: bool = True,
     are_samples: bool = False,
+    num_stages: int = 1,
     **policy: object,
 ) -> Served:
-    """All jobs through a step loop, in virtual time; `are_samples`: of one request."""
+    """All jobs through a step loop, in virtual time; `are_samples`: of one request; `num_stages`: of the runner."""
     spec, served = runner.spec, Served()
     limits = SchedulerLimits(token_budget, 8, spec.max_model_len, frozenset(spec.eos_token_ids))
     pool = BlockPool(spec.num_blocks, spec.block_size)
-    chosen = SchedulerSettings(num_swap_slots=spec.num_swap_slots, **policy)  # type: ignore[arg-type]
+    stages = {"num_swap_slots": spec.num_swap_slots, "num_stages": num_stages}
+    chosen = SchedulerSettings(**stages, **policy)  # type: ignore[arg-type]
     built = make_scheduler(scheduler, limits, pool, PrefixCache(pool), chosen)
-    loop = StepLoop(runner, built, overlap=overlap, make_launcher=TimedLauncher)
+    is_pipeline = num_stages > 1 and overlap
+    timed = partial(PipelinedTimedLauncher, num_stages=num_stages) if num_stages > 1 else TimedLauncher
+    loop = (PipelinedStepLoop if is_pipeline else StepLoop)(runner, built, overlap=overlap, make_launcher=timed)
+    if isinstance(loop, PipelinedStepLoop):
+        loop.max_in_flight = chosen.max_uncommitted
 
     def committed(outputs: list[SequenceOutput]) -> None:
         for output in outputs:
@@ -129,12 +142,20 @@ samplings = st.builds(
     scheduler=st.sampled_from(list(SCHEDULERS)),
     num_swap_slots=st.sampled_from([0, 20]),
     overlap=st.booleans(),
+    num_stages=st.integers(1, 4),
 )
 def test_outputs_are_the_continuations_whatever_the_batches_preemptions_and_shared_prefixes(
-    jobs: list[tuple[list[int], Sampling]], block_size: int, scheduler: str, num_swap_slots: int, overlap: bool
+    jobs: list[tuple[list[int], Sampling]],
+    block_size: int,
+    scheduler: str,
+    num_swap_slots: int,
+    overlap: bool,
+    num_stages: int,
 ) -> None:
-    runner = runner_of(160 // block_size, block_size, num_swap_slots)
-    served = serve(runner, jobs, scheduler=scheduler, overlap=overlap, preemption="swap" if num_swap_slots else "auto")
+    runner = runner_of(160 // block_size, block_size, num_swap_slots, num_stages)
+    preemption = "swap" if num_swap_slots else "auto"
+    how: dict[str, Any] = {"scheduler": scheduler, "overlap": overlap, "num_stages": num_stages}
+    served = serve(runner, jobs, **how, preemption=preemption)
     for number, (prompt, sampling) in enumerate(jobs):
         assert served.output[number] == continuation(prompt, sampling, VOCABULARY, runner.spec.max_model_len)
 
@@ -179,6 +200,32 @@ def test_a_step_takes_what_the_profile_says() -> None:
     first_s = (0.01 + 24e-3 + 1e-5 * 24 * 12) + (0.01 + 6e-3 + 1e-5 * 6 * (24 + 3))
     decodes = [0.01 + 1e-3 + 1e-5 * position for position in range(30, 34)]
     assert served.at_s[0] == pytest.approx([first_s + sum(decodes[:n]) for n in range(5)])
+
+
+def test_stages_compute_the_chunks_of_a_prompt_at_the_same_time() -> None:
+    """4 chunks of 24 tokens: each stage has an equal part of a step, and the first stage is never idle."""
+    sampling = Sampling(temperature=0, max_tokens=1, ignore_eos=True)
+    jobs = [(list(range(3, 3 + 96)), sampling)]
+    chunks = [0.01 + 24e-3 + 1e-5 * (24 * start + 24 * 12) for start in (0, 24, 48, 72)]
+    for num_stages in (1, 2, 4):
+        served = serve(runner_of(num_stages=num_stages), jobs, num_stages=num_stages)
+        # Later chunks take longer, so each stage begins the last one when it has computed those before.
+        expected = (sum(chunks) + (num_stages - 1) * chunks[-1]) / num_stages
+        assert served.at_s[0] == pytest.approx([expected], rel=0.02)
+        alone = serve(runner_of(num_stages=num_stages), jobs, num_stages=num_stages, overlap=False)
+        assert alone.at_s[0] == pytest.approx([sum(chunks)], rel=0.02)
+
+
+def test_stages_decode_groups_of_sequences_in_turns() -> None:
+    """Two stages decode each sequence as fast as one device, and have a step for the other group meanwhile."""
+    sampling = Sampling(temperature=0, max_tokens=20, ignore_eos=True)
+    jobs = [([3 + number] * 8, sampling) for number in range(4)]
+    served = serve(runner_of(num_stages=2), jobs, num_stages=2)
+    for number in range(4):
+        gaps = np.diff(served.at_s[number][2:])
+        assert gaps.max() < 1.3 * (0.01 + 2e-3 + 2e-5 * 28)
+    ends = sorted({round(at, 6) for each in served.at_s.values() for at in each[2:]})
+    assert len(ends) >= 2 * 17, "all sequences got their tokens at the same time"
 
 
 def test_a_late_timer_does_not_make_the_device_slower() -> None:
@@ -340,6 +387,14 @@ def test_devices_of_one_model_exchange_kv_and_those_of_different_models_do_not()
     assert fingerprint(profile="llama3-8b-h100") == fingerprint(profile="llama3-8b-a100")
     assert fingerprint(profile="llama3-8b-h100") != fingerprint(profile="llama3-70b-h100-tp4")
     assert fingerprint() != fingerprint(block_size=32)
+    assert fingerprint(profile="llama3-70b-h100-tp2-pp2") == fingerprint(profile="llama3-70b-h100-tp4")
+
+
+def test_the_stages_are_those_of_the_profile() -> None:
+    assert config_of(profile="llama3-70b-h100-tp2-pp3").scheduler_settings.num_stages == 3
+    assert config_of().scheduler_settings.num_stages == 1
+    config = config_of(profile="llama3-70b-h100-tp2-pp3", backend="auto", pipeline_parallel_size=2)
+    assert config.scheduler_settings.num_stages == 2
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
@@ -357,6 +412,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     [
         ({"profile": "abacus"}, "must be one of llama3-8b-h100"),
         ({"memory_utilization": 0.5}, "memory_utilization cannot be measured"),
+        ({"profile": "llama3-8b-h100-pp2", "data_parallel_size": 2}, "ranks of data_parallel_size have no stages"),
         ({"num_workers": 2, "port": 5000}, "port, transfer_port and http_port must be 0"),
         ({"num_workers": 2, "metrics_file": "m.jsonl"}, "metrics_file must have {worker_id} in it"),
         ({"num_workers": 2, "event_log": "e.log"}, "event_log must have {name} in it"),

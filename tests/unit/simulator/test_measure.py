@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,7 +53,19 @@ def test_the_coefficients_come_out_and_nothing_is_left_in_the_engine(num_blocks:
     assert profile.transfer_bytes_s > 0
 
 
+def test_a_worker_of_several_ranks_is_measured_as_a_whole() -> None:
+    """Each stage has one of three layers, and each of its two ranks half of the heads. It takes as long as above."""
+    engine = Engine(200)
+    engine.spec = replace(engine.spec, tensor_parallel_size=2, pipeline_parallel_size=3, total_layers=3)
+    profile = measure(engine, "own")
+    assert (profile.num_devices, profile.num_stages) == (6, 3)
+    assert profile.kv_bytes_per_token == 6 * 40
+    assert profile.step_s(StepLoad(100, 0.0, 10, 0)) == pytest.approx(3 * (2e-3 + 5e-3 + 3e-3), rel=0.2)
+
+
 def test_bad_flags_end_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["out.json", "--model", "m", "--data-parallel-size", "2"]) == 2
+    assert "data_parallel_size = 2: measure one of the workers alone" in capsys.readouterr().err
     assert main([]) == 2
     assert main(["out.json", "--block-size", "7"]) == 2
     assert "block-size" in capsys.readouterr().err

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,8 +46,8 @@ PROFILE = MeasuredProfile(
 
 
 def fleet_of(num_prefill: int, num_decode: int, **options: object) -> SimulatedFleet:
-    values: dict[str, object] = {"policy": "cost", "local_prefill_tokens": 0} | options
-    return SimulatedFleet(FleetSettings(PROFILE, num_prefill, num_decode, **values))  # type: ignore[arg-type]
+    values: dict[str, Any] = {"profile": PROFILE, "policy": "cost", "local_prefill_tokens": 0} | options
+    return SimulatedFleet(FleetSettings(num_prefill=num_prefill, num_decode=num_decode, **values))
 
 
 def ran(fleet: SimulatedFleet, trace: list[TracedRequest]) -> list[Request]:
@@ -118,6 +120,7 @@ TRACES = st.lists(
     st.integers(0, 3),
     st.sampled_from([5000, 20_000]),
     st.sampled_from([None, 0, 1000]),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
 )
 def test_every_request_ends_and_nothing_is_left(
     trace: list[TracedRequest],
@@ -126,6 +129,7 @@ def test_every_request_ends_and_nothing_is_left(
     num_decode: int,
     kv_tokens: int,
     local_prefill_tokens: int | None,
+    stages: tuple[int, int],
 ) -> None:
     if not num_prefill + num_decode:
         num_decode = 1
@@ -133,6 +137,8 @@ def test_every_request_ends_and_nothing_is_left(
     fleet = fleet_of(
         num_prefill,
         num_decode,
+        profile=pipeline(stages[0]),
+        decode_profile=pipeline(stages[1]),
         policy=policy,
         local_prefill_tokens=local_prefill_tokens,
         workers=WorkerSettings(kv_tokens=kv_tokens, decode_token_budget=256),
@@ -190,6 +196,81 @@ def test_built_in_profiles_are_plausible(name: str) -> None:
     assert 2e-3 < decode < batch < 2 * decode, "decode is bound by reading the weights"
     assert prompt > 4 * decode, "prefill is bound by arithmetic"
     assert profile.kv_tokens > 50_000
+
+
+SIZED = [
+    "llama3-70b-h100-tp8",
+    "llama3-70b-h100-tp2-pp2",
+    "llama3-8b-l40s-pp4",
+    "qwen3-32b-h200",
+    "llama3-8b-h100-tp16",
+]
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_model_may_be_divided_among_other_numbers_of_devices(name: str) -> None:
+    profile = find_profile(name)
+    assert profile.name == name
+    sizes = dict(re.findall(r"-(tp|pp)(\d+)", name))
+    assert profile.num_stages == int(sizes.get("pp", 1))
+    assert profile.num_devices == profile.num_stages * int(sizes.get("tp", 1))
+
+
+LOADS = [StepLoad(2048, 2048**2 / 2, 0, 0), StepLoad(0, 0.0, 32, 64_000), StepLoad(512, 1e6, 64, 10_000)]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_heads_divide_a_step_and_stages_divide_its_throughput(load: StepLoad) -> None:
+    one, heads, stages = (find_profile(f"llama3-8b-h100{size}") for size in ("", "-tp4", "-pp4"))
+    alone_s, tp_s, pp_s = (profile.step_s(load) for profile in (one, heads, stages))
+    assert alone_s / 4 < tp_s < alone_s
+    assert alone_s < pp_s < 1.2 * alone_s, "a single step gains nothing from stages"
+    assert heads.kv_tokens == stages.kv_tokens > 4 * one.kv_tokens
+    assert heads.transfer_bytes_s == stages.transfer_bytes_s == 4 * one.transfer_bytes_s
+    # More devices than KV heads: heads are there twice.
+    assert find_profile("llama3-8b-h100-tp16").kv_tokens < 1.2 * find_profile("llama3-8b-h100-tp8").kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "llama3-70b-h100",
+            "the weights of llama3-70b \\(141 GB\\) leave no memory for KV on 1 h100 \\(add -tpN or -ppN\\)",
+        ),
+        ("llama3-8b-h100-tp3", "32 query heads and 8 KV heads, which do not divide among 3 devices"),
+        ("llama3-8b-h100-pp33", "has 32 layers, too few for 33 stages"),
+        ("llama3-8b-h100-tp0", "as in llama3-70b-h100-tp4-pp2, or a JSON file"),
+        ("llama3-8b-h100-pp2-tp2", "as in llama3-70b-h100-tp4-pp2, or a JSON file"),
+    ],
+)
+def test_divisions_that_do_not_fit_are_refused(name: str, words: str) -> None:
+    with pytest.raises(UnknownProfile, match=words):
+        find_profile(name)
+
+
+def pipeline(num_stages: int) -> MeasuredProfile:
+    return msgspec.structs.replace(PROFILE, num_stages=num_stages, num_devices=num_stages)
+
+
+def test_stages_of_a_worker_compute_chunks_at_the_same_time() -> None:
+    """A prompt of 4 chunks, each of which takes 0.2148 s alone."""
+    for num_stages in (1, 2, 4):
+        fleet = SimulatedFleet(FleetSettings(pipeline(num_stages), 1, 0, local_prefill_tokens=0))
+        (request,) = ran(fleet, [TracedRequest(0.0, 8192, 1, tuple(range(16)))])
+        stage_s = 0.2148 / num_stages
+        assert request.first_token_s == pytest.approx(0.0005 + (4 + num_stages - 1) * stage_s)
+        assert fleet.prefill[0].busy_s == pytest.approx(4 * stage_s), "the part of each stage"
+
+
+def test_decode_workers_may_have_other_devices() -> None:
+    """The slower link limits the handoff, and a sequence alone decodes as fast with stages as without."""
+    slow = msgspec.structs.replace(pipeline(2), transfer_bytes_s=1e8)
+    (request,) = ran(fleet_of(1, 1, decode_profile=slow), [TracedRequest(0.0, 2048, 11, tuple(range(4)))])
+    assert request.first_token_s is not None and request.finished_s is not None
+    transfer_s, decode_s = 2048 * 1000 / 1e8 + 0.001, 10 * (0.01 + 1e-4)
+    assert request.finished_s - request.first_token_s == pytest.approx(transfer_s + decode_s)
+    assert fleet_of(2, 3, decode_profile=slow).settings.num_devices == 2 + 3 * 2
 
 
 def test_a_profile_comes_from_a_file_and_a_bad_one_is_named(tmp_path: Path) -> None:
@@ -318,6 +399,11 @@ def test_the_command_draws_its_runs(tmp_path: Path, more: list[str]) -> None:
         (["--prefill", "1", "--decode", "0", "--sweep"], "--sweep needs two workers or more"),
         (["--sweep", "--policy", "cost", "--policy", "random"], "--sweep compares ratios"),
         (["--profile", "abacus"], "--profile abacus: must be one of llama3-8b-h100"),
+        (
+            ["--decode-profile", "llama3-8b-h100-tp3"],
+            "--decode-profile llama3-8b-h100-tp3: llama3-8b has 32 query heads",
+        ),
+        (["--decode-profile", "qwen3-32b-h200"], "its KV is not that of --profile llama3-8b-h100: both need the same"),
         (["--plot", "runs.txt"], "must end in .svg, .png or .pdf"),
     ],
 )

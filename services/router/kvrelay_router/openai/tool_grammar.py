@@ -26,16 +26,16 @@ def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
     if not wants_tool_grammar(request):
         return
     if service.text.dialect.call_grammar(_Markers(service.text.tokenizer), begins_inside=False) is None:
-        if request.choice.mode == "required":
+        if request.choice.mode == "required" or request.choice.names is not None:
             raise wrong("tool_choice", "for this model only 'auto' and 'none' are supported", "unsupported_parameter")
         return
     if request.grammar is not None:
-        what = "a required call" if request.choice.mode == "required" else "the call of a strict tool"
+        what = "a required call" if request.choice.mode == "required" else "calls of allowed or strict tools"
         raise wrong(request.grammar_param, f"the output cannot follow {what} and another constraint")
     if request.use_beam_search:
         raise wrong("use_beam_search", "the output of a beam search cannot be constrained to calls")
-    if len(request.callable_tools) > MAX_GRAMMAR_TOOLS and request.choice.name is None:
-        reason = f"at most {MAX_GRAMMAR_TOOLS} are allowed if one must be called, or if one is strict"
+    if len(request.callable_tools) > MAX_GRAMMAR_TOOLS:
+        reason = f"at most {MAX_GRAMMAR_TOOLS} may be called if one must be, if only some may, or if one is strict"
         raise wrong("tools", reason)
 
 
@@ -49,8 +49,7 @@ async def tool_grammar(
     )
     if calls is None or not wants_tool_grammar(request):
         return None
-    name, is_required = request.choice.name, request.choice.mode == "required"
-    tools = [tool for tool in request.callable_tools if name in (None, tool.name)]
+    tools, is_required = request.callable_tools, request.choice.mode == "required"
     is_parallel = request.parallel_tool_calls
     try:
         tag_format = calls.required(tools, is_parallel=is_parallel) if is_required else calls.allowed(tools)
@@ -90,8 +89,11 @@ class _Markers:
 
 
 def wants_tool_grammar(request: ChatRequest) -> bool:
-    """Returns whether a call is required, or a tool strict."""
-    return request.choice.mode == "required" or any(tool.is_strict for tool in request.callable_tools)
+    """Returns whether a call is required, only some tools are allowed, or a tool is strict."""
+    choice = request.choice
+    if choice.mode == "required" or choice.names is not None:
+        return True
+    return any(tool.is_strict for tool in request.callable_tools)
 
 
 def _grammar(tag_format: dict[str, Any]) -> Grammar:

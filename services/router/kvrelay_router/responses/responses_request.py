@@ -118,12 +118,27 @@ def tool_fields(request: ResponsesRequest) -> dict[str, Any]:
     """The fields of a chat completion about tools. Raises ApiError."""
     tools = [_tool(tool, where) for tool, where, _ in _functions(request.tools)]
     choice = request.tool_choice
-    if isinstance(choice, dict):
-        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-            raise wrong("tool_choice", "it must be 'auto', 'none', 'required', or a function with its name")
-        choice = {"type": "function", "function": {"name": choice["name"]}}
+    match choice:
+        case {"type": "function", "name": str()}:
+            choice = _named(choice)
+        case {"type": "allowed_tools"}:
+            tools_allowed = choice.get("tools")
+            if isinstance(tools_allowed, list):
+                tools_allowed = [_named(tool) for tool in tools_allowed]
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools_allowed}}
+        case dict():
+            reason = "it must be 'auto', 'none', 'required', a function with its name, or allowed tools"
+            raise wrong("tool_choice", reason)
     fields: dict[str, Any] = {"tools": tools, "parallel_tool_calls": request.parallel_tool_calls}
     return fields if choice is None else {**fields, "tool_choice": choice}
+
+
+def _named(tool: Any) -> Any:
+    """A function that is named, as chat completions write it. Anything else as it is."""
+    match tool:
+        case {"type": "function", "name": str() as name}:
+            return {"type": "function", "function": {"name": name}}
+    return tool
 
 
 def namespaces(request: ResponsesRequest) -> dict[str, str]:

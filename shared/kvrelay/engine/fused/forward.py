@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvrelay.backends.backend import StepAttention
@@ -9,6 +11,7 @@ from kvrelay.backends.cpu import CpuStep
 from kvrelay.engine.fused.angles import Angles, AngleTable
 from kvrelay.engine.fused.kernel import DecoderKernel
 from kvrelay.engine.fused.weights import DecoderWeights
+from kvrelay.engine.parallel.gathered_mlps import GatheredMlps
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.stage_link import StageLink
 
@@ -25,9 +28,11 @@ class FusedForward:
         link: StageLink | None = None,
         vocabulary: range | None = None,
         vocab_size: int = 0,
+        mlps: GatheredMlps | None = None,
     ) -> None:
         """Builds or loads the kernels. `group`: the ranks that divide heads, MLPs and the `vocab_size` tokens of the
-        vocabulary, of which this one embeds `vocabulary`; `link`: of this stage of a pipeline.
+        vocabulary, of which this one embeds `vocabulary`; `link`: of this stage of a pipeline; `mlps`: if MLPs alone
+        are divided.
 
         Raises:
             KernelBuildError: the kernels cannot be built here.
@@ -36,6 +41,7 @@ class FusedForward:
         self._kernel = DecoderKernel(weights)
         self._group, self._link = group, link
         self._vocabulary, self._vocab_size = vocabulary, vocab_size
+        self._mlps = mlps
         self._angles = AngleTable(weights.rotary, weights.head_dim // 2)
 
     @property
@@ -56,15 +62,18 @@ class FusedForward:
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         weights = self._weights
         hidden = self._enter(token_ids)
+        counts = None if self._mlps is None else self._mlps.begin(len(token_ids))
         angles = self._angles.at(positions)
         call = step.call_from_c(weights.num_heads, weights.dtype) if isinstance(step, CpuStep) else None
-        group, delta = self._group, None
+        group, delta = self._mlp_group, None
         if call is None or (group is not None and not group.shares_memory):
             delta = self._run_layers(hidden, angles, step)
         elif group is None:
             self._kernel.layers(hidden, angles, call)
         else:
-            group.run_in_c(lambda ranks: self._kernel.layers(hidden, angles, call, ranks))
+            group.run_in_c(lambda ranks: self._kernel.layers(hidden, angles, call, ranks, counts))
+            if self._mlps is not None:
+                self._mlps.ended()
         if weights.norm is None:
             assert self._link is not None
             self._link.send(hidden if delta is None else hidden + delta)
@@ -72,6 +81,31 @@ class FusedForward:
         out = torch.empty(hidden.shape, dtype=weights.dtype)
         self._kernel.add_and_norm(hidden, delta, weights.norm, out)
         return out
+
+    @property
+    def _mlp_group(self) -> GroupCoordinator | None:
+        """The ranks that divide MLPs."""
+        return self._group if self._mlps is None else self._mlps.group
+
+    @torch.inference_mode()
+    def run_mlps(self, counts: Sequence[int]) -> None:
+        """This rank's part of all MLPs of a step, in one call. Its own tokens, of the `counts` of all ranks, have no
+        meaning."""
+        group = self._mlp_group
+        assert group is not None
+        hidden = torch.zeros(counts[group.rank], self._weights.hidden_size)
+        group.run_in_c(lambda ranks: self._kernel.layers(hidden, None, None, ranks, counts))
+
+    @torch.inference_mode()
+    def run_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        """The output of a layer's MLP for this rank's tokens `[tokens, hidden_size]`, summed over the ranks."""
+        layer, products = self._weights.layers[index], self._kernel.products
+
+        def run(every: torch.Tensor) -> torch.Tensor:
+            product = products.linear(layer.down, products.linear(layer.gate_up, every))
+            return _summed(product, self._mlp_group)
+
+        return run(normed) if self._mlps is None else self._mlps.run(run, normed)
 
     def _enter(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The residual stream before this rank's first layer, float32 `[tokens, hidden_size]`."""
@@ -98,16 +132,10 @@ class FusedForward:
             kernel.norm_and_rotate(index, qkv, angles)
             query, key, value = qkv.view(count, -1, weights.head_dim).split(num_heads, dim=1)
             attended = step.attend(index, query, key, value, layer.attention)
-            delta = self._summed(kernel.products.linear(layer.output, attended.view(count, -1)))
+            delta = _summed(kernel.products.linear(layer.output, attended.view(count, -1)), self._group)
             kernel.add_and_norm(hidden, delta, layer.mlp_norm, normed)
-            delta = self._summed(kernel.products.linear(layer.down, kernel.products.linear(layer.gate_up, normed)))
+            delta = self.run_mlp(index, normed)
         return delta
-
-    def _summed(self, product: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' products."""
-        if self._group is not None:
-            self._group.all_reduce(product)
-        return product
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -120,3 +148,10 @@ class FusedForward:
             return logits
         gathered = self._group.gather_columns(logits)
         return logits[..., :0] if gathered is None else gathered[..., : self._vocab_size]
+
+
+def _summed(product: torch.Tensor, group: GroupCoordinator | None) -> torch.Tensor:
+    """The sum of the ranks' products."""
+    if group is not None:
+        group.all_reduce(product)
+    return product

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
 from typing import Any
 
@@ -43,7 +44,7 @@ class _DecoderStep(ctypes.Structure):
         *((name, c_void_p) for name in ("hidden", "cos", "sin", "angles", "attention", "pool")),
         ("layer_bytes", c_int64),
         *((name, c_void_p) for name in ("write_blocks", "write_slots", "normed", "qkv", "attended", "activated")),
-        *((name, c_void_p) for name in ("ranks", "partial")),
+        *((name, c_void_p) for name in ("ranks", "partial", "counts", "gathered")),
         ("wait_ms", c_int64),
         ("goes_on", c_void_p),
     ]
@@ -117,32 +118,47 @@ class DecoderKernel:
         )
 
     def layers(
-        self, hidden: torch.Tensor, angles: Angles, attention: AttentionCall, ranks: RanksInC | None = None
+        self,
+        hidden: torch.Tensor,
+        angles: Angles | None,
+        attention: AttentionCall | None,
+        ranks: RanksInC | None = None,
+        counts: Sequence[int] | None = None,
     ) -> None:
         """Runs all layers over a step's tokens in one call: `hidden` becomes the last layer's output.
 
         `attention` is the step's plan; the pool has the weights' type. `ranks`: those that divide heads and MLPs. If
-        one of them is lost, the output is of no use.
+        one of them is lost, the output is of no use. `counts`: if the ranks divide MLPs alone, the number of tokens of
+        each; then those of this rank may do without attention, if their output is of no use.
         """
         weights, count = self._weights, len(hidden)
         all_heads = weights.num_heads + 2 * weights.num_kv_heads
         widths = (weights.hidden_size, all_heads * weights.head_dim, weights.num_heads * weights.head_dim)
+        own, every = tokens_with_room(count), tokens_with_room(sum(counts) if counts else count)
         sums = 0 if ranks is None else weights.hidden_size * torch.float32.itemsize // weights.dtype.itemsize
-        *buffers, partial = self._carve(tokens_with_room(count), (*widths, weights.intermediate_size, sums))
-        in_c: tuple[int | None, ...] = (None, None, 0, None)
-        if ranks is not None:
-            in_c = (ranks.ranks, partial, ranks.wait_ms, ctypes.cast(ranks.goes_on, c_void_p).value)
-        step = _DecoderStep(
-            *(count, hidden.data_ptr(), angles.cos.data_ptr(), angles.sin.data_ptr(), angles.rows.data_ptr()),
-            *(attention.plan, attention.pool, attention.layer_bytes),
-            *(attention.write_blocks, attention.write_slots, *buffers, *in_c),
+        in_mlps = (weights.intermediate_size, sums, weights.hidden_size if counts else 0)
+        *buffers, partial, gathered = self._carve(
+            *((own, each) for each in widths), *((every, each) for each in in_mlps)
         )
+        step = _DecoderStep(num_tokens=count, hidden=hidden.data_ptr())
+        step.normed, step.qkv, step.attended, step.activated = buffers
+        if angles is not None:
+            step.cos, step.sin, step.angles = (each.data_ptr() for each in (angles.cos, angles.sin, angles.rows))
+        if attention is not None:
+            step.attention, step.pool, step.layer_bytes = attention.plan, attention.pool, attention.layer_bytes
+            step.write_blocks, step.write_slots = attention.write_blocks, attention.write_slots
+        if ranks is not None:
+            step.ranks, step.partial, step.wait_ms = ranks.ranks, partial, ranks.wait_ms
+            step.goes_on = ctypes.cast(ranks.goes_on, c_void_p).value
+        held = (c_int64 * len(counts))(*counts) if counts else None
+        if held is not None:
+            step.counts, step.gathered = ctypes.addressof(held), gathered
         self._library.kvrelay_decoder_layers(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads())
 
-    def _carve(self, num_tokens: int, widths: tuple[int, ...]) -> list[int]:
-        """Addresses of aligned buffers `[num_tokens, width]` of activations. They last until the next call."""
+    def _carve(self, *sizes: tuple[int, int]) -> list[int]:
+        """Addresses of aligned buffers `[tokens, width]` of activations. They last until the next call."""
         starts, total = [], 0
-        for width in widths:
+        for num_tokens, width in sizes:
             starts.append(total)
             total += -(-num_tokens * width * self._weights.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if total > len(self._space):

@@ -44,13 +44,15 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class OwnModules:
-    """What a rank has of a model. `layers`: None: all; `has_head`: also the final norm; `adds_biases`:
-    of the ranks that divide heads, one adds the biases of products that are summed over them."""
+    """What a rank has of a model. `layers`: None: all; `has_head`: also the final norm; `adds_biases`,
+    `adds_mlp_biases`: of the ranks that divide heads, or MLPs, one adds the biases of products that are summed over
+    them."""
 
     layers: range | None = None
     has_embedding: bool = True
     has_head: bool = True
     adds_biases: bool = True
+    adds_mlp_biases: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +164,12 @@ def decoder_weights(
     num_heads, num_kv_heads = (
         len(each.weight) // head_dim for each in (first.self_attn.q_proj, first.self_attn.k_proj)
     )
-    intermediate_size = len(first.mlp.gate_proj.weight)
+    intermediate_size = len(_plain_mlp(first.mlp).gate_proj.weight)
     # Packing a tied head empties the parameter.
     embedding = backbone.embed_tokens.weight.detach() if own.has_embedding else None
     head: Any = _plain_head(model.lm_head) if own.has_head else None
     tied = head is not None and own.has_embedding and head.weight is backbone.embed_tokens.weight
-    layers = tuple(
-        _layer(each, params, packer, adds_biases=own.adds_biases)
-        for each, params in zip(modules, attention, strict=True)
-    )
+    layers = tuple(_layer(each, params, packer, own) for each, params in zip(modules, attention, strict=True))
     packed_head = None if head is None else packer.pack(head)
     shares_head = tied and packed_head is not None and not packed_head.is_integer
     return DecoderWeights(
@@ -198,6 +197,13 @@ def _plain_head(head: Any) -> Any:
     while not isinstance(head, torch.nn.Linear):
         head = head.head
     return head
+
+
+def _plain_mlp(mlp: Any) -> Any:
+    """The MLP inside one that gathers the tokens of several ranks."""
+    while not hasattr(mlp, "gate_proj"):
+        mlp = mlp.mlp
+    return mlp
 
 
 def require_fusable(
@@ -231,8 +237,8 @@ def require_fusable(
         raise NotFusable(f"it rotates {cos.shape[-1]} elements of each head, not all of them")
 
 
-def _layer(layer: Any, attention: AttentionParams, packer: WeightPacker, *, adds_biases: bool) -> LayerWeights:
-    attn, mlp = layer.self_attn, layer.mlp
+def _layer(layer: Any, attention: AttentionParams, packer: WeightPacker, own: OwnModules) -> LayerWeights:
+    attn, mlp = layer.self_attn, _plain_mlp(layer.mlp)
     normed = hasattr(attn, "q_norm")
     return LayerWeights(
         input_norm=_floats(layer.input_layernorm.weight),
@@ -240,10 +246,10 @@ def _layer(layer: Any, attention: AttentionParams, packer: WeightPacker, *, adds
         query_norm=_floats(attn.q_norm.weight) if normed else None,
         key_norm=_floats(attn.k_norm.weight) if normed else None,
         attention=attention,
-        output=packer.pack(attn.o_proj, has_bias=adds_biases),
+        output=packer.pack(attn.o_proj, has_bias=own.adds_biases),
         mlp_norm=_floats(layer.post_attention_layernorm.weight),
         gate_up=packer.pack(mlp.gate_proj, mlp.up_proj, gated=True),
-        down=packer.pack(mlp.down_proj, has_bias=adds_biases),
+        down=packer.pack(mlp.down_proj, has_bias=own.adds_mlp_biases),
     )
 
 

@@ -7,9 +7,9 @@ computes its part of the others' MLPs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,13 @@ from kvrelay.engine.parallel.shard_plan import ShardPlan
 from kvrelay.engine.parallel.sharded_modules import ReducedExperts, RowParallelLinear
 
 
+class FusedMlps(Protocol):
+    """MLPs whose weights the fused kernels have in place of the modules: a `FusedForward`."""
+
+    def run_mlps(self, counts: Sequence[int]) -> None: ...
+    def run_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor: ...
+
+
 class GatheredMlps:
     """The MLPs of a model whose tokens are divided among ranks, and how far the current forward has come in them."""
 
@@ -31,7 +38,7 @@ class GatheredMlps:
         Raises:
             UnsupportedModel: the model has no backbone of its own.
         """
-        self._group = group
+        self.group = group
         modules: dict[str, Any] = dict(model.named_modules())
         for path in plan.row_linears:
             _replace(modules, path, RowParallelLinear(modules[path], group))
@@ -49,6 +56,12 @@ class GatheredMlps:
         self._empty = weight.new_empty(0, weight.shape[-1])
         self._counts: list[int] | None = None  # tokens of all ranks in this forward; None: it has not begun
         self._num_entered = self._num_left = 0
+        self._fused: FusedMlps | None = None
+        self._runs_in_c = False
+
+    def use(self, fused: FusedMlps, *, runs_in_c: bool) -> None:
+        """From now on the fused kernels compute the MLPs. `runs_in_c`: those of a step in one call."""
+        self._fused, self._runs_in_c = fused, runs_in_c
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -72,32 +85,43 @@ class GatheredMlps:
             self._complete()
 
     def _complete(self) -> None:
-        if self._counts is None:
-            self._begin(0)
-        assert self._counts is not None
-        if sum(self._counts):
-            missing = self._empty.new_zeros(self._counts[self._group.rank], self._empty.shape[-1])
-            for mlp in self._mlps[self._num_left :]:
-                mlp(missing[None])
+        counts = self.begin(0) if self._counts is None else self._counts
+        if not sum(counts):
+            return
+        if self._fused is not None and self._runs_in_c:
+            if not self._num_left:
+                self._fused.run_mlps(counts)
+            return
+        missing = self._empty.new_zeros(counts[self.group.rank], self._empty.shape[-1])
+        for index in range(self._num_left, len(self._mlps)):
+            if self._fused is None:
+                self._mlps[index](missing[None])
+            else:
+                self._fused.run_mlp(index, missing)
 
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         token_ids = args[0] if args else kwargs["input_ids"]
-        self._begin(token_ids.numel())
+        self.begin(token_ids.numel())
 
-    def _begin(self, num_tokens: int) -> None:
+    def begin(self, num_tokens: int) -> list[int]:
+        """A forward begins. Returns the numbers of tokens of all ranks."""
         self._num_entered = self._num_left = 0
-        self._counts = [count for (count,) in self._group.exchange([num_tokens])]
+        self._counts = [count for (count,) in self.group.exchange([num_tokens])]
+        return self._counts
 
-    def run(self, mlp: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the output for all ranks' tokens. `hidden`: `[1, tokens, hidden]`."""
-        counts, rank = self._counts, self._group.rank
+    def ended(self) -> None:
+        """All MLPs of a forward were computed, in one call."""
+        self._num_entered = self._num_left = len(self._mlps)
+
+    def run(self, mlp: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of an MLP's output for all ranks' tokens. `hidden`: `[tokens, hidden]`."""
+        counts, rank = self._counts, self.group.rank
         assert counts is not None
         self._num_entered += 1
-        every = self._group.gather_rows(hidden.reshape(-1, hidden.shape[-1]), counts)
-        output: torch.Tensor = mlp(every[None])
+        output = mlp(self.group.gather_rows(hidden, counts))
         self._num_left += 1
         first = sum(counts[:rank])
-        return output[:, first : first + counts[rank]].reshape(hidden.shape)
+        return output[first : first + counts[rank]]
 
 
 class _GatheredMlp(nn.Module):
@@ -107,7 +131,8 @@ class _GatheredMlp(nn.Module):
         self._mlps = mlps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._mlps.run(self.mlp, hidden)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return self._mlps.run(lambda every: self.mlp(every[None])[0], rows).reshape(hidden.shape)
 
 
 def _replace(modules: dict[str, Any], path: str, module: nn.Module) -> None:

@@ -74,12 +74,13 @@ def plan_part(
 
 def own_modules(plan: PartPlan) -> OwnModules:
     """What the fused kernels compute on a rank."""
-    stage, shards = plan.stage, plan.shards
+    stage, shards, dividing = plan.stage, plan.shards, plan.narrowing
     return OwnModules(
         layers=None if stage is None else stage.own_layers,
         has_embedding=stage is None or stage.is_first,
         has_head=stage is None or stage.is_last,
         adds_biases=shards is None or shards.rank == 0,
+        adds_mlp_biases=dividing is None or dividing.rank == 0,
     )
 
 

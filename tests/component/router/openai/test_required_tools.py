@@ -17,6 +17,8 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 OTHER: Any = {"type": "function", "function": {"name": "now"}}
 NO_SUCH = {"$ref": "#/$defs/missing"}
 BROKEN: Any = {"type": "function", "function": {"name": "broken", "parameters": {"properties": {"a": NO_SUCH}}}}
+ALLOWED: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+BROKEN_CHOICE = {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [NAMED]}}
 STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 
 
@@ -46,6 +48,36 @@ async def test_required_and_named_calls_are_of_the_tools_that_may_be_called(rout
     assert "weather" in required and "now" in required
     assert "weather" in named and "now" not in named
     assert json.dumps(PARAMETERS["properties"], separators=(",", ":")) in named
+
+
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+
+async def test_allowed_tools_are_called_and_all_are_shown(router: Router) -> None:
+    fields: dict[str, Any] = {"messages": HELLO, "tools": [TOOL, OTHER]}
+    required = await grammar_of(router, **fields, tool_choice=allowed("required", NAMED))
+    assert required == await grammar_of(router, **fields, tool_choice=NAMED)
+    auto = text_of(await grammar_of(router, **fields, tool_choice=allowed("auto", NAMED, NAMED)))
+    assert '"triggered_tags"' in auto and "weather" in auto and "now" not in auto
+    both = text_of(await grammar_of(router, **fields, tool_choice=allowed("auto", NAMED, OTHER)))
+    assert "weather" in both and "now" in both
+    assert await grammar_of(router, **fields) is None  # the same prompt, which all of them have
+    assert len({tuple(request.prompt_ids) for request in router.dispatcher.requests}) == 1
+
+
+async def test_allowed_tools_of_responses(router: Router) -> None:
+    now = {"type": "function", "name": "now"}
+    tools = [{"type": "function", "name": "weather", "parameters": PARAMETERS}, now]
+    named = [{"type": "function", "name": "weather"}]
+    fields: dict[str, Any] = {"input": "hi", "tools": tools}
+    for mode in ("auto", "required"):
+        choice = {"type": "allowed_tools", "mode": mode, "tools": named}
+        text = text_of(await grammar_of(router, "/v1/responses", **fields, tool_choice=choice))
+        assert "weather" in text and "now" not in text
+    for wrong in ({**choice, "mode": "all"}, {**choice, "tools": None}, {**choice, "tools": [{"type": "function"}]}):
+        answer = await router.post("/v1/responses", **fields, tool_choice=wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice", answer.text
 
 
 async def test_parallel_calls(router: Router) -> None:
@@ -100,6 +132,12 @@ async def test_a_required_call_ends_with_tool_calls(router: Router, stream: bool
         ({"response_format": {"type": "json_object"}, "tool_choice": "required"}, "response_format", "required call"),
         ({"structured_outputs": {"regex": "a"}, "tool_choice": NAMED}, "structured_outputs", "required call"),
         ({"tools": [STRICT], "guided_regex": "a"}, "guided_regex", "strict"),
+        ({"tool_choice": ALLOWED, "guided_regex": "a"}, "guided_regex", "allowed"),
+        ({"tool_choice": BROKEN_CHOICE}, "tool_choice", "mode"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
+        ({"tool_choice": {**ALLOWED, "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice", "1 to 1024"),
+        ({"tool_choice": {**ALLOWED, "allowed_tools": {"mode": "auto", "tools": [TOOL, 7]}}}, "tool_choice", "[1]"),
+        ({"tools": [OTHER], "tool_choice": ALLOWED}, "tool_choice", "'weather'"),
         ({"tool_choice": "required", "use_beam_search": True, "n": 2}, "use_beam_search", "beam search"),
         (
             {"tools": [{"function": {"name": f"f{n}"}} for n in range(101)], "tool_choice": "required"},

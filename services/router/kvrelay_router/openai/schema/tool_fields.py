@@ -29,10 +29,10 @@ class DefinedTools(list[dict[str, Any]]):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """`name`: the tool that must be called, if only one may."""
+    """`names`: the tools that may be called; None: all."""
 
     mode: Literal["none", "auto", "required"]
-    name: str | None = None
+    names: tuple[str, ...] | None = None
 
 
 AUTO_CHOICE = ToolChoice("auto")
@@ -115,10 +115,32 @@ def _tool_choice(value: Any) -> ToolChoice | None:
         case "none" | "auto" | "required":
             return ToolChoice(value)
         case {"type": "function", "function": {"name": str() as name}}:
-            return ToolChoice("required", name)
+            return ToolChoice("required", (name,))
+        case {"type": "allowed_tools"}:
+            return _allowed_tools(value.get("allowed_tools"))
         case str():
-            raise invalid(f"{value!r} is unknown; known are 'none', 'auto', 'required' and an object that names a tool")
-    raise wrong_type("it must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}")
+            raise invalid(f"{value!r} is unknown; known are 'none', 'auto', 'required' and an object that names tools")
+    raise wrong_type(
+        "it must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}"
+    )
+
+
+def _allowed_tools(value: Any) -> ToolChoice:
+    if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
+        raise invalid("'allowed_tools' must be an object with the mode 'auto' or 'required'")
+    tools = value.get("tools")
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise invalid(f"'allowed_tools.tools' must be a list of 1 to {MAX_TOOLS} tools")
+    names: dict[str, None] = {}
+    for index, tool in enumerate(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str() as name}}:
+                names[name] = None
+            case _:
+                form = "{'type': 'function', 'function': {'name': ...}}"
+                raise invalid(f"'allowed_tools.tools[{index}]' must be {form}")
+    return ToolChoice(value["mode"], tuple(names))
 
 
 class ToolFields(RequestModel):
@@ -141,17 +163,26 @@ class ToolFields(RequestModel):
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        if self.choice.mode == "none" or not isinstance(self.tools, DefinedTools):
+        if self.choice.mode == "none":
             return ()
-        return self.tools.of_request
+        if self.choice.names is None:
+            return self._defined
+        names = frozenset(self.choice.names)
+        return tuple(tool for tool in self._defined if tool.name in names)
+
+    @property
+    def _defined(self) -> tuple[Tool, ...]:
+        return self.tools.of_request if isinstance(self.tools, DefinedTools) else ()
 
     def check_tools(self) -> None:
         """Raises ApiError for a choice that does not fit the tools."""
         choice = self.choice
         if choice.mode == "required" and not self.tools:
             raise _wrong_choice("there are no 'tools'")
-        if choice.name is not None and choice.name not in {tool.name for tool in self.callable_tools}:
-            raise _wrong_choice(f"there is no tool {choice.name!r}")
+        defined = {tool.name for tool in self._defined}
+        for name in choice.names or ():
+            if name not in defined:
+                raise _wrong_choice(f"there is no tool {name!r}")
 
 
 def check_tool_results(messages: Sequence[dict[str, Any]]) -> None:

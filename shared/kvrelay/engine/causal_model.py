@@ -30,6 +30,8 @@ from kvrelay.engine.checkpoint import (
 )
 from kvrelay.engine.eager import EagerForward, Forward
 from kvrelay.engine.fused.forward import FusedForward
+from kvrelay.engine.fused.gpu_forward import GpuForward, choose_pieces
+from kvrelay.engine.fused.gpu_weights import merge_weights
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
 from kvrelay.engine.parallel.gathered_mlps import GatheredMlps
@@ -405,6 +407,8 @@ def _choose_forward(
     Raises:
         UnsupportedModel: the weights are to be rounded, and the fused kernels cannot run.
     """
+    if fused_layers and source.device.type == "cuda":
+        return _choose_on_gpu(model, observed, layout, backend, source)
     wanted, reason = source.quantization, "it needs the fused layers of the C kernels on a CPU"
     if fused_layers and isinstance(backend, CpuBackend):
         try:
@@ -425,6 +429,27 @@ def _choose_forward(
     if wanted != "none":
         raise UnsupportedModel(f"{type(model).__name__}: quantization = {wanted} is not possible: {reason}")
     return EagerForward(model)
+
+
+def _choose_on_gpu(
+    model: PreTrainedModel,
+    observed: ObservedLayers,
+    layout: KVLayout,
+    backend: AttentionBackend,
+    source: ModelSource,
+) -> Forward:
+    """Merged products with one kernel between two of them, if the model is known and this gives its logits; else the
+    model's own modules."""
+    try:
+        check = ForwardCheck(model, source.max_model_len)
+        pieces = choose_pieces(source.device)
+        fused = GpuForward(merge_weights(model, observed.params, source.max_model_len), pieces)
+        check.run(fused, layout, backend)
+    except (NotFusable, UnsupportedModel) as reason:
+        log.info("decoder layers: the modules of transformers, since %s", reason)
+        return EagerForward(model)
+    log.info("decoder layers: fused kernels (%s)", pieces.name)
+    return fused
 
 
 def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_FIXED_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+FIXED_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Types of rotary embeddings whose angles depend on the position alone. `dynamic` and `longrope` look at the longest
 position of a step."""
 
@@ -30,7 +30,7 @@ class AngleTable:
         """`half` is half of `head_dim`."""
         self._rotary = rotary
         self._half = half
-        self._is_fixed = getattr(rotary, "rope_type", None) in _FIXED_TYPES
+        self._is_fixed = getattr(rotary, "rope_type", None) in FIXED_TYPES
         self._cos = self._sin = torch.empty(0, half)
 
     def at(self, positions: torch.Tensor) -> Angles:

@@ -207,9 +207,15 @@ def _plain_mlp(mlp: Any) -> Any:
 
 
 def require_fusable(
-    model: PreTrainedModel, attention: Sequence[AttentionParams], own: OwnModules | None = None
+    model: PreTrainedModel,
+    attention: Sequence[AttentionParams],
+    own: OwnModules | None = None,
+    *,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
-    """Raises NotFusable for a model of another family, dtype or device, or with a layer that differs from the family.
+    """Raises NotFusable for a model of another family, for weights of other `dtypes` or on another type of `device`, or
+    for a layer that differs from the family.
 
     `attention`: the attention parameters of each layer; `own`: see `decoder_weights`.
     """
@@ -224,15 +230,15 @@ def require_fusable(
         if isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear:
             raise NotFusable(f"{path} is a {type(module).__name__}, not a plain linear layer")
     for path, parameter in model.named_parameters():
-        if parameter.dtype not in DTYPES or parameter.dtype != model.dtype or parameter.device.type != "cpu":
+        if parameter.dtype not in dtypes or parameter.dtype != model.dtype or parameter.device.type != device:
             raise NotFusable(f"{path} is {parameter.dtype} on {parameter.device.type}")
     backbone: Any = model.model
     norms: list[Any] = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
     epsilons = {float(norm.variance_epsilon) for norm in norms}
     if len(epsilons) != 1:
         raise NotFusable(f"its norms have several epsilons: {sorted(epsilons)}")
-    probe = torch.zeros(1, 1, 1)
-    cos, _ = backbone.rotary_emb(probe, torch.zeros(1, 1, dtype=torch.int64))
+    probe = torch.zeros(1, 1, 1, device=model.device)
+    cos, _ = backbone.rotary_emb(probe, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
     if cos.shape[-1] != _own_layers(backbone, own or OwnModules())[0].self_attn.head_dim:
         raise NotFusable(f"it rotates {cos.shape[-1]} elements of each head, not all of them")
 

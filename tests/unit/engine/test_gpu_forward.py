@@ -1,0 +1,74 @@
+"""The fused forward for GPUs, with its pieces in plain torch, against the modules of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvrelay.backends.backend import KVLayout
+from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.engine.attention import ATTENTION_NAME, register
+from kvrelay.engine.fused.gpu_forward import GpuForward, choose_pieces
+from kvrelay.engine.fused.gpu_pieces import TorchPieces
+from kvrelay.engine.fused.gpu_weights import GPU_DTYPES, merge, merge_weights
+from kvrelay.engine.fused.weights import NotFusable
+from kvrelay.engine.probe import ForwardCheck, ObservedLayers, observe_layers
+from tests.tiny_models import build_model
+
+LENGTH = 160
+FUSED = ("llama", "qwen2", "qwen3", "wide-qwen3", "mistral")
+
+
+def read(directory: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, ObservedLayers, KVLayout]:
+    register()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    observed = observe_layers(model.eval(), model.config.num_hidden_layers, LENGTH)
+    return model, observed, KVLayout(observed.num_layers, observed.num_kv_heads, observed.head_dim, 16, observed.dtype)
+
+
+def error(model: PreTrainedModel, observed: ObservedLayers, layout: KVLayout) -> float:
+    """Of the fused logits, relative to the modules' own; in long and short chunks."""
+    check = ForwardCheck(model, LENGTH)
+    forward = GpuForward(merge_weights(model, observed.params, LENGTH), TorchPieces())
+    return check.measure(forward, layout, TorchBackend())
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_float32_logits_equal_the_modules(architecture: str, tmp_path: Path) -> None:
+    assert error(*read(build_model(architecture, tmp_path), torch.float32)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in GPU_DTYPES if dtype != torch.float32])
+def test_sixteen_bit_logits_are_as_near_as_rounding_allows(dtype: torch.dtype, tmp_path: Path) -> None:
+    assert error(*read(build_model("qwen3", tmp_path, dtype=dtype), dtype)) < 3e-2
+
+
+def test_modules_compute_as_before_once_their_weights_are_merged(tmp_path: Path) -> None:
+    model, observed, _ = read(build_model("qwen2", tmp_path), torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = merge_weights(model, observed.params, LENGTH)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    shared: Any = model.model.layers[0].self_attn.k_proj.weight
+    assert shared.untyped_storage().data_ptr() == weights.layers[0].qkv.weight.untyped_storage().data_ptr()
+
+
+def test_projections_of_which_only_some_have_a_bias_are_not_merged() -> None:
+    with pytest.raises(NotFusable, match="some have none"):
+        merge([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)])
+
+
+def test_angles_that_depend_on_the_longest_position_are_not_fused(tmp_path: Path) -> None:
+    model, observed, _ = read(build_model("llama", tmp_path), torch.float32)
+    rotary: Any = model.model.rotary_emb
+    rotary.rope_type = "dynamic"
+    with pytest.raises(NotFusable, match="dynamic"):
+        merge_weights(model, observed.params, LENGTH)
+
+
+def test_a_cpu_gets_the_pieces_in_torch() -> None:
+    assert isinstance(choose_pieces(torch.device("cpu")), TorchPieces)

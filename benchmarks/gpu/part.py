@@ -77,13 +77,16 @@ class Part:
             print(f"  model made in {time.monotonic() - started:.1f} s", flush=True)
         return self._model
 
-    def runner(self, num_tokens: int, graph_sizes: Sequence[int], kv_dtype: str | None = None) -> TransformersRunner:
+    def runner(
+        self, num_tokens: int, graph_sizes: Sequence[int], kv_dtype: str | None = None, num_swap_slots: int = 0
+    ) -> TransformersRunner:
         """With a pool for so many tokens, full of normal random numbers: kernels on zeros draw less power.
 
         On a GPU, decoding steps of these sizes are captured in CUDA graphs. `kv_dtype`: see `KV_DTYPES`.
         """
         model = self.model() if kv_dtype is None else self._with_pool_of(kv_dtype)
-        runner = TransformersRunner(model, blocks_for(num_tokens, BLOCK_SIZE) + 1, with_scratch=True)
+        num_blocks = blocks_for(num_tokens, BLOCK_SIZE) + 1
+        runner = TransformersRunner(model, num_blocks, num_swap_slots=num_swap_slots, with_scratch=True)
         if self.device.type == "cuda":
             runner.try_graphs(GraphSettings(tuple(graph_sizes)))
         for blocks in runner.pool.split(_FILLED_BLOCKS):
@@ -144,15 +147,20 @@ def interleaved(works: dict[str, Callable[[], float]], repeats: int) -> dict[str
 GREEDY = Sampling(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 
 
-def decoding_batch(runner: TransformersRunner, batch: int, context: int) -> WorkerBatch:
-    """A step of `batch` sequences whose tokens attend to `context` tokens, themselves among them; scattered."""
-    count = blocks_for(context, BLOCK_SIZE)
+def decoding_batch(runner: TransformersRunner, batch: int, context: int, num_shared: int = 0) -> WorkerBatch:
+    """A step of `batch` sequences whose tokens attend to `context` tokens, themselves among them; scattered.
+
+    The first `num_shared` of them, a multiple of the block size, lie in the same blocks.
+    """
+    common = num_shared // BLOCK_SIZE
+    count = blocks_for(context, BLOCK_SIZE) - common
     order = np.random.default_rng(0).permutation(runner.spec.num_blocks).astype(np.int32)
     rows = []
     for index in range(batch):
         key: SequenceKey = ("decode", 1, index)
         runner.drop_sequence(key)
         runner.add_sequence(key, GREEDY, [], context - 1)
-        blocks = order[index * count : (index + 1) * count]
+        own = order[common + index * count : common + (index + 1) * count]
+        blocks = np.concatenate([order[:common], own])
         rows.append(WorkerRow(key, np.array([5 + index], np.int32), context - 1, blocks, sample=True, is_prefill=False))
     return WorkerBatch(0, rows)

@@ -3,7 +3,7 @@ ARGS ?=
 
 PARALLEL = -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve install test test-all test-faults test-soak check wheel clean
+.PHONY: serve install test test-slow test-all test-faults test-soak check wheel clean
 
 serve: install
 	@exec .venv/bin/kvrelay up $(ARGS)
@@ -15,8 +15,11 @@ test: install
 	@scripts/test -m "not faults and not gpu and not slow" $(PARALLEL) $(ARGS)
 
 # What `make test` leaves out for time, and all examples of the tests with random ones.
-test-all: test
+test-slow: install
 	@scripts/test -m "(slow or hypothesis) and not faults and not gpu" --hypothesis-profile=thorough $(PARALLEL) $(ARGS)
+
+test-all: test
+	@$(MAKE) --no-print-directory test-slow
 
 test-faults: install
 	@scripts/test -m "faults and not gpu" $(ARGS)

@@ -1,9 +1,8 @@
-"""What all tests share: markers by folder, a Redis of their own, and a budget of time."""
+"""What all tests share: markers by folder, and a Redis of their own."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +13,12 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes import zmq_contexts
 from tests.thoroughness import device_of, mark_slow_cases, register_profiles
 
-pytest_plugins = ["tests.time_limit"]
+pytest_plugins = ["tests.time_budget", "tests.time_limit"]
 
 KINDS = ("unit", "component", "e2e", "faults", "gpu")
 TESTS = Path(__file__).parent
 BYTES_PER_PROCESS = 2 << 30
 """What pytest and the services of its tests take, at most."""
-LONGEST_TEST_S = 120.0
-"""What a fault run takes on a slow machine, with the start of its system. It is begun only where it can end."""
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: every core has a pytest of its own
@@ -30,12 +27,10 @@ register_profiles()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--time-budget-s", type=float, default=None, help="skip what may not end within so many seconds")
     parser.addoption("--requests", type=int, default=None, help="how many random constrained requests a test sends")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[STARTED] = time.monotonic()
     zmq_contexts.watch()
 
 
@@ -69,12 +64,6 @@ def kind_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0]
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    budget_s = item.config.getoption("--time-budget-s")
-    if budget_s is not None and time.monotonic() - item.config.stash[STARTED] > budget_s - LONGEST_TEST_S:
-        pytest.skip("no time left")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """At the end of a file its fixtures have closed their ZMQ contexts."""
@@ -89,9 +78,6 @@ def _closes_zmq_contexts() -> Iterator[None]:
     before = zmq_contexts.open_contexts()
     yield
     zmq_contexts.assert_none_since(before)
-
-
-STARTED = pytest.StashKey[float]()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -10,7 +11,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +25,8 @@ _INCLUDED = sorted(each for each in _SOURCE.parent.glob("cpu_*.c") if each != _S
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
 _COMPILERS = ("gcc", "cc", "clang")
 _TIMEOUT_S = 300.0
+_LOCK_S = _TIMEOUT_S
+_LOCK_INTERVAL_S = 0.1
 
 
 class KernelBuildError(Exception):
@@ -58,8 +63,8 @@ def cache_dir() -> Path:
 
 
 def build_kernel(compiler: str, directory: Path, *, link_openmp: bool) -> Path:
-    """Compiles into `directory`, unless that was done before. Several processes may build at once, because the file
-    appears as a whole.
+    """Compiles into `directory`, unless that was done before. If several processes call it at once, one compiles and
+    the others wait for its file.
 
     Raises:
         KernelBuildError: the compiler failed, or the directory cannot be written.
@@ -69,13 +74,40 @@ def build_kernel(compiler: str, directory: Path, *, link_openmp: bool) -> Path:
         return target
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory) as work:
+        with _turn_to_build(target), tempfile.TemporaryDirectory(dir=directory) as work:
+            if target.exists():
+                return target
             built = Path(work) / "kernel.so"
             _compile(compiler, Path(work) / "kernel.o", built, link_openmp)
             built.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"building in {directory} failed: {error}") from error
     return target
+
+
+@contextmanager
+def _turn_to_build(target: Path) -> Iterator[None]:
+    """One process at a time is in it, for a minute of compilation on every core would be wasted by a second one.
+
+    The lock is that of the directory, which leaves no file behind, and the kernel releases it if the process ends. A
+    process that stands still keeps others waiting for `_LOCK_S` at most, and none waits if the file system has no
+    locks: the file appears as a whole, so several may build it.
+    """
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + _LOCK_S
+        while not target.exists() and time.monotonic() < deadline:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOCK_INTERVAL_S)
+            except OSError as error:
+                _log.debug("%s cannot be locked: %s", target.parent, error)
+                break
+        yield
+    finally:
+        os.close(directory)
 
 
 def _compile(compiler: str, object_file: Path, library: Path, link_openmp: bool) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from kvrelay.config.demo import DEMO_MODEL_NAME
 from kvrelay.fleet.embedded import EmbeddedRedis
-from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill
+from tests.component.dispatch.fake_workers import PATIENT, FakeDecode, FakePrefill
 from tests.component.dispatch.test_server import RouterProcess, registered, running
 from tests.fakes.waiting import PATIENCE_S
 
@@ -234,7 +234,7 @@ async def process_of(router: RouterProcess, name: str) -> psutil.Process:
 
 
 async def test_sigterm_drains_all_processes_and_lets_nobody_new_in(redis_server: EmbeddedRedis) -> None:
-    prefill, decode = FakePrefill("p0"), FakeDecode("d0")
+    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
     gate = decode.hold("token 3")
     async with (
         registered(redis_server.url, "drained", prefill, decode),
@@ -259,7 +259,7 @@ async def test_sigterm_drains_all_processes_and_lets_nobody_new_in(redis_server:
 
 
 async def test_a_second_signal_ends_the_drain_with_error_events(redis_server: EmbeddedRedis) -> None:
-    prefill, decode = FakePrefill("p0"), FakeDecode("d0")
+    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
     decode.hold("token 3")
     async with (
         registered(redis_server.url, "hurried", prefill, decode),
@@ -279,7 +279,7 @@ async def test_a_second_signal_ends_the_drain_with_error_events(redis_server: Em
 
 
 async def test_the_limits_of_keys_hold_over_all_processes(redis_server: EmbeddedRedis) -> None:
-    prefill, decode = FakePrefill("p0"), FakeDecode("d0")
+    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
     gate = decode.hold("token 3")
     async with (
         registered(redis_server.url, "limited", prefill, decode),

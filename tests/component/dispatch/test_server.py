@@ -18,7 +18,7 @@ from kvrelay.fleet import Registry
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.ports import HeldPort
 from kvrelay.protocol.messages import Cancel
-from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker
+from tests.component.dispatch.fake_workers import PATIENT, FakeDecode, FakePrefill, FakeWorker
 from tests.fakes.waiting import PATIENCE_S, until
 
 
@@ -108,7 +108,7 @@ async def until_refused(host: str, port: int | None) -> None:
 
 
 async def test_running_streams_finish_after_sigterm(redis_server: EmbeddedRedis) -> None:
-    prefill, decode = FakePrefill("p0"), FakeDecode("d0")
+    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
     gate = decode.hold("token 3")
     async with (
         registered(redis_server.url, "finish", prefill, decode),
@@ -128,7 +128,7 @@ async def test_running_streams_finish_after_sigterm(redis_server: EmbeddedRedis)
 
 
 async def test_a_client_that_leaves_its_stream_frees_both_workers(redis_server: EmbeddedRedis) -> None:
-    prefill, decode = FakePrefill("p0"), FakeDecode("d0")
+    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
     gate = decode.hold("token 3")
     async with (
         registered(redis_server.url, "left", prefill, decode),
@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_its_stream_frees_both_workers(redis_server: 
 async def test_what_comes_on_open_connections_after_sigterm_is_answered(redis_server: EmbeddedRedis) -> None:
     """A request whose body is on its way when the port is closed already."""
     async with (
-        registered(redis_server.url, "late", FakePrefill("p0"), FakeDecode("d0")),
+        registered(redis_server.url, "late", FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)),
         running(redis_server.url, "late", "--drain-timeout-s", "600") as router,
     ):
         await router.ready({"prefill": 1, "decode": 1})
@@ -169,7 +169,7 @@ async def test_what_comes_on_open_connections_after_sigterm_is_answered(redis_se
 
 async def test_whoever_connects_first_finds_a_router_that_knows_its_workers(redis_server: EmbeddedRedis) -> None:
     async with (
-        registered(redis_server.url, "first", FakePrefill("p0"), FakeDecode("d0")),
+        registered(redis_server.url, "first", FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)),
         running(redis_server.url, "first", "--peer-timeout-s", "600") as router,
         asyncio.timeout(PATIENCE_S),
     ):
@@ -185,7 +185,7 @@ async def test_whoever_connects_first_finds_a_router_that_knows_its_workers(redi
 
 @pytest.mark.parametrize("end", ["drain timeout", "second signal"])
 async def test_streams_that_do_not_finish_end_with_an_error_event(redis_server: EmbeddedRedis, end: str) -> None:
-    prefill, decode = FakePrefill("p0"), FakeDecode("d0")
+    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
     gate = decode.hold("token 3")
     timeout_s = "0.5" if end == "drain timeout" else "60"
     prefix = end.replace(" ", "-")

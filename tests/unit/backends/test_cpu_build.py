@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
 _BUILD = "import sys, pathlib; from kvrelay.backends.cpu_build import build_kernel; "
-_BUILD += "print(build_kernel('gcc', pathlib.Path(sys.argv[1]), link_openmp=False))"
+_BUILD += "print(build_kernel(sys.argv[1], pathlib.Path(sys.argv[2]), link_openmp=False))"
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 
 
@@ -26,25 +28,53 @@ def make_layout(dtype: torch.dtype, head_dim: int) -> KVLayout:
     return KVLayout(num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
 
 
-@pytest.mark.slow
-@needs_gcc
-def test_processes_that_build_at_once_end_with_one_whole_file(tmp_path: Path) -> None:
-    builders = [
-        subprocess.Popen([sys.executable, "-c", _BUILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    results = {builder.communicate(timeout=2 * PATIENCE_S)[0].strip() for builder in builders}
-    assert [str(path) for path in tmp_path.iterdir()] == list(results)
-    cpu_build._load_torch_openmp()
-    assert ctypes.CDLL(results.pop()).kvrelay_struct_bytes() > 0
+def test_of_processes_that_build_at_once_one_compiles_and_all_get_its_file(tmp_path: Path) -> None:
+    compiler, gate = pretended_compiler(tmp_path)
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", _BUILD, str(compiler), str(cache)]
+    builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    gate.write_text("")  # blocks until a compiler reads it
+    results = {builder.communicate(timeout=PATIENCE_S)[0].strip() for builder in builders}
+    assert [str(path) for path in cache.iterdir()] == list(results)
+    assert (tmp_path / "compiled").read_text().count(" -c ") == 1
 
 
-@pytest.mark.slow
-@needs_gcc
-def test_a_built_kernel_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = cpu_build.build_kernel("gcc", tmp_path, link_openmp=False)
-    monkeypatch.setattr(cpu_build, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert cpu_build.build_kernel("gcc", tmp_path, link_openmp=False) == built
+def test_who_waits_for_a_process_that_stands_still_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, _ = pretended_compiler(tmp_path, gated=False)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr(cpu_build, "_LOCK_S", 0.2)
+    holder = os.open(cache, os.O_RDONLY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        built = cpu_build.build_kernel(str(compiler), cache, link_openmp=False)
+    finally:
+        os.close(holder)
+    assert list(cache.iterdir()) == [built]
+
+
+def pretended_compiler(folder: Path, *, gated: bool = True) -> tuple[Path, Path]:
+    """A compiler that writes a line to `compiled` for each call and an empty file. Returns it and the pipe from which
+    the first call to compile reads a line if it is gated."""
+    compiler, gate = folder / "cc", folder / "gate"
+    os.mkfifo(gate)
+    compiler.write_text(
+        "#!/bin/sh\n"
+        "[ $1 = --version ] && exit\n"
+        f'echo "$*" >>{folder}/compiled\n'
+        f'case "$*" in *" -c "*) {f"cat {gate}" if gated else ":"} ;; esac\n'
+        'while [ "$1" != -o ]; do shift; done\n'
+        'touch "$2"\n'
+    )
+    compiler.chmod(0o755)
+    return compiler, gate
+
+
+def test_a_built_kernel_is_not_built_again(tmp_path: Path) -> None:
+    compiler, _ = pretended_compiler(tmp_path, gated=False)
+    built = [cpu_build.build_kernel(str(compiler), tmp_path / "cache", link_openmp=False) for _ in range(2)]
+    assert built[0] == built[1]
+    assert (tmp_path / "compiled").read_text().count(" -c ") == 1
 
 
 @needs_gcc

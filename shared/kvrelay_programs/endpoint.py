@@ -131,6 +131,12 @@ class Endpoint:
             body = {"model": model, "prompt": content.text, "max_tokens": 0}
             await self._post("/v1/completions", body, caller)
 
+    async def end_session(self, session: str) -> None:
+        """Tells kvrelay that no call of this session will come. Raises EndpointError."""
+        if self._is_kvrelay:
+            async with self._answer("DELETE", f"/sessions/{session}", None, None):
+                pass
+
     async def _prompts_of(
         self, content: Content, endings: Sequence[str], caller: Caller
     ) -> tuple[int, list[str] | list[list[int]]]:

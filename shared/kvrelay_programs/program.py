@@ -157,6 +157,7 @@ class Program:
             raise
         finally:
             state.elapsed_s = time.perf_counter() - begin
+            state.end_session()
         state.end()
         return state
 

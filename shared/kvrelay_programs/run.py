@@ -8,6 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -84,6 +85,14 @@ class Run:
     def cancel(self) -> None:
         """Ends all calls; the endpoint sees their connections close. Callable from any thread, more than once."""
         self.loop.call_soon_threadsafe(self._cancel)
+
+    def end_session(self) -> None:
+        """The program has ended, so the endpoint need not keep what only its calls share. Does not wait."""
+        asyncio.run_coroutine_threadsafe(self._end_session(), self.loop)
+
+    async def _end_session(self) -> None:
+        with suppress(EndpointError):  # a hint
+            await self.endpoint.end_session(self.session)
 
     def _cancel(self) -> None:
         if self.failure is None:

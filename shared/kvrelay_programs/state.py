@@ -131,6 +131,10 @@ class State:
         """Ends all calls of the whole run."""
         self._run.cancel()
 
+    def end_session(self) -> None:
+        """The program has ended."""
+        self._run.end_session()
+
     def end(self, error: ProgramError | None = None) -> None:
         """Ends the text of this state and its forks. Readers of them get `error`."""
         if self._feed is not None:

@@ -40,6 +40,8 @@ class FakeEndpoint(Endpoint):
         self.prefetched: list[str] = []
         self.callers: list[Caller] = []
         self.began, self.was_cancelled = threading.Event(), threading.Event()
+        self.ended_sessions: list[str] = []
+        self.session_ended = threading.Event()
         self.fails_on = ""
         self.gate: asyncio.Event | None = None
         self.num_running = self.most_running = 0
@@ -62,6 +64,10 @@ class FakeEndpoint(Endpoint):
 
     async def prefetch(self, content: Content, caller: Caller) -> None:
         self.prefetched.append(content.whole_text)
+
+    async def end_session(self, session: str) -> None:
+        self.ended_sessions.append(session)
+        self.session_ended.set()
 
     async def _call(self, text: str, caller: Caller) -> None:
         self.calls.append(text)

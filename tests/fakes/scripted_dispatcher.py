@@ -184,6 +184,7 @@ class ScriptedDispatcher:
     script: Callable[[GenerateRequest, int], Script]
     model_limits: ModelLimits | None = field(default_factory=lambda: ModelLimits(512, 400, 64, 200, 16))
     is_ready: bool = True
+    ended_sessions: list[tuple[str, str]] = field(default_factory=list)
     handles: list[ScriptedHandle] = field(default_factory=list)
     refuse_after: int | None = None  # submits before NoWorkerReady
     pushes: bool = True  # deltas go to sinks that are ready; False: all go through the streams' tasks
@@ -218,6 +219,9 @@ class ScriptedDispatcher:
         of_owner = [each for each in self.handles if owner in (None, each.request.owner)]
         found = [each for each in of_owner if session in (None, each.request.session)][:limit]
         return [{"request_id": each.request.request_id, "submitted_unix_s": each.submitted_unix_s} for each in found]
+
+    def end_session(self, session: str, owner: str = "") -> None:
+        self.ended_sessions.append((owner, session))
 
     async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
         found = self.recent_request(request_id, owner)

@@ -218,9 +218,15 @@ class StubRouter:
         attempt: int = 1,
         sample: tuple[int, int] = (0, 1),
         tenant: str = "",
+        session: str = "",
     ) -> Received:
         prompt = Prompt(
-            tokens=pack_tokens(tokens), sampling=sampling, num_samples=sample[1], timeout_s=60, tenant=tenant
+            tokens=pack_tokens(tokens),
+            sampling=sampling,
+            num_samples=sample[1],
+            timeout_s=60,
+            tenant=tenant,
+            session=session,
         )
         return self._start(worker, Generate(prompt=prompt), request, attempt, sample[0])
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 
 from kvrelay.fleet import RegistryError, WorkerRecord
+from kvrelay.protocol.limits import MOST_ENDED_SESSIONS
 from kvrelay.protocol.messages import PeerRef, Stage, Status, StatusQuery
 from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.static_workers import StaticWorkers, merged
@@ -44,6 +45,7 @@ class FleetWatch:
         self._registry_interval_s = registry_interval_s
         self._status_interval_s = status_interval_s
         self._last_query = 0
+        self._ended_sessions: list[str] = []  # since the last regular query
         self._asked: dict[str, str] = {}  # worker id to the incarnation that was asked
         # Awaited workers, their answers, and an event for completion.
         self._questions: dict[int, tuple[set[str], dict[str, Status], asyncio.Event]] = {}
@@ -108,6 +110,12 @@ class FleetWatch:
             del self._questions[query]
         return answered
 
+    def session_ended(self, session_key: str) -> None:
+        """The next regular query tells the workers. Sessions beyond `MOST_ENDED_SESSIONS` in between are left out:
+        their blocks then stay in the caches like any others."""
+        if len(self._ended_sessions) < MOST_ENDED_SESSIONS:
+            self._ended_sessions.append(session_key)
+
     @property
     def registry_state(self) -> str:
         """The registry's state for display: `ok`, `none`, or the reason of the failure."""
@@ -158,9 +166,10 @@ class FleetWatch:
 
     async def _ask_regularly(self) -> None:
         while not await self._pause(self._status_interval_s):
-            query = self._next_query()
+            query = StatusQuery(query=self._next_query(), ended_sessions=self._ended_sessions)
+            self._ended_sessions = []
             for peer in self._view.peers():
-                self._send(peer, StatusQuery(query=query))
+                self._send(peer, query)
 
     async def _pause(self, seconds: float) -> bool:
         """Returns whether the wait ended early because of `close`."""

@@ -36,6 +36,9 @@ class NullCache:
     def evict(self, num_blocks: int) -> list[int]:
         return []
 
+    def demote(self, hashes: Sequence[BlockHash]) -> None:
+        pass
+
     def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
         return []
 
@@ -125,6 +128,9 @@ class TableCache:
             return self._entries[hashes[-1]].blocks[-len(blocks) :]
         self._lengthen(entry, hashes, blocks)
         return list(blocks)
+
+    def demote(self, hashes: Sequence[BlockHash]) -> None:
+        """Does nothing: whole sequences are evicted by last use."""
 
     def evict(self, num_blocks: int) -> list[int]:
         """Frees the least recently used entries of which nothing is held, until `num_blocks` blocks are free."""

@@ -71,6 +71,13 @@ class Cache(Protocol):
         """Frees the `num_blocks` least recently used leaves, one after the other, or all there are; returns them."""
         ...
 
+    def demote(self, hashes: Sequence[BlockHash]) -> None:
+        """Moves cached blocks that are not held before all others in the order of eviction. Ignores the rest.
+
+        Each block stands behind its parent, and all blocks that follow one of them are among them. O(their number).
+        """
+        ...
+
     def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Removes these blocks and all that follow them from the cache and returns them. Holds stay. O(cached)."""
         ...

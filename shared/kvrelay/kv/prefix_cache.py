@@ -12,7 +12,8 @@ Two invariants carry everything:
    node uses its ancestors with it, and the chain joins the list's end leaf first. So the list's head is the least
    recently used leaf, and eviction pops it: O(1), with neither heap nor timestamps.
 
-A use is a match, an insertion of the whole chain, or the end of the last hold.
+A use is a match, an insertion of the whole chain, or the end of the last hold. What `demote` names goes to the list's
+head: it is evicted first, whenever it was used.
 """
 
 from __future__ import annotations
@@ -122,6 +123,23 @@ class PrefixCache:
         self._num_evictable -= len(evicted)
         self._forgotten(removed)
         return evicted
+
+    def demote(self, hashes: Sequence[BlockHash]) -> None:
+        """Moves evictable nodes to the list's head. See `Cache.demote`: no node outside of `hashes` stands on one of
+        them, so every node still comes before its parent. O(their number)."""
+        older, newer, end, pins = self._older, self._newer, self._end, self._pins
+        for block_hash in hashes:
+            node = self._block_of.get(block_hash)
+            if node is None or pins[node]:
+                continue
+            before, after = older[node], newer[node]
+            newer[before] = after
+            older[after] = before
+            first = newer[end]
+            older[first] = node
+            newer[node] = first
+            newer[end] = node
+            older[node] = end
 
     def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Removes these blocks and all that follow them. Holds stay. Ignores unknown hashes. O(cached)."""

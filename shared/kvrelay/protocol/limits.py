@@ -29,6 +29,7 @@ MOST_BLOCKS = 1 << 24
 MOST_BOUNDS = 1 << 12
 MOST_STAGES = 1 << 20
 MOST_PEERS = 1 << 16
+MOST_ENDED_SESSIONS = 1 << 14
 
 Int64 = Annotated[int, Meta(ge=LEAST_INT64, le=MOST_INT64)]
 Count = Annotated[int, Meta(ge=0, le=MOST_INT64)]
@@ -49,6 +50,10 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
 """Alternatives at a position."""
 SampleCount = Annotated[int, Meta(ge=1, le=MOST_SAMPLES)]
 SiblingCount = Annotated[int, Meta(ge=0, le=MOST_SAMPLES)]
+
+SessionKey = Annotated[str, Meta(max_length=64)]
+"""Opaque: a digest of a client's name of a session."""
+EndedSessions = Annotated[list[SessionKey], Meta(max_length=MOST_ENDED_SESSIONS)]
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MOST_SECONDS)]

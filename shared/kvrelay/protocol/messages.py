@@ -24,6 +24,7 @@ from kvrelay.protocol.limits import (
     MOST_STAGES,
     Blocks,
     Count,
+    EndedSessions,
     Endpoint,
     Finite,
     Index,
@@ -35,6 +36,7 @@ from kvrelay.protocol.limits import (
     RankEndpoints,
     SampleCount,
     Seconds,
+    SessionKey,
     SiblingCount,
     StageCount,
     StepTokens,
@@ -128,6 +130,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scores_in_parts: bool = False  # the router takes `PromptLogprobs`; one of an older version does not
     tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # opaque; waiting tenants get fair shares of a worker
     weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # of the tenant's share
+    session: SessionKey = ""  # by the client's word, requests of one session belong together
     # Opaque. Drafts may come from earlier outputs of the same owner. None: from none; an older router knows no owner.
     text_owner: Annotated[str, msgspec.Meta(max_length=64)] | None = None
 
@@ -398,10 +401,14 @@ class Failed(Body, frozen=True, kw_only=True, tag="failed"):
 
 
 class StatusQuery(Body, frozen=True, kw_only=True, tag="status_query"):
-    """R>P,D: report your queues and blocks; of a `request` that is named, also what happened to it there."""
+    """R>P,D: report your queues and blocks; of a `request` that is named, also what happened to it there.
+
+    `ended_sessions`: no request of these will come. Workers of older versions do not read them.
+    """
 
     query: Count
     request: Name = ""
+    ended_sessions: EndedSessions = msgspec.field(default_factory=list)
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

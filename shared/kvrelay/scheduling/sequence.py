@@ -119,6 +119,7 @@ class Sequence:
     priority: int = 0
     tenant: str = ""  # whose share of the worker it uses (`queue/fair_shares.py`), with this weight
     weight: float = 1.0
+    session: str = ""  # whose blocks are evicted first once it has ended (`kv/session_blocks.py`); empty: none's
     text_owner: str | None = None  # whose earlier outputs its drafts may come from; None: nobody's
     remote: RemoteKV | None = None  # None once the handoff is complete
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled

@@ -39,8 +39,10 @@ class Reports:
         self._request_sources: set[str] = set()  # routers that sent requests since the last report to the others
 
     def answer(self, event: Delivered, query: StatusQuery) -> None:
-        """Answers a router's query and remembers the router."""
+        """Answers a router's query and remembers the router. Blocks of the sessions that it names are evicted first."""
         self._routers[event.peer.peer_id] = event.peer
+        for session in query.ended_sessions:
+            self._worker.blocks.end_session(session)
         plain, named = self._load_reports()
         status = self.status(query.query, named.get(event.peer, plain))
         if query.request:

@@ -50,6 +50,7 @@ def make_sequence(
         priority=prompt.priority,
         tenant=prompt.tenant,
         weight=prompt.weight,
+        session=prompt.session,
         text_owner=prompt.text_owner,
         sample_group=header.request if prompt.num_samples > 1 else "",
     )

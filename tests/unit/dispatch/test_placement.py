@@ -90,6 +90,40 @@ def test_siblings_of_a_fork_go_to_the_prefill_worker_that_computed_their_prefix(
     assert all(each.num_cached_tokens == 4096 for each in siblings)
 
 
+def test_of_equal_workers_the_one_that_served_the_session_is_chosen() -> None:
+    fleet = Fleet("p0", "p1", "p2", "d0", "d1", "d2")
+
+    def place(tokens: list[int], session: str) -> tuple[str | None, str | None]:
+        prompt = PromptPrefixes(tokens, session_key=session)
+        decision = fleet.placement.place("r", prompt=prompt, needs_decode=True)
+        assert isinstance(decision, Decision)
+        fleet.placement.placed(decision, prompt)
+        return names(decision)
+
+    served = {session: place([number] * 8, session) for number, session in enumerate(("a", "b", "c"))}
+    assert len({prefill for prefill, _ in served.values()}) == 3  # they spread
+    for turn in range(1, 5):
+        for number, (session, workers) in enumerate(served.items()):
+            assert place([100 * turn + number] * 8, session) == workers  # no prompt has a full block
+    fleet.placement.session_ended("b")
+    assert {place([number] * 8, "") for number in range(900, 909)} > {served["b"]}
+
+
+def test_a_session_does_not_outweigh_a_queue_or_a_cached_prefix() -> None:
+    fleet = Fleet("p0", "p1", "d0")
+    prefix = list(range(4096))
+    first, _ = fleet.place(prefix)
+    prompt = PromptPrefixes([7] * 8, session_key="a")
+    fleet.report(chosen_prefill(first), queued_tokens=8192, queued_pairs=8192.0 * 4096)
+    elsewhere = fleet.placement.place("r", prompt=prompt, needs_decode=True)
+    assert isinstance(elsewhere, Decision)
+    fleet.placement.placed(elsewhere, prompt)
+    assert chosen_prefill(elsewhere) != chosen_prefill(first)
+    fleet.report(chosen_prefill(first))
+    again = fleet.placement.place("s", prompt=PromptPrefixes([*prefix, *[9] * 32], session_key="a"), needs_decode=True)
+    assert isinstance(again, Decision) and chosen_prefill(again) == chosen_prefill(first)
+
+
 @given(
     st.sampled_from(get_args(PolicyName)),
     st.sets(st.sampled_from(["p0", "p1", "p2", "d0", "d1"])),

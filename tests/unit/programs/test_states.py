@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from kvrelay_programs.errors import caller_location
 from kvrelay_programs.loop_thread import program_loop
 from kvrelay_programs.run import Run, RunOptions
 from tests.fakes.program_endpoint import FakeEndpoint
+from tests.fakes.waiting import PATIENCE_S
 
 
 def here(offset: int = 0) -> str:
@@ -496,3 +498,20 @@ def test_a_state_shows_itself_without_waiting() -> None:
     assert "'good': '" in words and "'wrong': failed" in words
     assert "&lt;b&gt;" in page and "<td>wrong</td><td>failed</td>" in page
     assert other.endswith("values: 'late': pending>")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_a_program_ends_its_session(fails: bool) -> None:
+    endpoint = FakeEndpoint()
+
+    @program
+    def ends(s: State) -> None:
+        s += "a" + gen("b", 4)
+        s.value("b")
+        if fails:
+            raise RuntimeError("it fails")
+
+    with pytest.raises(RuntimeError, match="it fails") if fails else nullcontext():
+        ends.run(endpoint=endpoint)
+    assert endpoint.session_ended.wait(PATIENCE_S)
+    assert endpoint.ended_sessions == [endpoint.callers[0].session]

@@ -16,6 +16,7 @@ from kvrelay_router.http.json_parts import PartsResponse
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.error_mapping import model_not_found, no_worker_ready
+from kvrelay_router.openai.request_validation import check_session
 from kvrelay_router.openai.served_models import ServedModels
 
 DASHBOARD = Path(__file__).parent / "dashboard.html"
@@ -119,6 +120,13 @@ class OperationRoutes:
         if len(services) > 1:
             found.sort(key=lambda each: each["submitted_unix_s"], reverse=True)
         return json_response({"requests": found[:MAX_LISTED]})
+
+    async def end_session(self, http: Request, session: str) -> Response:
+        """Ends a session of the caller, known or not: 204. Workers evict first what only its requests have used."""
+        owner = self._service.settings.tenants.of(self._service.names(http).key).owner
+        for service in self._models.services:
+            service.dispatcher.end_session(check_session(session), owner)
+        return Response(status_code=204)
 
     async def timeline(self, http: Request, request_id: str) -> Response:
         """Returns the events of a request with their times, or 404. Accepts the same ids as `request`."""

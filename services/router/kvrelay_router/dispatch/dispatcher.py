@@ -31,6 +31,7 @@ from kvrelay_router.dispatch.interface import (
     PreparedPrompt,
     RequestFailed,
     TooLate,
+    session_key,
 )
 from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
@@ -228,7 +229,7 @@ class RouterDispatcher:
 
     @staticmethod
     def _unprepared(request: GenerateRequest) -> PromptPrefixes:
-        return PromptPrefixes(request.prompt_ids, request.cache_salt, request.session)
+        return PromptPrefixes(request.prompt_ids, request.cache_salt, request.session, session_key=request.session_key)
 
     async def fleet(self, owner: str | None = None) -> dict[str, Any]:
         live = await self.watch.ask_all(self.settings.live_timeout_s)
@@ -298,6 +299,11 @@ class RouterDispatcher:
     def recent_requests(self, limit: int, owner: str | None = None, session: str | None = None) -> list[dict[str, Any]]:
         return [record.summary() for record in self._records.latest(limit, owner, session)]
 
+    def end_session(self, session: str, owner: str = "") -> None:
+        key = session_key(session, owner)
+        self._placement.session_ended(key)
+        self.watch.session_ended(key)
+
     async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
         record = self._records.get(request_id, owner)
         if record is None:
@@ -333,6 +339,7 @@ class RouterDispatcher:
                 priority=request.priority,
                 tenant=request.tenant,
                 weight=request.weight,
+                session=request.session_key,
                 text_owner=request.text_owner,
                 num_samples=request.num_sequences,
                 max_attempts=self.settings.max_attempts,

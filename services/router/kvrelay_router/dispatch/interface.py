@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgspec
@@ -51,7 +52,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     num_sequences: int = 1
     cache_salt: str = ""
-    session: str = ""  # the policy `sticky` sends requests of one session to one worker
+    session: str = ""  # the client's name of what this request is part of, such as a program
     priority: int = 0
     timeout_s: float = 600.0
     trace: str = ""
@@ -59,6 +60,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # who gets a fair share, with this weight
     weight: float = 1.0
     text_owner: str | None = None  # drafts may come from earlier outputs of the same owner; None: from none
+
+    @property
+    def session_key(self) -> str:
+        """The session as workers know it."""
+        return session_key(self.session, self.owner)
+
+
+def session_key(session: str, owner: str) -> str:
+    """A digest, so that sessions of one name and several owners differ; empty for no session."""
+    if not session:
+        return ""
+    return blake2b(f"{owner}/{session}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, gc=False):
@@ -232,6 +245,10 @@ class Dispatcher(Protocol):
     def recent_requests(self, limit: int, owner: str | None = None, session: str | None = None) -> list[dict[str, Any]]:
         """The latest requests of an owner and session (None: of all), the newest first: id, session, state, tokens,
         times; JSON-ready."""
+        ...
+
+    def end_session(self, session: str, owner: str = "") -> None:
+        """No request of this owner's session will come. Workers learn it within about a second."""
         ...
 
     async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 PLACEMENTS = ("disaggregated", "prefill_alone", "decode_alone")
 AFFINITY_TOKENS = 512
 """`sticky` sends requests without a session to one worker if this many first tokens of their prompts are equal."""
+MOST_SESSIONS = 16_384
+"""Sessions whose workers are remembered, those of the latest requests."""
 REUSE_REQUESTS = 256
 EXPECTED_LIFETIME_S = 30.0
 """With a prefix index: the time after which the index has reported what a decision put into a cache."""
@@ -84,7 +86,15 @@ class Reuse:
 class PromptPrefixes:
     """A prompt's tokens as bytes, and its block hashes, made once for each model and block size of the fleet."""
 
-    def __init__(self, prompt_ids: list[int] | NDArray[np.int32], cache_salt: str = "", affinity: str = "") -> None:
+    def __init__(
+        self,
+        prompt_ids: list[int] | NDArray[np.int32],
+        cache_salt: str = "",
+        affinity: str = "",
+        *,
+        session_key: str = "",
+    ) -> None:
+        self.session_key = session_key
         self.packed = pack_tokens(prompt_ids)
         self._prompt_ids = np.frombuffer(self.packed, dtype="<i4")
         self._cache_salt = cache_salt
@@ -148,6 +158,7 @@ class Placement:
         self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
         self._popularity = PrefixPopularity()
         self._reuse = Reuse()
+        self._session_workers: OrderedDict[str, frozenset[WorkerId]] = OrderedDict()  # of the latest request
         self._ordinal = 0
 
     @property
@@ -196,6 +207,7 @@ class Placement:
             avoid=avoid,
             local_prefill_tokens=self._local_prefill_tokens,
             affinity=prompt.affinity if self._policy == "sticky" else "",
+            session_workers=self._session_workers.get(prompt.session_key, frozenset()),
         )
         decision = decide(self._policy, demand, candidates, cached)
         if _is_late(decision, deadline_s):
@@ -224,15 +236,24 @@ class Placement:
                 self._popularity.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
                 self._reuse.count(decision.num_cached_tokens, prompt.num_tokens)
             self._view.assigned(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
-        for worker in (decision.prefill, decision.decode):
-            if worker is not None:
-                key = worker_key(worker.peer)
-                self.breakers.dispatched(key, self._clock())
-                if key in prompt.sent_to:
-                    continue
-                prompt.sent_to.add(key)
-                hashes = prompt.hashes(worker.fingerprint, worker.block_size)
-                self._prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
+        workers = [worker for worker in (decision.prefill, decision.decode) if worker is not None]
+        if prompt.session_key:
+            # Of concurrent requests of a session the latest counts.
+            self._session_workers[prompt.session_key] = frozenset(worker.worker_id for worker in workers)
+            self._session_workers.move_to_end(prompt.session_key)
+            if len(self._session_workers) > MOST_SESSIONS:
+                self._session_workers.popitem(last=False)
+        for worker in workers:
+            key = worker_key(worker.peer)
+            self.breakers.dispatched(key, self._clock())
+            if key in prompt.sent_to:
+                continue
+            prompt.sent_to.add(key)
+            hashes = prompt.hashes(worker.fingerprint, worker.block_size)
+            self._prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
+
+    def session_ended(self, session_key: str) -> None:
+        self._session_workers.pop(session_key, None)
 
     def gone(self, worker_id: str) -> None:
         """A worker ended, and its cache is lost."""
@@ -250,6 +271,7 @@ class Placement:
             now_s=self._clock(),
             ordinal=self._next_ordinal(),
             affinity=prompt.affinity if self._policy == "sticky" else "",
+            session_workers=self._session_workers.get(prompt.session_key, frozenset()),
         )
         candidates = self._candidates(excluded)
         cached = self._cached_blocks(prompt, candidates)

@@ -19,6 +19,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     tenant: str = ""
     weight: float = 1.0
+    session: str = ""
     text_owner: str | None = None
     num_samples: int = 1  # sequences of the request
     max_attempts: int = 3  # only attempts that count, see `RetryBudget`
@@ -37,6 +38,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
             priority=self.priority,
             tenant=self.tenant,
             weight=self.weight,
+            session=self.session,
             text_owner=self.text_owner,
             num_samples=self.num_samples,
             timeout_s=timeout_s,

@@ -72,6 +72,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     popularity: float = 0.0  # recent requests with the same cached prefix, see `PrefixPopularity`
     now_s: float = 0.0  # monotonic time of the placement
     reuse: float = 0.0  # share of recent prompt tokens found in a cache: the value of a cached token
+    session_workers: frozenset[str] = frozenset()  # ids of the workers of its session's latest request
     affinity: str = ""  # key of the `sticky` policy: a session, a user, or the prompt's beginning
 
 

@@ -14,8 +14,9 @@ speeds. Two prices are added:
 
 Each decision is counted at once. A worker that holds a prefix is chosen until waiting for it costs more than computing
 the prefix elsewhere; then another worker computes it, and the prefix has a second copy. Workers whose latencies differ
-by `TIE_SHARE` at most are equal. The one that computed least lately is chosen, and then they take turns: routers with
-the same view of the fleet should not all choose the same worker.
+by `TIE_SHARE` at most are equal. Of these, the worker of the session's latest request is chosen: it has the session's
+newest output, which the prefix index reports later. Otherwise the one that computed least lately is chosen, and then
+they take turns: routers with the same view of the fleet should not all choose the same worker.
 
 Decode: the latency is the part of the transfer that does not overlap with the computation (cached blocks need no
 transfer), and the time of the first tokens in the worker's batch, with the handoffs on their way. Workers without room
@@ -63,7 +64,12 @@ def pick_prefill(candidates: Sequence[Candidate], estimates: Estimates) -> tuple
     best_s = min(totals)
     worst_tie_s = best_s + own[totals.index(best_s)] * TIE_SHARE + TIE_S
     ties = [place for place, total_s in enumerate(totals) if total_s <= worst_tie_s]
-    chosen = min(in_turn(ties, estimates.demand.ordinal), key=lambda place: candidates[place].recent_tokens)
+    of_session = estimates.demand.session_workers
+
+    def preference(place: int) -> tuple[bool, float]:
+        return candidates[place].worker_id not in of_session, candidates[place].recent_tokens
+
+    chosen = min(in_turn(ties, estimates.demand.ordinal), key=preference)
     worker = candidates[chosen]
     others = [(total_s, candidates[place].worker_id) for place, total_s in enumerate(totals) if place != chosen]
     cached, total = estimates.cached_tokens(worker), estimates.demand.num_prompt_tokens
@@ -113,6 +119,11 @@ def pick_decode(
         return not estimates.has_room(candidate), wait_s, -candidate.num_free_blocks
 
     chosen = min(in_turn(candidates, estimates.demand.ordinal), key=key)
+    for candidate in candidates:
+        if candidate.worker_id in estimates.demand.session_workers:
+            (is_full, least_s, _), (would_be_full, wait_s, _) = key(chosen), key(candidate)
+            if is_full == would_be_full and wait_s <= least_s * (1 + TIE_SHARE) + TIE_S:
+                chosen = candidate
     reason = (
         f"{chosen.worker_id} with {chosen.num_sequences} sequences ({chosen.num_pending} to come), "
         f"{chosen.num_free_blocks} free blocks, holds {estimates.held_blocks(chosen)} of the prompt's"

@@ -14,6 +14,7 @@ from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, BlockState
+from kvrelay.kv.session_blocks import SessionBlocks
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies
 from kvrelay.scheduling.sequence import Sequence
@@ -46,6 +47,7 @@ class BlockManager:
         # Blocks that steps in flight read and that are in no table, each with the number of these steps.
         self._replaced: list[tuple[int, list[int]]] = []
         self._num_uncommitted = 0
+        self._sessions = SessionBlocks(most_blocks=2 * pool.num_blocks)
         self.shares_prefixes = not isinstance(cache, NullCache)
 
     @property
@@ -177,6 +179,7 @@ class BlockManager:
         shared = list(self.cache.match(hashes[:num_cached])) if num_cached else []
         if shared:
             pool.hold(shared, state)
+            self._sessions.matched(sequence.session, hashes[:num_cached])
         if num_missing + headroom > pool.num_available:  # again, now that shared blocks are held and cannot be evicted
             pool.release(shared, state)
             return False
@@ -268,6 +271,8 @@ class BlockManager:
             return []
         parent = sequence.hashes[start - 1] if start else None
         self.cache.extend(parent, hashes, sequence.table.ids[start:num_full].tolist())
+        if self.shares_prefixes:
+            self._sessions.published(sequence.session, hashes[num_known:])
         sequence.num_published = num_full
         return hashes
 
@@ -279,7 +284,9 @@ class BlockManager:
         if sequence.prefill_only:
             return False
         start = sequence.num_published
-        cached = self.cache.match(sequence.block_hashes(start + num_known))[start:]
+        hashes = sequence.block_hashes(start + num_known)
+        cached = self.cache.match(hashes)[start:]
+        self._sessions.matched(sequence.session, hashes)
         own = sequence.table.ids[start : start + len(cached)].tolist()
         self.pool.hold(cached, sequence.block_state)
         for index, block in enumerate(cached, start):
@@ -314,6 +321,10 @@ class BlockManager:
         sequence.num_borrowed = 0
         sequence.num_computed = 0
         sequence.num_published = 0
+
+    def end_session(self, session: str) -> None:
+        """No request of this session will come. Cached blocks that no other request has used are evicted first."""
+        self.cache.demote(self._sessions.end(session))
 
     def slot_use(self, sequences: Iterable[Sequence]) -> SlotUse:
         """Returns the use of these sequences' blocks."""

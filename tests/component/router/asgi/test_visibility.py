@@ -67,6 +67,19 @@ async def test_requests_of_a_session_are_listed_together_and_by_key(shared: Rout
     assert len(await found(ANN, "")) == 7
 
 
+async def test_a_session_ends_for_its_owner_alone(shared: Router) -> None:
+    for name in (ANN, BOB):
+        answer = await shared.http.delete("/sessions/otter", headers=key(name))
+        assert (answer.status_code, answer.content) == (204, b"")
+    (ann, session), (bob, same) = shared.dispatcher.ended_sessions
+    assert session == same == "otter" and ann != bob
+    await ask(shared, ANN)
+    assert shared.dispatcher.handles[-1].request.owner == ann
+    refused = await shared.http.delete(f"/sessions/{'x' * 129}", headers=key(ANN))
+    assert refused.status_code == 400 and len(shared.dispatcher.ended_sessions) == 2
+    assert (await shared.http.delete("/sessions/otter")).status_code == 401
+
+
 @pytest.mark.parametrize("end", ["", "/timeline"])
 async def test_a_request_of_another_key_looks_unknown(shared: Router, end: str) -> None:
     of_ann = await ask(shared, ANN)

@@ -1,0 +1,137 @@
+"""Programs of several calls through the whole system (`kvrelay up`, HTTP), each section in one run.
+
+    python -m benchmarks.programs [--sections workloads,curve,select,surplus,sessions,frontends] [--workloads all]
+        [--sglang-python PATH] [--write benchmarks/results/programs.md]
+
+- workloads: those of `kvrelay bench --workload` with every part on, each part off, and the same work as raw API calls:
+  requests of one script per program, in turn, without session and hints, and a request for each choice of a `select`.
+  A stack for each set of server flags runs during the whole section, and variants take turns. Runs on one stack have
+  equal texts and different `cache_salt`, so none finds what another one has computed.
+- Hit rate: cached prompt tokens / prompt tokens, of all calls with hints and scores. "Of the best" divides by what one
+  cache without end would have for the same calls in their order, if it had each prompt and answer from the request on.
+- Tree: CPU time of pool and prefix tree for the same calls, one after the other, over the duration of the run.
+- curve: few-shot-20, of which a growing share of programs has the same examples.
+- select: time of a selection by its number of choices.
+- surplus: three fields out of one answer, with and without `surplus_tokens`; the demo model only.
+- sessions: hit rates with and without the ends of sessions, replayed without a model.
+- frontends: the same programs by SGLang's frontend (needs an interpreter with `sglang` and `openai`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.machine import commit, machine
+from benchmarks.programs import curve, extraction, frontends, selection, sessions
+from benchmarks.programs.ablation import SERVERS, Bench, Sizes, running, table
+from benchmarks.programs.calls import KeptCalls
+from kvrelay.config.demo import demo_model_path
+from kvrelay_programs.workloads import find_workload, workloads
+from tests.fakes.stack import Stack
+
+SECTIONS = ("workloads", "curve", "select", "surplus", "sessions", "frontends")
+MAIN = "all on"
+
+
+def main() -> None:
+    given = _arguments()
+    sections = given.sections.split(",")
+    names = list(SERVERS) if "workloads" in sections else [MAIN]
+    sizes = Sizes(given.programs, given.concurrency, given.alone, given.rounds, given.num_blocks)
+    flags = ["--num-blocks", str(given.num_blocks), "--dtype", "float32", *given.flag]
+    with tempfile.TemporaryDirectory() as place, running(names, given.model, Path(place), flags) as stacks:
+        lines = _head(given, sizes)
+        if "workloads" in sections:
+            lines += _workloads(given, stacks, sizes)
+        lines += _others(given, stacks[MAIN], sections, sizes)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if given.write:
+        given.write.write_text(text, encoding="utf-8")
+
+
+def _head(given: argparse.Namespace, sizes: Sizes) -> list[str]:
+    about = machine()
+    name = given.model.name if given.model else "the demo model"
+    return [
+        f"{about['CPU']}, {about['cores']} cores, {about['instructions']}, CPython {platform.python_version()}, commit "
+        f"{commit()}; {name} in float32, one prefill and one decode worker, {sizes.num_blocks} blocks each; "
+        f"{sizes.num_programs} programs, {sizes.concurrency} at once; {sizes.rounds} rounds.",
+        "",
+    ]
+
+
+def _workloads(given: argparse.Namespace, stacks: dict[str, Stack], sizes: Sizes) -> list[str]:
+    from transformers import AutoTokenizer
+
+    bench = Bench(stacks, AutoTokenizer.from_pretrained(given.model or demo_model_path()), sizes)
+    lines: list[str] = []
+    kept: dict[str, Any] = {}
+    for name in workloads() if given.workloads == "all" else given.workloads.split(","):
+        batch, alone = bench.measure(find_workload(name))
+        lines += [f"### {name}", "", *table(batch, alone), ""]
+        print("\n".join(lines[-len(batch) - 5 :]), file=sys.stderr, flush=True)
+        kept[name] = {
+            kind: {variant: [asdict(each) for each in outcomes] for variant, outcomes in found.items()}
+            for kind, found in (("batch", batch), ("alone", alone))
+        }
+        if given.json:
+            given.json.write_text(json.dumps(kept), encoding="utf-8")
+    return lines
+
+
+def _others(given: argparse.Namespace, stack: Stack, sections: list[str], sizes: Sizes) -> list[str]:
+    endpoint = KeptCalls(stack.base_url, stack.model)
+    lines: list[str] = []
+    if "curve" in sections:
+        found = curve.points(endpoint, 2 * sizes.num_programs, sizes.concurrency, sizes.rounds)
+        endpoint.salt = ""
+        lines += ["## Over the hit rate", "", *curve.lines(found), ""]
+        if given.plot:
+            curve.draw(found, given.plot)
+    if "select" in sections:
+        lines += ["## Choices of a select", "", *selection.lines(endpoint), ""]
+    if "surplus" in sections:
+        model = given.model or demo_model_path()
+        assert model is not None
+        lines += ["## Surplus text", "", *extraction.lines(endpoint, model), ""]
+    if "sessions" in sections:
+        lines += ["## Ended sessions", "", *sessions.lines(), ""]
+    if "frontends" in sections:
+        rows = frontends.lines(given.sglang_python, stack, sizes.num_programs, sizes.concurrency, sizes.rounds)
+        lines += ["## Frontends", "", *rows, ""]
+    return lines
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="default: the demo model")
+    parser.add_argument("--sections", default="workloads,curve,select,surplus,sessions")
+    parser.add_argument("--workloads", default="all", metavar="NAME[,NAME]")
+    parser.add_argument("--programs", type=int, default=16)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--alone", type=int, default=3, help="programs whose latency is measured one at a time")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--num-blocks", type=int, default=3000)
+    parser.add_argument("--flag", action="append", default=[], help="one more argument of `kvrelay up`; repeatable")
+    parser.add_argument("--sglang-python", help="interpreter of the section frontends")
+    parser.add_argument("--json", type=Path, help="keeps the outcomes of the workloads")
+    parser.add_argument("--plot", type=Path, help="SVG of the section curve")
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    if unknown := set(given.sections.split(",")) - set(SECTIONS):
+        parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
+    if "frontends" in given.sections.split(",") and not given.sglang_python:
+        parser.error("the section frontends needs --sglang-python")
+    return given
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Each workload with every part on, with each part off, and as raw API calls: programs per second and latency."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.peers.order import turns
+from benchmarks.programs.calls import KeptCalls, RawCalls, best_possible_hits, tokenized, tree_seconds
+from kvrelay_programs import State
+from kvrelay_programs.workloads import Workload
+from tests.fakes.stack import Stack
+
+SERVERS: Mapping[str, tuple[str, ...]] = {
+    "all on": ("--queue-order", "lpm"),
+    "no cache": ("--queue-order", "lpm", "--no-prefix-cache"),
+    "table": ("--queue-order", "lpm", "--prefix-lookup", "table"),
+    "fcfs": ("--queue-order", "fcfs"),
+    "random": ("--queue-order", "random"),
+    "no jump-forward": ("--queue-order", "lpm", "--no-jump-forward"),
+}
+CONSTRAINED = frozenset(("self-consistency", "react", "generative-agents", "json"))
+FEWER_PROGRAMS = {"multi-turn-long": 4}
+ALL_ON, RAW, RAW_NO_CACHE = "all on", "raw calls", "raw calls, no cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What runs: on one of `SERVERS`, as programs or as raw calls in turn."""
+
+    name: str
+    server: str
+    is_raw: bool = False
+    has_hint: bool = True
+    is_parallel: bool = True
+
+
+VARIANTS = (
+    Variant(ALL_ON, "all on"),
+    Variant("no cache", "no cache"),
+    Variant("table in place of the tree", "table"),
+    Variant("queue in order of arrival (fcfs)", "fcfs"),
+    Variant("queue in random order", "random"),
+    Variant("no fork hint", "all on", has_hint=False),
+    Variant("no parallel calls", "all on", is_parallel=False),
+    Variant("no jump-forward", "no jump-forward"),
+    Variant(RAW, "all on", is_raw=True, has_hint=False, is_parallel=False),
+    Variant(RAW_NO_CACHE, "no cache", is_raw=True, has_hint=False, is_parallel=False),
+)
+ALONE = (ALL_ON, "no fork hint", "no parallel calls", RAW, RAW_NO_CACHE)
+"""Variants whose latency is measured for one program at a time; queue orders do not matter to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run of a variant. Times in seconds. `num_hits` prompt tokens were found in a cache, of `num_best` that could
+    be; `tree_s` is what the prefix tree takes for the same calls."""
+
+    num_programs: int
+    seconds: float
+    latency_s: float
+    calls: int
+    num_prompt: int
+    num_hits: int
+    num_best: int
+    tree_s: float
+    texts: Sequence[str]
+
+    @property
+    def programs_per_s(self) -> float:
+        return self.num_programs / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    num_programs: int = 16
+    concurrency: int = 16
+    num_alone: int = 3
+    rounds: int = 2
+    num_blocks: int = 3000
+    seed: int = 0
+
+
+@contextmanager
+def running(names: Sequence[str], model: Path | None, place: Path, flags: Sequence[str]) -> Iterator[dict[str, Stack]]:
+    """A stack for each of these `SERVERS`, all at the same time; those that nobody asks idle."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(Stack(model, place / name.replace(" ", "-"), *SERVERS[name], *flags))
+            for name in names
+        }
+
+
+class Bench:
+    """Runs variants on running servers. `tokenizer` is that of the model, from `transformers`."""
+
+    def __init__(self, stacks: Mapping[str, Stack], tokenizer: Any, sizes: Sizes) -> None:
+        self._stacks, self._tokenizer, self._sizes = stacks, tokenizer, sizes
+        self._endpoints: dict[str, KeptCalls] = {}
+        self._num_runs = 0
+
+    def measure(self, workload: Workload) -> tuple[dict[str, list[Outcome]], dict[str, list[Outcome]]]:
+        """Outcomes of each variant by rounds: in a batch, and with one program at a time."""
+        sizes = self._sizes
+        variants = [each for each in VARIANTS if each.name != "no jump-forward" or workload.name in CONSTRAINED]
+        for variant in variants:  # connections, grammars, code that runs for the first time
+            self._run(workload, variant, workload.draw(1, -1), 1)
+        num_programs = FEWER_PROGRAMS.get(workload.name, sizes.num_programs)
+        alone = [each for each in variants if each.name in ALONE]
+        return (
+            self._rounds(workload, variants, num_programs, sizes.concurrency, 0),
+            self._rounds(workload, alone, min(sizes.num_alone, num_programs), 1, 1000),
+        )
+
+    def _rounds(
+        self, workload: Workload, variants: Sequence[Variant], num_programs: int, concurrency: int, offset: int
+    ) -> dict[str, list[Outcome]]:
+        by_name = {variant.name: variant for variant in variants}
+        found: dict[str, list[Outcome]] = {name: [] for name in by_name}
+        for number, names in enumerate(turns(list(by_name), self._sizes.rounds, "abba", 0)):
+            arguments = workload.draw(num_programs, self._sizes.seed + offset + number)
+            for name in names:
+                found[name].append(self._run(workload, by_name[name], arguments, concurrency))
+        return found
+
+    def _run(
+        self, workload: Workload, variant: Variant, arguments: Sequence[Mapping[str, Any]], concurrency: int
+    ) -> Outcome:
+        endpoint = self._endpoint(variant)
+        self._num_runs += 1
+        endpoint.salt = f"run {self._num_runs}"
+        begin = time.perf_counter()
+        states = workload.program.run_batch(
+            arguments,
+            endpoint=endpoint,
+            sampling={"temperature": 0},
+            num_threads=concurrency,
+            parallel=variant.is_parallel,
+            fork_hint=variant.has_hint,
+            progress=False,
+        )
+        return self._outcome(endpoint, states, time.perf_counter() - begin)
+
+    def _outcome(self, endpoint: KeptCalls, states: Sequence[State], seconds: float) -> Outcome:
+        calls = tokenized(endpoint.take_calls(), self._tokenizer)
+        return Outcome(
+            num_programs=len(states),
+            seconds=seconds,
+            latency_s=median(state.elapsed_s or 0.0 for state in states),
+            calls=sum(state.usage.calls for state in states),
+            num_prompt=sum(state.usage.prompt_tokens for state in states),
+            num_hits=sum(state.usage.cached_tokens for state in states),
+            num_best=best_possible_hits(calls),
+            tree_s=tree_seconds(calls, self._sizes.num_blocks),
+            texts=[state.text() for state in states],
+        )
+
+    def _endpoint(self, variant: Variant) -> KeptCalls:
+        kind: Callable[[str, str], KeptCalls] = RawCalls if variant.is_raw else KeptCalls
+        key = f"{variant.server}, raw" if variant.is_raw else variant.server
+        if key not in self._endpoints:
+            stack = self._stacks[variant.server]
+            self._endpoints[key] = kind(stack.base_url, stack.model)
+        return self._endpoints[key]
+
+
+HEAD = (
+    "| variant | programs/s | over raw without cache | latency alone, s | over raw without cache | calls | hit rate "
+    "| of the best | tree, % of the run | same text |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+)
+
+
+def table(batch: Mapping[str, Sequence[Outcome]], alone: Mapping[str, Sequence[Outcome]]) -> list[str]:
+    """Medians over the rounds; ratios are taken within a round."""
+    return [*HEAD, *(_line(name, batch, alone) for name in batch)]
+
+
+def _line(name: str, batch: Mapping[str, Sequence[Outcome]], alone: Mapping[str, Sequence[Outcome]]) -> str:
+    outcomes = batch[name]
+    base = batch[RAW_NO_CACHE]
+    rate = [each.programs_per_s / other.programs_per_s for each, other in zip(outcomes, base, strict=True)]
+    latency = speedup = "-"
+    if name in alone:
+        latency = f"{median(each.latency_s for each in alone[name]):.3f}"
+        faster = [b.latency_s / a.latency_s for a, b in zip(alone[name], alone[RAW_NO_CACHE], strict=True)]
+        speedup = f"{median(faster):.2f}"
+    num_prompt, num_hits = (sum(getattr(each, field) for each in outcomes) for field in ("num_prompt", "num_hits"))
+    num_best, num_texts = sum(each.num_best for each in outcomes), sum(len(each.texts) for each in outcomes)
+    same = sum(
+        text == other
+        for each, complete in zip(outcomes, batch[ALL_ON], strict=True)
+        for text, other in zip(each.texts, complete.texts, strict=True)
+    )
+    return (
+        f"| {name} | {median(each.programs_per_s for each in outcomes):.2f} "
+        f"| {median(rate):.2f} ({min(rate):.2f} to {max(rate):.2f}) | {latency} | {speedup} "
+        f"| {outcomes[0].calls} | {num_hits / num_prompt:.3f} | {_share(num_hits, num_best)} "
+        f"| {100 * sum(each.tree_s for each in outcomes) / sum(each.seconds for each in outcomes):.2f} "
+        f"| {same} of {num_texts} |"
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.3f}" if whole else "-"

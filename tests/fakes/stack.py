@@ -108,6 +108,10 @@ class Stack:
                     found[name.group(1) if name else "router"] = child.pid
         return found
 
+    def log(self) -> str:
+        """What `kvrelay up` has printed."""
+        return self._log_path.read_text()
+
     def stop(self) -> int:
         """Ctrl-C; returns the exit status."""
         if self.process.poll() is None:

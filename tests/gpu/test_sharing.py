@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvrelay.config import WorkerConfig
-from kvrelay.engine.profile import machine_memory_bytes, profile_memory
+from kvrelay.engine.profile import profile_memory
 from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.machine_memory import machine_memory_bytes
 from kvrelay.worker.worker_main import load_runner
 from tests.gpu.conftest import KERNELS_TIMEOUT_S
 from tests.tiny_models import build_model

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from kvrelay.cli.display import DIED, READY, STARTING, STOPPED, STOPPING, Display
 from kvrelay.cli.log_excerpt import log_excerpt
 from kvrelay.cli.readiness import ReadyCheck
+from kvrelay.machine_memory import num_memory_kills
 from kvrelay.process import describe_exit, die_with_parent
 
 READY_POLL_S = 0.1
@@ -128,7 +129,7 @@ class Service:
         """Runs the process once; returns how it ended."""
         where = f"{self.spec.where} " if self.spec.where else ""
         self._display.update(self.spec.name, STARTING, f"{where}{self._log_hint()}")
-        started = time.monotonic()
+        started, num_kills = time.monotonic(), num_memory_kills()
         self._became_ready = False
         try:
             process = await self._spawn()
@@ -146,6 +147,8 @@ class Service:
             self._display.update(self.spec.name, READY, f"{where}after {time.monotonic() - started:.1f} s")
         status = await ended
         self.ready.clear()
+        if status == -signal.SIGKILL and num_memory_kills() > num_kills:
+            return f"{describe_exit(status)} when memory ran out"
         return describe_exit(status)
 
     async def _spawn(self) -> asyncio.subprocess.Process:

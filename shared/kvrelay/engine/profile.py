@@ -17,11 +17,11 @@ import numpy as np
 
 from kvrelay.engine.batch import LaunchingRunner, ModelRunner, WorkerBatch, WorkerRow
 from kvrelay.kv.table import blocks_for
+from kvrelay.machine_memory import machine_memory_bytes
 from kvrelay.protocol.sampling import Sampling
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MIB = 2**20
 SWAP_PART = 4
 """The swap space is the pool's size divided by this, unless it is configured."""
@@ -92,13 +92,6 @@ def _and_swap(swap_bytes: int | None) -> str:
     if swap_bytes is None:
         return f", the swap space a part in {SWAP_PART + 1} of the rest"
     return f" and the swap space {swap_bytes // _MIB} MiB" if swap_bytes else ""
-
-
-def machine_memory_bytes() -> int:
-    """The machine's memory, or the control group's limit if that is less."""
-    total = _status_bytes(Path("/proc/meminfo"), "MemTotal")
-    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else "max"
-    return total if limit == "max" else min(total, int(limit))
 
 
 class MemoryGauge(Protocol):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay import machine_memory
 from kvrelay.cli import preflight
 from kvrelay.cli.launch_plan import make_plan
 from kvrelay.cli.preflight import (
@@ -148,21 +147,6 @@ def test_what_counts(flags: dict[str, str], needed: int) -> None:
 def test_default_sizes_and_pools_that_the_model_sizes_are_not_judged() -> None:
     for flags in ({}, {"num_blocks": "9"}, {"memory_utilization": "0.5"}):
         check_memory(make_plan(flags, ENVIRON).workers, 0)
-
-
-def test_free_memory_is_the_machine_s_or_the_group_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:  4096 kB\nSwapFree: 1024 kB\n")
-    monkeypatch.setattr(machine_memory, "_MEMORY", meminfo)
-    monkeypatch.setattr(machine_memory, "_CGROUP", tmp_path)
-    assert machine_memory.available_memory_bytes() == 5 << 20
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text(f"{3 << 20}\n")
-    assert machine_memory.available_memory_bytes() == 5 << 20
-    (tmp_path / "memory.max").write_text(f"{4 << 20}\n")
-    assert machine_memory.available_memory_bytes() == 1 << 20
-    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {1 << 20}\n")
-    assert machine_memory.available_memory_bytes() == 2 << 20
 
 
 # -- transports and ports ---------------------------------------------------------------------------------------------

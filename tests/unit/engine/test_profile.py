@@ -11,7 +11,8 @@ import pytest
 
 from kvrelay.engine.batch import LaunchedStep, WorkerBatch
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit, machine_memory_bytes, profile_memory
+from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit, profile_memory
+from kvrelay.machine_memory import machine_memory_bytes
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.queued_runner import QueuedRunner
 from tests.tiny_models import build_model

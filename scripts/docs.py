@@ -1,4 +1,5 @@
-"""Writes the parts of docs/ that are taken from the code: the configuration reference, the state diagrams, the metrics.
+"""Writes the parts of docs/ that are taken from the code: the configuration reference, the help pages of the commands,
+the state diagrams, the metrics.
 
 Run: .venv/bin/python scripts/docs.py [--check]
 """
@@ -6,19 +7,25 @@ Run: .venv/bin/python scripts/docs.py [--check]
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from kvrelay.cli.commands import COMMANDS, help_text
+from kvrelay.cli.up_flags import up_parser
 from kvrelay.config import reference
+from kvrelay.flag_parser import FlagParser
 from kvrelay.telemetry.catalogue import ALL, METRICS
 from kvrelay.telemetry.prometheus import prometheus_name
+from kvrelay_bench.program_bench import programs_parser
 from kvrelay_decode.receiver_handoff import ReceiverState
 from kvrelay_prefill.sender_handoff import SenderState
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+HELP_COLUMNS = 102  # argparse leaves two of them free
 
 S, R = SenderState, ReceiverState
 
@@ -86,12 +93,34 @@ def generated() -> dict[Path, str]:
     text = _put(text, "sender", state_diagram(SenderState, SENDER_LABELS))
     text = _put(text, "receiver", state_diagram(ReceiverState, RECEIVER_LABELS, {R.RUNNING}))
     table = _put(metrics.read_text(encoding="utf-8"), "metrics", metrics_table())
-    return {DOCS / "configuration.md": reference.render(), handoff: text, metrics: table}
+    return {DOCS / "configuration.md": reference.render(), handoff: text, metrics: table, **help_pages()}
+
+
+def help_pages() -> dict[Path, str]:
+    """The help of every command as text, `HELP_COLUMNS` wide."""
+    pages = {"kvrelay": help_text(), **{name: _help(command.flag_parser()) for name, command in COMMANDS.items()}}
+    pages["up-all"] = _help(up_parser(), whole=True)
+    pages["bench-workload"] = _help(programs_parser())
+    return {DOCS / "help" / f"{name}.txt": text for name, text in pages.items()}
+
+
+def _help(parser: FlagParser, *, whole: bool = False) -> str:
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(HELP_COLUMNS)
+    try:
+        return parser.format_help_all() if whole else parser.format_help()
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
 
 
 def outdated() -> list[Path]:
-    """The files that are not as they should be."""
-    return [path for path, text in generated().items() if not path.exists() or path.read_text("utf-8") != text]
+    """The files that are not as they should be, and help pages of commands that do not exist."""
+    wanted = generated()
+    left = [path for path in (DOCS / "help").glob("*.txt") if path not in wanted]
+    return left + [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
 
 
 def main() -> int:
@@ -103,7 +132,10 @@ def main() -> int:
             sys.stderr.write(f"{path} is out of date: run .venv/bin/python scripts/docs.py\n")
         return 1 if outdated() else 0
     for path, text in generated().items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    for path in outdated():
+        path.unlink()
     return 0
 
 

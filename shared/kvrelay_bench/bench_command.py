@@ -21,12 +21,13 @@ from kvrelay_bench.http import BadUrl, Client, ConnectionLost
 from kvrelay_bench.load_figures import LoadFigures, Ratio, figures
 from kvrelay_bench.load_generator import LoadOutcome, LoadPoint, run_load
 from kvrelay_bench.load_plots import PlottedLoad, draw
-from kvrelay_bench.report import COMPARED, comparison_table, load_table, remarks, value_of
+from kvrelay_bench.report import MAX_COLUMNS, compared, comparison_table, load_table, remarks, value_of
 from kvrelay_bench.workload import Ask
 from kvrelay_simulator.traces import BadTrace
 
 MODELS_TIMEOUT_S = 10.0
 FORMAT_VERSION = 1
+INTERRUPTED = 130
 
 
 class CannotRun(Exception):
@@ -46,6 +47,7 @@ class Measured:
     def as_json(self, *, with_requests: bool) -> dict[str, Any]:
         """The figures as JSON types."""
         content: dict[str, Any] = {"load": self.point, "endpoint": self.endpoint, "round": self.round}
+        content["is_partial"] = self.outcome.is_partial
         content["figures"] = self.figures.as_json()
         if with_requests:
             content["requests"] = [asdict(record) for record in self.outcome.records]
@@ -53,14 +55,15 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; 1 if no request of a load succeeded; 2 for invalid flags."""
+    """Returns the exit status: 0; 1 if no request of a load succeeded; 2 for invalid flags; 130 after Ctrl-C."""
     given = sys.argv[1:] if argv is None else argv
     if any(flag == "--workload" or flag.startswith("--workload=") for flag in given):
         return _bench_programs(given)
     try:
         plan = read_flags(argv, os.environ)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-            results = runner.run(Bench(plan).run())
+            bench = Bench(plan)
+            results = runner.run(bench.run())
     except (BenchFlagError, BadTrace, BadUrl) as error:
         print(f"kvrelay bench: {error}", file=sys.stderr)
         return 2
@@ -68,8 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvrelay bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
-    _tell(plan, results)
+        return INTERRUPTED
+    if bench.is_interrupted:
+        print(f"kvrelay bench: interrupted{'' if results else ' before the first load'}", file=sys.stderr)
+    if results:
+        _tell(plan, results)
+    if bench.is_interrupted:
+        return INTERRUPTED
     return 0 if all(each.figures.num_failed < each.figures.num_requests for each in results) else 1
 
 
@@ -89,17 +97,22 @@ class Bench:
         self._plan = plan
         self._clients = {name: Client(endpoint) for name, endpoint in plan.endpoints.items()}
         self._models: dict[str, str] = {}
+        self.is_interrupted = False
 
     async def run(self) -> list[Measured]:
-        """Runs all rounds. Raises CannotRun."""
+        """Runs all rounds. Cancelled during a load it returns what has been measured. Raises CannotRun."""
         try:
             for name, client in self._clients.items():
                 self._models[name] = self._plan.model or await _first_model(client)
                 await self._warm_up(name, client)
-            results = []
+            results: list[Measured] = []
             for number in range(self._plan.rounds):
                 for point in self._plan.points(number):
-                    results += [await self._measure(name, point, number) for name in self._order(number)]
+                    for name in self._order(number):
+                        if self.is_interrupted:
+                            return results
+                        if measured := await self._measure(name, point, number):
+                            results.append(measured)
             return results
         finally:
             for client in self._clients.values():
@@ -115,19 +128,26 @@ class Bench:
             return
         point = LoadPoint("warm-up", self._plan.warm_up, concurrency=4)
         outcome = await self._run(name, client, point, f"{name}: warm-up")
+        if self.is_interrupted:
+            return
         errors = [record.error for record in outcome.records if record.error]
         if len(errors) == len(outcome.records):
             raise CannotRun(f"{client.endpoint.url}: no warm-up request succeeded; first error: {errors[0]}")
 
-    async def _measure(self, name: str, point: LoadPoint, number: int) -> Measured:
+    async def _measure(self, name: str, point: LoadPoint, number: int) -> Measured | None:
+        """None if no request of the load has ended."""
         title = f"{name}: {point.name}" + (f", round {number + 1}" if self._plan.rounds > 1 else "")
         outcome = await self._run(name, self._clients[name], point, title)
+        if not outcome.records:
+            return None
         return Measured(point.name, name, number, figures(outcome, self._plan.slo), outcome)
 
     async def _run(self, name: str, client: Client, point: LoadPoint, title: str) -> LoadOutcome:
         with _progress(title, len(point.asks)) as on_end:
             bodies = [self._body(name, client, ask) for ask in point.asks]
-            return await run_load(client, point, bodies, self._plan.timeout_s, on_end)
+            outcome = await run_load(client, point, bodies, self._plan.timeout_s, on_end)
+        self.is_interrupted = self.is_interrupted or outcome.is_partial
+        return outcome
 
     def _body(self, name: str, client: Client, ask: Ask) -> bytes:
         wire = self._plan.wire
@@ -162,7 +182,8 @@ def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _tell(plan: BenchPlan, results: Sequence[Measured]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console()
+    console = Console(width=min(MAX_COLUMNS, console.width) if console.is_terminal else MAX_COLUMNS)
     comparing = len(plan.endpoints) > 1
     named = [(_label(each, plan), each.figures) for each in results]
     if not comparing:
@@ -172,9 +193,10 @@ def _tell(plan: BenchPlan, results: Sequence[Measured]) -> None:
         for name, endpoint in plan.endpoints.items():
             console.print(f"{name}: {endpoint.url}", highlight=False)
         for point in dict.fromkeys(each.point for each in results):
-            a, b = ([e.figures for e in results if (e.point, e.endpoint) == (point, side)] for side in plan.endpoints)
-            console.print(comparison_table(point, a, b))
-            comparisons[point] = {figure: _ratio(a, b, path) for figure, path in COMPARED.items()}
+            a, b = _whole_rounds(results, point, list(plan.endpoints))
+            if a:
+                console.print(comparison_table(point, a, b, plan.slo))
+                comparisons[point] = {figure: _ratio(a, b, path) for figure, path in compared(plan.slo).items()}
     for line in remarks(named):
         console.print(f"- {line}", highlight=False, markup=False)
     if plan.json_path is not None:
@@ -190,12 +212,27 @@ def _tell(plan: BenchPlan, results: Sequence[Measured]) -> None:
         draw(drawn, plan.plot_path)
 
 
+def _whole_rounds(
+    results: Sequence[Measured], point: str, endpoints: Sequence[str]
+) -> tuple[list[LoadFigures], list[LoadFigures]]:
+    """The figures of a load on two endpoints in the rounds that both of them have completed."""
+    a, b = (
+        {each.round: each.figures for each in results if (each.point, each.endpoint) == (point, side)}
+        for side in endpoints
+    )
+    partial = {each.round for each in results if each.outcome.is_partial and each.point == point}
+    rounds = sorted((a.keys() & b.keys()) - partial)
+    return [a[number] for number in rounds], [b[number] for number in rounds]
+
+
 def _label(measured: Measured, plan: BenchPlan) -> str:
     parts = [measured.point]
     if len(plan.endpoints) > 1:
         parts.insert(0, measured.endpoint)
     if plan.rounds > 1:
         parts.append(f"round {measured.round + 1}")
+    if measured.outcome.is_partial:
+        parts.append("interrupted")
     return ", ".join(parts)
 
 

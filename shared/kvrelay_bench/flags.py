@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_values import list_of, number, objective, seconds, whole
 from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_bench.http import Endpoint
 from kvrelay_bench.load_figures import BenchSlo
 from kvrelay_bench.load_generator import LoadPoint
-from kvrelay_bench.workload import Arrivals, Ask, Shape, Wire, arrival_times, synthetic, traced
+from kvrelay_bench.workload import Arrivals, Ask, Shape, Wire, arrival_times, from_conversations, synthetic, traced
+from kvrelay_simulator.conversations import Conversation, read_conversations
 from kvrelay_simulator.traces import TracedRequest, read_trace, scaled
 
-UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 WARM_UP_SEED = 1 << 40
 """Differs from all measured seeds, so the warm-up caches none of their prompts."""
+DEFAULT_DURATION_S = 20.0
+"""Of a load without --requests."""
+DEFAULT_CONCURRENCY = 4
+DEFAULT_OUTPUT_TOKENS = 50
+REQUESTS_PER_CLIENT = 50
+"""At most so many requests for each of `--concurrency`, without --requests."""
+
+ADVICE = {
+    "--workload": "write --workload NAME with the flags of programs alone (see docs/programs.md)",
+    "--goodput": "write --slo ttft=500ms --slo tpot=50ms",
+    "--base-url": "the URL is the first argument",
+    "--host": "the URL is the first argument: http://HOST:PORT",
+    "--port": "the URL is the first argument: http://HOST:PORT",
+    "--backend": "any OpenAI-compatible endpoint is measured; --api chooses completions or chat",
+    "--endpoint": "write --api chat or --api completions",
+    "--dataset-name": "write --prompts FILE for conversations, --trace FILE for arrivals and lengths",
+    "--save-result": "write --json FILE",
+    "--result-filename": "write --json FILE",
+    "--num-warmups": "write --warm-up N",
+    "--burstiness": "write --arrivals poisson or fixed",
+}
+"""Flags of other programs that measure endpoints."""
 
 
 class BenchFlagError(Exception):
@@ -51,16 +73,11 @@ class BenchPlan:
 
 def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchPlan:
     """Parses the flags. Raises BenchFlagError, BadTrace; exits the process like argparse."""
-    given = _parser().parse_args(argv)
+    given = bench_parser().parse(argv)
     urls: list[str] = given.compare or ([given.url] if given.url else [])
     if not urls or (given.compare and given.url):
         raise BenchFlagError("give one URL, or --compare with two")
-    if given.trace is not None and (given.rate or given.concurrency):
-        raise BenchFlagError("--trace has its own arrivals: give --speed, not --rate or --concurrency")
-    if given.rate and given.concurrency:
-        raise BenchFlagError("--rate and --concurrency exclude each other: give one")
-    if given.api == "chat" and given.prompt_as == "ids":
-        raise BenchFlagError("--prompt-as ids needs --api completions: chat takes text")
+    _check_together(given)
     if given.plot is not None:
         try:
             check_plot(given.plot)
@@ -68,25 +85,26 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchP
             raise BenchFlagError(str(error)) from error
     key = _api_key(given.api_key_file, environ)
     names = ["A", "B"] if given.compare else [urls[0]]
+    api = given.api or ("completions" if given.prompts is None else "chat")
     wire = Wire(
-        api=given.api,
-        prompt_as=given.prompt_as or ("text" if given.api == "chat" else "ids"),
+        api=api,
+        prompt_as=given.prompt_as or ("text" if api == "chat" else "ids"),
         token_ids=given.token_ids,
         ignore_eos=given.ignore_eos,
         include_usage=given.usage,
         extra=given.extra_body,
     )
-    shape = Shape(given.prompt_tokens, given.output_tokens, given.spread, given.prefix_tokens, given.prefixes)
     trace = None if given.trace is None else scaled(read_trace(given.trace, given.requests), given.speed)
+    conversations = None if given.prompts is None else read_conversations(given.prompts, "--prompts")
     return BenchPlan(
         endpoints={name: Endpoint(url, key) for name, url in zip(names, urls, strict=True)},
         model=given.model,
         wire=wire,
-        slo=BenchSlo(**dict(given.slo or ())),
+        slo=BenchSlo(**{f"{name}_s": bound for name, bound in given.slo or ()}),
         rounds=given.rounds or (3 if given.compare else 1),
         timeout_s=given.timeout,
-        warm_up=synthetic(shape, [0.0] * given.warm_up, WARM_UP_SEED),
-        make_points=lambda number: _points(given, shape, trace, given.seed + number),
+        warm_up=synthetic(_shape(given), [0.0] * given.warm_up, WARM_UP_SEED),
+        make_points=lambda number: _points(given, trace, conversations, number),
         json_path=given.json,
         plot_path=given.plot,
         with_requests=given.save_requests,
@@ -94,87 +112,153 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchP
     )
 
 
+def _check_together(given: argparse.Namespace) -> None:
+    """Raises BenchFlagError for flags that exclude each other."""
+    if given.trace is not None and (given.rate or given.concurrency or given.prompts):
+        raise BenchFlagError(
+            "--trace has its own arrivals and prompts: give --speed, not --rate, --concurrency or --prompts"
+        )
+    if given.rate and given.concurrency:
+        raise BenchFlagError("--rate and --concurrency exclude each other: give one")
+    if (given.api or "completions") == "chat" and given.prompt_as == "ids":
+        raise BenchFlagError("--prompt-as ids needs --api completions: chat takes text")
+    if given.prompts is not None and given.prompt_as == "ids":
+        raise BenchFlagError("--prompts has text: leave --prompt-as ids out")
+
+
+def _shape(given: argparse.Namespace) -> Shape:
+    num_output = given.output_tokens or DEFAULT_OUTPUT_TOKENS
+    return Shape(given.prompt_tokens, num_output, given.spread, given.prefix_tokens, given.prefixes)
+
+
 def _points(
-    given: argparse.Namespace, shape: Shape, trace: Sequence[TracedRequest] | None, seed: int
+    given: argparse.Namespace,
+    trace: Sequence[TracedRequest] | None,
+    conversations: Sequence[Conversation] | None,
+    round_number: int,
 ) -> list[LoadPoint]:
     """Loads with different prompts, so a prefix cached by one load does not serve the next."""
+    seed = given.seed + round_number
+    duration_s = given.duration
     if trace is not None:
-        return [LoadPoint(f"{given.trace.name} x{given.speed:g}", traced(trace, given.scale, seed << 8))]
-    num_requests = given.requests or 100
+        asks = traced(trace, given.scale, seed << 8)
+        return [LoadPoint(f"{given.trace.name} x{given.speed:g}", asks, duration_s=duration_s)]
+    if given.requests is None and duration_s is None:
+        duration_s = DEFAULT_DURATION_S
+    concurrencies = given.concurrency or ([] if given.rate else [DEFAULT_CONCURRENCY])
+    loads: list[tuple[str, int | None, Sequence[float]]] = [
+        (f"{count} at a time", count, [0.0] * (given.requests or REQUESTS_PER_CLIENT * count))
+        for count in concurrencies
+    ]
     arrivals: Arrivals = given.arrivals
-    points = []
-    for number, concurrency in enumerate(given.concurrency or ()):
-        asks = synthetic(shape, [0.0] * num_requests, (seed << 8) + number)
-        points.append(LoadPoint(f"{concurrency} at a time", asks, concurrency))
-    for number, rate in enumerate(given.rate or (() if points else (1.0,))):
-        times = arrival_times(num_requests, rate, arrivals, (seed << 8) + number)
-        points.append(LoadPoint(f"{rate:g}/s {arrivals}", synthetic(shape, times, (seed << 8) + number)))
+    for place, rate in enumerate(given.rate or ()):
+        num_requests = given.requests or max(1, round(rate * (duration_s or DEFAULT_DURATION_S)))
+        times = arrival_times(num_requests, rate, arrivals, (seed << 8) + place)
+        loads.append((f"{rate:g}/s {arrivals}", None, list(times)))
+    points, num_before = [], 0
+    for place, (name, concurrency, times_s) in enumerate(loads):
+        if conversations is not None:
+            first = num_before + round_number * sum(len(each) for _, _, each in loads)
+            asks = from_conversations(conversations, times_s, first, given.output_tokens)
+            num_before += len(times_s)
+        else:
+            asks = synthetic(_shape(given), times_s, (seed << 8) + place)
+        points.append(LoadPoint(name, asks, concurrency, duration_s))
     return points
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvrelay bench",
-        description="Sends a load to any OpenAI-compatible endpoint and reports latencies, throughput and goodput.",
-        allow_abbrev=False,
+def bench_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay bench",
+        "Sends a load to any OpenAI-compatible endpoint and reports latencies, throughput and goodput. Without a load: "
+        f"{DEFAULT_CONCURRENCY} requests at a time for {DEFAULT_DURATION_S:g} seconds. Ctrl-C ends the run with the "
+        "figures of what has finished.",
+        usage="kvrelay bench URL [flags]  or  kvrelay bench --compare URL URL [flags]",
+        advice=ADVICE,
     )
-    add = parser.add_argument
-    add("url", nargs="?", help="base URL, as in http://127.0.0.1:8000 or .../v1")
-    add("--compare", nargs=2, metavar=("A", "B"), help="two URLs to compare, measured in turn")
-    add("--rounds", type=_whole(1, 1000), metavar="N", help="repetitions (default: 1; 3 with --compare)")
-    add("--model", default="", help="(default: the first one that /v1/models names)")
-    add("--api", choices=("completions", "chat"), default="completions", help="(default: completions)")
+    add = parser.add_argument_group("endpoint").add_argument
+    add("url", metavar="URL", nargs="?", help="base URL, as in http://127.0.0.1:8000 or .../v1")
+    add("--compare", nargs=2, metavar="URL", help="two URLs to compare, measured in turn")
+    add("--rounds", type=whole(1, 1000), metavar="N", help="repetitions (default: 1; 3 with --compare)")
+    add("--model", default="", metavar="NAME", help="(default: the first one that /v1/models names)")
+    add("--api", choices=("completions", "chat"), help="(default: completions; chat with --prompts)")
     add("--api-key-file", type=Path, metavar="FILE", help="(default: KVRELAY_API_KEY or OPENAI_API_KEY, if set)")
     load = parser.add_argument_group("load").add_argument
-    load("--rate", type=_list(_number(1e-6, 1e6)), metavar="R[,R...]", help="requests per second (default: 1)")
+    load(
+        *("--rate", "--request-rate"),
+        type=list_of(number(1e-6, 1e6)),
+        metavar="R[,R...]",
+        help="requests per second, one load after the other",
+    )
     load("--arrivals", choices=("poisson", "fixed"), default="poisson", help="spacing of arrivals (default: poisson)")
     load(
-        "--concurrency",
-        type=_list(_whole(1, 1 << 20)),
+        *("--concurrency", "--max-concurrency"),
+        type=list_of(whole(1, 1 << 20)),
         metavar="N[,N...]",
-        help="concurrent requests, instead of a rate",
+        help=f"concurrent requests, instead of a rate (default: {DEFAULT_CONCURRENCY})",
     )
     load("--trace", type=Path, metavar="FILE", help="Mooncake's JSON lines or Azure's CSV, instead of a rate")
-    load("--speed", type=_number(1e-6, 1e6), default=1.0, metavar="X", help="speed-up of the trace (default: 1)")
+    load("--speed", type=number(1e-6, 1e6), default=1.0, metavar="X", help="speed-up of the trace (default: 1)")
     load(
-        "--scale", type=_number(1e-6, 1e3), default=1.0, metavar="X", help="factor for the trace's lengths (default: 1)"
+        "--scale", type=number(1e-6, 1e3), default=1.0, metavar="X", help="factor for the trace's lengths (default: 1)"
     )
-    load("--requests", type=_whole(1, 1 << 24), metavar="N", help="requests per load (default: 100; all of a trace)")
     load(
-        "--warm-up",
-        type=_whole(0, 1 << 20),
-        default=8,
+        *("--requests", "--num-prompts"),
+        type=whole(1, 1 << 24),
         metavar="N",
-        help="requests before the measurement (default: 8)",
+        help="requests per load (default: as many as --duration allows; all of a trace)",
     )
     load(
-        "--timeout",
-        type=_number(1e-3, 86400),
-        default=600.0,
-        metavar="SECONDS",
-        help="timeout of a request (default: 600)",
+        "--duration",
+        type=seconds,
+        metavar="TIME",
+        help=f"begin no request after this time of a load, as in 30s (default: {DEFAULT_DURATION_S:g}s; no limit with "
+        "--requests or --trace)",
     )
-    load("--seed", type=_whole(0, 1 << 31), default=1, metavar="N", help="seed of prompts and arrivals (default: 1)")
+    load("--warm-up", type=whole(0, 1 << 20), default=8, metavar="N", help="requests before the loads (default: 8)")
+    load("--timeout", type=seconds, default=600.0, metavar="TIME", help="timeout of a request (default: 10min)")
+    load("--seed", type=whole(0, 1 << 31), default=1, metavar="N", help="seed of prompts and arrivals (default: 1)")
     what = parser.add_argument_group("requests").add_argument
     what(
-        "--prompt-tokens", type=_whole(1, 1 << 24), default=200, metavar="N", help="median prompt length (default: 200)"
+        *("--prompts", "--dataset-path"),
+        type=Path,
+        metavar="FILE",
+        help="conversations as prompts: ShareGPT or Alpaca JSON, MT-Bench JSON lines, or lines with `messages` or "
+        "`prompt`; one request per user turn whose history is in the file",
     )
-    what("--output-tokens", type=_whole(1, 1 << 24), default=50, metavar="N", help="median output length (default: 50)")
-    what("--spread", type=_number(0, 5), default=0.0, metavar="S", help="log-normal spread of both (default: 0)")
-    what("--prefix-tokens", type=_whole(0, 1 << 24), default=0, metavar="N", help="additional shared prefix")
-    what("--prefixes", type=_whole(1, 1 << 20), default=1, metavar="N", help="number of shared prefixes (default: 1)")
+    what(
+        *("--prompt-tokens", "--random-input-len"),
+        type=whole(1, 1 << 24),
+        default=200,
+        metavar="N",
+        help="median prompt length (default: 200)",
+    )
+    what(
+        *("--output-tokens", "--random-output-len"),
+        type=whole(1, 1 << 24),
+        metavar="N",
+        help=f"median output length (default: {DEFAULT_OUTPUT_TOKENS}; of --prompts, about that of the file's answers)",
+    )
+    what("--spread", type=number(0, 5), default=0.0, metavar="S", help="log-normal spread of both (default: 0)")
+    what(
+        "--prefix-tokens", type=whole(0, 1 << 24), default=0, metavar="N", help="additional shared prefix (default: 0)"
+    )
+    what("--prefixes", type=whole(1, 1 << 20), default=1, metavar="N", help="number of shared prefixes (default: 1)")
     what("--prompt-as", choices=("ids", "text"), help="token ids or words (default: ids; text with --api chat)")
     what("--token-ids", type=_range, default=(5, 2000), metavar="LOW:HIGH", help="range of token ids (default: 5:2000)")
-    what(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="generate to the full length (default: on)",
-    )
-    what("--usage", action=argparse.BooleanOptionalAction, default=True, help="ask for token counts (default: on)")
+    switch = {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
+    what("--ignore-eos", **switch, help="generate to the full length (default: on)")
+    what("--usage", **switch, help="ask for token counts (default: on)")
+    parser.set_defaults(ignore_eos=True, usage=True)
     what("--extra-body", type=_object, metavar="JSON", help="further fields of each request")
     result = parser.add_argument_group("results").add_argument
-    result("--slo", type=_bound, action="append", metavar="NAME=TIME", help="ttft, tpot or e2e, as in ttft=500ms")
+    result(
+        "--slo",
+        type=objective("ttft", "tpot", "e2e"),
+        action="append",
+        metavar="NAME=TIME",
+        help="ttft, tpot or e2e, as in ttft=500ms; repeat for several",
+    )
     result("--json", type=Path, metavar="FILE", help="write all figures to this file")
     result("--save-requests", action="store_true", help="also write the times of every request to it")
     result("--plot", type=Path, metavar="FILE", help="draw the figures (.svg, .png, .pdf)")
@@ -197,32 +281,6 @@ def _api_key(path: Path | None, environ: Mapping[str, str]) -> str:
 # -- types of flags ---------------------------------------------------------------------------------------------------
 
 
-def _number(least: float, most: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a number from {least:g} to {most:g}")
-        return value
-
-    return read
-
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not re.fullmatch(r"-?[0-9]{1,18}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from {least} to {most}")
-        return int(text)
-
-    return read
-
-
-def _list(read_one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [read_one(each.strip()) for each in text.split(",")]
-
-
 def _range(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     if not (low.isdecimal() and high.isdecimal() and int(low) < int(high) <= 1 << 30):
@@ -238,13 +296,6 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
     return found
-
-
-def _bound(text: str) -> tuple[str, float]:
-    match = re.fullmatch(r"(ttft|tpot|e2e)=([0-9]*\.?[0-9]+)(us|ms|s|)", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} must be ttft=TIME, tpot=TIME or e2e=TIME, as in ttft=500ms")
-    return f"{match[1]}_s", float(match[2]) * UNITS_S[match[3]]
 
 
 def _printable(value: Any) -> Any:

@@ -14,7 +14,8 @@ from kvrelay_bench.load_generator import LoadOutcome
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 LATE_SHARE = 0.05
-"""Lag above this share of the median TTFT is reported as a doubt."""
+"""A delay of the generator is reported if it exceeds this share of the figure that it is part of."""
+LEAST_LATE_S = 0.002
 BUSY_SHARE = 0.8
 
 
@@ -66,7 +67,8 @@ class BenchSlo:
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
     """Figures of one load on one endpoint. Latencies and rates cover successful requests; rates are over the seconds
-    from the first due request to the last end. `goodput`: requests per second that meet the SLO.
+    from the first due request to the last end. `goodput`: requests per second that meet the SLO, and `good_share` their
+    share of all; None without an SLO.
 
     `tokens_counted`: share of answers whose tokens the server counted; for others, pieces are counted.
     """
@@ -81,8 +83,8 @@ class LoadFigures:
     requests_s: float
     prompt_tokens_s: float
     output_tokens_s: float
-    goodput: float
-    good_share: float
+    goodput: float | None
+    good_share: float | None
     tokens_counted: float
     cached_share: float | None
     lag_s: Spread
@@ -94,20 +96,29 @@ class LoadFigures:
         """The figures as JSON types, with NaN as None."""
         return {name: _plain(value) for name, value in asdict(self).items()}
 
-    # max(number, NaN) returns the number if it comes first. NaN means that no request succeeded.
     @property
     def doubts(self) -> list[str]:
         """Reasons why the generator may have distorted the figures."""
         found = []
         if self.cpu_share > BUSY_SHARE:
             found.append(f"the generator used {self.cpu_share:.0%} of a core: send less, or from several machines")
-        if self.lag_s.p99 > max(0.002, LATE_SHARE * self.ttft_s.p50):
-            found.append(f"requests were sent {1e3 * self.lag_s.p99:.1f} ms late (p99), which TTFT and E2E include")
-        if self.stall_s.p99 > max(0.005, LATE_SHARE * self.itl_s.p50):
-            found.append(f"the generator was late by {1e3 * self.stall_s.p99:.1f} ms (p99), and so are its time stamps")
+        if late := _late(self.lag_s, self.ttft_s):
+            found.append(f"requests were sent {late} late, which TTFT and E2E include")
+        if late := _late(self.stall_s, self.itl_s):
+            found.append(f"the generator's time stamps were {late} late, which matters for ITL")
         if self.tokens_counted < 1:
             found.append(f"{1 - self.tokens_counted:.0%} of the answers had no token count: their pieces were counted")
         return found
+
+
+def _late(delay_s: Spread, figure_s: Spread) -> str:
+    """The least quantile of a delay that matters for the same quantile of a figure, or ""."""
+    # max(number, NaN) returns the number if it comes first. NaN means that no request succeeded.
+    for name in ("p50", "p99"):
+        late_s = getattr(delay_s, name)
+        if late_s > max(LEAST_LATE_S, LATE_SHARE * getattr(figure_s, name)):
+            return f"{1e3 * late_s:.1f} ms ({name})"
+    return ""
 
 
 def figures(outcome: LoadOutcome, slo: BenchSlo) -> LoadFigures:
@@ -129,8 +140,8 @@ def figures(outcome: LoadOutcome, slo: BenchSlo) -> LoadFigures:
         requests_s=len(good) / seconds,
         prompt_tokens_s=num_prompt / seconds,
         output_tokens_s=sum(record.num_tokens for record in good) / seconds,
-        goodput=num_met / seconds,
-        good_share=num_met / len(records),
+        goodput=num_met / seconds if slo.is_set else None,
+        good_share=num_met / len(records) if slo.is_set else None,
         tokens_counted=sum(record.num_output is not None for record in good) / max(1, len(good)),
         cached_share=sum(cached) / num_prompt if cached and num_prompt else None,
         lag_s=Spread.of(record.started_s - record.intended_s for record in records),

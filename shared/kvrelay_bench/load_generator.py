@@ -23,65 +23,84 @@ _SendOne = Callable[[int], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """One load. `concurrency` is None for an open loop, which follows the arrivals."""
+    """One load. `concurrency` is None for an open loop, which follows the arrivals. No request begins after
+    `duration_s`."""
 
     name: str
     asks: Sequence[Ask]
     concurrency: int | None = None
+    duration_s: float | None = None
 
 
 @dataclass(slots=True)
 class LoadOutcome:
     """Result of one load on one endpoint. `cpu_share`: share of one core used by the generator. `stalls_s`: delays of
-    its event loop; time stamps may be late by as much."""
+    its event loop; time stamps may be late by as much. `is_partial`: the load was cancelled, and `records` are those
+    that had ended by then."""
 
     records: list[Record]
     cpu_share: float
     stalls_s: list[float]
+    is_partial: bool = False
 
 
 async def run_load(
     client: Client, point: LoadPoint, bodies: Sequence[bytes], timeout_s: float, on_end: Callable[[int], None]
 ) -> LoadOutcome:
-    """Runs a load to its end. `bodies` are the encoded HTTP requests of the load's asks.
+    """Runs a load to its end. Cancelled, it returns what has ended. `bodies` are the encoded HTTP requests of its asks.
 
     Calls `on_end` with the number of ended requests.
     """
     records = [Record(ask.arrival_s) for ask in point.asks]
-    num_ended = 0
+    ended: set[int] = set()
+    is_partial = False
 
     async def one(number: int) -> None:
-        nonlocal num_ended
         await client.send(bodies[number], records[number], timeout_s)
-        num_ended += 1
-        on_end(num_ended)
+        ended.add(number)
+        on_end(len(ended))
 
     client.started = time.perf_counter()
     cpu_s, watch = time.process_time(), asyncio.create_task(_watch())
-    if point.concurrency is None:
-        await _open_loop(client, records, one)
-    else:
-        await _closed_loop(client, records, one, point.concurrency)
+    last_s = float("inf") if point.duration_s is None else point.duration_s
+    try:
+        if point.concurrency is None:
+            await _open_loop(client, records, one, last_s)
+        else:
+            await _closed_loop(client, records, one, point.concurrency, last_s)
+    except asyncio.CancelledError:
+        is_partial = True
     wall_s = client.clock()
     cpu_s = time.process_time() - cpu_s
     watch.cancel()
     stalls_s = (await asyncio.gather(watch, return_exceptions=True))[0]
-    return LoadOutcome(records, cpu_s / wall_s, stalls_s if isinstance(stalls_s, list) else [])
+    return LoadOutcome(
+        records=[records[number] for number in sorted(ended)],
+        cpu_share=cpu_s / wall_s,
+        stalls_s=stalls_s if isinstance(stalls_s, list) else [],
+        is_partial=is_partial,
+    )
 
 
-async def _open_loop(client: Client, records: Sequence[Record], one: _SendOne) -> None:
+async def _open_loop(client: Client, records: Sequence[Record], one: _SendOne, last_s: float) -> None:
     async with asyncio.TaskGroup() as tasks:
         for number, record in enumerate(records):
+            if record.intended_s > last_s:
+                return
             while (wait_s := record.intended_s - client.clock()) > 0:  # a timer may fire early by its resolution
                 await asyncio.sleep(wait_s)
             tasks.create_task(one(number))
 
 
-async def _closed_loop(client: Client, records: Sequence[Record], one: _SendOne, concurrency: int) -> None:
+async def _closed_loop(
+    client: Client, records: Sequence[Record], one: _SendOne, concurrency: int, last_s: float
+) -> None:
     numbers = iter(range(len(records)))
 
     async def worker() -> None:
         for number in numbers:  # shared by all workers
+            if client.clock() > last_s:
+                return
             records[number].intended_s = client.clock()
             await one(number)
 

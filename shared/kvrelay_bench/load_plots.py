@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvrelay.telemetry.plots import label_shares, panels, save, shares_below
+from kvrelay.telemetry.plots import label_shares, legend_below, panels, save, shares_below
 from kvrelay_bench.answer_reader import Record
 from kvrelay_bench.load_figures import LoadFigures
 
@@ -61,4 +61,4 @@ def _throughput(axis: Any, results: Sequence[PlottedLoad], loads: Sequence[str],
     axis.set_ylabel("ms")
     axis.set_yscale("log")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
+    legend_below(axis)

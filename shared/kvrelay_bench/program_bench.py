@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -16,6 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_values import whole
+from kvrelay_bench.report import MAX_COLUMNS
 from kvrelay_programs import Endpoint, State
 from kvrelay_programs.workloads import Workload, find_workload, workloads
 
@@ -66,18 +68,25 @@ def main(argv: Sequence[str]) -> int:
         print(f"kvrelay bench: {error}", file=sys.stderr)
         return 2
     results: list[ProgramFigures] = []
+    is_interrupted = False
     try:
-        results += measured(plan)
+        for each in measured(plan):
+            results.append(each)
     except KeyboardInterrupt:
-        return 130
-    console = Console(width=None if sys.stdout.isatty() else 200)
+        is_interrupted = True
+        print("kvrelay bench: interrupted: figures of the rounds before", file=sys.stderr)
+    console = Console()
+    console = Console(width=min(MAX_COLUMNS, console.width) if console.is_terminal else MAX_COLUMNS)
     for workload in plan.workloads:
-        console.print(_table(workload, [each for each in results if each.workload == workload.name]))
+        if rows := [each for each in results if each.workload == workload.name]:
+            console.print(_table(workload, rows))
     for message in dict.fromkeys(each.first_error for each in results if each.first_error):
         console.print(f"- failed: {message}", highlight=False, markup=False)
     if plan.json_path is not None:
         content = [asdict(each) for each in results]
         plan.json_path.write_text(json.dumps({"version": 1, "programs": content}, indent=1) + "\n", encoding="utf-8")
+    if is_interrupted:
+        return 130
     return 0 if all(each.num_failed < each.num_programs for each in results) else 1
 
 
@@ -155,7 +164,7 @@ def _table(workload: Workload, results: Sequence[ProgramFigures]) -> Table:
 
 def read_plan(argv: Sequence[str]) -> ProgramPlan:
     """Parses the flags. Raises ValueError; exits the process like argparse."""
-    given: Any = _parser().parse_args(argv)
+    given: Any = programs_parser().parse(argv)
     names = list(workloads()) if given.workload == "all" else given.workload.split(",")
     left_out = {"all on": frozenset[str]()}
     for switch in filter(None, given.without.split(",")):
@@ -164,9 +173,6 @@ def read_plan(argv: Sequence[str]) -> ProgramPlan:
         left_out[f"without {switch}"] = frozenset({switch})
     if len(left_out) > 2:
         left_out["without all of these"] = frozenset(SWITCHES)
-    for flag in ("programs", "concurrency", "rounds"):
-        if getattr(given, flag) < 1:
-            raise ValueError(f"--{flag} must be at least 1")
     key = None
     if given.api_key_file is not None:
         try:
@@ -187,20 +193,27 @@ def read_plan(argv: Sequence[str]) -> ProgramPlan:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvrelay bench", description="Runs programs of several calls.")
-    parser.add_argument("url", help="base URL of the endpoint")
-    parser.add_argument("--workload", required=True, metavar="NAME[,NAME]", help=f"all, or {', '.join(workloads())}")
-    parser.add_argument("--programs", type=int, default=32, help="programs of each round")
-    parser.add_argument(
-        "--concurrency", type=int, default=16, help="programs at a time; 1 for the latency of one alone"
+def programs_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay bench --workload",
+        "Runs programs of several calls.",
+        usage="kvrelay bench URL --workload NAME [flags]",
     )
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument(
-        "--without", default="", metavar="SWITCH[,SWITCH]", help=f"also without {' or '.join(SWITCHES)}"
+    add = parser.add_argument
+    add("url", metavar="URL", help="base URL of the endpoint")
+    add("--workload", required=True, metavar="NAME[,NAME]", help=f"all, or {', '.join(workloads())}")
+    add("--programs", type=whole(1, 1 << 24), default=32, metavar="N", help="programs of each round (default: 32)")
+    add(
+        "--concurrency",
+        type=whole(1, 1 << 20),
+        default=16,
+        metavar="N",
+        help="programs at a time; 1 for the latency of one alone (default: 16)",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", help="default: the endpoint's first")
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="default: KVRELAY_API_KEY")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keeps the figures")
+    add("--rounds", type=whole(1, 1000), default=1, metavar="N", help="repetitions (default: 1)")
+    add("--without", default="", metavar="SWITCH[,SWITCH]", help=f"also without {' or '.join(SWITCHES)}")
+    add("--seed", type=whole(0, 1 << 31), default=0, metavar="N", help="seed of the programs' texts (default: 0)")
+    add("--model", metavar="NAME", help="(default: the first one that /v1/models names)")
+    add("--api-key-file", type=Path, metavar="FILE", help="(default: KVRELAY_API_KEY, if set)")
+    add("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return parser

@@ -14,6 +14,12 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from kvrelay_simulator.conversations import (
+    DEFAULT_ANSWER_TOKENS,
+    Conversation,
+    estimated_tokens,
+    user_turns,
+)
 from kvrelay_simulator.traces import HASH_TOKENS, TracedRequest
 
 Api = Literal["completions", "chat"]
@@ -24,14 +30,18 @@ _ONSETS = ["b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v",
 _VOWELS = ["a", "e", "i", "o", "u"]
 WORDS = [f"{a}{b}{c}" for a in _ONSETS for b in _VOWELS for c in ("", "n", "t", "st")]
 
+NO_NUMBERS: NDArray[np.int64] = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: arrival in seconds since the load began, prompt and output length."""
+    """One request: arrival in seconds since the load began, prompt and output length. `messages`: in place of a prompt
+    of numbers, pairs of role and text."""
 
     arrival_s: float
     prompt: NDArray[np.int64]
     num_output: int
+    messages: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +71,22 @@ class Wire:
 
     def body(self, model: str, ask: Ask, salt: int = 0) -> bytes:
         """The JSON body. A different salt gives different tokens with equal lengths and sharing."""
+        if ask.messages:
+            prompt: Any = "\n\n".join(text for _, text in ask.messages)
+            return self._encoded(model, ask, prompt)
         low, high = self.token_ids
         numbers = ask.prompt + salt
         if self.prompt_as == "ids":
-            prompt: Any = (numbers % (high - low) + low).tolist()
+            prompt = (numbers % (high - low) + low).tolist()
         else:
             prompt = " ".join(WORDS[number] for number in (numbers % len(WORDS)).tolist())
+        return self._encoded(model, ask, prompt)
+
+    def _encoded(self, model: str, ask: Ask, prompt: Any) -> bytes:
         body: dict[str, Any] = {"model": model, "max_tokens": ask.num_output, "temperature": 0, "stream": True}
         if self.api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
+            messages = ask.messages or [("user", prompt)]
+            body["messages"] = [{"role": role, "content": text} for role, text in messages]
         else:
             body["prompt"] = prompt
         if self.ignore_eos:
@@ -115,6 +132,27 @@ def traced(requests: Sequence[TracedRequest], scale: float, seed: int) -> list[A
         num_prompt = max(1, round(request.num_prompt_tokens * scale))
         prompt = np.concatenate([made[each] for each in request.hash_ids])[:num_prompt]
         asks.append(Ask(request.arrival_s, prompt, max(1, round(request.num_output_tokens * scale))))
+    return asks
+
+
+def from_conversations(
+    conversations: Sequence[Conversation],
+    arrivals_s: Sequence[float] | NDArray[np.float64],
+    first: int,
+    num_output: int | None,
+) -> list[Ask]:
+    """One request per arrival: the user's turns of the file from number `first` on, from the beginning again after the
+    last. Turns whose history the file does not have are left out. `num_output`: None for about the length of the
+    answer in the file."""
+    turns = [turn for each in conversations for turn in user_turns(each) if turn.has_history]
+    asks = []
+    for place, arrival_s in enumerate(arrivals_s, first):
+        turn = turns[place % len(turns)]
+        length = num_output
+        if length is None:
+            length = DEFAULT_ANSWER_TOKENS if turn.answer is None else estimated_tokens(turn.answer)
+        messages = [(each.role, each.text or "") for each in turn.history]
+        asks.append(Ask(float(arrival_s), NO_NUMBERS, length, messages))
     return asks
 
 

@@ -8,6 +8,7 @@ by one within this process, an upper bound for transports; for several machines 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvrelay.config import ConfigError, WorkerConfig, load_config
+from kvrelay.config import ConfigError, WorkerConfig
+from kvrelay.config.loader import config_parser, resolve
 from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
+from kvrelay.flag_parser import FlagParser
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.step_cost import CostSample, StepCost, fit, pairs
@@ -36,12 +39,10 @@ COPIED_BLOCKS = 256
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0].startswith("-"):
-        print("usage: kvrelay measure FILE [flags of kvrelay prefill]", file=sys.stderr)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    path = Path(arguments[0])
+    given = vars(measure_parser().parse(arguments))
+    path = given.pop("FILE")
     try:
-        config = load_config(WorkerConfig, arguments[1:], prog="kvrelay measure FILE", role="prefill")
+        config = resolve(WorkerConfig, given, os.environ, role="prefill")
     except ConfigError as error:
         print(f"kvrelay measure: {error}", file=sys.stderr)
         return 2
@@ -54,6 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     print(path.read_text(encoding="utf-8"), end="")
     return 0
+
+
+def measure_parser() -> FlagParser:
+    parser = config_parser(
+        WorkerConfig,
+        "kvrelay measure",
+        "Measures a profile of this machine and model for kvrelay simulate --profile FILE.",
+        usage="kvrelay measure FILE [flags of kvrelay prefill]",
+    )
+    parser.add_argument("FILE", type=Path, help="where the profile is written")
+    return parser
 
 
 def measure(runner: ModelRunner, name: str) -> MeasuredProfile:

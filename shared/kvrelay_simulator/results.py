@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ class RunSlo:
 
     ttft_s: float = 2.0
     tpot_s: float = 0.05
+
+    def __str__(self) -> str:
+        bounds = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
+        return " and ".join(f"{name} <= {bound:g} s" for name, bound in bounds if isfinite(bound))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,12 +68,17 @@ class RunFigures:
     preemptions: int
 
     @property
+    def can_hit(self) -> bool:
+        """Returns whether the trace has prompts that begin alike, so that a cache could hit."""
+        return self.best_hit_rate > 0
+
+    @property
     def hit_share(self) -> float:
-        """Hit rate divided by the best possible one."""
+        """Hit rate divided by the best possible one; 1 if no hits are possible."""
         return self.hit_rate / self.best_hit_rate if self.best_hit_rate else 1.0
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"hit_share": self.hit_share}
+        return asdict(self) | {"hit_share": self.hit_share if self.can_hit else None}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

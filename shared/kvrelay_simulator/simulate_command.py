@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_values import number, objective, whole
 from kvrelay.scheduling.policies.scheduler_registry import UnknownScheduler, check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.simulated.profiles import BUILT_IN, Profile, UnknownProfile, find_profile
@@ -34,7 +37,7 @@ COLUMNS: list[tuple[str, Callable[[RunFigures], str]]] = [
     ("goodput", lambda f: f"{f.goodput:.2f}"),
     ("good", lambda f: f"{f.good_share:.1%}"),
     ("hit rate", lambda f: f"{f.hit_rate:.1%}"),
-    ("of best", lambda f: f"{f.hit_share:.1%}"),
+    ("of best", lambda f: f"{f.hit_share:.1%}" if f.can_hit else "-"),
     ("P busy", lambda f: f"{f.prefill_utilisation:.0%}"),
     ("D busy", lambda f: f"{f.decode_utilisation:.0%}"),
 ]
@@ -42,25 +45,32 @@ PROFILES = (
     f"{', '.join(BUILT_IN)}, other numbers of devices of these as in llama3-70b-h100-tp4-pp2, or a JSON file "
     "(default: llama3-8b-h100)"
 )
-NOTE = (
-    "TTFT in seconds, TPOT in milliseconds, goodput in requests per second with TTFT <= {ttft:g} s and "
-    "TPOT <= {tpot:g} s."
-)
+NO_HITS = "No hits are possible: no prompt begins with a whole block of an earlier one."
+ADVICE = {
+    "--slo-ttft": "write --slo ttft=2s",
+    "--slo-tpot": "write --slo tpot=50ms",
+    "--routing-policy": "write --policy NAME",
+    "--token-budget": "the roles have their own: --prefill-token-budget, --decode-token-budget",
+}
+"""Flags of other commands and earlier versions."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit status."""
-    arguments = _parser().parse_args(argv)
-    slo = RunSlo(arguments.slo_ttft, arguments.slo_tpot)
+    arguments = simulate_parser().parse(argv)
+    slo = _slo(arguments.slo)
     try:
         _check(arguments)
-        trace = scaled(read_trace(arguments.trace, arguments.requests), arguments.rate)
+        requests = read_trace(arguments.trace, arguments.requests, rate=arguments.rate, seed=arguments.seed)
+        trace = scaled(requests, arguments.speed)
         runs = _runs(arguments, _settings(arguments, trace))
         results = [_run(name, settings, trace, slo) for name, settings in runs]
     except (SimulatorFlagError, BadTrace, UnknownScheduler, CannotServe, NoMatplotlib) as error:
         return _refuse(str(error))
     print(table(results))
-    print(NOTE.format(ttft=slo.ttft_s, tpot=slo.tpot_s))
+    print(f"TTFT in seconds, TPOT in milliseconds, goodput in requests per second with {slo}.")
+    if not any(result.figures.can_hit for result in results):
+        print(NO_HITS)
     ratios = [result for result in results if result.num_prefill]
     best = max(ratios, key=lambda result: (result.figures.goodput, -result.figures.ttft_p90_s)) if ratios else None
     if arguments.sweep and best is not None:
@@ -76,8 +86,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.plot is not None:
         from kvrelay_simulator.result_plots import draw_runs, draw_sweep
 
-        (draw_sweep if arguments.sweep else draw_runs)(ratios if arguments.sweep else results, slo, arguments.plot)
+        title = _title(arguments, len(trace))
+        if arguments.sweep:
+            draw_sweep(ratios, slo, arguments.plot, title)
+        else:
+            draw_runs(results, slo, arguments.plot, title)
     return 0
+
+
+def _slo(bounds: Sequence[tuple[str, float]] | None) -> RunSlo:
+    """The bounds that are given, or else the default ones."""
+    if not bounds:
+        return RunSlo()
+    given = dict(bounds)
+    return RunSlo(given.get("ttft", math.inf), given.get("tpot", math.inf))
+
+
+def _title(arguments: argparse.Namespace, num_requests: int) -> str:
+    """The load and the devices, for plots."""
+    profile = Path(arguments.profile).stem if arguments.profile.endswith(".json") else arguments.profile
+    if arguments.decode_profile is not None:
+        profile += f", decode {arguments.decode_profile}"
+    total = arguments.prefill + arguments.decode
+    fleet = f"{total} workers" if arguments.sweep else f"{arguments.prefill} prefill, {arguments.decode} decode"
+    speed = "" if arguments.speed == 1 else f" x{arguments.speed:g}"
+    return f"{arguments.trace.name}{speed}, {num_requests} requests; {profile}; {fleet}"
 
 
 def _refuse(reason: str) -> int:
@@ -198,71 +231,107 @@ def _profile(flag: str, name: str) -> Profile:
         raise SimulatorFlagError(f"{flag} {name}: {error}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvrelay simulate",
-        description="Replays a trace on simulated devices in virtual time, with the real schedulers, caches, routing "
-        "and admission, and a cost model instead of forward and transfer.",
-        allow_abbrev=False,
+def simulate_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay simulate",
+        "Replays a trace on simulated devices in virtual time, with the real schedulers, caches, routing and "
+        "admission, and a cost model instead of forward and transfer.",
+        usage="kvrelay simulate --trace FILE [flags]",
+        advice=ADVICE,
     )
-    add = parser.add_argument
-    add("--trace", type=Path, required=True, help="Mooncake JSON lines, or Azure CSV")
-    add("--requests", type=_count(1), help="only the first N requests")
-    add("--rate", type=_positive, default=1.0, help="speed-up of arrivals (default: 1)")
-    add("--prefill", type=_count(0), default=2, help="prefill workers (default: 2)")
-    add("--decode", type=_count(0), default=2, help="decode workers; 0: requests end at the first token (default: 2)")
-    add("--profile", default="llama3-8b-h100", help=PROFILES)
-    add("--decode-profile", help="profile of decode workers, of the same model (default: as --profile)")
-    add("--policy", action="append", choices=get_args(PolicyName), help="routing policy; repeat to compare")
+    add = parser.add_argument_group("load").add_argument
+    add(
+        "--trace",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="Mooncake's JSON lines, Azure's CSV, or conversations (ShareGPT, MT-Bench, Alpaca, lines with `messages`)",
+    )
+    add("--requests", type=whole(1, 1 << 24), metavar="N", help="only the first N requests (default: all)")
+    add("--speed", type=number(1e-6, 1e6), default=1.0, metavar="X", help="speed-up of arrivals (default: 1)")
+    add(
+        "--rate",
+        type=number(1e-6, 1e6),
+        metavar="R",
+        help="requests per second of a file of conversations, which has no arrivals (default: 1)",
+    )
+    add("--seed", type=whole(0, 1 << 31), default=1, metavar="N", help="seed of arrivals of conversations (default: 1)")
+    add = parser.add_argument_group("fleet").add_argument
+    add("--prefill", type=whole(0, 1 << 16), default=2, metavar="N", help="prefill workers (default: 2)")
+    add(
+        "--decode",
+        type=whole(0, 1 << 16),
+        default=2,
+        metavar="N",
+        help="decode workers; 0: requests end at the first token (default: 2)",
+    )
+    add("--profile", default="llama3-8b-h100", metavar="NAME", help=PROFILES)
+    add(
+        "--decode-profile",
+        metavar="NAME",
+        help="profile of decode workers, of the same model (default: as --profile)",
+    )
+    policies = get_args(PolicyName)
+    add(
+        "--policy",
+        action="append",
+        choices=policies,
+        metavar="NAME",
+        help=f"routing policy: {', '.join(policies)}; repeat to compare (default: cost)",
+    )
     add("--colocated", action="store_true", help="also run all devices as decode workers")
     add("--sweep", action="store_true", help="run all ratios of prefill to decode with the same total; name the best")
-    add("--slo-ttft", type=_positive, default=2.0, metavar="SECONDS", help="TTFT bound of a good request (default: 2)")
+    add("--no-index", action="store_true", help="no prefix index; routing knows only what it sent where")
     add(
-        "--slo-tpot",
-        type=_positive,
-        default=0.05,
-        metavar="SECONDS",
-        help="TPOT bound of a good request (default: 0.05)",
+        "--local-prefill-tokens",
+        type=whole(0, 1 << 24),
+        metavar="N",
+        help="prompts up to this length go to decode alone (default: by cost)",
     )
-    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    add("--plot", type=Path, metavar="FILE", help="also draw the figures (.svg, .png, .pdf); needs matplotlib")
-    add("--scheduler", default="sarathi", help="scheduler of the workers (default: sarathi)")
+    add = parser.add_argument_group("workers").add_argument
+    add("--scheduler", default="sarathi", metavar="NAME", help="scheduler of the workers (default: sarathi)")
     add(
         "--queue-order",
         choices=get_args(QueueOrderName),
         default="fcfs",
-        help="queue order of the workers (default: fcfs)",
+        metavar="NAME",
+        help=f"queue order of the workers: {', '.join(get_args(QueueOrderName))} (default: fcfs)",
     )
-    add("--block-size", type=_count(1), default=64, help="tokens per block (default: 64)")
-    add("--prefill-token-budget", type=_count(1), default=2048, help="maximum tokens of a prefill step (default: 2048)")
-    add("--decode-token-budget", type=_count(1), default=512, help="maximum tokens of a decode step (default: 512)")
-    add("--max-running", type=_count(1), default=256, help="maximum running sequences per worker (default: 256)")
-    add("--kv-tokens", type=_count(1), help="tokens per pool (default: the profile's)")
+    tokens = whole(1, 1 << 30)
+    add("--block-size", "--page-size", type=tokens, default=64, metavar="N", help="tokens per block (default: 64)")
     add(
-        "--local-prefill-tokens", type=_count(0), help="prompts up to this length go to decode alone (default: by cost)"
+        "--prefill-token-budget",
+        type=tokens,
+        default=2048,
+        metavar="N",
+        help="maximum tokens of a prefill step (default: 2048)",
     )
-    add("--no-index", action="store_true", help="no prefix index; routing knows only what it sent where")
+    add(
+        "--decode-token-budget",
+        type=tokens,
+        default=512,
+        metavar="N",
+        help="maximum tokens of a decode step (default: 512)",
+    )
+    add(
+        *("--max-running", "--max-num-seqs", "--max-running-requests"),
+        type=tokens,
+        default=256,
+        metavar="N",
+        help="maximum running sequences per worker (default: 256)",
+    )
+    add("--kv-tokens", type=tokens, metavar="N", help="tokens per pool (default: the profile's)")
+    add = parser.add_argument_group("results").add_argument
+    add(
+        "--slo",
+        type=objective("ttft", "tpot"),
+        action="append",
+        metavar="NAME=TIME",
+        help="bound of a good request: ttft or tpot, as in ttft=2s; repeat for both (default: ttft=2s and tpot=50ms)",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add("--plot", type=Path, metavar="FILE", help="also draw the figures (.svg, .png, .pdf); needs matplotlib")
     return parser
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        number = int(text) if text.lstrip("-").isdecimal() else least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, {least} or more")
-        return number
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number, more than 0")
-    return number
 
 
 def _printable(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Request traces: Mooncake's JSON lines, Azure's CSV, and small synthetic traces.
 
+Files of chat conversations (`conversations`) become traces too: they have no arrivals, so these are drawn, and tokens
+are estimated from characters.
+
 Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 tokens; equal ids after
 equal prefixes mean equal tokens). Azure: TIMESTAMP, ContextTokens, GeneratedTokens; its prompts share nothing.
 """
@@ -19,14 +22,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay_simulator.bad_trace import BadTrace
+from kvrelay_simulator.conversations import (
+    CHARS_PER_TOKEN,
+    DEFAULT_ANSWER_TOKENS,
+    Conversation,
+    estimated_tokens,
+    holds_conversations,
+    read_conversations,
+    user_turns,
+)
+
 HASH_TOKENS = 512
 MAX_HASH_ID = (1 << 31) // HASH_TOKENS - 1
+THINK_S = 10.0
+"""Mean seconds between the turns of a conversation."""
+PIECE_CHARS = HASH_TOKENS * CHARS_PER_TOKEN
+
+__all__ = [
+    "BadTrace",
+    "TracedRequest",
+    "agent_sessions",
+    "cold_starts",
+    "one_hot_prefix",
+    "read_trace",
+    "scaled",
+]
 
 Tokens = NDArray[np.int32]
-
-
-class BadTrace(ValueError):
-    """An invalid trace. The message names file, line and fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +71,21 @@ class TracedRequest:
         return tokens
 
 
-def read_trace(path: Path, num_requests: int | None = None) -> list[TracedRequest]:
-    """Reads the first `num_requests` requests (None: all), sorted by arrival from 0. Raises BadTrace."""
+def read_trace(
+    path: Path, num_requests: int | None = None, *, rate: float | None = None, seed: int = 1
+) -> list[TracedRequest]:
+    """Reads the first `num_requests` requests (None: all), sorted by arrival from 0. Raises BadTrace.
+
+    `rate`: requests per second of a file of conversations, which has no arrivals (None: 1); only for these.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BadTrace(f"--trace {path}: {error}") from error
+    if holds_conversations(text):
+        return conversation_trace(read_conversations(path), rate or 1.0, num_requests, seed)
+    if rate is not None:
+        raise BadTrace(f"--trace {path}: has its own arrivals: give --speed, not --rate")
     lines = [line for line in text.splitlines() if line.strip()]
     read = _read_csv if lines and lines[0].startswith("TIMESTAMP") else _read_jsonl
     requests = list(itertools.islice(read(path, lines), num_requests))
@@ -62,6 +94,51 @@ def read_trace(path: Path, num_requests: int | None = None) -> list[TracedReques
     requests.sort(key=lambda request: request.arrival_s)
     first_s = requests[0].arrival_s
     return [replace(request, arrival_s=request.arrival_s - first_s) for request in requests]
+
+
+def conversation_trace(
+    conversations: Sequence[Conversation], rate: float, num_requests: int | None = None, seed: int = 1
+) -> list[TracedRequest]:
+    """Conversations begin as a Poisson process whose rate gives `rate` requests per second in all. The next turn of one
+    comes after an exponential time with mean `THINK_S`. A turn's prompt is the whole text before it, so turns share
+    prefixes, as do conversations that begin with the same pieces of text."""
+    rng = np.random.default_rng((seed, 4))
+    turns = [list(user_turns(conversation)) for conversation in conversations]
+    if num_requests is not None:
+        total, kept = 0, []
+        for each in turns:
+            kept.append(each[: num_requests - total])
+            total += len(kept[-1])
+            if total == num_requests:
+                break
+        turns = kept
+    num_turns = sum(map(len, turns))
+    starts_s = np.cumsum(rng.exponential(num_turns / len(turns) / rate, len(turns)))
+    ids: dict[tuple[int, str], int] = {}
+    requests = []
+    for number, (start_s, each) in enumerate(zip(starts_s, turns, strict=True)):
+        texts = [_padded(turn.text) for turn in each[-1].history]
+        whole, arrival_s = "".join(texts), float(start_s)
+        known: list[int] = []
+        for begin in range(0, max(1, len(whole)), PIECE_CHARS):
+            piece = (known[-1] if known else -1, whole[begin : begin + PIECE_CHARS])
+            known.append(ids.setdefault(piece, len(ids)))
+        if len(ids) > MAX_HASH_ID:
+            raise BadTrace(f"--trace: more than {MAX_HASH_ID:,} pieces of {HASH_TOKENS} tokens; take fewer requests")
+        for turn in each:
+            num_prompt = max(1, sum(map(len, texts[: len(turn.history)])) // CHARS_PER_TOKEN)
+            num_output = DEFAULT_ANSWER_TOKENS if turn.answer is None else estimated_tokens(turn.answer)
+            used = tuple(known[: -(-num_prompt // HASH_TOKENS)])
+            requests.append(TracedRequest(arrival_s, num_prompt, num_output, used, f"conversation-{number}"))
+            arrival_s += float(rng.exponential(THINK_S))
+    requests.sort(key=lambda request: request.arrival_s)
+    return [replace(request, arrival_s=request.arrival_s - requests[0].arrival_s) for request in requests]
+
+
+def _padded(text: str | None) -> str:
+    """The text of a turn in whole tokens; of an answer that the file does not have, as much space."""
+    text = " " * (DEFAULT_ANSWER_TOKENS * CHARS_PER_TOKEN) if text is None else text
+    return text + " " * (-len(text) % CHARS_PER_TOKEN)
 
 
 def scaled(requests: Iterable[TracedRequest], rate: float) -> list[TracedRequest]:

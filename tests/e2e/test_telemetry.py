@@ -17,12 +17,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.fakes.stack import Stack
-
-pytest.importorskip("opentelemetry.proto", reason="the extra otel is not installed here")
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed here")
-
 from tests.fakes.collector import Collected, Collector
+from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(240)

@@ -94,7 +94,7 @@ class Fleet:
             self._add(directory, name, ports, flags)
         for name in ROUTERS:
             ports = [HeldPort()]
-            flags = ["--router-id", name, "--port", str(ports[0].port), "--workers", str(num_router_processes)]
+            flags = ["--router-id", name, "--port", str(ports[0].port), "--processes", str(num_router_processes)]
             self._add(directory, name, ports, flags)
 
     def _add(self, directory: Path, name: str, ports: list[HeldPort], flags: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.config import RouterConfig, load_config
+from kvrelay.config.loader import DESCRIPTIONS
 from kvrelay.process import service_main
 from kvrelay_router.processes import run_processes
 from kvrelay_router.server import run_router
@@ -19,7 +20,7 @@ def main() -> int:
     return service_main(
         PROG,
         "router",
-        lambda: load_config(RouterConfig, prog=PROG, description="One router."),
+        lambda: load_config(RouterConfig, prog=PROG, description=DESCRIPTIONS["router"]),
         _run,
         lambda config: {"router_id": config.router_id},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
 from kvrelay.cli.stack_state import NoStack
+from kvrelay.flag_parser import FlagParser
 
 TIMEOUT_S = 600.0
 HELP = "/reset begins a new conversation, /exit or Ctrl-D ends."
@@ -26,16 +26,7 @@ class ChatFailed(Exception):
 
 def chat(argv: Sequence[str]) -> int:
     """Reads messages from standard input, one per line. Returns the exit status: 1 after a failed request."""
-    parser = argparse.ArgumentParser(
-        prog="kvrelay chat",
-        description=f"Talks to a served model. A key, if one is needed, comes from {KEY_VARIABLE}. {HELP}",
-        allow_abbrev=False,
-    )
-    add_router_arguments(parser)
-    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the first that is served)")
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
-    arguments = parser.parse_args(argv)
+    arguments = chat_parser().parse(argv)
     try:
         url = router_url(arguments)
         model = arguments.model or first_model(url)
@@ -47,6 +38,19 @@ def chat(argv: Sequence[str]) -> int:
         print(f"kvrelay chat: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def chat_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay chat",
+        f"Talks to a served model. A key, if one is needed, comes from {KEY_VARIABLE}. {HELP}",
+        usage="kvrelay chat [URL] [flags]",
+    )
+    add_router_arguments(parser)
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the first that is served)")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
+    return parser
 
 
 def first_model(url: str) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 
 from kvrelay.cli.stack_state import NoStack, add_stack_flags, named_stack
 from kvrelay.config.common import CommonConfig
-from kvrelay.config.loader import ConfigError, add_config_flag, resolve
+from kvrelay.config.loader import ConfigError, add_config_flag, add_flags, resolve
 from kvrelay.config.router import RouterConfig
+from kvrelay.flag_parser import FlagParser
 from kvrelay.fleet import Registry, RegistryError, WorkerRecord
 
 POLL_S = 1.0
@@ -24,21 +25,7 @@ _STACK_VARIABLES = ("KVRELAY_REDIS_URL", "KVRELAY_CONFIG")
 
 def drain(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit status: 0, 1 for a failure, 2 for invalid flags."""
-    parser = argparse.ArgumentParser(
-        prog="kvrelay drain",
-        description="Routers send the worker nothing new; what it has goes on. Stop it when it is idle.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("worker", help="the worker's id, as /fleet shows it")
-    parser.add_argument("--undo", action="store_true", help="let it take new requests again")
-    parser.add_argument("--wait", type=_seconds, metavar="SECONDS", help="wait so long for it to be idle")
-    add_config_flag(parser)
-    for name in ("redis_url", "redis_prefix", "served_model_name", "model"):
-        flag = "--redis" if name == "redis_url" else f"--{name.replace('_', '-')}"
-        text = CommonConfig.model_fields[name].description
-        parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text)
-    add_stack_flags(parser)
-    arguments = parser.parse_args(argv)
+    arguments = drain_parser().parse(argv)
     try:
         config = resolve(RouterConfig, {**vars(arguments), **_of_stack(arguments)}, os.environ)
     except NoStack as error:
@@ -59,6 +46,22 @@ def drain(argv: Sequence[str]) -> int:
     except RegistryError as error:
         print(f"kvrelay drain: {error}", file=sys.stderr)
         return 1
+
+
+def drain_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay drain",
+        "Routers send the worker nothing new; what it has goes on. Stop it when it is idle.",
+        usage="kvrelay drain WORKER [flags]",
+    )
+    parser.add_argument("worker", metavar="WORKER", help="the worker's id, as /fleet shows it")
+    parser.add_argument("--undo", action="store_true", help="let it take new requests again")
+    parser.add_argument("--wait", type=_seconds, metavar="SECONDS", help="wait so long for it to be idle")
+    add_stack_flags(parser)
+    add_config_flag(parser)
+    wanted = {"redis_url", "redis_prefix", "served_model_name", "model"}
+    add_flags(parser, CommonConfig, frozenset(CommonConfig.model_fields) - wanted)
+    return parser
 
 
 def _of_stack(arguments: argparse.Namespace) -> dict[str, Any]:

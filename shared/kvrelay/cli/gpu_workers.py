@@ -1,4 +1,4 @@
-"""`kvrelay up --devices`: resolves device names to GPUs and writes them into the workers' configurations.
+"""`kvrelay up --gpus`: resolves device names to GPUs and writes them into the workers' configurations.
 
 A worker gets its GPU through CUDA_VISIBLE_DEVICES by UUID and sees it as its only one, `cuda`. So its process cannot
 take memory of another GPU by mistake, MIG instances are named like GPUs, and MPS numbers the same GPUs. The ranks of a
@@ -53,12 +53,12 @@ def place_workers(
     counts: dict[Role, int] = {"prefill": up.prefill, "decode": up.decode}
     sizes: dict[Role, int] = {"prefill": 1, "decode": 1}
     sizes |= {worker.role: worker.num_processes for worker in workers}
-    if up.devices:
-        devices = divide(_find("devices", up.devices, gpus), counts, sizes)
+    if up.gpus:
+        devices = divide(_find("gpus", up.gpus, gpus), counts, sizes)
     else:
         devices = {
-            "prefill": _find("prefill_devices", up.prefill_devices, gpus),
-            "decode": _find("decode_devices", up.decode_devices, gpus),
+            "prefill": _find("prefill_gpus", up.prefill_gpus, gpus),
+            "decode": _find("decode_gpus", up.decode_gpus, gpus),
         }
     try:
         places = place(devices, counts, _shares(up, workers), sizes)
@@ -74,10 +74,10 @@ def place_workers(
 
 def _check_device(worker: WorkerConfig) -> None:
     if worker.backend == "simulated":
-        raise ConfigError("devices: backend = simulated uses no GPU: leave devices out")
+        raise ConfigError("gpus: backend = simulated uses no GPU: leave gpus out")
     if worker.device not in ("auto", "cuda"):
         raise ConfigError(
-            f"device = {worker.device} beside devices: a placed worker sees its GPU as cuda (allowed: auto, cuda)"
+            f"device = {worker.device} beside gpus: a placed worker sees its GPU as cuda (allowed: auto, cuda)"
         )
 
 
@@ -122,4 +122,4 @@ def _configured(worker: WorkerConfig, placed: AssignedGpus) -> WorkerConfig:
 
 
 def _fields(up: UpConfig) -> str:
-    return "devices" if up.devices else "prefill_devices, decode_devices" if up.prefill else "decode_devices"
+    return "gpus" if up.gpus else "prefill_gpus, decode_gpus" if up.prefill else "decode_gpus"

@@ -3,12 +3,13 @@ often."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
+
+from kvrelay.flag_parser import FlagParser
 
 DEFAULT_URL = "http://127.0.0.1:8000/ready"
 SHOWN_BYTES = 500
@@ -16,14 +17,8 @@ SHOWN_BYTES = 500
 
 def health(argv: Sequence[str]) -> int:
     """Returns the exit status: 0 if the page answers 2xx, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="kvrelay health",
-        description="Asks a page of a router (/ready, /health) or of a worker that has an http_port.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the page (default: {DEFAULT_URL})")
-    parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="how long to wait (default: 2)")
-    arguments = parser.parse_args(argv)
+    parser = health_parser()
+    arguments = parser.parse(argv)
     if not arguments.url.startswith(("http://", "https://")):
         parser.error(f"{arguments.url!r} must start with http:// or https://")
     if not 0 < arguments.timeout <= 3600:
@@ -39,3 +34,14 @@ def health(argv: Sequence[str]) -> int:
     except (OSError, HTTPException, ValueError) as error:
         print(f"kvrelay health: {arguments.url}: {error}", file=sys.stderr)
     return 1
+
+
+def health_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay health",
+        "Asks a page of a router (/ready, /health) or of a worker that has an http_port.",
+        usage="kvrelay health [URL] [flags]",
+    )
+    parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"the page (default: {DEFAULT_URL})")
+    parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="how long to wait (default: 2)")
+    return parser

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from kvrelay.curve import CurveKey
+from kvrelay.flag_parser import FlagParser
 
 
 def keys(argv: Sequence[str]) -> int:
     """Returns the exit status: 0, or 1 if the file cannot be created."""
-    parser = argparse.ArgumentParser(
-        prog="kvrelay keys",
-        description="Makes a fleet's secret key, for --curve-key-file of all its processes. Never writes over a file.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", help="where to, readable for its owner alone; -: standard output")
-    path = parser.parse_args(argv).file
+    path = keys_parser().parse(argv).file
     text = CurveKey.new().text()
     if path == "-":
         sys.stdout.write(text)
@@ -32,3 +26,13 @@ def keys(argv: Sequence[str]) -> int:
         file.write(text)
     print(f"A new key is in {path}. All processes of the fleet need it: --curve-key-file {path}")
     return 0
+
+
+def keys_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay keys",
+        "Makes a fleet's secret key, for --curve-key-file of all its processes. Never writes over a file.",
+        usage="kvrelay keys FILE",
+    )
+    parser.add_argument("file", metavar="FILE", help="where to, readable for its owner alone; -: standard output")
+    return parser

@@ -5,7 +5,6 @@ With `--request` it also prints the events of one request in the order of time.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.flag_parser import FlagParser
 from kvrelay.telemetry.event_log import BORN, Line, encode_answer
 
 MACHINES = {
@@ -86,10 +86,7 @@ def events_of_request(lines: Iterable[tuple[str, bytes]], request: str) -> Itera
 
 def replay(arguments: Sequence[str]) -> int:
     """Runs the command. Returns the exit status, which is 1 if a machine answers differently than recorded."""
-    parser = argparse.ArgumentParser(prog="kvrelay replay", description=__doc__)
-    parser.add_argument("file", nargs="+", type=Path, help="event logs of one or more services, FILE.1 before FILE")
-    parser.add_argument("--request", help="print the events of this request")
-    parsed = parser.parse_args(arguments)
+    parsed = replay_parser().parse(arguments)
     try:
         lines = [
             (f"{path}:{number}", text)
@@ -109,6 +106,19 @@ def replay(arguments: Sequence[str]) -> int:
         print(f"left out: {found.num_without_birth} events of machines that began before the log")
     print(f"{found.num_events} events of {found.num_machines} machines: {len(found.differences)} differences")
     return 1 if found.differences else 0
+
+
+def replay_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay replay",
+        "Feeds recorded events to fresh state machines and compares the instructions.",
+        usage="kvrelay replay FILE... [flags]",
+    )
+    parser.add_argument(
+        "file", metavar="FILE", nargs="+", type=Path, help="event logs of one or more services, FILE.1 before FILE"
+    )
+    parser.add_argument("--request", metavar="ID", help="print the events of this request, in the order of time")
+    return parser
 
 
 def _shortened(text: str, at_most: int = 160) -> str:

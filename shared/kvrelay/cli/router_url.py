@@ -13,7 +13,11 @@ KEY_VARIABLE = "KVRELAY_API_KEY"
 def add_router_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the URL and the flags that name a stack."""
     parser.add_argument(
-        "url", nargs="?", type=_url, help=f"the router (default: the stack that runs here, or {DEFAULT_URL})"
+        "url",
+        metavar="URL",
+        nargs="?",
+        type=_url,
+        help=f"the router (default: the stack that runs here, or {DEFAULT_URL})",
     )
     add_stack_flags(parser)
 

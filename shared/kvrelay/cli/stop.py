@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -10,22 +9,14 @@ import time
 from collections.abc import Sequence
 
 from kvrelay.cli.stack_state import STATE_DIR, NoStack, add_stack_flags, find_stack, is_running
+from kvrelay.flag_parser import FlagParser
 
 POLL_S = 0.1
 
 
 def stop(argv: Sequence[str]) -> int:
     """Returns the exit status: 1 if there is no such stack, or it does not end in time."""
-    parser = argparse.ArgumentParser(
-        prog="kvrelay stop",
-        description="Stops a stack of kvrelay up: open requests may finish, then all its processes end.",
-        allow_abbrev=False,
-    )
-    add_stack_flags(parser)
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="wait so long for its end (default: 60)"
-    )
-    arguments = parser.parse_args(argv)
+    arguments = stop_parser().parse(argv)
     try:
         stack = find_stack(arguments.state_dir or STATE_DIR, arguments.port)
         os.kill(stack.pid, signal.SIGTERM)
@@ -46,3 +37,16 @@ def stop(argv: Sequence[str]) -> int:
         time.sleep(POLL_S)
     print(f"stopped {stack.url}")
     return 0
+
+
+def stop_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay stop",
+        "Stops a stack of kvrelay up: open requests may finish, then all its processes end.",
+        usage="kvrelay stop [flags]",
+    )
+    add_stack_flags(parser)
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="wait so long for its end (default: 60)"
+    )
+    return parser

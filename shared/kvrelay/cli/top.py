@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,6 +20,7 @@ from rich.text import Text
 
 from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
 from kvrelay.cli.stack_state import NoStack
+from kvrelay.flag_parser import FlagParser
 
 OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
 """Entries of a worker's `queues` that are no queues."""
@@ -28,15 +28,8 @@ OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
 
 def top(argv: Sequence[str]) -> int:
     """Runs until Ctrl-C. Returns the exit status: 1 if the router did not answer the first request."""
-    parser = argparse.ArgumentParser(
-        prog="kvrelay top",
-        description=f"Shows the fleet as a router sees it. A key, where one is needed, comes from {KEY_VARIABLE}.",
-        allow_abbrev=False,
-    )
-    add_router_arguments(parser)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
-    parser.add_argument("--once", action="store_true", help="show it once and end")
-    arguments = parser.parse_args(argv)
+    parser = top_parser()
+    arguments = parser.parse(argv)
     if not 0.1 <= arguments.interval <= 3600:
         parser.error("--interval must be from 0.1 to 3600")
     try:
@@ -55,6 +48,18 @@ def top(argv: Sequence[str]) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         _follow(url, arguments.interval, fleet)
     return 0
+
+
+def top_parser() -> FlagParser:
+    parser = FlagParser(
+        "kvrelay top",
+        f"Shows the fleet as a router sees it. A key, if one is needed, comes from {KEY_VARIABLE}.",
+        usage="kvrelay top [URL] [flags]",
+    )
+    add_router_arguments(parser)
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
+    parser.add_argument("--once", action="store_true", help="show it once and end")
+    return parser
 
 
 def ask(url: str) -> dict[str, Any]:

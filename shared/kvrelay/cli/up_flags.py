@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrelay.config.common import CommonConfig
-from kvrelay.config.flag_parser import FlagParser
 from kvrelay.config.loader import add_config_flag, add_flags
+from kvrelay.config.other_servers import ADVICE
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.flag_parser import FlagParser
 
 _SOURCES = (UpConfig, CommonConfig, WorkerConfig, RouterConfig)
 COMMON_GROUPS: dict[str, tuple[str, ...]] = {
     "model": ("model", "served_model_name", "dtype", "quantization", "kv_cache_dtype", "max_model_len"),
-    "workers": ("prefill", "decode", "tensor_parallel_size", "devices", "device", "threads"),
+    "workers": ("prefill", "decode", "tensor_parallel_size", "gpus", "device", "threads"),
     "memory and batches": ("kv_memory_bytes", "memory_utilization", "token_budget", "max_running"),
     "endpoint": ("host", "port", "api_keys_file", "redis_url", "metrics_port"),
     "logs and configuration": ("detach", "state_dir", "verbose", "log_level"),
@@ -34,7 +35,7 @@ ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_
 def parse_up_flags(argv: Sequence[str] | None) -> dict[str, Any]:
     """The given values by field. Exits the process for `--help` and for invalid flags."""
     parser = up_parser()
-    flags = parser.parse(argv)
+    flags = vars(parser.parse(argv))
     model = flags.pop("MODEL", None)
     if model is not None and flags.setdefault("model", model) != model:
         parser.error(f"two models: {model} and --model {flags['model']}")
@@ -46,6 +47,8 @@ def up_parser() -> FlagParser:
         "kvrelay up",
         "Starts Redis, prefill and decode workers and the router on this machine, and stops them together.",
         usage="kvrelay up [MODEL] [flags]",
+        advice=ADVICE,
+        with_version=True,
     )
     parser.add_argument("MODEL", nargs="?", help="the same as --model")
     common: set[str] = set()

@@ -21,13 +21,14 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 
-from kvrelay.config.flag_parser import FlagParser
+from kvrelay.config.other_servers import ADVICE, RENAMED
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.config.up_file import UP_FIELDS_OF_ROUTER, ignored_variables, refused_fields
-from kvrelay.config.variables import ENV_PREFIX, closest, unknown_variables
+from kvrelay.config.variables import ENV_PREFIX, unknown_variables
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.flag_parser import FlagParser, closest
 
 TABLES: dict[str, type[BaseModel]] = {
     "up": UpConfig,
@@ -37,6 +38,14 @@ TABLES: dict[str, type[BaseModel]] = {
     "router": RouterConfig,
     "rank": RankConfig,
 }
+
+DESCRIPTIONS = {
+    "router": "One router: the HTTP endpoint of a fleet.",
+    "prefill": "One prefill worker.",
+    "decode": "One decode worker.",
+    "rank": "One rank of a worker with --tensor-parallel-size, for a machine other than the worker's.",
+}
+"""What a service is, in its help."""
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -59,12 +68,20 @@ def load_config(
     `fixed` contains values that the process decides itself, such as a worker's role. `--help` and unknown flags exit
     the process, as in argparse; an invalid value raises ConfigError.
     """
-    parser = FlagParser(prog, description, usage=None if prog is None else f"{prog} [flags]")
+    flags = vars(config_parser(config_class, prog, description).parse(argv))
+    return resolve(config_class, flags, os.environ if environ is None else environ, **fixed)
+
+
+def config_parser(
+    config_class: type[BaseModel], prog: str | None, description: str | None, usage: str | None = None
+) -> FlagParser:
+    """The parser of a process that takes all fields of one class."""
+    usage = usage or (None if prog is None else f"{prog} [flags]")
+    parser = FlagParser(prog, description, usage, advice=ADVICE, with_version=True)
     group = parser.add_argument_group("flags")
     add_config_flag(group)
     add_flags(group, config_class)
-    flags = parser.parse(argv)
-    return resolve(config_class, flags, os.environ if environ is None else environ, **fixed)
+    return parser
 
 
 def resolve(config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> ConfigT:
@@ -267,6 +284,8 @@ def _read_file(path: Path) -> dict[str, dict[str, Any]]:
 
 def _place_of(name: str, fields: Collection[str]) -> str:
     """The tables that have the field, or else a similar name."""
+    if name in RENAMED:
+        return f"; it is {RENAMED[name]} now"
     tables = [f"[{table}]" for table, each in TABLES.items() if name in each.model_fields]
     return f"; it belongs into {' or '.join(tables)}" if tables else closest(name, fields)
 

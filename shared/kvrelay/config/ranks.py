@@ -38,6 +38,7 @@ class RankedConfig(CommonConfig):
         le=MAX_RANKS,
         description="ranks (workers of their own, each with its requests and KV) among which MLPs and experts are "
         "divided, while attention is whole in each; they take each step together; rank 0 starts the others",
+        json_schema_extra={"flags": ["--dp-size", "--dp"]},
     )
     data_parallel_rank: int = Field(
         default=0,

@@ -64,7 +64,6 @@ class RouterConfig(CommonConfig):
         ge=1,
         le=64,
         description="router processes that share the port; their ids end in -0, -1 and so on",
-        json_schema_extra={"flags": ["--workers"]},
     )
     message_host: str | None = Field(
         default=None, description="address to listen on for workers' messages (default: host)"
@@ -121,6 +120,7 @@ class RouterConfig(CommonConfig):
     tool_parser: str = Field(
         default="auto",
         min_length=1,
+        json_schema_extra={"flags": ["--tool-call-parser"]},
         description="how the model writes tool calls: hermes (also Qwen 2.5 and 3), qwen3_coder, llama3_json, "
         "pythonic, mistral, mistral_json, deepseek_v3, deepseek_v31, glm45, kimi_k2, harmony; auto: as its chat "
         "template shows; none: tools are refused; a path that ends in .py: the FORMAT of that file",

@@ -32,7 +32,6 @@ class UpConfig(BaseModel):
         ge=1,
         le=64,
         description="router processes that share its port",
-        json_schema_extra={"flags": ["--router-workers"]},
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
     host: str = Field(default="127.0.0.1", min_length=1, description="address of the HTTP endpoint")
@@ -49,30 +48,30 @@ class UpConfig(BaseModel):
         description="first port of the services' /metrics pages for Prometheus: one per router process, then one per "
         "worker, prefill first (default: none)",
     )
-    devices: tuple[str, ...] = Field(
+    gpus: tuple[str, ...] = Field(
         default=(),
         description="GPUs for the workers, by nvidia-smi number or UUID: 0,1 or GPU-...,MIG-...; divided between "
         "prefill and decode; a single one is shared (default: as device says)",
         json_schema_extra={"list": True},
     )
-    prefill_devices: tuple[str, ...] = Field(
+    prefill_gpus: tuple[str, ...] = Field(
         default=(),
-        description="GPUs of the prefill workers, used in turn, instead of devices; needs decode_devices, which may "
+        description="GPUs of the prefill workers, used in turn, instead of gpus; needs decode_gpus, which may "
         "name the same GPUs",
         json_schema_extra={"list": True},
     )
-    decode_devices: tuple[str, ...] = Field(
+    decode_gpus: tuple[str, ...] = Field(
         default=(), description="GPUs of the decode workers, used in turn", json_schema_extra={"list": True}
     )
     prefill_memory_utilization: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="share of a GPU's memory for each prefill worker, with devices (default: an equal part of what "
+        description="share of a GPU's memory for each prefill worker, with gpus (default: an equal part of what "
         "remains of memory_utilization, or of 0.9)",
     )
     decode_memory_utilization: float | None = Field(
-        default=None, gt=0, le=1, description="share of a GPU's memory for each decode worker, with devices"
+        default=None, gt=0, le=1, description="share of a GPU's memory for each decode worker, with gpus"
     )
     prefill_tensor_parallel_size: int | None = Field(
         default=None,
@@ -142,30 +141,30 @@ class UpConfig(BaseModel):
             raise ValueError("kvrelay up needs Redis: leave it out to start one")
         return url
 
-    @field_validator("devices", "prefill_devices", "decode_devices", mode="before")
+    @field_validator("gpus", "prefill_gpus", "decode_gpus", mode="before")
     @classmethod
-    def _as_text(cls, devices: Any) -> Any:
+    def _as_text(cls, gpus: Any) -> Any:
         """TOML files may have numbers."""
-        if isinstance(devices, list | tuple):
-            return tuple(str(each) if type(each) is int else each for each in devices)
-        return devices
+        if isinstance(gpus, list | tuple):
+            return tuple(str(each) if type(each) is int else each for each in gpus)
+        return gpus
 
-    @field_validator("devices", "prefill_devices", "decode_devices")
+    @field_validator("gpus", "prefill_gpus", "decode_gpus")
     @classmethod
-    def _names_devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
-        if not devices:
+    def _names_devices(cls, gpus: tuple[str, ...]) -> tuple[str, ...]:
+        if not gpus:
             raise ValueError("names no GPU: name at least one, or leave it out")
-        for device in devices:
+        for device in gpus:
             if not _DEVICE.match(device):
                 raise ValueError(f"{device!r} is not a GPU (allowed: a number from 0 on, GPU-UUID or MIG-UUID)")
-        if len(set(devices)) < len(devices):
+        if len(set(gpus)) < len(gpus):
             raise ValueError("names a GPU twice: name it once, workers share it")
-        return devices
+        return gpus
 
     @property
     def places_workers(self) -> bool:
         """Returns whether `kvrelay up` assigns GPUs to workers."""
-        return bool(self.devices or self.decode_devices)
+        return bool(self.gpus or self.decode_gpus)
 
     def sizes_of(self, role: str) -> dict[str, int]:
         """The sizes that are given for the workers of a role, by the worker's field. Others are as that field says."""
@@ -186,15 +185,15 @@ class UpConfig(BaseModel):
 
     @model_validator(mode="after")
     def _devices_fit_together(self) -> Self:
-        if self.devices and (self.prefill_devices or self.decode_devices):
-            raise ValueError("devices excludes prefill_devices and decode_devices: set either")
-        if self.prefill_devices and not self.prefill:
-            raise ValueError("prefill_devices without prefill workers (prefill = 0)")
-        if self.prefill_devices and not self.decode_devices:
-            raise ValueError("prefill_devices needs decode_devices")
-        if self.decode_devices and self.prefill and not self.prefill_devices:
-            raise ValueError("decode_devices needs prefill_devices, unless prefill = 0")
+        if self.gpus and (self.prefill_gpus or self.decode_gpus):
+            raise ValueError("gpus excludes prefill_gpus and decode_gpus: set either")
+        if self.prefill_gpus and not self.prefill:
+            raise ValueError("prefill_gpus without prefill workers (prefill = 0)")
+        if self.prefill_gpus and not self.decode_gpus:
+            raise ValueError("prefill_gpus needs decode_gpus")
+        if self.decode_gpus and self.prefill and not self.prefill_gpus:
+            raise ValueError("decode_gpus needs prefill_gpus, unless prefill = 0")
         for name in ("prefill_memory_utilization", "decode_memory_utilization"):
             if getattr(self, name) is not None and not self.places_workers:
-                raise ValueError(f"{name} needs devices: it is a share of the memory of a named GPU")
+                raise ValueError(f"{name} needs gpus: it is a share of the memory of a named GPU")
         return self

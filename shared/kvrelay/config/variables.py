@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
+
+from kvrelay.flag_parser import closest
 
 ENV_PREFIX = "KVRELAY_"
 
@@ -21,12 +22,6 @@ _OTHER_PATTERNS = re.compile(
     r"|.+_(IMAGE|PUBLISH)"
     r"|(.+_)?SERVICE_(HOST|PORT(_.+)?)|(.+_)?PORT_\d+_(TCP|UDP)(_.+)?"  # Kubernetes sets these for each Service
 )
-
-
-def closest(name: str, known: Collection[str]) -> str:
-    """Returns `; did you mean X?`, or "" if no known name is similar."""
-    found = get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def unknown_variables(environ: Mapping[str, str], fields: Collection[str]) -> Iterator[str]:

@@ -137,7 +137,10 @@ class WorkerConfig(RankedConfig):
         json_schema_extra={"flags": ["--page-size"]},
     )
     num_blocks: int | None = Field(
-        default=None, ge=2, description="blocks in the pool (default: as many as kv_memory_bytes holds)"
+        default=None,
+        ge=2,
+        description="blocks in the pool (default: as many as kv_memory_bytes holds)",
+        json_schema_extra={"flags": ["--num-gpu-blocks-override"]},
     )
     kv_memory_bytes: ByteSize | None = Field(
         default=None,
@@ -151,7 +154,7 @@ class WorkerConfig(RankedConfig):
         description="share of the machine's or GPU's memory for this worker, if neither num_blocks nor "
         "kv_memory_bytes is set; the pool gets what remains after weights and the largest step, which is measured at "
         "start",
-        json_schema_extra={"flags": ["--gpu-memory-utilization"]},
+        json_schema_extra={"flags": ["--gpu-memory-utilization", "--mem-fraction-static"]},
     )
     max_model_len: int | None = Field(
         default=None,
@@ -180,7 +183,7 @@ class WorkerConfig(RankedConfig):
         ge=1,
         le=1 << 20,
         description="maximum tokens of a step",
-        json_schema_extra={"flags": ["--max-num-batched-tokens"]},
+        json_schema_extra={"flags": ["--max-num-batched-tokens", "--chunked-prefill-size"]},
     )
     max_running: int = Field(
         default=256,

@@ -88,7 +88,8 @@ def open_export(service: str, instance: str, environ: Mapping[str, str] | None =
         push = MetricsPush(_exporter("metrics", metrics, environ), resource, environ) if metrics is not None else None
     except ImportError as error:
         raise ExportImpossible(
-            f"OTEL_* variables ask for an export, and {error.name or error} is not installed: install kvrelay[otel]"
+            f"OTEL_* variables ask for an export, and {error.name or error} is not installed: pip install "
+            "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http (-grpc for OTEL_EXPORTER_OTLP_PROTOCOL=grpc)"
         ) from error
     log.info("OpenTelemetry: traces by %s, metrics by %s", traces or "nobody", metrics or "nobody")
     return Export(spans, push)

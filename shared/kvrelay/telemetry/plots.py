@@ -57,3 +57,8 @@ def label_shares(axis: Any, title: str) -> None:
     axis.set_ylabel("share of requests")
     axis.set_ylim(0, 1)
     axis.grid(alpha=0.3)
+
+
+def legend_below(axis: Any) -> None:
+    """Puts the legend under the panel, where it hides no curve."""
+    axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)

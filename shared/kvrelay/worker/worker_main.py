@@ -6,6 +6,7 @@ import os
 import signal
 
 from kvrelay.config import WorkerConfig, load_config
+from kvrelay.config.loader import DESCRIPTIONS
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.process import end_with_parent, service_main
@@ -28,7 +29,7 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
     return service_main(
         prog,
         f"{role} worker",
-        lambda: load_config(WorkerConfig, prog=prog, description=f"One {role} worker.", role=role),
+        lambda: load_config(WorkerConfig, prog=prog, description=DESCRIPTIONS[role], role=role),
         lambda config: run_workers(config, make_role, load_runner),
         lambda config: {"worker_id": config.worker_id},
     )

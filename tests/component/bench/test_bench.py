@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from kvrelay_bench.bench_command import Bench, main
 from kvrelay_bench.flags import BenchFlagError, read_flags
 from kvrelay_bench.http import Client, Endpoint
 from kvrelay_bench.load_generator import LoadPoint, run_load
+from kvrelay_bench.report import MAX_COLUMNS
 from kvrelay_bench.workload import Shape, Wire, arrival_times, synthetic
 from tests.fakes.openai_server import USAGE, Exchange, OpenAiServer, openai_server
 
@@ -183,7 +186,7 @@ async def test_a_request_without_an_end_times_out() -> None:
         await asyncio.Event().wait()
 
     async with openai_server(hangs) as server:
-        records = await run(server, "--timeout", "0.2", "--requests", "3")
+        records = await run(server, "--timeout", "200ms", "--requests", "3")
         assert [record.error for record in records] == ["no whole answer within 0.2 s"] * 3
 
 
@@ -230,6 +233,7 @@ async def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.C
         assert await asyncio.to_thread(main, compared) == 0
     told = capsys.readouterr().out
     assert "2 at a time" in told and "goodput" in told and "B / A" in told
+    assert max(map(len, told.splitlines())) <= MAX_COLUMNS
     content = json.loads(await asyncio.to_thread(out.read_text))
     assert [load["load"] for load in content["loads"]] == ["2 at a time", "3 at a time"]
     assert [len(load["requests"]) for load in content["loads"]] == [5, 5]
@@ -254,6 +258,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
         (["http://a", "--compare", "http://a", "http://b"], "give one URL"),
         (["http://a", "--rate", "1", "--concurrency", "1"], "--rate and --concurrency"),
         (["http://a", "--trace", "x", "--rate", "1"], "--trace"),
+        (["http://a", "--prompts", "x", "--prompt-as", "ids"], "--prompts has text"),
         (["http://a", "--api", "chat", "--prompt-as", "ids"], "--prompt-as"),
         (["http://a", "--plot", "x.gif"], "--plot"),
         (["http://a", "--api-key-file", "/nowhere"], "--api-key-file"),
@@ -277,16 +282,121 @@ def test_flags_that_do_not_go_together(flags: list[str], complaint: str, monkeyp
         ["--extra-body", "[1]"],
         ["--extra-body", "{"],
         ["--timeout", "nan"],
+        ["--timeout", "30"],
+        ["--slo", "ttft=500"],
+        ["--slo", "speed=1s"],
+        ["--duration", "20"],
     ],
 )
 def test_values_out_of_range_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         read_flags(["http://a", *flags], {})
     told = capsys.readouterr().err
-    assert raised.value.code == 2 and f"argument {flags[0]}: " in told and ("must be" in told or "is not JSON" in told)
+    assert raised.value.code == 2 and f"argument {flags[0]}" in told and ("must be" in told or "is not JSON" in told)
 
 
 def test_urls_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ftp://a"]) == 2 and main(["http://a:b"]) == 2
     assert main(["http://127.0.0.1:1"]) == 1
     assert "does not answer" in capsys.readouterr().err
+
+
+def stalls_after(num_answered: int) -> tuple[Any, asyncio.Event]:
+    """A script that answers so many requests and no more, and an event that is set when a later one has come."""
+    num_requests, later = 0, asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        nonlocal num_requests
+        num_requests += 1
+        if num_requests > num_answered:
+            later.set()
+            await asyncio.Event().wait()
+        await plain(exchange)
+
+    return script, later
+
+
+async def test_a_cancelled_run_has_the_figures_of_what_has_ended() -> None:
+    script, later = stalls_after(5)
+    async with openai_server(script) as server:
+        flags = ["--requests", "9", "--warm-up", "0", "--concurrency", "1,3"]
+        bench = Bench(read_flags([server.url, *flags], {}))
+        run = asyncio.create_task(bench.run())
+        await later.wait()
+        run.cancel()
+        (measured,) = await run
+    assert bench.is_interrupted and measured.outcome.is_partial
+    assert (measured.point, measured.figures.num_requests, measured.figures.num_failed) == ("1 at a time", 5, 0)
+
+
+async def test_ctrl_c_writes_and_shows_what_has_ended(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    script, later = stalls_after(8)
+    async with openai_server(script) as server:
+        command = ["-m", "kvrelay_bench", server.url, "--warm-up", "0", "--requests", "9", "--json", str(out)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        await later.wait()
+        process.send_signal(signal.SIGINT)
+        told, errors = (each.decode() for each in await process.communicate())
+    assert (process.returncode, errors) == (130, "kvrelay bench: interrupted\n")
+    assert "4 at a time, interrupted" in told
+    (load,) = json.loads(await asyncio.to_thread(out.read_text))["loads"]
+    assert load["is_partial"] and 1 <= load["figures"]["num_requests"] <= 8 and load["figures"]["num_failed"] == 0
+
+
+async def test_no_request_begins_after_the_duration() -> None:
+    async with openai_server(plain) as server:
+        for flags in (["--rate", "1000", "--arrivals", "fixed"], ["--concurrency", "1"]):
+            plan = read_flags([server.url, "--requests", "400", "--duration", "50ms", "--warm-up", "0", *flags], {})
+            (measured,) = await Bench(plan).run()
+            assert 1 <= measured.figures.num_requests < 400
+            assert max(record.intended_s for record in measured.outcome.records) <= 0.05 or flags[0] == "--concurrency"
+
+
+def test_a_run_without_a_load_is_short() -> None:
+    plan = read_flags(["http://a"], {})
+    (point,) = plan.points(0)
+    assert point.concurrency == 4 and point.duration_s == 20.0
+    (point,) = read_flags(["http://a", "--rate", "3"], {}).points(0)
+    assert len(point.asks) == 60 and max(ask.arrival_s for ask in point.asks) < 60
+    (point,) = read_flags(["http://a", "--requests", "7"], {}).points(0)
+    assert (len(point.asks), point.duration_s) == (7, None)
+
+
+def test_names_of_vllm_s_benchmark_are_taken() -> None:
+    flags = ["--num-prompts", "3", "--random-input-len", "7", "--random-output-len", "5", "--request-rate", "2"]
+    (point,) = read_flags(["http://a", *flags], {}).points(0)
+    assert [(len(ask.prompt), ask.num_output) for ask in point.asks] == [(7, 5)] * 3
+    assert point.name == "2/s poisson"
+
+
+async def test_conversations_of_a_file_are_asked_as_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "share.json"
+    turns = [("human", "one"), ("gpt", "x" * 40), ("human", "two"), ("gpt", "y" * 80)]
+    entry = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    path.write_text(json.dumps([entry, {"conversations": [{"from": "human", "value": "three"}]}]))
+    async with openai_server(plain) as server:
+        flags = ["--prompts", str(path), "--requests", "4", "--concurrency", "1", "--warm-up", "0"]
+        (measured,) = await Bench(read_flags([server.url, *flags], {})).run()
+        bodies = [exchange.body for exchange in server.exchanges]
+    assert measured.figures.num_failed == 0
+    one, answer, two = (
+        {"role": role, "content": text} for role, text in (("user", "one"), ("assistant", "x" * 40), ("user", "two"))
+    )
+    three = {"role": "user", "content": "three"}
+    assert [body["messages"] for body in bodies] == [[one], [one, answer, two], [three], [one]]
+    assert [body["max_tokens"] for body in bodies] == [10, 20, 200, 10]
+
+
+def test_loads_and_rounds_go_on_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(json.dumps({"turns": [f"question {n}", "more"]}) for n in range(20)))
+    flags = ["--prompts", str(path), "--requests", "3", "--rate", "1,2", "--output-tokens", "9"]
+    plan = read_flags(["http://a", *flags], {})
+    asked = [ask.messages[0][1] for number in (0, 1) for point in plan.points(number) for ask in point.asks]
+    assert asked == [f"question {n}" for n in range(12)]
+    assert {ask.num_output for ask in plan.points(0)[0].asks} == {9}
+    body = json.loads(plan.wire.body("m", plan.points(0)[0].asks[0]))
+    assert body["messages"] == [{"role": "user", "content": "question 0"}]

@@ -254,7 +254,7 @@ def test_workers_are_placed_on_gpus(start: Start, tmp_path: Path) -> None:
     smi.write_text("\n".join(["#!/bin/sh", *listing]))
     smi.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    up = start("--prefill-devices=0", "--decode-devices=0,1", "--decode=2", PATH=path, CUDA_VISIBLE_DEVICES="0,1")
+    up = start("--prefill-gpus=0", "--decode-gpus=0,1", "--decode=2", PATH=path, CUDA_VISIBLE_DEVICES="0,1")
     up.wait_ready()
     for worker, gpu, percent in (("prefill-0", 0, 45), ("decode-0", 0, 45), ("decode-1", 1, 90)):
         where = rf"on GPU {gpu} \(NVIDIA H100\), {percent}% of its memory"
@@ -265,9 +265,9 @@ def test_workers_are_placed_on_gpus(start: Start, tmp_path: Path) -> None:
         (log,) = (tmp_path / "state").glob(f"*/{worker}.log")
         assert "'device': 'cuda'" in log.read_text()
         assert f"'memory_utilization': {percent / 100}," in log.read_text()
-    refused = start("--devices=0,2", PATH=path)
+    refused = start("--gpus=0,2", PATH=path)
     assert refused.wait_exit() == 2
-    assert "devices: there is no GPU 2 here (allowed: 0, 1, or their UUIDs)" in refused.output
+    assert "gpus: there is no GPU 2 here (allowed: 0, 1, or their UUIDs)" in refused.output
     assert "starting" not in refused.output
 
 

@@ -22,7 +22,7 @@ from tests.fakes.waiting import PATIENCE_S
 
 NUM_PROCESSES = 3
 NAMES = {f"router-{number}" for number in range(NUM_PROCESSES)}
-FLAGS = ("--workers", str(NUM_PROCESSES), "--router-id", "router")
+FLAGS = ("--processes", str(NUM_PROCESSES), "--router-id", "router")
 
 
 async def ask(router: RouterProcess, path: str) -> httpx.Response:

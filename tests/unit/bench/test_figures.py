@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from io import StringIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console, RenderableType
 
 from kvrelay_bench.answer_reader import Record
-from kvrelay_bench.load_figures import BenchSlo, Ratio, Spread, figures
+from kvrelay_bench.load_figures import BenchSlo, LoadFigures, Ratio, Spread, figures
 from kvrelay_bench.load_generator import LoadOutcome
+from kvrelay_bench.report import MAX_COLUMNS, comparison_table, load_table
 from kvrelay_bench.workload import Shape, Wire, arrival_times, synthetic, traced
 from kvrelay_simulator.traces import TracedRequest
 
@@ -72,6 +76,62 @@ def test_doubts_are_told() -> None:
     late = Record(0.0, 1.0, 2.0, [1.5], None, None)
     found = figures(LoadOutcome([late], 0.95, [0.5] * 9), BenchSlo())
     assert len(found.doubts) == 4
+
+
+def test_a_late_generator_is_told_only_if_it_matters() -> None:
+    """A delay counts against the same quantile of the figure that it is part of."""
+    records = [Record(t := 0.1 * n, t + 0.004, t + 1, [t + 0.2 + 0.1 * i for i in range(5)], 4, 5) for n in range(50)]
+    assert figures(LoadOutcome(records, 0.1, [0.004] * 99), BenchSlo()).doubts == []  # 4 ms of 200 and of 100
+    stalls = [0.0] * 90 + [0.02] * 10
+    (doubt,) = figures(LoadOutcome(records, 0.1, stalls), BenchSlo()).doubts
+    assert doubt == "the generator's time stamps were 20.0 ms (p99) late, which matters for ITL"
+
+
+def test_goodput_is_a_figure_only_with_an_slo() -> None:
+    good = record(0.0, 0.1, 0.2, ended_s=0.3, num_output=2)
+    without = figures(LoadOutcome([good], 0.0, []), BenchSlo())
+    assert (without.goodput, without.as_json()["good_share"]) == (None, None)
+    bounded = BenchSlo(ttft_s=1.0)
+    with_bound = figures(LoadOutcome([good], 0.0, []), bounded)
+    assert with_bound.good_share == 1
+    for table, slo, is_there in ((without, BenchSlo(), False), (with_bound, bounded, True)):
+        assert ("goodput" in shown(load_table([("x", table)], slo))) is is_there
+        assert ("goodput" in shown(comparison_table("x", [table], [table], slo))) is is_there
+
+
+def test_the_ratio_column_says_what_it_is_and_explains_itself() -> None:
+    """Medians of A and B may say one thing and the ratios within rounds another."""
+    a = [of_speed(1.0), of_speed(10.0), of_speed(11.0)]
+    b = [of_speed(2.0), of_speed(9.0), of_speed(12.0)]
+    told = shown(comparison_table("x", a, b))
+    assert "B / A, median of rounds" in told
+    assert "1.091*" in told and "Each round is compared with itself" in " ".join(told.split())
+    assert "*" not in shown(comparison_table("x", a, a))
+    alone = shown(comparison_table("x", a[:1], b[:1]))
+    assert "median" not in alone and "2.000" in alone
+
+
+@given(st.lists(st.floats(1e-5, 5e4), min_size=12, max_size=12), st.integers(1, 12))
+def test_tables_fit(seconds: list[float], num_loads: int) -> None:
+    ttft, tpot, itl, e2e = (Spread.of(seconds[n : n + 3]) for n in range(0, 12, 3))
+    found = figures(LoadOutcome([record(0.0, 0.1, ended_s=0.3, num_output=2)], 0.0, []), BenchSlo(ttft_s=1.0))
+    found = replace(found, ttft_s=ttft, tpot_s=tpot, itl_s=itl, e2e_s=e2e)
+    found = replace(found, output_tokens_s=1234567.0, prompt_tokens_s=12345678.0)
+    results = [(f"http://a-host.example.com:8000: load {n}, round 2", found) for n in range(num_loads)]
+    told = shown(load_table(results, BenchSlo(ttft_s=1.0)))
+    assert max(map(len, told.splitlines())) <= MAX_COLUMNS
+    assert "…" not in told
+
+
+def of_speed(seconds: float) -> LoadFigures:
+    return figures(LoadOutcome([record(0.0, seconds, ended_s=seconds, num_output=1)], 0.0, []), BenchSlo())
+
+
+def shown(table: RenderableType) -> str:
+    console = Console(width=MAX_COLUMNS, file=StringIO())
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
 
 
 # -- what is asked ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`kvrelay up --devices`: from flags to workers' configurations, flags and environments; and what is refused."""
+"""`kvrelay up --gpus`: from flags to workers' configurations, flags and environments; and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.config import ConfigError, WorkerConfig, load_config
 
 pytestmark = pytest.mark.unit
 ENVIRON = {"KVRELAY_MODEL": "org/model"}
-ONE = {"devices": ("0",)}
+ONE = {"gpus": ("0",)}
 GPUS = [
     *(Gpu(f"GPU-{number:08x}", "NVIDIA H100", number) for number in range(3)),
     Gpu("GPU-00000009", "NVIDIA A100", 3, is_split=True),
@@ -35,7 +35,7 @@ def seen(made: LaunchPlan) -> list[tuple[str, str, float | None]]:
 
 
 def test_each_worker_sees_its_gpu_alone() -> None:
-    made = plan(devices=("0", "GPU-00000002"))
+    made = plan(gpus=("0", "GPU-00000002"))
     assert seen(made) == [("prefill-0", "GPU-00000000", 0.9), ("decode-0", "GPU-00000002", 0.9)]
     assert {worker.device for worker in made.workers} == {"cuda"}
     assert str(made.placed["decode-0"]) == "on GPU 2 (NVIDIA H100), 90% of its memory"
@@ -43,17 +43,17 @@ def test_each_worker_sees_its_gpu_alone() -> None:
 
 def test_workers_of_one_gpu_share_it() -> None:
     parts = [(worker, "MIG-00000009", 0.4) for worker in ("prefill-0", "decode-0")]
-    assert seen(plan(devices=("MIG-00000009",), memory_utilization="0.8")) == parts
-    made = plan(devices=("1",), decode="2", prefill_memory_utilization="0.3")
+    assert seen(plan(gpus=("MIG-00000009",), memory_utilization="0.8")) == parts
+    made = plan(gpus=("1",), decode="2", prefill_memory_utilization="0.3")
     assert [share for _, _, share in seen(made)] == [0.3, 0.3, 0.3]
-    apart = plan(prefill_devices=("0",), decode_devices=("0", "1"), decode="2")
+    apart = plan(prefill_gpus=("0",), decode_gpus=("0", "1"), decode="2")
     assert [share for _, _, share in seen(apart)] == [0.45, 0.45, 0.9]
 
 
 def test_processes_make_the_same_of_their_flags() -> None:
     for made in (
-        plan(devices=("0",), memory_utilization="1"),
-        plan(devices=("0", "1"), kv_memory_bytes="8GiB", device="cuda"),
+        plan(gpus=("0",), memory_utilization="1"),
+        plan(gpus=("0", "1"), kv_memory_bytes="8GiB", device="cuda"),
         make_plan({"memory_utilization": "0.7", "decode": "2"}, ENVIRON),
     ):
         for worker in made.workers:
@@ -62,7 +62,7 @@ def test_processes_make_the_same_of_their_flags() -> None:
 
 
 def test_a_pool_with_a_size_of_its_own_gets_no_share() -> None:
-    made = plan(devices=("0",), num_blocks="100")
+    made = plan(gpus=("0",), num_blocks="100")
     assert [share for _, _, share in seen(made)] == [None, None]
     assert str(made.placed["prefill-0"]) == "on GPU 0 (NVIDIA H100)"
 
@@ -77,36 +77,36 @@ def test_without_devices_nobody_looks_for_gpus() -> None:
 
 def test_a_file_may_number_them(tmp_path: Path) -> None:
     path = tmp_path / "kvrelay.toml"
-    path.write_text("[up]\nprefill_devices = [0]\ndecode_devices = [1, 2]\n")
-    assert plan(config=str(path)).up.decode_devices == ("1", "2")
+    path.write_text("[up]\nprefill_gpus = [0]\ndecode_gpus = [1, 2]\n")
+    assert plan(config=str(path)).up.decode_gpus == ("1", "2")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"devices": ("7",)}, r"devices: there is no GPU 7 here \(allowed: 0, 1, 2, 3, MIG-00000009, or their UUIDs\)"),
-        ({"devices": ("0", "GPU-00000000")}, r"devices: GPU-00000000 names GPU 0 \(NVIDIA H100\) twice"),
-        ({"devices": ("3",)}, r"devices: GPU 3 \(NVIDIA A100\) is divided by MIG: name its parts"),
-        ({"devices": ("1", "1")}, "--devices = .*names a GPU twice"),
+        ({"gpus": ("7",)}, r"gpus: there is no GPU 7 here \(allowed: 0, 1, 2, 3, MIG-00000009, or their UUIDs\)"),
+        ({"gpus": ("0", "GPU-00000000")}, r"gpus: GPU-00000000 names GPU 0 \(NVIDIA H100\) twice"),
+        ({"gpus": ("3",)}, r"gpus: GPU 3 \(NVIDIA A100\) is divided by MIG: name its parts"),
+        ({"gpus": ("1", "1")}, "--gpus = .*names a GPU twice"),
         (
-            {"devices": ("-1",)},
-            r"--devices = .*'-1' is not a GPU \(allowed: a number from 0 on, GPU-UUID or MIG-UUID\)",
+            {"gpus": ("-1",)},
+            r"--gpus = .*'-1' is not a GPU \(allowed: a number from 0 on, GPU-UUID or MIG-UUID\)",
         ),
-        ({"devices": ("cuda:0",)}, "'cuda:0' is not a GPU"),
-        ({"devices": ()}, "--devices = .*names no GPU"),
-        ({"devices": ("0",), "decode_devices": ("1",)}, "devices excludes prefill_devices and decode_devices"),
-        ({"prefill_devices": ("0",)}, "prefill_devices needs decode_devices"),
-        ({"decode_devices": ("0",)}, "decode_devices needs prefill_devices"),
-        ({"prefill": "0", "decode_devices": ("0",), "prefill_devices": ("1",)}, "prefill_devices without prefill"),
-        ({"prefill_memory_utilization": "0.5"}, "prefill_memory_utilization needs devices"),
+        ({"gpus": ("cuda:0",)}, "'cuda:0' is not a GPU"),
+        ({"gpus": ()}, "--gpus = .*names no GPU"),
+        ({"gpus": ("0",), "decode_gpus": ("1",)}, "gpus excludes prefill_gpus and decode_gpus"),
+        ({"prefill_gpus": ("0",)}, "prefill_gpus needs decode_gpus"),
+        ({"decode_gpus": ("0",)}, "decode_gpus needs prefill_gpus"),
+        ({"prefill": "0", "decode_gpus": ("0",), "prefill_gpus": ("1",)}, "prefill_gpus without prefill"),
+        ({"prefill_memory_utilization": "0.5"}, "prefill_memory_utilization needs gpus"),
         (ONE | {"decode_memory_utilization": "1.5"}, r"--decode-memory-utilization = '1.5'.*more than 0 to 1"),
         (ONE | {"decode_memory_utilization": "-0.1"}, "--decode-memory-utilization = '-0.1'"),
         (ONE | {"prefill_memory_utilization": "0.6", "decode_memory_utilization": "0.6"}, "are 1.2 of device"),
         (ONE | {"num_blocks": "9", "decode_memory_utilization": "0.6"}, "excludes num_blocks"),
         (ONE | {"prefill": "0", "prefill_memory_utilization": "0.1"}, "without prefill workers"),
-        (ONE | {"device": "cpu"}, r"device = cpu beside devices: .*\(allowed: auto, cuda\)"),
-        (ONE | {"device": "cuda:1"}, "device = cuda:1 beside devices"),
-        (ONE | {"backend": "simulated"}, "devices: backend = simulated"),
+        (ONE | {"device": "cpu"}, r"device = cpu beside gpus: .*\(allowed: auto, cuda\)"),
+        (ONE | {"device": "cuda:1"}, "device = cuda:1 beside gpus"),
+        (ONE | {"backend": "simulated"}, "gpus: backend = simulated"),
     ],
     ids=str,
 )
@@ -119,5 +119,5 @@ def test_a_machine_without_gpus_says_so() -> None:
     def none(_: Mapping[str, str]) -> list[Gpu]:
         raise GpusUnknown("nvidia-smi is not here")
 
-    with pytest.raises(ConfigError, match="devices: nvidia-smi is not here; without GPUs leave it out"):
-        make_plan({"devices": ("0",)}, ENVIRON, none)
+    with pytest.raises(ConfigError, match="gpus: nvidia-smi is not here; without GPUs leave it out"):
+        make_plan({"gpus": ("0",)}, ENVIRON, none)

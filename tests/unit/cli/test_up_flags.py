@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from kvrelay.cli.launch_plan import make_plan
+from kvrelay.cli.service_parsers import decode_parser, router_parser
 from kvrelay.cli.up_flags import COMMON_GROUPS, parse_up_flags, up_parser
-from kvrelay.config import WorkerConfig, load_config
+from kvrelay.config import ConfigError, WorkerConfig, load_config
+from kvrelay.config.other_servers import ADVICE, RENAMED
+from kvrelay.config.up_config import UpConfig
 
 
 def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
@@ -38,6 +42,9 @@ def test_the_model_is_an_argument_or_a_flag() -> None:
         (["a", "b"], "unexpected argument 'b'"),
         (["a", "--model=b"], "two models: a and --model b"),
         (["--port"], "argument --port: expected one argument"),
+        (["--api-key=x"], f"there is no --api-key: {ADVICE['--api-key']}"),
+        (["--devices", "0,1"], "there is no --devices: it is --gpus now"),
+        (["--workers=2"], f"there is no --workers: {ADVICE['--workers']}"),
     ],
 )
 def test_an_error_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +85,9 @@ def test_help_shows_the_common_flags_and_help_all_the_others(capsys: pytest.Capt
         (["--context-length=99"], "max_model_len", 99),
         (["--page-size=32"], "block_size", 32),
         (["--no-enable-prefix-caching"], "prefix_cache", False),
+        (["--chunked-prefill-size=300"], "token_budget", 300),
+        (["--num-gpu-blocks-override=77"], "num_blocks", 77),
+        (["--dp-size=2"], "data_parallel_size", 2),
     ],
 )
 def test_names_of_vllm_and_sglang_are_taken(argv: list[str], field: str, value: object) -> None:
@@ -90,3 +100,24 @@ def test_names_of_vllm_and_sglang_are_taken(argv: list[str], field: str, value: 
 def test_the_share_of_memory_by_vllm_s_name() -> None:
     plan = make_plan(parse_up_flags(["org/model", "--gpu-memory-utilization=0.5"]), {})
     assert [worker.memory_utilization for worker in plan.workers] == [0.25, 0.25]
+
+
+def test_the_share_of_memory_by_sglang_s_name() -> None:
+    plan = make_plan(parse_up_flags(["org/model", "--mem-fraction-static=0.5"]), {})
+    assert [worker.memory_utilization for worker in plan.workers] == [0.25, 0.25]
+
+
+def test_advice_is_about_flags_that_do_not_exist_and_names_flags_that_do() -> None:
+    parsers = [up_parser(), router_parser(), decode_parser()]
+    known = {flag for parser in parsers for flag in parser._option_string_actions}
+    assert not known & ADVICE.keys()
+    named = {flag for text in ADVICE.values() for flag in re.findall(r"--[a-z][a-z-]*", text)}
+    assert named <= known
+    assert set(RENAMED.values()) <= set(UpConfig.model_fields)
+
+
+def test_a_renamed_field_of_the_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "kvrelay.toml"
+    path.write_text("[up]\ndevices = [0]\n")
+    with pytest.raises(ConfigError, match=r"\[up\] devices is not a known field; it is gpus now"):
+        make_plan({"config": str(path)}, {})

@@ -95,7 +95,7 @@ GPUS = [Gpu(f"GPU-{number:08x}", "NVIDIA H100", number) for number in range(5)]
 
 
 def test_ranks_take_the_gpus_of_their_numbers() -> None:
-    flags = {"devices": ("0", "1", "2", "4"), "decode_tensor_parallel_size": "3"}
+    flags = {"gpus": ("0", "1", "2", "4"), "decode_tensor_parallel_size": "3"}
     plan = make_plan(flags, {}, lambda _: GPUS)
     seen = [plan.environ_of(worker)["CUDA_VISIBLE_DEVICES"] for worker in plan.workers]
     assert seen == ["GPU-00000000", "GPU-00000001,GPU-00000002,GPU-00000004"]
@@ -106,8 +106,8 @@ def test_ranks_take_the_gpus_of_their_numbers() -> None:
 
 
 def test_too_few_gpus_for_the_ranks_of_a_worker() -> None:
-    with pytest.raises(ConfigError, match=r"devices: decode workers have 2 ranks with a GPU each \(named: 1\)"):
-        make_plan({"prefill": "0", "tensor_parallel_size": "2", "devices": ("0",)}, {}, lambda _: GPUS)
+    with pytest.raises(ConfigError, match=r"gpus: decode workers have 2 ranks with a GPU each \(named: 1\)"):
+        make_plan({"prefill": "0", "tensor_parallel_size": "2", "gpus": ("0",)}, {}, lambda _: GPUS)
 
 
 def test_up_waits_for_all_workers_of_data_parallel_groups() -> None:

@@ -66,6 +66,8 @@ def test_a_worker_of_several_ranks_is_measured_as_a_whole() -> None:
 def test_bad_flags_end_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["out.json", "--model", "m", "--data-parallel-size", "2"]) == 2
     assert "data_parallel_size = 2: measure one of the workers alone" in capsys.readouterr().err
-    assert main([]) == 2
+    with pytest.raises(SystemExit):
+        main([])
+    assert "the following arguments are required: FILE" in capsys.readouterr().err
     assert main(["out.json", "--block-size", "7"]) == 2
     assert "block-size" in capsys.readouterr().err

@@ -376,6 +376,11 @@ def test_the_command_compares_sweeps_and_writes(tmp_path: Path, capsys: pytest.C
     best = max(list(swept["runs"])[:2], key=lambda name: swept["runs"][name]["goodput"])
     assert f"Best ratio by goodput: {swept['best_ratio']}" in capsys.readouterr().out
     assert swept["runs"][swept["best_ratio"]]["goodput"] == swept["runs"][best]["goodput"]
+    assert main([*common, "--slo", "ttft=1us", "--slo", "tpot=1us", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["runs"]["cost"]["good_share"] == 0
+    assert "with TTFT <= 1e-06 s and TPOT <= 1e-06 s" in capsys.readouterr().out
+    assert main([*common, "--slo", "tpot=1h", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["runs"]["cost"]["good_share"] == 1
     assert main(["--trace", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
 
@@ -389,7 +394,11 @@ def test_the_command_draws_its_runs(tmp_path: Path, more: list[str]) -> None:
     picture = tmp_path / "runs.svg"
     trace = mooncake(tmp_path / "m.jsonl", *entries)
     assert main(["--trace", str(trace), "--prefill", "1", "--decode", "2", "--plot", str(picture), *more]) == 0
-    assert "</svg>" in picture.read_text()
+    drawn = picture.read_text()
+    assert "</svg>" in drawn
+    # matplotlib draws letters as paths and has the text in a comment beside them.
+    workers = "3 workers" if "--sweep" in more else "1 prefill, 2 decode"
+    assert f"<!-- m.jsonl, 10 requests; llama3-8b-h100; {workers} -->" in drawn
 
 
 @pytest.mark.parametrize(
@@ -438,3 +447,39 @@ def test_prompts_of_a_long_trace_never_share_by_accident(tmp_path: Path, monkeyp
         read_trace(path)
     first, second = read_trace(path, 2)
     assert set(first.hash_ids).isdisjoint(second.hash_ids)
+
+
+def test_a_trace_that_shares_nothing_says_that_no_hits_are_possible(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = mooncake(
+        tmp_path / "m.jsonl", *({"timestamp": i, "input_length": 700, "output_length": 2} for i in range(3))
+    )
+    out = tmp_path / "out.json"
+    assert main(["--trace", str(trace), "--prefill", "1", "--decode", "1", "--json", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "No hits are possible" in told and told.splitlines()[1].split()[-4:-2] == ["0.0%", "-"]
+    assert json.loads(out.read_text())["runs"]["cost"]["hit_share"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--slo-ttft", "2"], "there is no --slo-ttft: write --slo ttft=2s"),
+        (["--rte", "2"], "unknown flag --rte; did you mean --rate?"),
+        (["--slo", "ttft=2"], "must be a time with its unit"),
+    ],
+)
+def test_flags_of_simulate_are_refused_in_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["--trace", "x", *flags])
+    told = capsys.readouterr().err
+    assert raised.value.code == 2 and message in told and told.count("\n") == 1
+
+
+def test_a_rate_is_for_files_without_arrivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = mooncake(tmp_path / "m.jsonl", {"timestamp": 0, "input_length": 700, "output_length": 1})
+    assert main(["--trace", str(trace), "--rate", "2"]) == 2
+    assert "has its own arrivals: give --speed, not --rate" in capsys.readouterr().err

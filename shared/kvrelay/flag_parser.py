@@ -1,0 +1,128 @@
+"""The argument parser of all commands: one line for an error, the closest known name, short and complete help."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from importlib import metadata
+from typing import NoReturn
+
+
+def closest(name: str, known: Collection[str]) -> str:
+    """Returns `; did you mean X?`, or "" if no known name is similar."""
+    found = get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Flags may be in groups that only `--help-all` shows. An error is one line, with the closest known flag.
+
+    `advice` has what to use in place of flags that the command does not have, by flag.
+    """
+
+    def __init__(
+        self,
+        prog: str | None,
+        description: str | None,
+        usage: str | None = None,
+        *,
+        advice: Mapping[str, str] | None = None,
+        with_version: bool = False,
+    ) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            usage=usage,
+            allow_abbrev=False,
+            add_help=False,
+            formatter_class=_HelpFormatter,
+        )
+        self._advice = advice or {}
+        self._further: list[argparse._ArgumentGroup] = []
+        self._about = self.add_argument_group("help")
+        self._about.add_argument("-h", "--help", action="help", help="show the help and exit")
+        if with_version:
+            self._about.add_argument(
+                "--version",
+                action="version",
+                version=f"kvrelay {metadata.version('kvrelay')}",
+                help="show the version and exit",
+            )
+
+    def add_further_group(self, title: str) -> argparse._ArgumentGroup:
+        """A group that only `--help-all` shows."""
+        if not self._further:
+            self._about.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
+        group = self.add_argument_group(title)
+        self._further.append(group)
+        return group
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """The given values. Exits with status 2 for an unknown flag."""
+        given = sys.argv[1:] if argv is None else list(argv)
+        for each in given:  # before argparse, which would report a missing argument first
+            if each == "--":
+                break
+            if each.startswith("--") and each.partition("=")[0] not in self._option_string_actions:
+                self._refuse(each)
+        values, unknown = self.parse_known_args(given)
+        if unknown:
+            self._refuse(next((each for each in unknown if each.startswith("-")), unknown[0]))
+        return values
+
+    def _refuse(self, argument: str) -> NoReturn:
+        if not argument.startswith("-"):
+            self.error(f"unexpected argument {argument!r}")
+        name = argument.partition("=")[0]
+        if name in self._advice:
+            self.error(f"there is no {name}: {self._advice[name]}")
+        self.error(f"unknown flag {name}{closest(name, self._option_string_actions)}")
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2 and one line."""
+        end = "--help-all lists all flags" if self._further else "--help lists the flags"
+        self.exit(2, f"{self.prog}: {message} ({self.prog} {end})\n")
+
+    def format_help(self) -> str:
+        """The help without the further groups."""
+        groups = self._action_groups
+        self._action_groups = [group for group in groups if group not in self._further]
+        try:
+            text = super().format_help()
+        finally:
+            self._action_groups = groups
+        more = sum(len(group._group_actions) for group in self._further)
+        return f"{text}\n{more} more flags: {self.prog} --help-all\n" if more else text
+
+    def format_help_all(self) -> str:
+        return super().format_help()
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Names the value once for all spellings of a flag, as argparse does from Python 3.13 on."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with all groups."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, FlagParser)
+        sys.stdout.write(parser.format_help_all())
+        parser.exit()

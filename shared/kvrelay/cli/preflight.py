@@ -4,16 +4,12 @@ field, the numbers and what to do."""
 from __future__ import annotations
 
 import errno
-import json
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from http.client import HTTPException
 from importlib.util import find_spec
-from pathlib import Path
 
 from kvrelay.cli.launch_plan import LaunchPlan
+from kvrelay.cli.model_files import find_model
 from kvrelay.config.loader import ConfigError
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
@@ -21,116 +17,33 @@ from kvrelay.machine_memory import available_memory_bytes
 from kvrelay.ports import HeldPort
 from kvrelay.transfer.nixl_agent import PACKAGES
 
-HUB_TIMEOUT_S = 5.0
 DEFAULT_POOL_BYTES = 1 << 30
 SWAP_PART = 4
-_INDEX = "model.safetensors.index.json"
 
 
-def check_plan(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError if the services of the plan could not start."""
-    computing = [worker for worker in plan.workers if worker.backend != "simulated"]
-    needs_weights = any(worker.load_format != "dummy" for worker in computing)
+def find_models(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Looks for the models of the plan once, and returns the flags that give all services the directory of a model that
+    was named as on the hub. Raises ConfigError."""
+    needs_weights = any(worker.load_format != "dummy" for worker in _computing(plan))
+    own = plan.router.model
+    found = {}
     for fleet in plan.router.fleets():
-        check_model(fleet.model, environ, needs_weights=needs_weights and fleet.model == plan.router.model)
+        found[fleet.model] = find_model(fleet.model, environ, needs_weights=needs_weights and fleet.model == own)
+    if found[own] == own or any(worker.model != own for worker in plan.workers):
+        return {}
+    return {"model": found[own], "served_model_name": plan.router.served_model_name}
+
+
+def check_plan(plan: LaunchPlan) -> None:
+    """Raises ConfigError if the services of the plan could not start."""
+    computing = _computing(plan)
     check_memory([worker for worker in computing if is_on_cpu(worker, plan)], available_memory_bytes())
     check_transfer(plan.workers)
     check_page_ports(plan.router, plan.workers, plan.up.metrics_port)
 
 
-# -- the model --------------------------------------------------------------------------------------------------------
-
-
-def check_model(model: str, environ: Mapping[str, str], *, needs_weights: bool) -> None:
-    """Raises ConfigError if the model is neither a directory with weights nor a repository that can be read."""
-    directory = Path(model)
-    if directory.is_dir():
-        _check_directory(directory, needs_weights=needs_weights)
-    elif not _is_cached(model):
-        _ask_hub(model, environ)
-
-
-def _check_directory(directory: Path, *, needs_weights: bool) -> None:
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"--model {directory}: the directory has no config.json")
-    if not needs_weights:
-        return
-    index = directory / _INDEX
-    if (directory / "model.safetensors").is_file():
-        return
-    if index.is_file():
-        missing = [name for name in _shards(index) if not (directory / name).is_file()]
-        if missing:
-            raise ConfigError(
-                f"--model {directory}: {len(missing)} of the weight files of {_INDEX} are missing, the first is "
-                f"{missing[0]}; complete the download"
-            )
-        return
-    if any(directory.glob("pytorch_model*.bin")):  # transformers reads these
-        return
-    others = sorted(path.name for path in directory.iterdir() if path.suffix in (".gguf", ".bin", ".pth", ".pt"))
-    found = f"; {others[0]} is of a format that is not read" if others else ""
-    raise ConfigError(
-        f"--model {directory}: the directory has no model.safetensors and no {_INDEX}{found}; "
-        f"--load-format dummy serves random weights"
-    )
-
-
-def longest_sequence(model: str) -> int | None:
-    """The positions that the config of a model directory states; None if it states none, or for a hub name."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-        reach = config.get("text_config", config).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return reach if isinstance(reach, int) else None
-
-
-def _shards(index: Path) -> list[str]:
-    """The weight files of an index. Raises ConfigError."""
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(f"--model: {index} is not an index of weight files: {error}") from None
-
-
-def _is_cached(model: str) -> bool:
-    """Returns whether the hub's cache on this machine has the model's config."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except HFValidationError:
-        raise ConfigError(
-            f"--model {model}: there is no such directory, and a name on the Hugging Face hub is OWNER/NAME"
-        ) from None
-
-
-def _ask_hub(model: str, environ: Mapping[str, str]) -> None:
-    """Asks the hub once for the model's config: the services would each try for about 30 seconds."""
-    missing = f"--model {model}: there is no such directory, the Hugging Face cache of this machine does not have it"
-    if environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        raise ConfigError(f"{missing}, and HF_HUB_OFFLINE forbids a download; name a directory, or unset it")
-    endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    request = urllib.request.Request(f"{endpoint}/{model}/resolve/main/config.json")
-    if token := environ.get("HF_TOKEN"):
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    try:
-        with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S):
-            return
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403, 404):
-            raise ConfigError(
-                f"{missing}, and {endpoint} answers {error.code}: the name is wrong or the model needs a token; check "
-                f"the name, or set HF_TOKEN"
-            ) from None
-        raise ConfigError(f"{missing}, and {endpoint} answers {error.code}; try again, or name a directory") from None
-    except (OSError, HTTPException, ValueError) as error:
-        cause = getattr(error, "reason", error)
-        raise ConfigError(
-            f"{missing}, and {endpoint} does not answer ({cause}); name a directory, or set HF_ENDPOINT to a mirror"
-        ) from None
+def _computing(plan: LaunchPlan) -> list[WorkerConfig]:
+    return [worker for worker in plan.workers if worker.backend != "simulated"]
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from kvrelay.cli.detached import DETACHED, up_detached
 from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.instance_lock import InstanceLock
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
-from kvrelay.cli.preflight import check_plan, hold_port, longest_sequence
+from kvrelay.cli.model_files import longest_sequence
+from kvrelay.cli.preflight import check_plan, find_models, hold_port
 from kvrelay.cli.readiness import RouterReady, WorkerReady
 from kvrelay.cli.stack_state import StackState, remove_state, start_of
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
@@ -55,8 +56,11 @@ def up(argv: Sequence[str]) -> int:
             held = stack.enter_context(hold_port(own.host, own.port))
             if not own.port:
                 stack.enter_context(_hold_instance(own, held.port))
-            plan = make_plan({**flags, "port": str(held.port)}, os.environ)
-            check_plan(plan, os.environ)
+            given = {**flags, "port": str(held.port)}
+            plan = make_plan(given, os.environ)
+            if local := find_models(plan, os.environ):
+                plan = make_plan({**given, **local}, os.environ)
+            check_plan(plan)
             server = None if plan.up.redis_url else stack.enter_context(EmbeddedRedis())
             display = stack.enter_context(make_display(sys.stdout, plain=plan.up.verbose))
             return asyncio.run(_Run(plan, server, display).run())

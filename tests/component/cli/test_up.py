@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cli.instance_lock import InstanceLock
+from kvrelay.config.demo import demo_model_path
 from kvrelay.config.loader import ConfigError
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes.up import GREETING, Up
@@ -244,6 +245,24 @@ def test_flags_reach_the_services_and_passwords_do_not_show(start: Start, tmp_pa
     shown = up.output + "".join(logs.values()) + " ".join(" ".join(child.cmdline()) for child in up.family)
     assert password not in shown
     assert up.child("kvrelay_prefill").nice() == min(19, up.child("kvrelay_decode").nice() + 3)
+
+
+def test_a_cached_model_of_the_hub_needs_no_network(start: Start, tmp_path: Path) -> None:
+    """The hub is a port on which nothing listens."""
+    repository = tmp_path / "hub" / "models--org--otter"
+    snapshot = repository / "snapshots" / ("5" * 40)
+    shutil.copytree(str(demo_model_path()), snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("5" * 40)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        hub = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        up = start("org/otter", HF_HUB_CACHE=str(tmp_path / "hub"), HF_ENDPOINT=hub, KVRELAY_MODEL="")
+        up.wait_ready()
+    assert "Serving org/otter at" in up.output
+    for service in ("kvrelay_router", "kvrelay_prefill", "kvrelay_decode"):
+        flags = up.child(service).cmdline()
+        assert f"--model={snapshot}" in flags and "--served-model-name=org/otter" in flags
 
 
 def test_workers_are_placed_on_gpus(start: Start, tmp_path: Path) -> None:

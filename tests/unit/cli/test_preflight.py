@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,6 @@ from kvrelay.cli import preflight
 from kvrelay.cli.launch_plan import make_plan
 from kvrelay.cli.preflight import (
     check_memory,
-    check_model,
     check_page_ports,
     check_plan,
     check_transfer,
@@ -26,91 +21,6 @@ from kvrelay.config import ConfigError
 
 ENVIRON = {"KVRELAY_MODEL": "org/model"}
 GIB = 1 << 30
-
-
-# -- the model --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    return tmp_path
-
-
-def test_a_directory_with_weights_is_taken(model: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no model\.safetensors and no model\.safetensors\.index\.json; --load-format"
-    ):
-        check_model(str(model), {}, needs_weights=True)
-    check_model(str(model), {}, needs_weights=False)
-    (model / "model.safetensors").touch()
-    check_model(str(model), {}, needs_weights=True)
-
-
-def test_missing_shards_are_counted_and_named(model: Path) -> None:
-    shards = [f"model-{number}-of-3.safetensors" for number in (1, 2, 3)]
-    index = {"weight_map": dict(zip("abc", shards, strict=True))}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    (model / shards[0]).touch()
-    with pytest.raises(ConfigError, match=rf"2 of the weight files .* the first is {shards[1]}; complete the download"):
-        check_model(str(model), {}, needs_weights=True)
-    for shard in shards:
-        (model / shard).touch()
-    check_model(str(model), {}, needs_weights=True)
-    (model / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ConfigError, match="is not an index of weight files"):
-        check_model(str(model), {}, needs_weights=True)
-
-
-def test_other_formats_are_named(model: Path) -> None:
-    (model / "model-q4.gguf").touch()
-    with pytest.raises(ConfigError, match=r"model-q4\.gguf is of a format that is not read"):
-        check_model(str(model), {}, needs_weights=True)
-    (model / "pytorch_model.bin").touch()
-    check_model(str(model), {}, needs_weights=True)
-
-
-@pytest.fixture
-def hub() -> Iterator[HTTPServer]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(200 if self.path.startswith("/org/there/") else 404)
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    asked: list[str] = []
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    server.asked = asked  # type: ignore[attr-defined]
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_the_hub_is_asked_once(hub: HTTPServer) -> None:
-    environ = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
-    check_model("org/there", environ, needs_weights=True)
-    assert hub.asked == ["/org/there/resolve/main/config.json"]  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="answers 404: the name is wrong or the model needs a token"):
-        check_model("org/gone", environ, needs_weights=True)
-
-
-def test_an_unreachable_hub_is_named_with_what_to_do() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        environ = {"HF_ENDPOINT": f"http://127.0.0.1:{unused.getsockname()[1]}"}
-        with pytest.raises(ConfigError, match=r"--model org/x: .*does not answer .*refused.*HF_ENDPOINT"):
-            check_model("org/x", environ, needs_weights=True)
-        with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids a download"):
-            check_model("org/x", {**environ, "HF_HUB_OFFLINE": "1"}, needs_weights=True)
-    with pytest.raises(ConfigError, match="no such directory, and a name on the Hugging Face hub is OWNER/NAME"):
-        check_model("a/b/c", {}, needs_weights=True)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -189,4 +99,4 @@ def test_an_address_of_another_machine_is_explained() -> None:
 
 def test_the_demo_s_plan_passes() -> None:
     plan = make_plan({}, {})
-    check_plan(plan, {})
+    check_plan(plan)

@@ -1,0 +1,208 @@
+"""Where the files of a model are found before a service starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cli import model_files
+from kvrelay.cli.launch_plan import make_plan
+from kvrelay.cli.model_files import cache_directory, find_model
+from kvrelay.cli.preflight import find_models
+from kvrelay.config import ConfigError
+
+COMMIT = "5" * 40
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_directory_with_weights_is_taken(model: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no model\.safetensors and no model\.safetensors\.index\.json; --load-format"
+    ):
+        find_model(str(model), {}, needs_weights=True)
+    find_model(str(model), {}, needs_weights=False)
+    (model / "model.safetensors").touch()
+    find_model(str(model), {}, needs_weights=True)
+
+
+def test_missing_shards_are_counted_and_named(model: Path) -> None:
+    shards = [f"model-{number}-of-3.safetensors" for number in (1, 2, 3)]
+    index = {"weight_map": dict(zip("abc", shards, strict=True))}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / shards[0]).touch()
+    with pytest.raises(ConfigError, match=rf"2 of the weight files .* the first is {shards[1]}; complete the download"):
+        find_model(str(model), {}, needs_weights=True)
+    for shard in shards:
+        (model / shard).touch()
+    find_model(str(model), {}, needs_weights=True)
+    (model / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ConfigError, match="is not an index of weight files"):
+        find_model(str(model), {}, needs_weights=True)
+
+
+def test_other_formats_are_named(model: Path) -> None:
+    (model / "model-q4.gguf").touch()
+    with pytest.raises(ConfigError, match=r"model-q4\.gguf is of a format that is not read"):
+        find_model(str(model), {}, needs_weights=True)
+    (model / "pytorch_model.bin").touch()
+    find_model(str(model), {}, needs_weights=True)
+
+
+class Hub(ThreadingHTTPServer):
+    """A hub with one repository, `org/there`, whose files are `files`. `asked`: the paths of all requests."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files = files
+        self.asked: list[str] = []
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}"}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        if self.path.startswith("/api/models/org/there/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in self.server.files.items()
+            ]
+            self._answer(json.dumps(tree).encode(), "application/json")
+            return
+        if self.path.startswith("/api/models/org/there"):
+            siblings = [{"rfilename": name} for name in self.server.files]
+            content = json.dumps({"id": "org/there", "sha": COMMIT, "siblings": siblings}).encode()
+            self._answer(content, "application/json")
+            return
+        name = self.path.partition("/resolve/")[2].partition("/")[2]
+        if self.path.startswith("/org/there/") and name in self.server.files:
+            self._answer(self.server.files[name], "application/octet-stream")
+        else:
+            self.send_response(404)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _answer(self, content: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(content)))
+        self.send_header("etag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("x-repo-commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights", "model.gguf": b"other"}
+    server = Hub({**files, "onnx/model.safetensors": b"other"})
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_model_of_the_hub_is_downloaded_once_and_then_found_without_network(hub: Hub, tmp_path: Path) -> None:
+    environ = {**hub.environ, "HF_HOME": str(tmp_path)}
+    directory = Path(find_model("org/there", environ, needs_weights=True))
+    assert directory.is_relative_to(tmp_path)
+    assert {path.name for path in directory.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert (directory / "model.safetensors").read_bytes() == b"weights"
+    assert hub.asked[0] == "/org/there/resolve/main/config.json"
+    num_asked = len(hub.asked)
+    assert find_model("org/there", environ, needs_weights=True) == str(directory)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    assert find_model("org/there", offline, needs_weights=True) == str(directory)
+    assert len(hub.asked) == num_asked
+
+
+def test_an_incomplete_snapshot_is_completed(hub: Hub, tmp_path: Path) -> None:
+    environ = {**hub.environ, "HF_HOME": str(tmp_path)}
+    directory = Path(find_model("org/there", environ, needs_weights=False))
+    assert not (directory / "model.safetensors").exists()
+    num_asked = len(hub.asked)
+    assert find_model("org/there", environ, needs_weights=False) == str(directory)
+    assert len(hub.asked) == num_asked
+    assert find_model("org/there", environ, needs_weights=True) == str(directory)
+    assert (directory / "model.safetensors").exists()
+
+
+def test_a_repository_without_weights_that_are_read_is_refused(hub: Hub, tmp_path: Path) -> None:
+    del hub.files["model.safetensors"]
+    with pytest.raises(ConfigError, match=r"--model org/there .* no model\.safetensors"):
+        find_model("org/there", {**hub.environ, "HF_HOME": str(tmp_path)}, needs_weights=True)
+
+
+def test_all_services_get_the_directory_and_clients_the_name(hub: Hub, tmp_path: Path) -> None:
+    environ = {**hub.environ, "HF_HOME": str(tmp_path), "KVRELAY_MODEL": "org/there"}
+    plan = make_plan({}, environ)
+    local = find_models(plan, environ)
+    assert local == {"model": find_model("org/there", environ, needs_weights=True), "served_model_name": "org/there"}
+    found = make_plan(local, environ)
+    assert {worker.model for worker in found.workers} == {found.router.model} == {local["model"]}
+    assert found.router.model_names == ("org/there",)
+    named = make_plan({"served_model_name": "a,b"}, environ)
+    assert make_plan(find_models(named, environ), environ).router.model_names == ("a", "b")
+    assert find_models(make_plan({}, {}), {}) == {}  # the demo model is a directory
+
+
+def test_a_name_that_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="answers 404: the name is wrong or the model needs a token"):
+        find_model("org/gone", {**hub.environ, "HF_HOME": str(tmp_path)}, needs_weights=True)
+    assert len(hub.asked) == 1
+
+
+def test_an_unreachable_hub_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        environ = {"HF_ENDPOINT": f"http://127.0.0.1:{unused.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        with pytest.raises(ConfigError, match=r"--model org/x: .*does not answer .*refused.*HF_ENDPOINT"):
+            find_model("org/x", environ, needs_weights=True)
+        with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids a download"):
+            find_model("org/x", {**environ, "HF_HUB_OFFLINE": "1"}, needs_weights=True)
+    with pytest.raises(ConfigError, match="no such directory, and a name on the Hugging Face hub is OWNER/NAME"):
+        find_model("a/b/c", {}, needs_weights=True)
+
+
+def test_a_failed_download_is_one_message(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "_ask_hub", lambda model, environ: None)
+    with pytest.raises(ConfigError, match=r"--model org/gone: the download failed \(.*404"):
+        find_model("org/gone", {**hub.environ, "HF_HOME": str(tmp_path)}, needs_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "directory"),
+    [
+        ({"HF_HUB_CACHE": "/a"}, "/a"),
+        ({"HF_HOME": "/b"}, "/b/hub"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
+        ({}, str(Path("~/.cache/huggingface/hub").expanduser())),
+    ],
+)
+def test_the_cache_is_where_huggingface_hub_has_it(environ: dict[str, str], directory: str) -> None:
+    assert str(cache_directory(environ)) == directory

@@ -15,7 +15,7 @@ from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_bench.http import Endpoint
 from kvrelay_bench.load_figures import BenchSlo
 from kvrelay_bench.load_generator import LoadPoint
-from kvrelay_bench.workload import Arrivals, Ask, Shape, Wire, arrival_times, from_conversations, synthetic, traced
+from kvrelay_bench.workload import Api, Arrivals, Ask, Shape, Wire, arrival_times, from_conversations, synthetic, traced
 from kvrelay_simulator.conversations import Conversation, read_conversations
 from kvrelay_simulator.traces import TracedRequest, read_trace, scaled
 
@@ -85,7 +85,7 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchP
             raise BenchFlagError(str(error)) from error
     key = _api_key(given.api_key_file, environ)
     names = ["A", "B"] if given.compare else [urls[0]]
-    api = given.api or ("completions" if given.prompts is None else "chat")
+    api: Api = given.api or ("completions" if given.prompts is None else "chat")
     wire = Wire(
         api=api,
         prompt_as=given.prompt_as or ("text" if api == "chat" else "ids"),
@@ -246,9 +246,10 @@ def bench_parser() -> FlagParser:
     what("--prefixes", type=whole(1, 1 << 20), default=1, metavar="N", help="number of shared prefixes (default: 1)")
     what("--prompt-as", choices=("ids", "text"), help="token ids or words (default: ids; text with --api chat)")
     what("--token-ids", type=_range, default=(5, 2000), metavar="LOW:HIGH", help="range of token ids (default: 5:2000)")
-    switch = {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
-    what("--ignore-eos", **switch, help="generate to the full length (default: on)")
-    what("--usage", **switch, help="ask for token counts (default: on)")
+    for flag, text in (("--ignore-eos", "generate to the full length"), ("--usage", "ask for token counts")):
+        what(
+            flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=f"{text} (default: on)"
+        )  # SUPPRESS, because argparse would add the default to the help once more
     parser.set_defaults(ignore_eos=True, usage=True)
     what("--extra-body", type=_object, metavar="JSON", help="further fields of each request")
     result = parser.add_argument_group("results").add_argument

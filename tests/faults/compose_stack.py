@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,11 @@ def engine() -> str | None:
 class Compose:
     """One project. Every wait has a deadline and says what it waited for."""
 
-    directory: Path
     project: str = field(default_factory=lambda: f"kvrelay-test-{secrets.token_hex(4)}")
 
     def __post_init__(self) -> None:
-        made = self.directory / "secrets"
-        subprocess.run([ROOT / "deploy" / "make-secrets", made], check=True)
-        self.api_key = (made / "api_keys").read_text().strip()
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
         self._environment |= {
-            "KVRELAY_SECRETS_DIR": str(made),
             "KVRELAY_PUBLISH": "127.0.0.1:",  # any free port
             "KVRELAY_DTYPE": "float32",
             "KVRELAY_THREADS": "1",
@@ -76,6 +72,11 @@ class Compose:
         ids = self("ps", "--all", "--quiet", *([service] if service else [])).split()
         found: list[dict[str, Any]] = json.loads(self.docker("inspect", *ids)) if ids else []
         return found
+
+    @cached_property
+    def api_key(self) -> str:
+        """The key that was made at the first start."""
+        return self("exec", "-T", "router", "cat", "/run/secrets/api/api_keys").strip()
 
     def url(self) -> str:
         """Where the router's port is published."""

@@ -14,7 +14,17 @@ _OTHERS = frozenset(
         *("CONFIG", "CACHE_DIR", "API_KEY", "URL"),
         "RANK_PARENT",  # of a rank, set by its worker
         # read by the files in deploy/ and by scripts/
-        *("PUBLISH", "MODELS_DIR", "SECRETS_DIR", "TORCH_INDEX", "PREFILL_GPU", "DECODE_GPU", "OTLP_ENDPOINT"),
+        "GRAFANA_PASSWORD_DIR",
+        *(
+            "PUBLISH",
+            "MODELS_DIR",
+            "API_KEYS_DIR",
+            "REDIS_PASSWORD_DIR",
+            "TORCH_INDEX",
+            "PREFILL_GPU",
+            "DECODE_GPU",
+            "OTLP_ENDPOINT",
+        ),
     }
 )
 _OTHER_PATTERNS = re.compile(

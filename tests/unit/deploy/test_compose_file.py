@@ -39,7 +39,9 @@ def test_every_service_is_hardened_and_checked(services: dict[str, Any]) -> None
     for name, service in services.items():
         assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["user"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert service.get("healthcheck", {}).get("test") or name in WITHOUT_A_SHELL, name
+        ends = service["restart"] == "no"
+        assert service.get("healthcheck", {}).get("test") or ends or name in WITHOUT_A_SHELL, name
+        assert ends or not service["user"].startswith("0"), name
         assert "privileged" not in service and "cap_add" not in service, name
         if name in KVRELAY:
             assert service["depends_on"]["redis"] == {"condition": "service_healthy"}
@@ -124,21 +126,56 @@ def test_each_role_has_ranks_of_its_own(
     assert found == sizes
 
 
-def test_secrets_are_made_once_and_can_be_read(tmp_path: Path) -> None:
-    secrets = tmp_path / "secrets"
-    subprocess.run([DEPLOY / "make-secrets", secrets], check=True)
-    first = {path.name: path.read_text() for path in secrets.iterdir()}
-    subprocess.run([DEPLOY / "make-secrets", secrets], check=True)
-    assert {path.name: path.read_text() for path in secrets.iterdir()} == first
-    assert secrets.stat().st_mode & 0o777 == 0o700
+def test_secrets_are_made_once_and_can_be_read(services: dict[str, Any], tmp_path: Path) -> None:
+    """By the command of the service `secrets`, with its directories in another place."""
+    service = services["secrets"]
+    assert service["entrypoint"] == ["sh", "/make-secrets"] and "./make-secrets:/make-secrets:ro" in service["volumes"]
+    files = {Path(each).name: tmp_path / Path(each).relative_to("/secrets") for each in service["command"]}
+    (tmp_path / "api").mkdir()
+    files["api_keys"].write_text("")  # an empty one is made again
+
+    def make() -> dict[str, str]:
+        subprocess.run(["sh", DEPLOY / "make-secrets", *files.values()], check=True)
+        assert all(path.stat().st_mode & 0o777 == 0o444 for path in files.values())
+        return {name: path.read_text() for name, path in files.items()}
+
+    first = make()
+    assert make() == first and len(set(first.values())) == 3
     config = resolve(
         RouterConfig,
         {},
         {
             "KVRELAY_MODEL": "org/model",
-            "KVRELAY_API_KEYS_FILE": str(secrets / "api_keys"),
-            "KVRELAY_REDIS_PASSWORD_FILE": str(secrets / "redis_password"),
+            "KVRELAY_API_KEYS_FILE": str(files["api_keys"]),
+            "KVRELAY_REDIS_PASSWORD_FILE": str(files["redis_password"]),
         },
     )
     assert [key.get_secret_value() for key in config.api_keys] == [first["api_keys"].strip()]
     assert f":{first['redis_password']}@" in config.redis_url
+
+
+def test_secrets_are_mounted_by_those_that_read_them_and_after_they_are_made(services: dict[str, Any]) -> None:
+    """Each in a volume of its own: `NAME:/run/secrets/NAME:ro`, made by the service `secrets` at `/secrets/NAME`."""
+    made = {mount.rsplit(":", 1)[1]: mount.rsplit(":", 1)[0] for mount in services["secrets"]["volumes"][1:]}
+    readers: dict[str, set[str]] = {}
+    for name, service in services.items():
+        mounts = [mount for mount in service.get("volumes", ()) if ":/run/secrets/" in mount]
+        for mount in mounts:
+            volume, place, mode = mount.rsplit(":", 2)
+            assert mode == "ro" and made[place.removeprefix("/run")] == volume
+            readers.setdefault(Path(place).name, set()).add(name)
+        if mounts:
+            assert service["depends_on"]["secrets"] == {"condition": "service_completed_successfully"}, name
+        text = yaml.safe_dump(service)
+        named = set(re.findall(r"/run/secrets/(\w+)/\w+", text))
+        assert named == {Path(mount.rsplit(":", 2)[1]).name for mount in mounts}, name
+    assert readers == {"redis": {"redis", *KVRELAY}, "api": {"router"}, "grafana": {"grafana"}}
+
+
+def test_nothing_has_to_be_done_before_the_first_start() -> None:
+    """No secret comes from a file of the host, and every volume with a default name is declared."""
+    content = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert "secrets" not in content
+    text = (DEPLOY / "compose.yaml").read_text()
+    defaults = set(re.findall(r"KVRELAY_\w+_DIR:-([a-z-]+)\}", text))
+    assert defaults == {"api-keys", "redis-password", "grafana-password"} and defaults <= set(content["volumes"])

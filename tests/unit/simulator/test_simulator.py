@@ -452,9 +452,8 @@ def test_prompts_of_a_long_trace_never_share_by_accident(tmp_path: Path, monkeyp
 def test_a_trace_that_shares_nothing_says_that_no_hits_are_possible(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = mooncake(
-        tmp_path / "m.jsonl", *({"timestamp": i, "input_length": 700, "output_length": 2} for i in range(3))
-    )
+    entries: list[dict[str, object]] = [{"timestamp": i, "input_length": 700, "output_length": 2} for i in range(3)]
+    trace = mooncake(tmp_path / "m.jsonl", *entries)
     out = tmp_path / "out.json"
     assert main(["--trace", str(trace), "--prefill", "1", "--decode", "1", "--json", str(out)]) == 0
     told = capsys.readouterr().out

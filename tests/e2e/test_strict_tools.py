@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.harmony_tokenizer import write_harmony_tokenizer
 from tests.fakes.random_tools import check_call, strict_call
 from tests.fakes.stack import Stack
 from tests.tiny_models import add_reasoning, build_model
@@ -50,3 +52,41 @@ def test_strict_calls_follow_reasoning_with_a_budget(tmp_path: Path) -> None:
         numbers = list(pool.map(lambda seed: num_calls(stack, seed, thinking_token_budget=1 + seed), range(20)))
         stack.wait_until_clean()
     assert numbers == [1] * 20
+
+
+def test_budgets_and_constraints_of_reasoning_in_channels(tmp_path: Path) -> None:
+    """A model with gpt-oss's markers: random weights would think for ever."""
+    model = write_harmony_tokenizer(build_model("qwen3", tmp_path / "model"))
+    with Stack(model, tmp_path, *FLAGS[:4]) as stack, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        numbers = list(pool.map(lambda seed: num_harmony_calls(stack, seed), range(8)))
+        animals = list(pool.map(lambda seed: harmony_json(stack, seed), range(8)))
+        stack.wait_until_clean()
+    assert numbers == [1] * 8
+    assert all(set(animal) == {"legs"} and animal["legs"] in (2, 4) for animal in animals)
+
+
+def num_harmony_calls(stack: Stack, seed: int) -> int:
+    """As `num_calls`, with a budget of `seed` tokens."""
+    body = strict_call(stack.model, seed) | {"thinking_token_budget": seed}
+    answer = stack.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, (seed, answer.text)
+    (choice,), usage = answer.json()["choices"], answer.json()["usage"]
+    assert choice["finish_reason"] == "tool_calls", (seed, choice)
+    num_markers, num_rest = 4, 3  # the last character may be completed
+    assert usage["completion_tokens_details"]["reasoning_tokens"] <= seed + num_markers + num_rest
+    (call,) = [call["function"] for call in choice["message"]["tool_calls"]]
+    check_call(body, call["name"], call["arguments"])
+    return 1
+
+
+def harmony_json(stack: Stack, seed: int) -> dict[str, Any]:
+    """The answer behind the reasoning."""
+    schema = {"type": "object", "properties": {"legs": {"enum": [2, 4]}}, "required": ["legs"]}
+    fields = {"guided_json": schema | {"additionalProperties": False}, "guided_whitespace_pattern": ""}
+    body = {"model": stack.model, "messages": [{"role": "user", "content": f"Legs {seed}?"}], "seed": seed}
+    answer = stack.http.post("/v1/chat/completions", json=body | fields | {"thinking_token_budget": seed})
+    assert answer.status_code == 200, (seed, answer.text)
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "stop", (seed, choice)
+    parsed: dict[str, Any] = json.loads(choice["message"]["content"])
+    return parsed

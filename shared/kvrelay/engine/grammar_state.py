@@ -11,6 +11,7 @@ from time import perf_counter
 import numpy as np
 
 from kvrelay.engine.batch import GrammarWork
+from kvrelay.engine.channel_matcher import ChannelMatcher
 from kvrelay.engine.ordered_work import OrderedWork
 from kvrelay.engine.reasoning_matcher import ReasoningMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_only
@@ -58,7 +59,7 @@ class GrammarState(OrderedWork):
         self.mask: TokenMask = np.zeros(0, np.int32)
         self.error: Exception | None = None
         self.allows_all = False
-        """Whether every token is allowed from here on. True only for reasoning that has ended without a grammar."""
+        """Whether every token is allowed from here on: only behind reasoning, if there is no grammar."""
         self.late_run: list[int] = []
         """Forced tokens that were found too late for the token before them. The mask allows the first of them."""
         self._run: list[int] = []
@@ -153,7 +154,8 @@ class GrammarState(OrderedWork):
             allow_only(self.mask, self.late_run[0])
         else:
             self._matcher.fill(self.mask)
-            self.allows_all = isinstance(self._matcher, ReasoningMatcher) and self._matcher.allows_all
+            matcher = self._matcher
+            self.allows_all = isinstance(matcher, ReasoningMatcher | ChannelMatcher) and matcher.allows_all
         self._done.filled(perf_counter() - started)
 
     def _fill_behind_late_run(self) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.batch import GrammarWork, RowsFailed
+from kvrelay.engine.channel_matcher import ChannelMatcher
 from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.grammar_state import GrammarCounters, GrammarState
 from kvrelay.engine.ordered_work import WorkThreads, wait
@@ -268,6 +269,8 @@ class TokenMasks:
             matcher, mask_words = self._compile(sampling.grammar), self._compiler.mask_words
         if sampling.reasoning is not None:
             matcher = ReasoningMatcher(sampling.reasoning, matcher, self.limits.all_tokens, self._eos_token_ids)
+        if sampling.channels is not None:
+            matcher = ChannelMatcher(sampling.channels, matcher, self.limits.all_tokens)
         assert matcher is not None
         state.begin(matcher, mask_words, output_ids)
 

@@ -38,6 +38,8 @@ LogitBias = dict[TokenId, Annotated[float, Meta(ge=-1000.0, le=1000.0)]]
 AllowedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 20)]
 LogprobTokens = Annotated[tuple[TokenId, ...], Meta(max_length=MOST_LOGPROBS)]
 StopTokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 20)]
+ChannelNames = Annotated[tuple[TokenId, ...], Meta(max_length=16)]
+ClosingTokens = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1 << 14)]
 BadWords = Annotated[tuple[BadWord, ...], Meta(max_length=1 << 14)]
 
@@ -66,6 +68,24 @@ class ReasoningSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     is_open: bool = False  # the prompt has written `begin_id`
     # After that many output tokens of reasoning, without its markers, the next token is `end_id`. None: no limit.
     token_budget: Index | None = None
+
+
+class ReasoningChannels(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A budget for reasoning that is written in messages of a channel of its own, among others (harmony).
+
+    Behind the budget a message of reasoning ends with `closing_ids`, which also begin the next message, up to the name
+    of its channel. That is one of the others.
+    """
+
+    channel_id: TokenId  # comes before the name of a channel
+    message_id: TokenId  # begins the text of a message
+    start_id: TokenId  # begins a message
+    reasoning_id: TokenId  # the name of the channel with the reasoning
+    answer_id: TokenId  # the name of the channel with the answer, with which the output ends
+    other_ids: ChannelNames = ()  # with which the names of further channels begin
+    closing_ids: ClosingTokens
+    is_open: bool = False  # the prompt has begun a message of reasoning
+    token_budget: Index  # of all messages of reasoning together, without their markers
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -101,6 +121,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     speculation: SpeculationMethod | None = None
     grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
     reasoning: ReasoningSpan | None = None  # set if the output has a grammar behind it, or a budget; not for beams
+    channels: ReasoningChannels | None = None  # in place of `reasoning`; a grammar is of the whole output
 
     def num_prompt_scores(self, num_prompt: int) -> int:
         """The number of prompt tokens to score, of `num_prompt`."""
@@ -114,7 +135,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def is_constrained(self) -> bool:
         """Returns whether a grammar or a budget for reasoning decides which tokens may come next."""
-        return self.grammar is not None or self.reasoning is not None
+        return self.grammar is not None or self.reasoning is not None or self.channels is not None
 
     @property
     def follows_output(self) -> bool:

@@ -39,6 +39,7 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self._tools: dict[str, str] = {}  # the names of the tools of all calls so far, by id
+        self._waiting: set[str] = set()  # the ids of calls without a result so far
 
     def add_system(self, system: Any, where: str) -> None:
         parts = [_without_billing(part) for part in _text_parts(system, where)]
@@ -74,6 +75,9 @@ class Conversation:
         call_id = block.get("tool_use_id")
         if not isinstance(call_id, str) or call_id not in self._tools:
             raise wrong(f"{where}.tool_use_id", f"no earlier message has a tool_use block with the id {call_id!r}")
+        if call_id not in self._waiting:
+            raise wrong(f"{where}.tool_use_id", f"the tool_use block with the id {call_id!r} has a result already")
+        self._waiting.remove(call_id)
         parts = _text_parts(block.get("content") or "", f"{where}.content")
         message = {"role": "tool", "tool_call_id": call_id, "name": self._tools[call_id], "content": _content(parts)}
         self.messages.append(message)
@@ -102,6 +106,9 @@ class Conversation:
         arguments = block.get("input")
         if not isinstance(arguments, dict):
             raise wrong(f"{where}.input", "it must be an object")
+        if call_id in self._waiting:
+            raise wrong(f"{where}.id", f"another tool_use block without a result has the id {call_id!r}")
+        self._waiting.add(call_id)
         self._tools[call_id] = name
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 

@@ -12,7 +12,7 @@ from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFo
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.parsed_choices import TOOL_CALLS, ParsedChoices
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.openai.schema.chat_request import ChatRequest, arguments_of
 from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -173,12 +173,7 @@ def _texts(blocks: list[tuple[dict[str, Any], list[str]]], block: dict[str, Any]
 def _block(block: dict[str, Any], text: str) -> dict[str, Any]:
     if block["type"] != "tool_use":
         return {**block, block["type"]: text}
-    try:
-        arguments = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        arguments = None
-    # What is no object keeps its text: clients show it to their users or to the model.
-    return {**block, "input": arguments if isinstance(arguments, dict) else {"arguments": text}}
+    return {**block, "input": arguments_of(text)}
 
 
 def event(kind: str, **fields: Any) -> bytes:

@@ -24,7 +24,9 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or not tool["name"]:
         raise wrong(where, "it must be an object with a name")
     if tool.get("type") not in (None, "custom"):
-        raise wrong(f"{where}.type", f"tools of the type {tool['type']!r} run on Anthropic's servers")
+        raise wrong(
+            f"{where}.type", f"tools of the type {tool['type']!r} are Anthropic's own; only custom ones are taken"
+        )
     if not isinstance(tool.get("input_schema"), dict):
         raise wrong(f"{where}.input_schema", "it must be a JSON schema")
     function = {"name": tool["name"], "parameters": tool["input_schema"]}

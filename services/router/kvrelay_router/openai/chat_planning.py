@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.protocol.sampling import ReasoningSpan
+from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError, wrong
@@ -17,7 +17,8 @@ from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import RequestedOutput, check_tokenized
 from kvrelay_router.openai.schema.chat_request import ChatRequest
-from kvrelay_router.openai.tool_grammar import check_tool_grammar, tool_grammar, wants_tool_grammar
+from kvrelay_router.openai.tool_grammar import answer_grammar, check_tool_grammar, tool_grammar, wants_tool_grammar
+from kvrelay_router.openai.tool_schemas import check_tool_schemas
 
 
 class ParsedPlan(msgspec.Struct, frozen=True):
@@ -56,9 +57,10 @@ async def plan_parsed_chats(
     plan = await _plan(service, names, requests, msgspec.structs.replace(fields, is_parsed=True))
     for each, run in zip(requests, plan.runs, strict=True):
         begins_inside = _begins_inside_reasoning(service, each, run.request.prompt_ids)
+        prompt_end = service.text.prompt_end(run.request.prompt_ids)
         for choice in run.choices:
             choice.count_reasoning(service.text.reasoning_counter(begins_inside=begins_inside))
-            parser = dialect.new_parser(request.callable_tools, begins_inside=begins_inside)
+            parser = dialect.new_parser(request.callable_tools, begins_inside=begins_inside, prompt_end=prompt_end)
             choice.parse_with(ParsedText(parser, hides_reasoning=not request.include_reasoning))
     parsed = ParsedChoices(parallel_calls=request.parallel_tool_calls, include_reasoning=request.include_reasoning)
     return ParsedPlan(plan, parsed)
@@ -70,6 +72,7 @@ async def _plan(
     request, share = requests[0], LoopShare()
     limits = check_request(service, names, request)
     _check_tools(service, request)
+    await check_tool_schemas(request.defined_tools)
     _check_reasoning(service, request)
     if request.grammar is not None:
         await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
@@ -77,7 +80,11 @@ async def _plan(
     for each in requests:
         prompts.append(await _prompt(service, each, fields, limits))
         await share.pause()
-    if request.callable_tools and wants_tool_grammar(request):
+    if request.grammar is not None:
+        begins_inside = _begins_inside_reasoning(service, request, prompts[0].token_ids)
+        grammar = await answer_grammar(service, request, begins_inside=begins_inside)
+        fields = msgspec.structs.replace(fields, grammar=grammar)
+    elif request.callable_tools and wants_tool_grammar(request):
         begins_inside = _begins_inside_reasoning(service, request, prompts[0].token_ids)
         has_markers = service.text.can_limit_reasoning
         grammar = await tool_grammar(service, request, begins_inside=begins_inside, follows_reasoning=has_markers)
@@ -95,7 +102,9 @@ async def _prompt(
     return TokenizedPrompt(token_ids, reasoning=_reasoning_before(service, request, token_ids))
 
 
-def _reasoning_before(service: ApiService, request: ChatRequest, prompt_ids: list[int]) -> ReasoningSpan | None:
+def _reasoning_before(
+    service: ApiService, request: ChatRequest, prompt_ids: list[int]
+) -> ReasoningSpan | ReasoningChannels | None:
     """The reasoning in front of what is constrained. None if nothing is, or if the output has no reasoning."""
     budget = request.thinking_token_budget
     if request.grammar is None and budget is None and not wants_tool_grammar(request):
@@ -104,7 +113,7 @@ def _reasoning_before(service: ApiService, request: ChatRequest, prompt_ids: lis
     has_begun = request.continue_final_message or service.text.has_ended_reasoning(prompt_ids)
     if has_begun and not begins_inside:
         return None
-    return service.text.reasoning_span(begins_inside=begins_inside, token_budget=budget)
+    return service.text.reasoning_before(begins_inside=begins_inside, token_budget=budget)
 
 
 def _check_reasoning(service: ApiService, request: ChatRequest) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.loop_share import LoopShare
@@ -40,7 +40,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     echo: DecodedPrompt | None = None
-    reasoning: ReasoningSpan | None = None
+    reasoning: ReasoningSpan | ReasoningChannels | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import BadWords, ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay_router.access.request_names import VALID_REQUEST_ID, RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
 from kvrelay_router.http.api_error import ApiError
@@ -205,7 +205,7 @@ def make_sampling(
     prompt_logprobs: int | None,
     seed: int,
     grammar: Grammar | None = None,
-    reasoning: ReasoningSpan | None = None,
+    reasoning: ReasoningSpan | ReasoningChannels | None = None,
 ) -> Sampling:
     """Returns the sampling parameters for workers, with `defaults` for fields that are not set. `grammar`: in place of
     the request's own. Raises 400."""
@@ -241,7 +241,8 @@ def make_sampling(
         beams=fields.beams,
         speculation=fields.speculation,
         grammar=grammar,
-        reasoning=reasoning,
+        reasoning=reasoning if isinstance(reasoning, ReasoningSpan) else None,
+        channels=reasoning if isinstance(reasoning, ReasoningChannels) else None,
     )
 
 

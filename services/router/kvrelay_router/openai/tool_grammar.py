@@ -1,4 +1,5 @@
-"""The grammar of an output that must call tools, or whose calls must follow strict tools' schemas."""
+"""The grammar of an output that must call tools, whose calls must follow strict tools' schemas, or whose answer is one
+message among others."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.grammar_fields import MAX_GRAMMAR_BYTES
+from kvrelay_router.output_parsing.answer_formats import format_of
 from kvrelay_router.output_parsing.call_grammar import WHITESPACE, CallGrammar
 from kvrelay_router.output_parsing.grammar_formats import Marker, Unconstrainable
 from kvrelay_router.output_parsing.tool import Tool
@@ -37,6 +39,20 @@ def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
     if len(request.callable_tools) > MAX_GRAMMAR_TOOLS:
         reason = f"at most {MAX_GRAMMAR_TOOLS} may be called if one must be, if only some may, or if one is strict"
         raise wrong("tools", reason)
+
+
+async def answer_grammar(service: ApiService, request: ChatRequest, *, begins_inside: bool) -> Grammar | None:
+    """The request's grammar with what this model writes around its answer. None if that is nothing. Raises 400."""
+    if request.grammar is None or not service.text.dialect.has_channels or request.continue_final_message:
+        return None
+    markers = _Markers(service.text.tokenizer)
+    content = format_of(request.grammar)
+    tag_format = service.text.dialect.answer_format(content, markers, begins_inside=begins_inside)
+    if tag_format is None:
+        return None
+    grammar = _grammar(tag_format, request.grammar.whitespace, request.grammar_param)
+    await service.check_grammar(grammar, request.grammar_param, request.whitespace_param)
+    return grammar
 
 
 async def tool_grammar(
@@ -96,9 +112,9 @@ def wants_tool_grammar(request: ChatRequest) -> bool:
     return any(tool.is_strict for tool in request.callable_tools)
 
 
-def _grammar(tag_format: dict[str, Any]) -> Grammar:
+def _grammar(tag_format: dict[str, Any], whitespace: str | None = WHITESPACE, param: str = "tools") -> Grammar:
     try:
         text = orjson.dumps({"type": "structural_tag", "format": tag_format}).decode()
     except TypeError:  # the format is deeper than the tools that it is made of
-        raise wrong("tools", "they are nested too deeply") from None
-    return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text, whitespace=WHITESPACE)
+        raise wrong(param, "it is nested too deeply") from None
+    return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text, whitespace=whitespace)

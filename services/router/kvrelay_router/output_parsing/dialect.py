@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -11,12 +12,20 @@ from kvrelay_router.output_parsing import format_file, harmony
 from kvrelay_router.output_parsing.call_grammar import CallGrammar, MarkedCallGrammar, Thinking
 from kvrelay_router.output_parsing.events import OutputParser, PlainParser
 from kvrelay_router.output_parsing.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
-from kvrelay_router.output_parsing.grammar_formats import MarkerOf
+from kvrelay_router.output_parsing.grammar_formats import Format, MarkerOf
 from kvrelay_router.output_parsing.reasoning_counter import HarmonyCounter, ReasoningCounter, TokenCounter
+from kvrelay_router.output_parsing.response_template import (
+    BadResponseTemplate,
+    ResponseTemplate,
+    ResponseTemplateParser,
+    load_response_template,
+)
 from kvrelay_router.output_parsing.thinking import ThinkingParser
 from kvrelay_router.output_parsing.tool import Tool
 
-AUTO, NONE, HARMONY = "auto", "none", "harmony"
+AUTO, NONE, HARMONY, TEMPLATE = "auto", "none", "harmony", "template"
+
+logger = logging.getLogger(__name__)
 
 TokenIdOf = Callable[[str], int | None]
 """Returns the id of the token with this text, or None."""
@@ -47,6 +56,11 @@ class Dialect(Protocol):
         """What begins and ends the reasoning. None if there is none before the content."""
         ...
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether reasoning and answers are harmony's messages in channels."""
+        ...
+
     def is_opened_by(self, prompt: str) -> bool:
         """Returns whether the end of this prompt opens the reasoning."""
         ...
@@ -59,7 +73,12 @@ class Dialect(Protocol):
         """Returns whether a message that is continued ends within its reasoning."""
         ...
 
-    def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool) -> OutputParser:
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether parsers must see the end of the prompt."""
+        ...
+
+    def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool, prompt_end: str = "") -> OutputParser:
         """The parser for an output. `tools`: those that may be called."""
         ...
 
@@ -72,6 +91,11 @@ class Dialect(Protocol):
     ) -> CallGrammar | None:
         """None if no grammar can make this model call tools. `follows_reasoning`: the grammar begins behind the
         reasoning, if there is any."""
+        ...
+
+    def answer_format(self, content: Format, marker_of: MarkerOf, *, begins_inside: bool) -> Format | None:
+        """The format of an output whose answer has this content. None if that is the same, or stands behind the
+        reasoning that `reasoning_markers` end."""
         ...
 
 
@@ -98,6 +122,14 @@ class MarkedDialect(msgspec.Struct, frozen=True):
     def reasoning_markers(self) -> tuple[str, str] | None:
         return None if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
 
+    @property
+    def has_channels(self) -> bool:
+        return False
+
+    @property
+    def reads_prompt(self) -> bool:
+        return False
+
     def is_closed_by(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.end)
 
@@ -107,7 +139,7 @@ class MarkedDialect(msgspec.Struct, frozen=True):
     def is_open_in(self, message: str) -> bool:
         return self.reasoning is not None and message.rfind(self.reasoning.begin) > message.rfind(self.reasoning.end)
 
-    def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool) -> OutputParser:
+    def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool, prompt_end: str = "") -> OutputParser:
         inner: OutputParser = PlainParser()
         if tools and self.tools is not None:
             inner = self.tools.new_parser(tools)
@@ -135,6 +167,9 @@ class MarkedDialect(msgspec.Struct, frozen=True):
             syntax=self.tools.syntax, thinking=thinking, marker_of=marker_of, follows_reasoning=follows_reasoning
         )
 
+    def answer_format(self, content: Format, marker_of: MarkerOf, *, begins_inside: bool) -> Format | None:
+        return None
+
 
 class HarmonyDialect(msgspec.Struct, frozen=True):
     """Reasoning and calls are messages in channels: one parser reads both."""
@@ -142,6 +177,8 @@ class HarmonyDialect(msgspec.Struct, frozen=True):
     markers: tuple[str, ...] = harmony.MARKERS
     calls_tools: bool = True
     is_plain: bool = False
+    has_channels: bool = True
+    reads_prompt: bool = False
 
     @property
     def reasoning_markers(self) -> tuple[str, str] | None:
@@ -156,7 +193,7 @@ class HarmonyDialect(msgspec.Struct, frozen=True):
     def is_open_in(self, message: str) -> bool:
         return False  # the chat template writes the channels
 
-    def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool) -> OutputParser:
+    def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool, prompt_end: str = "") -> OutputParser:
         return harmony.HarmonyParser(tools, begins_inside=begins_inside)
 
     def new_counter(self, token_id_of: TokenIdOf, *, begins_inside: bool) -> TokenCounter | None:
@@ -171,15 +208,75 @@ class HarmonyDialect(msgspec.Struct, frozen=True):
     ) -> CallGrammar | None:
         return harmony.HarmonyCallGrammar(marker_of=marker_of, begins_inside=begins_inside)
 
+    def answer_format(self, content: Format, marker_of: MarkerOf, *, begins_inside: bool) -> Format | None:
+        return harmony.HarmonyCallGrammar(marker_of=marker_of, begins_inside=begins_inside).answer(content)
 
-Format = TypeVar("Format", ToolFormat, ReasoningFormat)
+
+class TemplateDialect(msgspec.Struct, frozen=True):
+    """What the tokenizer's `response_template` says. Its calls have no grammar, and its reasoning has no budget."""
+
+    template: ResponseTemplate
+    markers: tuple[str, ...]
+    is_plain: bool = False
+    has_channels: bool = False
+    reads_prompt: bool = True
+
+    @property
+    def calls_tools(self) -> bool:
+        return self.template.calls is not None
+
+    @property
+    def reasoning_markers(self) -> tuple[str, str] | None:
+        return None
+
+    def is_closed_by(self, prompt: str) -> bool:
+        return False
+
+    def is_opened_by(self, prompt: str) -> bool:
+        return False
+
+    def is_open_in(self, message: str) -> bool:
+        return False
+
+    def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool, prompt_end: str = "") -> OutputParser:
+        return ResponseTemplateParser(self.template, tools, prompt_end)
+
+    def new_counter(self, token_id_of: TokenIdOf, *, begins_inside: bool) -> TokenCounter | None:
+        return None
+
+    def call_grammar(
+        self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False
+    ) -> CallGrammar | None:
+        return None
+
+    def answer_format(self, content: Format, marker_of: MarkerOf, *, begins_inside: bool) -> Format | None:
+        return None
 
 
-def find_dialect(tool_parser: str, reasoning_parser: str, template: str | None) -> Dialect:
+Named = TypeVar("Named", ToolFormat, ReasoningFormat)
+
+
+def find_dialect(
+    tool_parser: str,
+    reasoning_parser: str,
+    template: str | None,
+    response_template: Any = None,
+    special_tokens: Sequence[str] = (),
+) -> Dialect:
     """The formats with these names; `auto`: those that the chat template shows; a name that ends in `.py`: that of the
-    file. Raises UnknownParser or BadFormatFile.
+    file; `template`: as `response_template` says, which `auto` also takes if no calls are known. Raises UnknownParser
+    or BadFormatFile.
     """
     names = {tool_parser, reasoning_parser}
+    if TEMPLATE in names:
+        if not names <= {TEMPLATE, AUTO}:
+            raise UnknownParser(
+                f"{TEMPLATE!r} reads both calls and reasoning: set both parsers to it, or one to {AUTO!r}"
+            )
+        try:
+            return _of_template(response_template, special_tokens)
+        except BadResponseTemplate as error:
+            raise UnknownParser(f"the tokenizer's response_template cannot be used: {error}") from error
     if HARMONY in names or (names == {AUTO} and _shows_harmony(template or "")):
         if not names <= {HARMONY, AUTO}:
             raise UnknownParser(
@@ -190,10 +287,33 @@ def find_dialect(tool_parser: str, reasoning_parser: str, template: str | None) 
         tools: ToolFormat | None = format_file.load_tool_format(tool_parser)
     else:
         tools = _find(tool_parser, TOOL_FORMATS, template)
+    if tools is None and response_template is not None and names == {AUTO}:
+        try:
+            return _of_template(response_template, special_tokens)
+        except BadResponseTemplate as error:
+            logger.warning("the tokenizer's response_template is not used: %s", error)
     return MarkedDialect(tools, _find(reasoning_parser, REASONING_FORMATS, template))
 
 
-def _find(name: str, formats: Sequence[Format], template: str | None) -> Format | None:
+def _of_template(spec: Any, special_tokens: Sequence[str]) -> TemplateDialect:
+    """Parsers see the special tokens that the template names."""
+    if spec is None:
+        raise BadResponseTemplate("there is none")
+    template = load_response_template(spec)
+    texts = "\n".join(_texts_in(spec))
+    named = texts + texts.replace("\\", "")  # patterns escape some characters
+    return TemplateDialect(template, tuple(token for token in special_tokens if token in named))
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(each)
+
+
+def _find(name: str, formats: Sequence[Named], template: str | None) -> Named | None:
     if name == NONE:
         return None
     if name == AUTO:
@@ -201,7 +321,7 @@ def _find(name: str, formats: Sequence[Format], template: str | None) -> Format 
     for each in formats:
         if each.name == name:
             return each
-    known = ", ".join([AUTO, NONE, *(each.name for each in formats), HARMONY])
+    known = ", ".join([AUTO, NONE, *(each.name for each in formats), HARMONY, TEMPLATE])
     raise UnknownParser(f"{name!r} is no parser; known are {known}")
 
 

@@ -27,7 +27,8 @@ from kvrelay_router.output_parsing.tool import Tool
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
-ANALYSIS = "analysis"
+ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
+ASSISTANT = "assistant"
 BETWEEN_MESSAGES = "\n"
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)").search
@@ -144,7 +145,8 @@ class HarmonyParser(TextParser):
 
 
 class HarmonyCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """A `CallGrammar`. Calls are never parallel: each ends its output."""
+    """A `CallGrammar`. Calls are never parallel: each ends its output. A grammar is of the whole output, with the
+    reasoning and the headers of its messages."""
 
     marker_of: MarkerOf
     begins_inside: bool
@@ -153,10 +155,17 @@ class HarmonyCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
         return sequence(self._reasoning(), self._call(tools, all_strict=True))
 
     def allowed(self, tools: Sequence[Tool]) -> Format:
-        preamble = either([self._closed("commentary"), NOTHING])
-        header = marked(self.marker_of(CHANNEL)), text("final"), marked(self.marker_of(MESSAGE))
-        answer = sequence(*header, ANY_TEXT)
-        return sequence(self._reasoning(), preamble, either([answer, self._call(tools, all_strict=False)]))
+        preamble = either([self._closed(COMMENTARY), NOTHING])
+        final = either([self._final(ANY_TEXT), self._call(tools, all_strict=False)])
+        return sequence(self._reasoning(), preamble, final)
+
+    def answer(self, content: Format) -> Format:
+        """The output is an answer with this content, and no call."""
+        return sequence(self._reasoning(), self._final(content))
+
+    def _final(self, content: Format) -> Format:
+        header = marked(self.marker_of(CHANNEL)), text(FINAL), marked(self.marker_of(MESSAGE))
+        return sequence(*header, content)
 
     def _reasoning(self) -> Format:
         if self.begins_inside:
@@ -167,7 +176,7 @@ class HarmonyCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
         return either([self._call_of(tool, all_strict or tool.is_strict) for tool in tools])
 
     def _call_of(self, tool: Tool, is_strict: bool) -> Format:
-        recipient = text(f"commentary to={FUNCTIONS}{tool.name} ")
+        recipient = text(f"{COMMENTARY} to={FUNCTIONS}{tool.name} ")
         constraint = marked(self.marker_of(CONSTRAIN)), text("json"), marked(self.marker_of(MESSAGE))
         arguments = json_arguments(tool, is_strict=is_strict)
         return sequence(marked(self.marker_of(CHANNEL)), recipient, *constraint, arguments)
@@ -178,4 +187,4 @@ class HarmonyCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
         return sequence(*header, tag(self.marker_of(MESSAGE), ANY_TEXT, self.marker_of(END)), *self._next())
 
     def _next(self) -> tuple[Format, ...]:
-        return marked(self.marker_of(START)), text("assistant")
+        return marked(self.marker_of(START)), text(ASSISTANT)

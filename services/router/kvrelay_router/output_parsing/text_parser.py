@@ -63,6 +63,7 @@ class TextParser(ABC):
         self._events: list[Event] = []
         self._spaces: list[str] = []  # whitespace behind the content, which is no content in front of a call
         self._num_calls = 0
+        self._ids: set[str] = set()  # of the calls so far
         self._call_is_open = False
         self._head: list[str] = []  # what was read of a call and did not become an event
         self._head_chars = 0
@@ -227,7 +228,10 @@ class TextParser(ABC):
         self._spaces = []
         self._drop_head()
         self._call_is_open = True
-        self._events.append(ToolCallBegun(self._num_calls, call_id or self._new_id(), name))
+        if not call_id or call_id in self._ids:  # clients tell calls apart by their ids
+            call_id = self._new_id()
+        self._ids.add(call_id)
+        self._events.append(ToolCallBegun(self._num_calls, call_id, name))
         self._num_calls += 1
 
     def _arguments(self, text: str) -> None:

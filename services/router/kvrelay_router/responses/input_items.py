@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from kvrelay_router.http.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.schema.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS
+from kvrelay_router.openai.schema.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS, arguments_of
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")
@@ -46,6 +44,7 @@ async def input_messages(items: list[Any], earlier: list[Any]) -> list[ChatMessa
 class _Reader:
     def __init__(self) -> None:
         self._tools: dict[str, str] = {}  # the names of the functions of all calls so far, by id
+        self._waiting: set[str] = set()  # the ids of calls without an output so far
         self._messages: list[ChatMessage] = []
         self._reasoning: list[str] = []  # belongs to the next message of the assistant
 
@@ -79,6 +78,7 @@ class _Reader:
         if role == "assistant":
             self._add_assistant(message)
         else:
+            self._waiting.clear()  # what was not answered by now will not be
             self._messages.append(message)
 
     def _add_assistant(self, message: ChatMessage) -> None:
@@ -89,6 +89,9 @@ class _Reader:
 
     def _add_call(self, item: dict[str, Any], where: str) -> None:
         call_id, name = _string(item, "call_id", where), _string(item, "name", where)
+        if call_id in self._waiting:
+            raise wrong(f"{where}.call_id", f"another function_call without an output has the call_id {call_id!r}")
+        self._waiting.add(call_id)
         self._tools[call_id] = name
         function = {"name": name, "arguments": _arguments(item, where)}
         last = self._messages[-1] if self._messages else {}
@@ -102,6 +105,7 @@ class _Reader:
         call_id = _string(item, "call_id", where)
         if call_id not in self._tools:
             raise wrong(f"{where}.call_id", f"no earlier item is a function_call with the call_id {call_id!r}")
+        self._waiting.discard(call_id)
         content = _content(item.get("output"), f"{where}.output")
         message = {"role": "tool", "tool_call_id": call_id, "name": self._tools[call_id], "content": content}
         self._messages.append(message)
@@ -136,15 +140,12 @@ def _text(part: Any, where: str) -> str:
     return _string(part, "text", where)
 
 
-def _arguments(item: dict[str, Any], where: str) -> Any:
-    """The value that the JSON text stands for. An empty text stands for no arguments."""
+def _arguments(item: dict[str, Any], where: str) -> dict[str, Any]:
+    """What the text stands for. An empty text stands for no arguments."""
     text = _string(item, "arguments", where)
     if len(text) > MAX_ARGUMENTS_CHARS:
         raise wrong(f"{where}.arguments", f"it has {len(text)} characters; at most {MAX_ARGUMENTS_CHARS} are allowed")
-    try:
-        return orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        raise wrong(f"{where}.arguments", "it is not valid JSON") from None
+    return arguments_of(text)
 
 
 def _string(item: dict[str, Any], name: str, where: str) -> str:

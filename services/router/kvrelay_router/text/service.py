@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import tokenizers
 
-from kvrelay.protocol.sampling import ReasoningSpan
+from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan
 from kvrelay_router.output_parsing.dialect import AUTO, Dialect, MarkedDialect, find_dialect
 from kvrelay_router.output_parsing.reasoning_counter import TokenCounter
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
@@ -18,6 +18,7 @@ from kvrelay_router.text.content_tokens import ContentTokens
 from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
 from kvrelay_router.text.fill_in_middle import FillInMiddle, find_fill_in_middle
 from kvrelay_router.text.grammar_check import MAX_CPU_S, GrammarCheck
+from kvrelay_router.text.reasoning_limits import reasoning_channels, reasoning_span
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 from kvrelay_router.text.sources import TokenizerNotFound, load_source
 from kvrelay_router.text.tenant_threads import TenantThreads, current_share
@@ -36,6 +37,8 @@ NO_DIALECT = MarkedDialect()
 
 TAIL_TOKENS = 16
 """The end of a prompt that may open the reasoning: a marker and whitespace."""
+MESSAGE_TOKENS = 64
+"""The end of a prompt with what the chat template writes of an answer."""
 
 _UNITS_PER_WORD = 64  # encoding a bad word twice costs about as much as so many characters
 
@@ -127,7 +130,13 @@ class TextService:
             content_special_tokens=content_special_tokens,
             tokenizer_identity=source.identity,
             max_grammar_cpu_s=max_grammar_cpu_s,
-            dialect=find_dialect(tool_parser, reasoning_parser, source.chat_template),
+            dialect=find_dialect(
+                tool_parser,
+                reasoning_parser,
+                source.chat_template,
+                source.response_template,
+                [tokenizer.token_string(token_id) for token_id in sorted(tokenizer.special_ids)],
+            ),
         )
 
     def close(self) -> None:
@@ -265,14 +274,20 @@ class TextService:
     @property
     def can_limit_reasoning(self) -> bool:
         """Whether the model's reasoning is between single tokens, so that a budget can end it."""
-        return self.reasoning_span(begins_inside=False, token_budget=None) is not None
+        return self.reasoning_before(begins_inside=False, token_budget=0) is not None
 
-    def reasoning_span(self, *, begins_inside: bool, token_budget: int | None) -> ReasoningSpan | None:
-        """None if the model has no reasoning between single tokens."""
-        begin_id, end_id = map(self.tokenizer.backend.token_to_id, self.dialect.reasoning_markers or ("", ""))
-        if begin_id is None or end_id is None:
+    def reasoning_before(
+        self, *, begins_inside: bool, token_budget: int | None
+    ) -> ReasoningSpan | ReasoningChannels | None:
+        """The reasoning before an answer, for workers. None if it is not between single tokens; if it is in channels,
+        also without a budget: a grammar then has them too."""
+        if self.dialect.has_channels:
+            if token_budget is None:
+                return None
+            return reasoning_channels(self.tokenizer, is_open=begins_inside, token_budget=token_budget)
+        if (markers := self.dialect.reasoning_markers) is None:
             return None
-        return ReasoningSpan(begin_id=begin_id, end_id=end_id, is_open=begins_inside, token_budget=token_budget)
+        return reasoning_span(self.tokenizer, markers, is_open=begins_inside, token_budget=token_budget)
 
     def begins_inside_reasoning(self, prompt_ids: list[int]) -> bool:
         """Returns whether the prompt ends with the beginning of reasoning."""
@@ -282,8 +297,12 @@ class TextService:
         """Returns whether the prompt ends with the end of reasoning."""
         return not self.dialect.is_plain and self.dialect.is_closed_by(self._tail(prompt_ids))
 
-    def _tail(self, prompt_ids: list[int]) -> str:
-        return self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    def prompt_end(self, prompt_ids: list[int]) -> str:
+        """What parsers must see of the prompt."""
+        return self._tail(prompt_ids, MESSAGE_TOKENS) if self.dialect.reads_prompt else ""
+
+    def _tail(self, prompt_ids: list[int], num_tokens: int = TAIL_TOKENS) -> str:
+        return self.tokenizer.decode(prompt_ids[-num_tokens:], skip_special_tokens=False)
 
     async def _run(self, num_units: int, work: Callable[[], T]) -> T:
         """Runs `work` here or in a thread, depending on `num_units`, its input in characters or tokens."""

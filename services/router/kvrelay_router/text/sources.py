@@ -51,6 +51,8 @@ class TokenizerSource:
     sampling_defaults: SamplingDefaults
     identity: str = ""
     """See `kvrelay.tokenizer_identity`; empty if the tokenizer was converted."""
+    response_template: Any = None
+    """How the model's outputs are read, as transformers describes it; unchecked."""
 
 
 def load_source(model: str) -> TokenizerSource:
@@ -99,6 +101,7 @@ def _read(folder: Path, fallback: Path | None = None) -> TokenizerSource:
         ),
         sampling_defaults=sampling_defaults(_read_json((fallback or folder) / "generation_config.json")),
         identity=identity_of(tokenizer_json) if fallback is None else "",
+        response_template=config.get("response_template"),
     )
 
 

@@ -14,6 +14,8 @@ from tests.component.router.tools import ARGUMENTS, CALL, PARAMETERS, THINKING
 TOOL = {"name": "weather", "description": "Looks.", "input_schema": PARAMETERS}
 HELLO = [{"role": "user", "content": "Weather in Zürich?"}]
 BODY: dict[str, Any] = {"messages": HELLO, "max_tokens": 300, "tools": [TOOL], "thinking": {"type": "enabled"}}
+USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "rain"}]}
 FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 
 
@@ -106,6 +108,11 @@ async def test_ids_of_calls_differ_and_results_refer_to_them(router: Router) -> 
     assert prompt.count("sunny") == 2
 
 
+async def test_an_id_may_come_again_in_a_later_turn(router: Router) -> None:
+    turn = [{"role": "assistant", "content": [USE]}, RESULT]
+    await created(router, messages=[*HELLO, *turn, *turn])
+
+
 async def test_thoughts_are_hidden_unless_they_were_asked_for(router: Router) -> None:
     router.answers(f"{THINKING}Plain.")
     for thinking in (None, {"type": "disabled"}):
@@ -129,6 +136,9 @@ async def test_thoughts_are_hidden_unless_they_were_asked_for(router: Router) ->
         ({"tools": [{"input_schema": {"type": "object"}}]}, "tools.0"),
         ({"tools": [{**TOOL, "input_schema": {"type": "object", "properties": {"a": 1}}}]}, "'a'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]}, "messages"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [USE, USE]}]}, "messages.1.content.1.id"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}, *[RESULT] * 2]}, "has a result already"),
+        ({"tools": [{**TOOL, "input_schema": {"properties": {"a": {"items": {"type": "x"}}}}}]}, "'x'"),
         ({"messages": [{"role": "user", "content": [{"type": "otter", "text": "x"}]}]}, "otter"),
     ],
 )

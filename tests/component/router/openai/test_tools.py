@@ -135,6 +135,44 @@ async def test_tools_and_calls_reach_the_template(router: Router) -> None:
     assert json.dumps(TOOL, ensure_ascii=False) in prompt and '[Zürich "🦦"]' in prompt and "rain" in prompt
 
 
+async def test_unusual_schemas_are_taken(router: Router) -> None:
+    """Earlier drafts, OpenAPI, keywords of others, and `null` for what is not set."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": None,
+        "properties": {
+            "type": {"type": "string", "format": "date", "nullable": True, "default": None, "minLength": 1.0},
+            "items": {"type": "array", "items": [{"type": "integer"}, True], "additionalItems": False},
+            "a": True,
+            "b": {},
+            "c": {"enum": [None, 1, "x"], "description": None, "exclusiveMinimum": True, "required": None},
+            "d": {"$ref": "#/definitions/e"},
+        },
+        "definitions": {"e": {"anyOf": [{"type": "null"}, {"const": {"type": "strnig"}}]}},
+        "required": [],
+        "additionalProperties": {"type": "number", "x-unit": "m"},
+    }
+    nothing: dict[str, Any] = {"type": "object", "properties": None, "required": None}
+    tools = [
+        {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
+        for number, parameters in enumerate((schema, nothing, None))
+    ]
+    for body in ({"tools": tools, "tool_choice": "none"}, {"tools": tools[1:], "tool_choice": "required"}):
+        answer = await router.http.post("/v1/chat/completions", json=options(**body))
+        assert answer.status_code == 200, answer.text
+
+
+async def test_calls_of_different_turns_may_have_one_id(router: Router) -> None:
+    call = {"id": "functions.weather:0", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    turn = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
+    ]
+    answer = await router.http.post("/v1/chat/completions", json=options(messages=[*HELLO, *turn, *turn]))
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     ("bad", "param", "said"),
     [
@@ -150,6 +188,22 @@ async def test_tools_and_calls_reach_the_template(router: Router) -> None:
         ({"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools", "object"),
         ({"tools": [{"function": {"name": "f", "parameters": {"properties": {"a": 1}}}}]}, "tools", "'a'"),
         ({"tools": [{"function": {"name": "f", "parameters": {"required": "a"}}}]}, "tools", "required"),
+        *(
+            ({"tools": [{"function": {"name": "f", "parameters": {"properties": {"a": part}}}}]}, "tools", said)
+            for part, said in (
+                ({"type": "strnig"}, "'a', are no JSON schema: Invalid enum value 'strnig'"),
+                ({"items": {"anyOf": [{"type": ["string", "any"]}]}}, "$.items.anyOf[0].type[1]"),
+                ({"properties": {"b": {"required": True}}}, "required"),
+                ({"$defs": {"b": {"minLength": -1}}}, "minLength"),
+                ({"enum": ["x" * 999] * 200}, "at most 131072 are allowed"),
+            )
+        ),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"anyOf": []}}}], "tool_choice": "none"},
+            "tools",
+            "anyOf",
+        ),
+        ({"tools": [{"function": {"name": "f", "parameters": {"$defs": {"é": 7}}}}]}, "tools", "$defs 'é'"),
         ({"tools": [{"function": {"name": "f", "description": "x" * (1 << 20)}}]}, "tools", "bytes"),
         ({"tools": [{"function": {"name": f"f{n}"}} for n in range(1025)]}, "tools", "1024"),
         ({"tool_choice": "always"}, "tool_choice", "'always'"),
@@ -168,6 +222,11 @@ async def test_tools_and_calls_reach_the_template(router: Router) -> None:
             },
             "messages",
             "message 2",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f"}}] * 2}]},
+            "messages",
+            "same id",
         ),
     ],
 )

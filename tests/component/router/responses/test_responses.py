@@ -172,7 +172,7 @@ async def test_a_failure_within_a_stream_is_its_last_event(router: Router) -> No
         ({"tool_choice": "always"}, "tool_choice", "invalid_value"),
         ({"text": {"format": {**FORMAT, "schema": {"type": "otter"}}}}, "text.format", None),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{bad"}]},
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 7}]},
             "input[0].arguments",
             "invalid_value",
         ),

@@ -52,6 +52,10 @@ def test_what_is_no_text_is_named(name: str) -> None:
         ({"content": None, "refusal": "I won't"}, "I won't"),
         ({"content": "yes", "refusal": "I won't"}, "yes"),
         ({"content": None, "reasoning": "because"}, ""),
+        ({"content": None}, ""),
+        ({"content": None, "refusal": None, "tool_calls": []}, ""),
+        ({"content": []}, ""),
+        ({"content": [{"type": "output_text", "text": "yes"}]}, [{"type": "text", "text": "yes"}]),
         ({"content": [{"type": "refusal", "refusal": "no"}]}, [{"type": "text", "text": "no"}]),
     ],
 )
@@ -63,9 +67,11 @@ def test_answers_come_back_as_they_were(sent: dict[str, Any], content: object) -
 @pytest.mark.parametrize(
     "sent",
     [
-        {"content": None},
-        {"content": None, "refusal": None},
-        {"content": None, "refusal": 7},
+        {"content": 7},
+        {"content": {}},
+        {"role": "user", "content": None},
+        {"role": "user", "content": []},
+        {"role": "system", "content": None},
         {"content": [{"type": "refusal", "text": "no"}]},
         {"role": "user", "content": [{"type": "refusal", "refusal": "no"}]},
         {"role": "user", "content": None, "refusal": "no"},
@@ -74,6 +80,33 @@ def test_answers_come_back_as_they_were(sent: dict[str, Any], content: object) -
 def test_a_message_without_text_is_refused(sent: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match="message 1"):
         messages(sent)
+
+
+@pytest.mark.parametrize("content", [None, [], ""])
+def test_a_tool_may_have_no_result(content: object) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": content}
+    body = [{"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    assert parse_chat({"model": "m", "messages": body}).messages[1]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("", {}),
+        (" null", {}),
+        (None, {}),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": ', {"arguments": '{"a": '}),
+        ("[1]", {"arguments": "[1]"}),
+        ('"x"', {"arguments": '"x"'}),
+    ],
+)
+def test_templates_get_an_object_as_arguments_whatever_the_model_has_written(sent: object, passed_on: object) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": sent}}
+    (passed,) = messages({"tool_calls": [call]})[1]["tool_calls"]
+    assert passed == {**call, "function": {"name": "f", "arguments": passed_on}}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvrelay_router.output_parsing.events import ToolCallBegun
 from tests.fakes.call_families import FAMILIES, SYNTAX, Call, Family
 from tests.fakes.parsed_output import all_text_of, calls_of, check_splits, content_of, parsed
 from tests.thoroughness import examples
@@ -135,3 +136,23 @@ def test_random_arguments_come_back(name: str, calls: list[Call], data: st.DataO
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(text)])]
     events = parsed(family.new_parser, pieces)
     assert read(calls_of(events)) == calls and content_of(events) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|>"
+            + "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>" * 3
+            + "<|tool_calls_section_end|>",
+        ),
+        ("mistral", "[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{}" * 3),
+    ],
+)
+def test_ids_that_a_model_writes_again_are_replaced(name: str, text: str) -> None:
+    parser = FAMILIES[name].new_parser()
+    ids = [event.call_id for event in (*parser.feed(text), *parser.finish()) if isinstance(event, ToolCallBegun)]
+    assert len(set(ids)) == 3 and ids[0] in text
+    if name == "kimi_k2":
+        assert ids == ["functions.weather:0", "functions.weather:1", "functions.weather:2"]

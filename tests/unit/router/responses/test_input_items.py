@@ -76,6 +76,12 @@ async def test_an_output_may_belong_to_an_earlier_call() -> None:
     assert call["tool_calls"] == [CHAT_CALL] and result["name"] == "define"
 
 
+async def test_an_id_may_come_again_in_a_later_turn() -> None:
+    output = {"type": "function_call_output", "call_id": CALL["call_id"], "output": "x"}
+    for between in (output, {"role": "user", "content": "go on"}):
+        assert len(await input_messages([CALL, between, CALL, output], [])) == 4
+
+
 @pytest.mark.parametrize(
     ("items", "param"),
     [
@@ -88,7 +94,8 @@ async def test_an_output_may_belong_to_an_earlier_call() -> None:
         ([{"type": "computer_call", "id": "x"}], "input[0].type"),
         ([{"type": "function_call_output", "call_id": "call_1", "output": "x"}], "input[0].call_id"),
         ([{"type": "function_call", "name": "f", "arguments": "{}"}], "input[0].call_id"),
-        ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}], "input[0].arguments"),
+        ([CALL, CALL], "input[1].call_id"),
+        ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}], "input[0].arguments"),
         (
             [{"type": "function_call", "call_id": "c", "name": "f", "arguments": " " * (1 << 20) + "{}"}],
             "input[0].arguments",

@@ -26,6 +26,9 @@ PASSED_ON = ("name", "tool_call_id")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with an earlier answer's reasoning, in different servers. Templates read the first two."""
 
+TEXT_TYPES = ("text", "input_text", "output_text")
+"""Types of text parts; the latter two are those of responses, which clients for both send here as well."""
+
 MAX_PARTS = 16_384
 """Text parts of a message; tool calls likewise."""
 MAX_ARGUMENTS_CHARS = 1 << 20
@@ -86,13 +89,14 @@ def _message(value: Any, index: int) -> Message:
 
 
 def _content(message: dict[str, Any], role: str, index: int) -> str | list[dict[str, str]]:
-    """Returns a string or text parts. An assistant's message may have tool calls, a refusal or reasoning instead."""
+    """Returns a string or text parts. An assistant's message may have tool calls, a refusal or reasoning instead, or
+    nothing: clients send answers back as they got them. A tool may have no result."""
     content = message.get("content")
     if isinstance(content, str):
         return content
-    if content is None and role == "assistant" and (message.get("tool_calls") or _has_other_text(message)):
+    if not content and isinstance(content, list | None) and role in ("assistant", "tool"):
         refusal = message.get("refusal")
-        return refusal if isinstance(refusal, str) else ""
+        return refusal if role == "assistant" and isinstance(refusal, str) else ""
     if not isinstance(content, list) or not content:
         raise wrong_type(f"the content of message {index} must be a string or a list of text parts")
     if len(content) > MAX_PARTS:
@@ -100,17 +104,12 @@ def _content(message: dict[str, Any], role: str, index: int) -> str | list[dict[
     return [_text_part(part, role, index) for part in content]
 
 
-def _has_other_text(message: dict[str, Any]) -> bool:
-    """True for an earlier answer with a refusal, or with reasoning that was cut, in place of content."""
-    return any(isinstance(message.get(name), str) for name in ("refusal", *REASONING))
-
-
 def _text_part(part: Any, role: str, index: int) -> dict[str, str]:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong_type(f"the content parts of message {index} must be objects with a type")
     if part["type"] == "refusal" and role == "assistant":
         part = {"type": "text", "text": part.get("refusal")}
-    if part["type"] != "text":
+    if part["type"] not in TEXT_TYPES:
         raise invalid(f"message {index} has a content part of type {part['type']!r}; only 'text' is supported")
     if not isinstance(part.get("text"), str):
         raise wrong_type(f"a text part of message {index} has no text")
@@ -137,11 +136,20 @@ def _tool_call(call: Any, index: int) -> dict[str, Any]:
                 f"the arguments of a tool call of message {index} have {len(arguments)} characters; at most "
                 f"{MAX_ARGUMENTS_CHARS} are allowed"
             )
-        try:
-            arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            raise invalid(f"the arguments of a tool call of message {index} are not valid JSON") from None
+        arguments = arguments_of(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call that a model has written. Text that is no JSON object is the value of `arguments`, as in
+    answers of `/v1/messages`: clients send such a call back with an error as its result."""
+    try:
+        value = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        return {"arguments": text}
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def _template_kwargs(value: Any) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def _tool(value: Any, index: int) -> Tool:
     if not isinstance(function.get("strict"), bool | None):
         raise wrong_type(f"'strict' of tool {name!r} must be true or false")
     parameters = function.get("parameters")
+    if isinstance(parameters, dict):  # Go's clients write `null` for what is empty
+        parameters = {name: each for name, each in parameters.items() if each is not None}
     if reason := _wrong_parameters(parameters):
         raise invalid(f"the parameters of tool {name!r} are no JSON schema of an object: {reason}")
     return Tool(name=name, parameters=parameters or {}, is_strict=bool(function.get("strict")))
@@ -166,12 +168,13 @@ class ToolFields(RequestModel):
         if self.choice.mode == "none":
             return ()
         if self.choice.names is None:
-            return self._defined
+            return self.defined_tools
         names = frozenset(self.choice.names)
-        return tuple(tool for tool in self._defined if tool.name in names)
+        return tuple(tool for tool in self.defined_tools if tool.name in names)
 
     @property
-    def _defined(self) -> tuple[Tool, ...]:
+    def defined_tools(self) -> tuple[Tool, ...]:
+        """All tools of the request, whether they may be called or not."""
         return self.tools.of_request if isinstance(self.tools, DefinedTools) else ()
 
     def check_tools(self) -> None:
@@ -179,24 +182,33 @@ class ToolFields(RequestModel):
         choice = self.choice
         if choice.mode == "required" and not self.tools:
             raise _wrong_choice("there are no 'tools'")
-        defined = {tool.name for tool in self._defined}
+        defined = {tool.name for tool in self.defined_tools}
         for name in choice.names or ():
             if name not in defined:
                 raise _wrong_choice(f"there is no tool {name!r}")
 
 
 def check_tool_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Raises ApiError for a message with the role `tool` that belongs to no earlier call."""
+    """Raises ApiError for a message with the role `tool` that belongs to no earlier call, and for two calls of one
+    message with the same id. Calls of different messages may have it: some models number them in each turn."""
     has_calls, called = False, set[str]()
     for index, message in enumerate(messages):
         if message["role"] == "tool":
             call_id = message.get("tool_call_id")
             if not has_calls or (called and call_id is not None and call_id not in called):
-                reason = f"message {index} is the result of a tool call that no assistant's message before it has"
-                raise ApiError(f"Invalid value for 'messages': {reason}", param="messages", code="invalid_value")
+                raise _wrong_messages(
+                    f"message {index} is the result of a tool call that no assistant's message before it has"
+                )
         elif calls := message.get("tool_calls"):
             has_calls = True
-            called |= {call["id"] for call in calls if isinstance(call.get("id"), str)}
+            ids = [call["id"] for call in calls if isinstance(call.get("id"), str)]
+            if len(new := set(ids)) < len(ids):
+                raise _wrong_messages(f"two tool calls of message {index} have the same id")
+            called |= new
+
+
+def _wrong_messages(reason: str) -> ApiError:
+    return ApiError(f"Invalid value for 'messages': {reason}", param="messages", code="invalid_value")
 
 
 def _wrong_choice(reason: str) -> ApiError:

@@ -1,0 +1,131 @@
+"""What suites of other servers and stock clients stumble over."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.component.router.rig import Router
+from tests.component.router.tools import HELLO
+
+OTTERS = "An otter 🦦👩‍👩‍👧 東京"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+NAMES = re.compile(r"\w+").findall
+NOT_SET = {
+    CHAT: NAMES(
+        "tools tool_choice parallel_tool_calls response_format stream stream_options stop logit_bias seed user "
+        "metadata n temperature top_p max_tokens max_completion_tokens logprobs top_logprobs presence_penalty "
+        "frequency_penalty store service_tier modalities audio prediction reasoning_effort verbosity functions "
+        "web_search_options function_call safety_identifier prompt_cache_key"
+    ),
+    "/v1/responses": NAMES(
+        "instructions tools tool_choice text reasoning metadata include max_output_tokens parallel_tool_calls "
+        "previous_response_id store stream stream_options temperature top_p truncation user service_tier background "
+        "conversation prompt max_tool_calls prompt_cache_key safety_identifier top_logprobs"
+    ),
+    "/v1/messages": NAMES(
+        "system tools tool_choice thinking stop_sequences temperature top_p top_k stream metadata service_tier "
+        "container context_management mcp_servers output_config output_format"
+    ),
+}
+
+
+async def chunks_of(router: Router, path: str, **body: Any) -> list[dict[str, Any]]:
+    async with router.http.stream("POST", path, json={"model": "test-model", "stream": True, **body}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "🦦"})])
+async def test_token_ids_of_cut_characters_come_with_some_chunk(router: Router, path: str, body: Any) -> None:
+    """Each token ends within a character, so some chunks have ids and others text."""
+    router.answers(OTTERS)
+    expected = [*router.tokens(OTTERS), *router.tokens("<|im_end|>")]
+    chunks = await chunks_of(router, path, **body, return_token_ids=True)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [token_id for choice in choices for token_id in choice.get("token_ids") or []] == expected
+    text = "".join(choice["delta"].get("content", "") if path == CHAT else choice["text"] for choice in choices)
+    assert text == OTTERS
+    prompts = [each["prompt_token_ids"] for each in (*chunks, *choices) if each.get("prompt_token_ids")]
+    assert prompts == [router.dispatcher.requests[-1].prompt_ids]
+    whole = (await router.post(path, **body, return_token_ids=True)).json()
+    assert whole["choices"][0]["token_ids"] == expected
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**32, 2**53 + 1, 2**63 - 1, -(2**63)])
+async def test_long_seeds_arrive_whole(router: Router, seed: int) -> None:
+    for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
+        assert (await router.post(path, **body, seed=seed)).status_code == 200
+        assert router.dispatcher.requests[-1].sampling.seed == seed
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 2**70, 1.5, "7"])
+async def test_seeds_that_are_too_long_are_refused_by_name(router: Router, seed: object) -> None:
+    answer = await router.post(CHAT, messages=HELLO, seed=seed)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "seed")
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+async def test_ids_beyond_the_vocabulary_are_all_named(router: Router, field: str) -> None:
+    ids: Any = {"999998": 1, "7": 1, "999999": 1} if field == "logit_bias" else [999998, 7, 999999]
+    error = (await router.post(CHAT, messages=HELLO, **{field: ids})).json()["error"]
+    assert error["param"] == field and "999998" in error["message"] and "999999" in error["message"]
+    assert " 7" not in error["message"]
+
+
+async def test_all_bad_keys_of_biases_are_named(router: Router) -> None:
+    error = (await router.post(CHAT, messages=HELLO, logit_bias={"otter": 1, "7": 1, "": 1, "x": 1})).json()["error"]
+    assert error["param"] == "logit_bias" and all(repr(key) in error["message"] for key in ("otter", "", "x"))
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
+async def test_empty_prompts_are_refused(router: Router, prompt: object) -> None:
+    answer = await router.post(COMPLETIONS, prompt=prompt)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, "prompt", "invalid_request_error")
+    assert "empty" in error["message"] and not router.dispatcher.requests
+
+
+async def test_streams_count_long_prompts_as_whole_answers_do(router: Router) -> None:
+    messages = [{"role": "user", "content": "An otter is a mammal. " * 40}]
+    whole = (await router.post(CHAT, messages=messages)).json()["usage"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await chunks_of(router, CHAT, messages=messages, stream_options=options)
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {whole["prompt_tokens"]}
+    assert whole["prompt_tokens"] == len(router.dispatcher.requests[-1].prompt_ids) > 200
+
+
+@pytest.mark.parametrize("fields", [{}, {"continue_final_message": True, "add_generation_prompt": False}])
+async def test_echo_begins_with_the_message_that_is_continued(router: Router, fields: Any) -> None:
+    router.answers(" mammal")
+    messages = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "An otter is a"}]}]
+    whole = (await router.post(CHAT, messages=messages, echo=True, **fields)).json()
+    assert whole["choices"][0]["message"]["content"] == "An otter is a mammal"
+    chunks = await chunks_of(router, CHAT, messages=messages, echo=True, **fields)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "An otter is a mammal"
+    plain = (await router.post(CHAT, messages=HELLO, echo=True)).json()
+    assert plain["choices"][0]["message"]["content"] == " mammal"
+
+
+@pytest.mark.parametrize("path", NOT_SET)
+async def test_every_field_may_be_null(router: Router, path: str) -> None:
+    """Clients that serialize all fields of a request send `null` for those that are not set."""
+    body: dict[str, Any] = {"input": "hi"} if path == "/v1/responses" else {"messages": HELLO}
+    more = {"max_tokens": 9} if path == "/v1/messages" else {}
+    answer = await router.post(path, **dict.fromkeys(NOT_SET[path]), **body, **more)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_request_id_comes_back_or_is_made(router: Router) -> None:
+    own = {"x-request-id": "mine"}
+    for path in (CHAT, "/v1/messages"):
+        body = {"model": "test-model", "messages": HELLO, "max_tokens": 5}
+        answer = await router.http.post(path, json=body, headers=own)
+        assert answer.headers["x-request-id"] == "mine"
+        assert (await router.http.post(path, json=body)).headers["x-request-id"] not in ("", "mine")

@@ -38,10 +38,12 @@ class Variant:
     is_raw: bool = False
     has_hint: bool = True
     is_parallel: bool = True
+    has_prefetch: bool = False
 
 
 VARIANTS = (
     Variant(ALL_ON, "all on"),
+    Variant("traced prefix computed first", "all on", has_prefetch=True),
     Variant("no cache", "no cache"),
     Variant("table in place of the tree", "table"),
     Variant("queue in order of arrival (fcfs)", "fcfs"),
@@ -142,6 +144,7 @@ class Bench:
             num_threads=concurrency,
             parallel=variant.is_parallel,
             fork_hint=variant.has_hint,
+            prefetch=variant.has_prefetch,
             progress=False,
         )
         return self._outcome(endpoint, states, time.perf_counter() - begin)

@@ -7,19 +7,24 @@ from typing import TYPE_CHECKING, overload
 
 from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, ProgramError
-from kvrelay_programs.expressions import Expression
+from kvrelay_programs.expressions import Expression, parts_of
+
+MOVED_CHARS = 64  # about a block of KV; a shorter common text is not worth a request
 
 if TYPE_CHECKING:
     from kvrelay_programs.state import State
 
 
 class Forks(Sequence["State"]):
-    """The states of a fork, in their order. `+=` appends to each."""
+    """The states of a fork, in their order. `+=` appends to each; text with which it begins belongs to their common
+    prefix, which the endpoint computes once before their calls.
+    """
 
     def __init__(self, parent: State, states: list[State], location: Location) -> None:
         self.location = location
         self._parent = parent
         self._states = states
+        self._num_common_steps = 0  # as long as every state has taken just these, their texts are the same
         self._begin = parent._interpreter.snapshot()
         for state in states:
             state._interpreter.inherit(self._begin)
@@ -43,9 +48,28 @@ class Forks(Sequence["State"]):
         return iter(self._states)
 
     def __iadd__(self, other: str | Expression) -> Forks:
+        parts = parts_of(other)
+        num_constant = next((at for at, part in enumerate(parts) if not isinstance(part, str)), len(parts))
+        are_equal = all(state._num_steps == self._num_common_steps for state in self._states)
         for state in self._states:
-            state += other
+            state += Expression(parts[:num_constant])
+        if are_equal:
+            self._num_common_steps += num_constant
+            self._announce(sum(len(part) for part in parts[:num_constant] if isinstance(part, str)))
+        for state in self._states:
+            state += Expression(parts[num_constant:])
         return self
+
+    def _announce(self, num_chars: int) -> None:
+        """The text of all states has grown by so many characters. The first one has the endpoint compute it before the
+        calls of any."""
+        if num_chars < MOVED_CHARS or not self._parent._run.options.fork_hint:
+            return
+        first, *others = self._states
+        first._interpreter.announce_fork(len(self._states), self.location)
+        computed = first._interpreter.snapshot()
+        for state in others:
+            state._interpreter.wait_for([computed], lambda _: "")
 
     def join(self, *, append: bool = False) -> None:
         """The calls that follow in the parent begin when all of these states are complete. `append` adds to it what

@@ -39,6 +39,7 @@ class State:
         self._feed = TextFeed() if run.options.stream else None
         self._interpreter = Interpreter.begin(run, self._feed)
         self._forks: list[Forks] = []
+        self._num_steps = 0
         self._has_calls = False
         self._is_read = False
 
@@ -46,6 +47,11 @@ class State:
         location = caller_location()
         for part in parts_of(other):
             self._append(part, location)
+        return self
+
+    def extend(self, other: str | Expression) -> State:
+        """Appends as `+=` does, where an expression is needed. Returns this state."""
+        self += other
         return self
 
     def __getitem__(self, name: str) -> str:
@@ -144,6 +150,7 @@ class State:
                 child.end(error)
 
     def _block(self, role: Role) -> Iterator[None]:
+        self._num_steps += 1
         self._interpreter.open(role, caller_location())
         try:
             yield
@@ -151,6 +158,7 @@ class State:
             self._interpreter.close()
 
     def _append(self, part: Part, location: Location) -> None:
+        self._num_steps += 1
         if isinstance(part, Block):
             self._interpreter.open(part.role, part.location)
             for inner in part.parts:

@@ -18,12 +18,16 @@ CHOICES = (" yes", " no", " perhaps")
 
 @dataclass(frozen=True)
 class Step:
-    """`kind` is text, gen, select, read or fork. A fork's `children` are the steps of each of its states."""
+    """`kind` is text, gen, select, read or fork. A fork's `children` are the steps of each of its states, which begin
+    with `common` text and, if it `samples`, a call of each.
+    """
 
     kind: str
     text: str = ""
     children: Sequence[Sequence[Step]] = ()
     append: bool = False
+    common: str = ""
+    samples: bool = False
 
 
 @dataclass
@@ -55,7 +59,9 @@ class Slow:
     def _fork(self, step: Step) -> None:
         begin = self.text
         for steps in step.children:
-            child = Slow(begin, dict(self.values), self.reads)
+            child = Slow(begin + step.common, dict(self.values), self.reads)
+            if step.samples:
+                child.take([Step("gen", "a")])
             child.take(steps)
             if step.append:
                 self.text += child.text[len(begin) :]
@@ -71,7 +77,12 @@ def steps(depth: int) -> st.SearchStrategy[list[Step]]:
     if depth == 0:
         return st.lists(simple, max_size=5)
     fork = st.builds(
-        Step, st.just("fork"), children=st.lists(steps(depth - 1), min_size=1, max_size=3), append=st.booleans()
+        Step,
+        st.just("fork"),
+        children=st.lists(steps(depth - 1), min_size=1, max_size=3),
+        append=st.booleans(),
+        common=st.sampled_from(["", "z", "long " * 20]),
+        samples=st.booleans(),
     )
     return st.lists(st.one_of(simple, simple, fork), max_size=6)
 
@@ -88,6 +99,12 @@ def take(state: State, program_steps: Sequence[Step], reads: list[str]) -> None:
             reads.append(value_or_none(state, step.text))
         else:
             forks = state.fork(len(step.children))
+            if step.common and step.samples:
+                forks += step.common + gen("a", 5)
+            elif step.common:
+                forks += step.common
+            elif step.samples:
+                forks += gen("a", 5)
             for child, child_steps in zip(forks, step.children, strict=True):
                 take(child, child_steps, reads)
             forks.join(append=step.append)

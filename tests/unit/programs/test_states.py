@@ -23,6 +23,7 @@ from kvrelay_programs import (
     system,
     user,
 )
+from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller
 from kvrelay_programs.errors import caller_location
 from kvrelay_programs.loop_thread import program_loop
@@ -515,3 +516,76 @@ def test_the_end_of_a_program_ends_its_session(fails: bool) -> None:
         ends.run(endpoint=endpoint)
     assert endpoint.session_ended.wait(PATIENCE_S)
     assert endpoint.ended_sessions == [endpoint.callers[0].session]
+
+
+LONG = "Answer as a careful reader of all that has been said so far would. "
+
+
+class KeepsOrder(FakeEndpoint):
+    """`order` has prefetched texts, and a call as None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str | None] = []
+
+    async def prefetch(self, content: Content, caller: Caller) -> None:
+        for _ in range(20):  # calls that do not wait come before it
+            await asyncio.sleep(0)
+        self.order.append(content.whole_text)
+
+    async def _call(self, text: str, caller: Caller) -> None:
+        self.order.append(None)
+        await super()._call(text, caller)
+
+
+@pytest.mark.parametrize("fork_hint", [True, False])
+def test_text_that_all_forks_begin_with_is_computed_before_their_calls(fork_hint: bool) -> None:
+    @program
+    def forked(s: State) -> None:
+        s += "Begin. "
+        forks = s.fork(3)
+        forks += LONG + gen("a", 4)
+        forks += LONG + gen("b", 4)  # behind different answers
+        forks.join()
+
+    endpoint = KeepsOrder()
+    state = forked.run(endpoint=endpoint, fork_hint=fork_hint)
+    assert state.text() == "Begin. "
+    assert endpoint.order == [*(["Begin. ", "Begin. " + LONG] if fork_hint else []), *[None] * 6]
+
+
+@pytest.mark.parametrize("differs", ["text", "short", "later"])
+def test_text_behind_what_differs_is_not_computed_for_all(differs: str) -> None:
+    @program
+    def forked(s: State) -> None:
+        s += "Begin. "
+        forks = s.fork(2)
+        if differs == "text":
+            forks[1] += "Other. "
+        forks += (LONG if differs != "short" else "Go on. ") + (gen("a", 4) if differs != "later" else "")
+        if differs == "later":
+            forks[0] += "x"
+            forks += LONG + gen("a", 4)
+        forks.join()
+
+    endpoint = KeepsOrder()
+    forked.run(endpoint=endpoint)
+    prefetched = [each for each in endpoint.order if each is not None]
+    assert prefetched == ["Begin. ", *(["Begin. " + LONG] if differs == "later" else [])]
+
+
+def test_extend_appends_and_returns_the_state() -> None:
+    @program
+    def extended(s: State) -> list[str]:
+        return [fork.extend(f"{number}:").extend(gen("a", 4))["a"] for number, fork in enumerate(s.extend("x").fork(2))]
+
+    endpoint = FakeEndpoint()
+    state = extended.run(endpoint=endpoint)
+    assert endpoint.calls == ["x0:", "x1:"] and len(state.result) == 2
+
+    @program
+    def wrong(s: State) -> None:
+        s.extend(gen("a", 4))
+
+    with pytest.raises(ProgramError, match=f"{here(-2)}: gen.'a'. behind no text"):
+        wrong.run(endpoint=endpoint)

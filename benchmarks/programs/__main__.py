@@ -9,6 +9,8 @@
   equal texts and different `cache_salt`, so none finds what another one has computed.
 - Hit rate: cached prompt tokens / prompt tokens, of all calls with hints and scores. "Of the best" divides by what one
   cache without end would have for the same calls in their order, if it had each prompt and answer from the request on.
+- CPU: that of all processes of the stack and of the client; "saved" is that of raw calls without cache over it. Other
+  programs on the machine do not change it, unlike programs/s and latency.
 - Tree: CPU time of pool and prefix tree for the same calls, one after the other, over the duration of the run.
 - curve: few-shot-20, of which a growing share of programs has the same examples.
 - select: time of a selection by its number of choices.
@@ -97,7 +99,7 @@ def _others(given: argparse.Namespace, stack: Stack, sections: list[str], sizes:
         if given.plot:
             curve.draw(found, given.plot)
     if "select" in sections:
-        lines += ["## Choices of a select", "", *selection.lines(endpoint), ""]
+        lines += ["## Choices of a select", "", *selection.lines(stack), ""]
     if "surplus" in sections:
         model = given.model or demo_model_path()
         assert model is not None

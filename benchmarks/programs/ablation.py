@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.peers.order import turns
 from benchmarks.programs.calls import KeptCalls, RawCalls, best_possible_hits, tokenized, tree_seconds
+from benchmarks.programs.cpu_time import cpu_s
 from kvrelay_programs import State
 from kvrelay_programs.workloads import Workload
 from tests.fakes.stack import Stack
@@ -61,10 +62,11 @@ ALONE = (ALL_ON, "no fork hint", "no parallel calls", RAW, RAW_NO_CACHE)
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One run of a variant. Times in seconds. `num_hits` prompt tokens were found in a cache, of `num_best` that could
-    be; `tree_s` is what the prefix tree takes for the same calls."""
+    be; `cpu_s` is the CPU time of server and client, and `tree_s` what the prefix tree takes for the same calls."""
 
     num_programs: int
     seconds: float
+    cpu_s: float
     latency_s: float
     calls: int
     num_prompt: int
@@ -136,7 +138,8 @@ class Bench:
         endpoint = self._endpoint(variant)
         self._num_runs += 1
         endpoint.salt = f"run {self._num_runs}"
-        begin = time.perf_counter()
+        stack = self._stacks[variant.server]
+        cpu_before_s, begin = cpu_s(stack), time.perf_counter()
         states = workload.program.run_batch(
             arguments,
             endpoint=endpoint,
@@ -147,13 +150,15 @@ class Bench:
             prefetch=variant.has_prefetch,
             progress=False,
         )
-        return self._outcome(endpoint, states, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        return self._outcome(endpoint, states, seconds, cpu_s(stack) - cpu_before_s)
 
-    def _outcome(self, endpoint: KeptCalls, states: Sequence[State], seconds: float) -> Outcome:
+    def _outcome(self, endpoint: KeptCalls, states: Sequence[State], seconds: float, cpu_s: float) -> Outcome:
         calls = tokenized(endpoint.take_calls(), self._tokenizer)
         return Outcome(
             num_programs=len(states),
             seconds=seconds,
+            cpu_s=cpu_s,
             latency_s=median(state.elapsed_s or 0.0 for state in states),
             calls=sum(state.usage.calls for state in states),
             num_prompt=sum(state.usage.prompt_tokens for state in states),
@@ -173,9 +178,9 @@ class Bench:
 
 
 HEAD = (
-    "| variant | programs/s | over raw without cache | latency alone, s | over raw without cache | calls | hit rate "
-    "| of the best | tree, % of the run | same text |",
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    "| variant | programs/s | over raw without cache | CPU s per program | saved | latency alone, s "
+    "| over raw without cache | calls | hit rate | of the best | tree, % of the run | same text |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
 )
 
 
@@ -193,6 +198,8 @@ def _line(name: str, batch: Mapping[str, Sequence[Outcome]], alone: Mapping[str,
         latency = f"{median(each.latency_s for each in alone[name]):.3f}"
         faster = [b.latency_s / a.latency_s for a, b in zip(alone[name], alone[RAW_NO_CACHE], strict=True)]
         speedup = f"{median(faster):.2f}"
+    each_cpu_s = median(each.cpu_s / each.num_programs for each in outcomes)
+    saved = median(other.cpu_s / each.cpu_s for each, other in zip(outcomes, base, strict=True))
     num_prompt, num_hits = (sum(getattr(each, field) for each in outcomes) for field in ("num_prompt", "num_hits"))
     num_best, num_texts = sum(each.num_best for each in outcomes), sum(len(each.texts) for each in outcomes)
     same = sum(
@@ -202,7 +209,8 @@ def _line(name: str, batch: Mapping[str, Sequence[Outcome]], alone: Mapping[str,
     )
     return (
         f"| {name} | {median(each.programs_per_s for each in outcomes):.2f} "
-        f"| {median(rate):.2f} ({min(rate):.2f} to {max(rate):.2f}) | {latency} | {speedup} "
+        f"| {median(rate):.2f} ({min(rate):.2f} to {max(rate):.2f}) "
+        f"| {each_cpu_s:.2f} | {saved:.2f} | {latency} | {speedup} "
         f"| {outcomes[0].calls} | {num_hits / num_prompt:.3f} | {_share(num_hits, num_best)} "
         f"| {100 * sum(each.tree_s for each in outcomes) / sum(each.seconds for each in outcomes):.2f} "
         f"| {same} of {num_texts} |"

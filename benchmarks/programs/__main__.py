@@ -1,7 +1,7 @@
 """Programs of several calls through the whole system (`kvrelay up`, HTTP), each section in one run.
 
-    python -m benchmarks.programs [--sections workloads,curve,select,surplus,sessions,frontends] [--workloads all]
-        [--sglang-python PATH] [--write benchmarks/results/programs.md]
+    python -m benchmarks.programs [--sections workloads,compiled,curve,select,surplus,sessions,frontends]
+        [--workloads all] [--sglang-python PATH] [--write benchmarks/results/programs.md]
 
 - workloads: those of `kvrelay bench --workload` with every part on, each part off, and the same work as raw API calls:
   requests of one script per program, in turn, without session and hints, and a request for each choice of a `select`.
@@ -12,6 +12,7 @@
 - CPU: that of all processes of the stack and of the client; "saved" is that of raw calls without cache over it. Other
   programs on the machine do not change it, unlike programs/s and latency.
 - Tree: CPU time of pool and prefix tree for the same calls, one after the other, over the duration of the run.
+- compiled: a program whose forks begin with the same long instructions, interpreted and compiled.
 - curve: few-shot-20, of which a growing share of programs has the same examples.
 - select: time of a selection by its number of choices.
 - surplus: three fields out of one answer, with and without `surplus_tokens`; the demo model only.
@@ -31,14 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.machine import commit, machine
-from benchmarks.programs import curve, extraction, frontends, selection, sessions
+from benchmarks.programs import compiling, curve, extraction, frontends, selection, sessions
 from benchmarks.programs.ablation import SERVERS, Bench, Sizes, running, table
 from benchmarks.programs.calls import KeptCalls
 from kvrelay.config.demo import demo_model_path
 from kvrelay_programs.workloads import find_workload, workloads
 from tests.fakes.stack import Stack
 
-SECTIONS = ("workloads", "curve", "select", "surplus", "sessions", "frontends")
+SECTIONS = ("workloads", "compiled", "curve", "select", "surplus", "sessions", "frontends")
 MAIN = "all on"
 
 
@@ -70,10 +71,14 @@ def _head(given: argparse.Namespace, sizes: Sizes) -> list[str]:
     ]
 
 
-def _workloads(given: argparse.Namespace, stacks: dict[str, Stack], sizes: Sizes) -> list[str]:
+def _tokenizer(given: argparse.Namespace) -> Any:
     from transformers import AutoTokenizer
 
-    bench = Bench(stacks, AutoTokenizer.from_pretrained(given.model or demo_model_path()), sizes)
+    return AutoTokenizer.from_pretrained(given.model or demo_model_path())
+
+
+def _workloads(given: argparse.Namespace, stacks: dict[str, Stack], sizes: Sizes) -> list[str]:
+    bench = Bench(stacks, _tokenizer(given), sizes)
     lines: list[str] = []
     kept: dict[str, Any] = {}
     for name in workloads() if given.workloads == "all" else given.workloads.split(","):
@@ -92,6 +97,9 @@ def _workloads(given: argparse.Namespace, stacks: dict[str, Stack], sizes: Sizes
 def _others(given: argparse.Namespace, stack: Stack, sections: list[str], sizes: Sizes) -> list[str]:
     endpoint = KeptCalls(stack.base_url, stack.model)
     lines: list[str] = []
+    if "compiled" in sections:
+        rows = compiling.lines(stack, _tokenizer(given), sizes.num_programs, sizes.concurrency, sizes.rounds)
+        lines += ["## Compiled", "", *rows, ""]
     if "curve" in sections:
         found = curve.points(endpoint, 2 * sizes.num_programs, sizes.concurrency, sizes.rounds)
         endpoint.salt = ""
@@ -115,7 +123,7 @@ def _others(given: argparse.Namespace, stack: Stack, sections: list[str], sizes:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="default: the demo model")
-    parser.add_argument("--sections", default="workloads,curve,select,surplus,sessions")
+    parser.add_argument("--sections", default="workloads,compiled,curve,select,surplus,sessions")
     parser.add_argument("--workloads", default="all", metavar="NAME[,NAME]")
     parser.add_argument("--programs", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=16)

@@ -7,6 +7,7 @@ from kvrelay_programs.endpoint import Endpoint
 from kvrelay_programs.errors import DeadlineExceeded, EndpointError, ProgramCancelled, ProgramError
 from kvrelay_programs.expressions import assistant, gen, image, select, system, user, video
 from kvrelay_programs.forks import Forks
+from kvrelay_programs.graph import Graph
 from kvrelay_programs.program import Program, program
 from kvrelay_programs.results import ChoiceScore, Generated, Selected, Usage
 from kvrelay_programs.state import State
@@ -19,6 +20,7 @@ __all__ = [
     "EndpointError",
     "Forks",
     "Generated",
+    "Graph",
     "Program",
     "ProgramCancelled",
     "ProgramError",

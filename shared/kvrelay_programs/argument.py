@@ -1,4 +1,4 @@
-"""An argument of a program whose value is not known while the program is traced."""
+"""An argument or a value of a program that is not known while the program is traced."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Argument:
     value raises TraceEnded.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, kind: str = "argument") -> None:
+        self._name, self._kind = name, kind
 
     def __str__(self) -> str:
         return MARK
@@ -41,16 +41,16 @@ class Argument:
     def __getattr__(self, name: str) -> Argument:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Argument(f"{self._name}.{name}")
+        return Argument(f"{self._name}.{name}", self._kind)
 
     def __getitem__(self, key: object) -> Argument:
-        return Argument(f"{self._name}[{key!r}]")
+        return Argument(f"{self._name}[{key!r}]", self._kind)
 
     def __call__(self, *args: object, **kwargs: object) -> Argument:
-        return Argument(f"{self._name}()")
+        return Argument(f"{self._name}()", self._kind)
 
     def _needed(self, *args: object) -> NoReturn:
-        raise TraceEnded(f"it cannot be traced on: it branches on the argument {self._name!r}", caller_location())
+        raise TraceEnded(f"it cannot be traced on: it branches on the {self._kind} {self._name!r}", caller_location())
 
     __bool__ = __len__ = __iter__ = __contains__ = __int__ = __float__ = __index__ = __hash__ = _needed
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _needed

@@ -20,10 +20,15 @@ class Location:
         return f"{os.path.basename(self.file)}:{self.line}"
 
 
+def is_of_package(file: str) -> bool:
+    """Whether a source file is one of this package."""
+    return file.startswith(_PACKAGE)
+
+
 def caller_location() -> Location:
     """The innermost line on the stack that is outside of this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and is_of_package(frame.f_code.co_filename):
         frame = frame.f_back
     return Location(frame.f_code.co_filename, frame.f_lineno)
 

@@ -12,6 +12,7 @@ from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller
 from kvrelay_programs.errors import CannotScore, Location, ProgramError
 from kvrelay_programs.expressions import Gen, Media, Role, Select
+from kvrelay_programs.graph import Step, applied
 from kvrelay_programs.greedy_choice import greedy_choice
 from kvrelay_programs.results import Generated, Selected
 from kvrelay_programs.run import Operation, OrderedStream, Run
@@ -88,13 +89,15 @@ class Interpreter:
         self._stream.submit(Operation(run, future.set_exception))
         return future
 
-    def announce_fork(self, num: int, location: Location) -> None:
-        """Has the endpoint compute the text so far before states that share it ask for it at the same time."""
+    def announce_fork(self, num: int, location: Location, beginning: tuple[Step, ...] = ()) -> None:
+        """Has the endpoint compute the text so far, and the steps with which all states go on as far as they are known,
+        before states that share it ask for it at the same time."""
 
         async def run() -> None:
             content = self._at.content
-            if num > 1 and content.num_chars > self._at.num_computed_chars:
-                await self.run.call("fork", location, lambda caller: self.run.endpoint.prefetch(content, caller))
+            shared = applied(content, beginning, location)
+            if num > 1 and shared.num_chars > self._at.num_computed_chars:
+                await self.run.call("fork", location, lambda caller: self.run.endpoint.prefetch(shared, caller))
                 self._at.num_computed_chars = content.num_chars
 
         self._stream.submit(Operation(run, _ignore))

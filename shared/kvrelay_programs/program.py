@@ -16,9 +16,10 @@ from typing import Any, Literal, TypeVar
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Endpoint
 from kvrelay_programs.errors import Location, ProgramError, caller_location
+from kvrelay_programs.graph import Graph, graph_of
 from kvrelay_programs.run import Run, RunOptions
 from kvrelay_programs.state import State, check_forks, wait_for_calls
-from kvrelay_programs.tracing import Trace, equal_arguments, trace
+from kvrelay_programs.tracing import Trace, batch_arguments, trace, with_unknown
 
 Function = Callable[..., Any]
 
@@ -56,18 +57,25 @@ class Program:
         parallel: bool = True,
         fork_hint: bool = True,
         surplus_tokens: int = 0,
+        compiled: bool = False,
         **arguments: Any,
     ) -> State:
         """Runs the program with `arguments` and returns its state, complete; with `stream`, at once.
 
         `sampling` has fields of requests for calls that leave them out, such as `temperature`. Without `endpoint`, one
         is made of `base_url` (or `KVRELAY_URL`, or http://127.0.0.1:8000), `model` and `api_key`. `parallel` False
-        makes each call wait for the one before. `surplus_tokens` is explained in `RunOptions`. Raises
-        TypeError for wrong arguments, ProgramError for a failed call, and what the program raises. An error, also
-        Ctrl-C, ends all calls.
+        makes each call wait for the one before. `surplus_tokens` is explained in `RunOptions`, `compiled` in `graph`.
+        Raises TypeError for wrong arguments, ProgramError for a failed call, and what the program raises. An error,
+        also Ctrl-C, ends all calls.
         """
+        self._check(arguments)
         options = RunOptions(
-            sampling or {}, stream=stream, parallel=parallel, fork_hint=fork_hint, surplus_tokens=surplus_tokens
+            sampling or {},
+            stream=stream,
+            parallel=parallel,
+            fork_hint=fork_hint,
+            surplus_tokens=surplus_tokens,
+            beginnings=self.graph(**arguments).beginnings if compiled else {},
         )
         target = _target(endpoint, base_url, model, api_key)
         return self._begin(arguments, target, options, deadline_s)
@@ -89,21 +97,30 @@ class Program:
         progress: bool = True,
         on_error: Literal["raise", "keep"] = "raise",
         prefetch: bool = False,
+        compiled: bool = False,
     ) -> list[State]:
         """Runs the program once for each of `arguments`, at most `num_threads` at a time, and shows the progress.
 
         Returns the states in the order of `arguments`. The first error ends the others and is raised; with `on_error`
         "keep" the others run on, and a state whose program failed has the ProgramError as its `error`. `deadline_s`
         counts for each program from its beginning. `prefetch` has the endpoint compute what `trace` finds the programs
-        to share before it runs the first one.
+        to share before it runs the first one. `compiled` does so, too, and is explained in `graph`.
         """
-        options = RunOptions(sampling or {}, parallel=parallel, fork_hint=fork_hint, surplus_tokens=surplus_tokens)
         target = _target(endpoint, base_url, model, api_key)
         for each in arguments:
             self._check(each)
+        graph = self.graph(**batch_arguments(arguments)) if compiled and arguments else Graph(())
+        options = RunOptions(
+            sampling or {},
+            parallel=parallel,
+            fork_hint=fork_hint,
+            surplus_tokens=surplus_tokens,
+            beginnings=graph.beginnings,
+        )
         batch = _Batch(self, target, options, deadline_s, keeps_errors=on_error == "keep")
-        if prefetch and len(arguments) > 1:
-            batch.prefetch(self.trace(**equal_arguments(arguments)).prefix, caller_location())
+        if (prefetch or compiled) and len(arguments) > 1:
+            prefix = graph.prefix if compiled else self.trace(**batch_arguments(arguments)).prefix
+            batch.prefetch(prefix, caller_location())
         with ThreadPoolExecutor(max(1, min(num_threads, len(arguments))), "program") as threads:
             futures = [threads.submit(batch.run, each) for each in arguments]
             try:
@@ -124,10 +141,18 @@ class Program:
         """
         return trace(self._function, self._signature, known)
 
+    def graph(self, **known: Any) -> Graph:
+        """Traces the function, without calls, into the graph of its steps, up to what depends on a value or on an
+        argument that is neither in `known` nor a default. Whatever else the program does before, it does here, too.
+
+        A run with `compiled` traces it first, with its arguments, and has text that all states of a fork begin with
+        computed with the prefix of the fork. What is behind the end of the graph is interpreted as always.
+        """
+        return graph_of(self._function, with_unknown(self._signature, known))
+
     def _begin(
         self, arguments: Mapping[str, Any], endpoint: Endpoint, options: RunOptions, deadline_s: float | None
     ) -> State:
-        self._check(arguments)
         state = State(Run(endpoint, options, deadline_s))
         if not options.stream:
             return self.complete(state, arguments)

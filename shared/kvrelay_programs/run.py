@@ -21,6 +21,7 @@ from kvrelay_programs.errors import (
     ProgramError,
     caller_location,
 )
+from kvrelay_programs.graph import Beginnings
 from kvrelay_programs.loop_thread import program_loop
 from kvrelay_programs.results import Usage
 
@@ -34,6 +35,7 @@ class RunOptions:
     """`sampling`: fields of every request that a `gen` leaves out. `parallel` False makes each call wait for the one
     before, also of other forks. `fork_hint` False does not announce forks to the endpoint. With `surplus_tokens`, a
     call asks for at least so many tokens without its stop strings, and later steps use what it has too many.
+    `beginnings`: with what all states of a fork begin, by the fork's line.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class RunOptions:
     parallel: bool = True
     fork_hint: bool = True
     surplus_tokens: int = 0
+    beginnings: Beginnings = field(default_factory=dict)
 
 
 class Run:

@@ -124,7 +124,8 @@ class State:
             raise wrong_value("a fork needs at least one state")
         location = caller_location()
         if self._run.options.fork_hint:
-            self._interpreter.announce_fork(num, location)
+            beginning = self._run.options.beginnings.get(location, ())
+            self._interpreter.announce_fork(num, location, beginning)
         forks = Forks(self, [State(self._run, self) for _ in range(num)], location)
         self._forks.append(forks)
         return forks

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from kvrelay_programs.argument import MARK, Argument, TraceEnded
 from kvrelay_programs.content import Content
-from kvrelay_programs.errors import Location, caller_location
+from kvrelay_programs.errors import Location, caller_location, is_of_package
 from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
 
 
@@ -32,18 +32,23 @@ def trace(function: Callable[..., Any], signature: inspect.Signature, known: Map
     default. An exception of the program ends the trace, too.
     """
     state = _TracedState()
+    try:
+        function(state, **with_unknown(signature, known))
+    except TraceEnded as end:
+        return Trace(state.content, end.reason, end.location)
+    except Exception as error:
+        return Trace(state.content, f"it cannot be traced on: {type(error).__name__}: {error}", line_of(error))
+    return Trace(state.content, "the program ends", None)
+
+
+def with_unknown(signature: inspect.Signature, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a program, with those that are not known and have no default as an `Argument`."""
     keywords = dict(known)
     for name, parameter in list(signature.parameters.items())[1:]:
         is_plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if is_plain and name not in keywords and parameter.default is parameter.empty:
             keywords[name] = Argument(name)
-    try:
-        function(state, **keywords)
-    except TraceEnded as end:
-        return Trace(state.content, end.reason, end.location)
-    except Exception as error:
-        return Trace(state.content, f"it cannot be traced on: {type(error).__name__}: {error}", _line_of(error))
-    return Trace(state.content, "the program ends", None)
+    return keywords
 
 
 def equal_arguments(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -60,12 +65,20 @@ def _same(one: object, other: object) -> bool:
     return one is other or (isinstance(one, str) and isinstance(other, str) and one == other)
 
 
-def _line_of(error: Exception) -> Location | None:
-    """The innermost line."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
+def batch_arguments(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all programs of a batch know: equal arguments, and the others as unknown, also those with a default."""
+    unknown = {name: Argument(name) for each in batch for name in each}
+    return unknown | equal_arguments(batch)
+
+
+def line_of(error: Exception) -> Location | None:
+    """The innermost line outside of this package."""
+    location, frame = None, error.__traceback__
+    while frame is not None:
+        if not is_of_package(frame.tb_frame.f_code.co_filename):
+            location = Location(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
         frame = frame.tb_next
-    return None if frame is None else Location(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+    return location
 
 
 class _TracedState:

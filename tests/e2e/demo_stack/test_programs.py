@@ -195,6 +195,24 @@ def test_forks_compute_the_text_before_them_once(stack: Stack, endpoint: Endpoin
     assert computed() - before <= num_prefix // 16 + 16 * 3
 
 
+def test_a_compiled_program_gives_what_the_interpreted_one_gives(stack: Stack, endpoint: Endpoint) -> None:
+    rules = "It is said of the ibis that it stands in the water. " * 20
+
+    @program
+    def forks(s: State, subject: str) -> None:
+        s += f"The {subject} waits. "
+        children = s.fork(4)
+        for number, child in enumerate(children):
+            child += rules + f"It saw {number} fish" + gen("then", 4)
+        children.join(append=True)
+
+    compiled = forks.run(subject="ibis", endpoint=endpoint, sampling=GREEDY, compiled=True)
+    assert compiled.text() == forks.run(subject="ibis", endpoint=endpoint, sampling=GREEDY).text()
+    # The prefix was computed with the instructions before the calls, each of which found both.
+    num_rules = len(AutoTokenizer.from_pretrained(DEMO_MODEL).encode(rules))
+    assert compiled.usage.calls == 5 and compiled.usage.cached_tokens >= 4 * (num_rules - 32)
+
+
 @program
 def card(s: State, animal: str) -> None:
     """The program's constants are what the model writes anyway, but for the last."""

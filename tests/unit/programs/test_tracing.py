@@ -147,6 +147,18 @@ def test_a_refused_prefetch_does_not_end_the_batch() -> None:
     assert all(state["answer"] for state in states)
 
 
+def test_a_default_is_not_taken_for_an_argument_that_differs() -> None:
+    @program
+    def with_default(s: State, style: str = "short") -> None:
+        s += "In style " + style + gen("x", 4)
+
+    endpoint = FakeEndpoint()
+    with_default.run_batch([{"style": "long"}, {}], endpoint=endpoint, prefetch=True)
+    assert endpoint.prefetched == ["In style "]
+    with_default.run_batch([{}, {}], endpoint=endpoint, prefetch=True)
+    assert endpoint.prefetched[1:] == ["In style short"]
+
+
 def test_equal_arguments() -> None:
     shared = [1]
     batch: list[dict[str, Any]] = [

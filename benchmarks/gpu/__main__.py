@@ -37,7 +37,7 @@ from benchmarks.gpu.report import PartResult, Report
 from benchmarks.gpu.scale import SCALES
 from kvrelay.engine.device import find_device
 
-LIMITS_S = {"parity": 600, "floors": 60, "decode": 240, "prefill": 180, "gaps": 260}
+LIMITS_S = {"parity": 600, "floors": 60, "decode": 240, "prefill": 180, "kernels": 60, "gaps": 260}
 LIMITS_S |= {"throughput": 180, "limits": 120, "transfer": 120, "handoff": 300, "peers": 360}
 """Seconds that a part may take. Parity includes the compilation of kernels that are not there yet."""
 TITLES = {
@@ -45,6 +45,7 @@ TITLES = {
     "floors": "What the device does",
     "decode": "Decoding",
     "prefill": "Prefill",
+    "kernels": "What kernels take",
     "gaps": "Between steps",
     "throughput": "256 requests at once",
     "limits": "Preemption and shared prefixes",

@@ -51,7 +51,7 @@ def idleness(activities: Iterable[Activity]) -> Idleness:
     return Idleness(between / total, within / total, num_steps) if total > 0 else Idleness(0.0, 0.0, num_steps)
 
 
-def make_profiler(activity: ProfilerActivity) -> profile:
+def make_profiler(activity: ProfilerActivity = ProfilerActivity.CUDA) -> profile:
     """Of all threads: steps run on one of their own."""
     try:
         config = _ExperimentalConfig(profile_all_threads=True)
@@ -64,6 +64,15 @@ def device_activities(profiler: profile) -> list[Activity]:
     """What a profiler saw of the GPU."""
     return [
         Activity(event.time_range.start, event.time_range.end, "Memcpy DtoH" in event.name)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA"
+    ]
+
+
+def kernel_times(profiler: profile) -> list[tuple[str, float]]:
+    """Name and seconds of each kernel and copy that a profiler saw on the GPU."""
+    return [
+        (event.name, 1e-6 * (event.time_range.end - event.time_range.start))
         for event in profiler.events() or ()
         if event.device_type.name == "CUDA"
     ]

@@ -204,7 +204,7 @@ def compile_into(folder: Path, arch: str, wanted: Iterable[str], work: Path) -> 
     for name, recipe in sorted(modules.items(), key=lambda item: "sm90" in item[0]):  # those take by far the longest
         started = time.monotonic()
         try:
-            recipe.build(verbose=False)
+            recipe.build(verbose=False, need_lock=True)  # others may compile in `work` at the same time
         except Exception as error:
             raise SystemExit(f"{name} cannot be compiled:\n{str(error)[-6000:]}") from error
         libraries[name] = Path(recipe.jit_library_path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 
 _FILLED_BLOCKS = 64  # drawn at a time
+Name = TypeVar("Name")
 GRAPHS, KERNELS = "as a graph", "kernel by kernel"
 
 
@@ -133,9 +135,9 @@ def launching(runner: TransformersRunner, graphs: DecodeGraphs | None) -> Iterat
         runner._graphs = captured
 
 
-def interleaved(works: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleaved(works: Mapping[Name, Callable[[], float]], repeats: int) -> dict[Name, list[float]]:
     """Each work's figure of every repeat; they take turns, and the first turn, which warms up, is thrown away."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
+    taken: dict[Name, list[float]] = {name: [] for name in works}
     for repeat in range(repeats + 1):
         for name, work in works.items():
             figure = work()

@@ -16,10 +16,14 @@ from kvrelay.engine.transformers_runner import TransformersRunner
 
 ABOUT = (
     "One step of the engine with so many sequences that decode, greedily: from the step's rows to tokens on the host. "
+    "Steps run one after the other, or each is launched before the host has the tokens of the one before, as workers "
+    "do. "
     "Floor: the bytes of all weights but the input embedding, and of the context's keys and values, over the rate of "
     "copies within the device. Target: at most 1.35 of the floor. With KV in 8 bits there are fewer bytes to read."
 )
 TARGET = 1.35
+ORDERS = {"one after the other": False, "launched ahead": True}
+"""Of going from step to step: whether each is launched before the one before has landed."""
 
 
 def run(part: Part) -> None:
@@ -36,15 +40,20 @@ def _measure(part: Part, kv_dtype: str | None) -> None:
         if not part.recorder.has_time(f"batch {batch} and larger ones"):
             return
         step = decoding_batch(runner, batch, scale.context)
-        works = {how: _steps(part, runner, step, graphs) for how, graphs in launches.items()}
+        works = {
+            (how, order): _steps(part, runner, step, graphs, ahead=ahead)
+            for how, graphs in launches.items()
+            for order, ahead in ORDERS.items()
+        }
         taken = interleaved(works, scale.repeats)
         floor_s = step_bytes(part, batch, scale.context, runner.spec.block_bytes) / part.known_floors.copy_rate
-        for how, seconds in taken.items():
+        for (how, order), seconds in taken.items():
             part.recorder.row(
                 "Decoding step",
                 batch=batch,
                 kv=runner.spec.kv_dtype,
                 launched=how,
+                steps=order,
                 step_ms=figures([1e3 * s for s in seconds], 3),
                 floor_ms=round(1e3 * floor_s, 3),
                 of_the_floor=ratios(seconds, [floor_s] * len(seconds)),
@@ -53,10 +62,20 @@ def _measure(part: Part, kv_dtype: str | None) -> None:
 
 
 def _steps(
-    part: Part, runner: TransformersRunner, step: WorkerBatch, graphs: DecodeGraphs | None
+    part: Part, runner: TransformersRunner, step: WorkerBatch, graphs: DecodeGraphs | None, *, ahead: bool
 ) -> Callable[[], float]:
+    def launched_ahead() -> None:
+        last = runner.launch(step)
+        for _ in range(part.scale.steps - 1):
+            following = runner.launch(step)
+            last.land()
+            last = following
+        last.land()
+
     def seconds() -> float:
         with launching(runner, graphs):
+            if ahead:
+                return part.seconds(launched_ahead) / part.scale.steps
             return part.seconds(lambda: runner.execute(step), part.scale.steps)
 
     return seconds

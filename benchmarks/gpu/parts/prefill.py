@@ -57,6 +57,12 @@ def attention_operations(scale: Scale) -> float:
 
 
 def _prompt_seconds(part: Part, runner: TransformersRunner, chunk: int) -> Callable[[], float]:
+    compute = prompt_work(part, runner, chunk)
+    return lambda: part.seconds(compute)
+
+
+def prompt_work(part: Part, runner: TransformersRunner, chunk: int) -> Callable[[], None]:
+    """Computes the prompt in chunks, to its first token on the host, whenever it is called."""
     prompt = np.random.default_rng(0).integers(5, part.scale.config["vocab_size"], part.scale.prompt).astype(np.int32)
     blocks = np.arange(blocks_for(len(prompt), BLOCK_SIZE), dtype=np.int32)
     key: SequenceKey = ("prefill", 1, 0)
@@ -69,4 +75,4 @@ def _prompt_seconds(part: Part, runner: TransformersRunner, chunk: int) -> Calla
             runner.execute(WorkerBatch(0, [WorkerRow(key, tokens, start, blocks, sample=last, is_prefill=True)]))
         runner.drop_sequence(key)
 
-    return lambda: part.seconds(compute)
+    return compute

@@ -96,7 +96,7 @@ class WorkerConfig(RankedConfig):
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto, cpu, cuda or cuda:N; auto: the CPU. GPUs are experimental",
+        description="auto, cpu, cuda or cuda:N; auto: the CPU",
     )
     cuda_graphs: bool = Field(
         default=True,

@@ -444,7 +444,7 @@ def _choose_on_gpu(
         check = ForwardCheck(model, source.max_model_len)
         pieces = choose_pieces(source.device)
         fused = GpuForward(merge_weights(model, observed.params, source.max_model_len), pieces)
-        check.run(fused, layout, backend)
+        check.run(fused, layout, backend, model=model)
     except (NotFusable, UnsupportedModel) as reason:
         log.info("decoder layers: the modules of transformers, since %s", reason)
         return EagerForward(model)

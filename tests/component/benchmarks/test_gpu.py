@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity
 from benchmarks.gpu.__main__ import main, run_limited
 from benchmarks.gpu.figures import Recorder, figures, read_entries
 from benchmarks.gpu.idle import Activity, device_activities, idleness, make_profiler
+from benchmarks.gpu.parts.kernels import by_kind
 from benchmarks.gpu.report import PartResult, Report
 from tests.fakes.waiting import PATIENCE_S
 
@@ -130,3 +131,15 @@ def test_a_later_run_of_other_parts_keeps_the_earlier_ones_with_their_floors(tmp
     assert list(later.parts) == ["floors", "third", "second", "decode"]
     with pytest.raises(ValueError, match="another scale"):
         Report(cpu, "another model", "fourth").adopt(page)
+
+
+def test_kernels_are_counted_by_what_they_do() -> None:
+    times = [
+        ("nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT", 1.0),
+        ("void cublasLt::splitKreduce_kernel<32, 16>", 2.0),
+        ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<true>", 4.0),
+        ("void flashinfer::AppendPagedKVCacheKernel<128u>", 8.0),
+        ("_add_and_norm", 16.0),
+        ("Memcpy HtoD (Pinned -> Device)", 32.0),
+    ]
+    assert by_kind(times) == {"products": 3.0, "attention": 12.0, "others": 48.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.backend import KVLayout
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.attention import ATTENTION_NAME, register
+from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, register
 from kvrelay.engine.fused.gpu_forward import GpuForward, choose_pieces
 from kvrelay.engine.fused.gpu_pieces import TorchPieces
 from kvrelay.engine.fused.gpu_weights import GPU_DTYPES, merge, merge_weights
 from kvrelay.engine.fused.weights import NotFusable
-from kvrelay.engine.probe import ForwardCheck, ObservedLayers, observe_layers
+from kvrelay.engine.probe import (
+    TOLERANCE,
+    ForwardCheck,
+    ObservedLayers,
+    computing_in_float32,
+    observe_layers,
+    own_logits,
+    random_prompts,
+)
 from tests.tiny_models import build_model
 
 LENGTH = 160
@@ -45,6 +54,39 @@ def test_float32_logits_equal_the_modules(architecture: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", [dtype for dtype in GPU_DTYPES if dtype != torch.float32])
 def test_sixteen_bit_logits_are_as_near_as_rounding_allows(dtype: torch.dtype, tmp_path: Path) -> None:
     assert error(*read(build_model("qwen3", tmp_path, dtype=dtype), dtype)) < 3e-2
+
+
+def test_a_deep_model_may_differ_by_what_16_bits_cost_its_modules(tmp_path: Path) -> None:
+    """Of large weights: each layer doubles the rounding errors of those before it."""
+    model, observed, layout = read(build_model("llama", tmp_path, dtype=torch.bfloat16), torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.8)
+    check = ForwardCheck(model, LENGTH)
+    weights = merge_weights(model, observed.params, LENGTH)
+    forward = GpuForward(weights, TorchPieces())
+    if check.measure(forward, layout, TorchBackend()) <= TOLERANCE[torch.bfloat16]:
+        pytest.fail("the weights are too small for this test")
+    check.run(forward, layout, TorchBackend(), model=model)
+    with pytest.raises(UnsupportedModel, match="are off by"):
+        check.run(forward, layout, TorchBackend())
+    wrong = GpuForward(replace(weights, norm_eps=weights.norm_eps + 1.0), TorchPieces())
+    with pytest.raises(UnsupportedModel, match="are off by"):
+        check.run(wrong, layout, TorchBackend(), model=model)
+
+
+def test_modules_compute_in_float32_with_weights_of_16_bits(tmp_path: Path) -> None:
+    model, _, _ = read(build_model("qwen2", tmp_path, dtype=torch.bfloat16), torch.bfloat16)
+    prompts, before = random_prompts(model, (20, 5)), [each.data_ptr() for each in model.parameters()]
+    with torch.inference_mode(), computing_in_float32(model):
+        found = own_logits(model, prompts)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert [each.data_ptr() for each in model.parameters()] == before
+    with torch.inference_mode():
+        expected = own_logits(model.float(), prompts)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_modules_compute_as_before_once_their_weights_are_merged(tmp_path: Path) -> None:

@@ -40,13 +40,13 @@ from kvrelay_programs.workloads import find_workload, workloads
 from tests.fakes.stack import Stack
 
 SECTIONS = ("workloads", "compiled", "curve", "select", "surplus", "sessions", "frontends")
-MAIN = "all on"
+MAIN, NO_CACHE = "all on", "no cache"
 
 
 def main() -> None:
     given = _arguments()
     sections = given.sections.split(",")
-    names = list(SERVERS) if "workloads" in sections else [MAIN]
+    names = given.servers.split(",") if "workloads" in sections else [MAIN]
     sizes = Sizes(given.programs, given.concurrency, given.alone, given.rounds, given.num_blocks)
     flags = ["--num-blocks", str(given.num_blocks), "--dtype", "float32", *given.flag]
     with tempfile.TemporaryDirectory() as place, running(names, given.model, Path(place), flags) as stacks:
@@ -125,6 +125,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="default: the demo model")
     parser.add_argument("--sections", default="workloads,compiled,curve,select,surplus,sessions")
     parser.add_argument("--workloads", default="all", metavar="NAME[,NAME]")
+    parser.add_argument(
+        "--servers", default=",".join(SERVERS), help="sets of server flags; variants on others are left out"
+    )
     parser.add_argument("--programs", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--alone", type=int, default=3, help="programs whose latency is measured one at a time")
@@ -138,6 +141,8 @@ def _arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if unknown := set(given.sections.split(",")) - set(SECTIONS):
         parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
+    if unknown := set(given.servers.split(",")) - SERVERS.keys() or {MAIN, NO_CACHE} - set(given.servers.split(",")):
+        parser.error(f"--servers names {MAIN}, {NO_CACHE} and further ones of {', '.join(SERVERS)}; see {unknown}")
     if "frontends" in given.sections.split(",") and not given.sglang_python:
         parser.error("the section frontends needs --sglang-python")
     return given

@@ -111,7 +111,11 @@ class Bench:
     def measure(self, workload: Workload) -> tuple[dict[str, list[Outcome]], dict[str, list[Outcome]]]:
         """Outcomes of each variant by rounds: in a batch, and with one program at a time."""
         sizes = self._sizes
-        variants = [each for each in VARIANTS if each.name != "no jump-forward" or workload.name in CONSTRAINED]
+        variants = [
+            each
+            for each in VARIANTS
+            if each.server in self._stacks and (each.name != "no jump-forward" or workload.name in CONSTRAINED)
+        ]
         for variant in variants:  # connections, grammars, code that runs for the first time
             self._run(workload, variant, workload.draw(1, -1), 1)
         num_programs = FEWER_PROGRAMS.get(workload.name, sizes.num_programs)

@@ -8,6 +8,7 @@ until the bytes are staged, where the copy need not block and is small.
 from __future__ import annotations
 
 import weakref
+from threading import RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,11 +32,12 @@ class _Use(NamedTuple):
 
 
 class PinnedMemory:
-    """Which of the host's memory is pinned, and what is under way there."""
+    """Which of the host's memory is pinned, and what is under way there. Threads may share it."""
 
     def __init__(self) -> None:
         self.ranges: dict[int, int] = {}
         self._uses: list[_Use] = []
+        self._lock = RLock()  # guards `_uses`
 
     def pin(self, address: int, num_bytes: int) -> None:
         self.ranges[address] = address + num_bytes
@@ -48,15 +50,18 @@ class PinnedMemory:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         start, end = span(tensor)
-        return any(first <= start and end <= last for first, last in self.ranges.items())
+        # Another thread may pin memory, and any thread's garbage unpins some, meanwhile; a copy is made at once.
+        return any(first <= start and end <= last for first, last in self.ranges.copy().items())
 
     def under_way(self, start: int, end: int) -> list[_Use]:
         """Copies that touch this memory and have not run."""
-        self._uses = [use for use in self._uses if use.stream.done < use.ticket]
-        return [use for use in self._uses if use.start < end and start < use.end]
+        with self._lock:
+            self._uses = [use for use in self._uses if use.stream.done < use.ticket]
+            return [use for use in self._uses if use.start < end and start < use.end]
 
     def use(self, tensor: torch.Tensor, stream: Stream, ticket: int, *, writes: bool) -> None:
-        self._uses.append(_Use(*span(tensor), writes, stream, ticket))
+        with self._lock:
+            self._uses.append(_Use(*span(tensor), writes, stream, ticket))
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -75,14 +75,22 @@ class Request:
     max_tokens: int = 0
     tenant: str = ""
     first_token_s: float | None = None
+    last_token_s: float | None = None
     finished_s: float | None = None
+    longest_gap_s: float = 0.0  # between two tokens
     num_cached_tokens: int = 0
     computed_by: str = ""
     decode: SimulatedDecode | None = None
     held: list[int] = field(default_factory=list)  # blocks kept on prefill for the handoff
-    link_free_s: float | None = None  # when the early blocks have left; None: not granted
+    link_free_s: float | None = None  # time at which the early blocks have left; None: not granted
     num_missing_blocks: int = 0
     prefilled_s: float | None = None
+
+    def received(self, now_s: float) -> None:
+        """Notes the time of one step's tokens."""
+        if self.last_token_s is not None:
+            self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_token_s)
+        self.last_token_s = now_s
 
     def sequence(self, block_size: int) -> Sequence:
         """The sequence for a worker's scheduler."""
@@ -248,6 +256,7 @@ class SimulatedPrefill(SimulatedWorker):
                 continue
             request = self.requests.pop(output.sequence.key)
             request.prefilled_s = request.first_token_s = self.clock.now_s
+            request.received(self.clock.now_s)
             if output.finish is None:
                 request.held = output.sequence.table.ids.tolist()
                 self.pool.hold(request.held, BlockState.IN_FLIGHT)
@@ -345,6 +354,8 @@ class SimulatedDecode(SimulatedWorker):
         """Counts tokens and ends finished requests."""
         for output in outputs:
             request = self.requests[output.sequence.key]
+            if output.token_ids:
+                request.received(self.clock.now_s)
             if request.first_token_s is None and output.token_ids:
                 request.first_token_s = self.clock.now_s
                 request.on_first_token(request)

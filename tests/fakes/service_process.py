@@ -49,9 +49,13 @@ def _stop_event(role: str) -> asyncio.Event:
 
 async def _work(config: WorkerConfig) -> None:
     stop = _stop_event(config.role)
+    await asyncio.gather(*(_register(config, name, stop) for name in config.started_worker_ids))
+
+
+async def _register(config: WorkerConfig, worker_id: str, stop: asyncio.Event) -> None:
     registry = Registry(config.redis_url, config.redis_prefix)
     record = WorkerRecord(
-        worker_id=config.worker_id,
+        worker_id=worker_id,
         role=config.role,
         incarnation=secrets.token_hex(8),
         address="tcp://127.0.0.1:1",

@@ -76,7 +76,7 @@ def test_the_readme_shows_what_its_request_gives(demo_stack: Stack) -> None:
 
 def test_the_program_of_the_readme_runs(demo_stack: Stack) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"<!-- tested: program -->\n```python\n(.*?)```", readme, re.DOTALL)
+    block = re.search(r"```python run\n(from kvrelay_programs .*?)```", readme, re.DOTALL)
     assert block is not None
     environment = os.environ | {"KVRELAY_URL": demo_stack.base_url}
     done = subprocess.run(

@@ -13,7 +13,7 @@ from kvrelay_router.output_parsing.format_file import BadFormatFile
 from kvrelay_router.output_parsing.tool import Tool
 
 GUIDE = Path(__file__).parents[4] / "docs" / "guide.md"
-SHOWN = re.findall(r"### A format of your own.*?```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[0]
+SHOWN = re.findall(r"### A format of your own.*?```python run\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)[0]
 TEXT = 'I look. [CALL] {"name": "define", "arguments": {"word": "ot\\"ter"}} [/CALL] and [CALL] no call'
 
 

@@ -1,0 +1,41 @@
+"""The tables for users of other servers name flags that exist here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvrelay.cli.up_flags import up_parser
+from kvrelay.telemetry.catalogue import METRICS
+from kvrelay.telemetry.prometheus import prometheus_name
+from tests.document_blocks import ROOT
+from tests.unit.docs.test_blocks import flags_in, help_pages
+
+PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+ROWS = [
+    (row[0].strip(), row[1].strip())
+    for row in re.findall(r"^\| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
+    if row[1].strip() not in ("kvrelay", "Here")
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ROWS, ids=[theirs for theirs, _ in ROWS])
+def test_a_flag_of_ours_exists(theirs: str, ours: str) -> None:
+    known = set().union(*map(flags_in, help_pages().values()))
+    assert flags_in(ours) - known == set()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [row for row in ROWS if "the same:" in row[1]], ids=[t for t, o in ROWS if "the same:" in o]
+)
+def test_a_flag_with_the_same_name_has_it_at_kvrelay_up(theirs: str, ours: str) -> None:
+    taken = {name for action in up_parser()._actions for name in action.option_strings}
+    assert flags_in(theirs) - taken == set()
+    assert flags_in(theirs) - flags_in(ours) == set()
+
+
+def test_metrics_of_ours_exist() -> None:
+    ours = set(re.findall(r"`((?:kvrelay|gen_ai)_\w+)`", PAGE))
+    assert ours
+    assert ours - {prometheus_name(metric) for metric in METRICS.values()} == set()

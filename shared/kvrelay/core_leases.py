@@ -96,7 +96,7 @@ class SharedLeases:
         os.ftruncate(self.descriptor, leases_bytes(len(self.shares)))
 
     def environ_of(self, number: int) -> dict[str, str]:
-        """For the process of a worker, which inherits `descriptor`."""
+        """Returns the environment of a worker's process, which inherits `descriptor`."""
         return {INHERITED: ",".join(map(str, (self.descriptor, number, self.num_cores, *self.shares)))}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What memory there is for new processes and pages: of the machine, or of the control groups that limit this process.
+"""The memory available to new processes and pages: of the machine, or of the control groups that limit this process.
 
 In a container the limits are those of its own group, at the root of the mount. Elsewhere `/proc/self/cgroup` names the
 group, and each group above it limits it too. Both versions of control groups are read.

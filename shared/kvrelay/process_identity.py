@@ -49,7 +49,7 @@ def has_ended(identity: str) -> bool:
     process = _parse(identity)
     try:
         return process is not None and process.machine == _machine() and _is_gone(process)
-    except OSError:  # for example: no permission to read, or no file descriptor left
+    except OSError:  # such as missing permission, or no free file descriptor
         return False
 
 

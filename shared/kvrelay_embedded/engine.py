@@ -82,7 +82,7 @@ class Engine:
             vars(self).clear()  # a traceback may keep this object, and with it the model and its pool
             raise
         self._open: dict[str, EngineRequest] = {}
-        self._by_key: dict[str, EngineRequest] = {}  # by the first part of its sequences' keys
+        self._by_key: dict[str, EngineRequest] = {}  # keyed by the first part of its sequences' keys
         self._numbers = itertools.count()
 
     def _load(self, config: WorkerConfig) -> None:
@@ -98,7 +98,7 @@ class Engine:
         self._limits = _limits(config, spec)
         most = config.scheduler_settings.max_uncommitted if spec.pipeline_parallel_size > 1 else 1
         self.totals = StepTotals()
-        """What the steps computed since the start."""
+        """Totals of all steps since the start."""
         self._steps = EngineSteps(self._runner, self._scheduler, most, self.totals)
 
     @property

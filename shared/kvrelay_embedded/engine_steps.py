@@ -26,7 +26,7 @@ class EngineSteps:
         max_in_flight: int,
         totals: StepTotals,
     ) -> None:
-        """With `max_in_flight` above 1, the runner is a `LaunchingRunner`."""
+        """`runner` must be a `LaunchingRunner` if `max_in_flight` is above 1."""
         self.recomputed: list[Sequence] = []
         """Sequences whose KV was lost, of all plans. The caller clears it."""
         self._runner = runner

@@ -1,4 +1,4 @@
-"""What the engine gives back."""
+"""Results of the engine."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _ANY_PROMPT = [0]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """docs/api.md says what each means. None stands for the model's own default.
+    """docs/api.md says what each means. None: the model's own default.
 
     `structured_outputs` constrains the output: one of `json`, `regex`, `choice`, `grammar`, `json_object`,
     `structural_tag`. With `use_beam_search`, `n` texts of `best_of` beams are returned.
@@ -71,7 +71,7 @@ class SamplingParams:
 
 
 def _plain(value: Any) -> Any:
-    """As it would be in JSON."""
+    """Converts a value to its JSON form."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -24,7 +24,7 @@ class DecodeRequest:
     prefill: PeerRef | None = None
     process: str = ""  # the prefill worker's, see `kvrelay.process_identity`
     transport: str = ""
-    shards: Shards = field(default_factory=Shards)  # of the prefill worker
+    shards: Shards = field(default_factory=Shards)  # ranks of the prefill worker
     last_progress: float = 0.0  # the grant, or the last block or handoff message, by the clock of `OverdueTransfers`
     last_request: float = 0.0  # or the last resend request, whichever is later
     first_index: int = 0  # output index of the first token of this attempt

@@ -131,7 +131,7 @@ class DecodeRole:
             self._context.steps.wake()
 
     def _fail_what_never_fits(self) -> None:
-        """The router tries another worker at once. Here the sequence would only hold up those behind it."""
+        """Refuses sequences that never fit, so that the router assigns others at once. They would delay the queue."""
         scheduler = self._context.scheduler
         num_withheld, num_blocks = len(scheduler.blocks.withheld), scheduler.blocks.pool.num_blocks
         for sequence in scheduler.never_fitting():

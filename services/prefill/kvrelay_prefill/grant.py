@@ -19,8 +19,8 @@ class Grant:
     slots: list[int]
     transport: str
     endpoint: dict[str, str]
-    rank_endpoints: tuple[dict[str, str], ...] = ()  # of decode's ranks from 1 on
-    num_stages: int = 1  # of decode's ranks
+    rank_endpoints: tuple[dict[str, str], ...] = ()  # decode's ranks from 1 on
+    num_stages: int = 1  # decode's pipeline stages
     num_pushed: int = 0  # blocks from first_block on that the transport has got
     in_flight: set[int] = field(default_factory=set)
     resend: int = 0  # the number of the last resend request

@@ -189,8 +189,8 @@ class SenderDriver:
 
     @staticmethod
     def _may_say(request: PrefillRequest, peer: PeerRef, body: AnyBody) -> bool:
-        """Whether the message can be the peer's. Messages of an earlier decode worker are legal, if they claim nothing
-        about the present reservation."""
+        """Returns whether the peer may send this message. An earlier decode worker may, unless the message concerns the
+        present reservation."""
         match body:
             case Reassign():
                 return is_same_process(request.sequence.router, peer)
@@ -201,7 +201,7 @@ class SenderDriver:
                 return True
 
     def _why_wrong(self, request: PrefillRequest, body: Granted) -> str:
-        """What was granted that cannot be; empty if nothing. The machine checks the number of slots."""
+        """Returns why the grant is invalid; empty if it is valid. The state machine checks the number of slots."""
         if body.transport not in self._senders:
             return f"{body.transport!r} was granted, which is no transport here"
         if self._pushes.key_of(body.reservation) not in (None, request.sequence.key):

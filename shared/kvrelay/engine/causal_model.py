@@ -74,7 +74,7 @@ class ModelSource:
     load_format: LoadFormat = "auto"
     stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
     quantization: Quantization = "none"
-    stored_format: StoredFormat | None = None  # of integer weights in the checkpoint that are read here
+    stored_format: StoredFormat | None = None  # format of integer weights that are read here
     tensor_parallel: GroupCoordinator | None = None  # the ranks among which heads of this rank's layers are divided
     pipeline: StageLink | None = None  # the stages among which layers are divided
     data_parallel: GroupCoordinator | None = None  # the ranks among which MLPs are divided, each with its own requests

@@ -31,7 +31,7 @@ from kvrelay.engine.quantized.stored_format import SUPPORTED, stated_quantizatio
 from kvrelay.engine.quantized.stored_weights import StoredWeights
 
 _log = logging.getLogger(__name__)
-_MAX_NAMED = 4  # at most this many tensors are named
+_MAX_NAMED = 4  # tensors in a message
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 _SCALE = re.compile(r"(?<!\bk_)(?<!\bv_)(?<!\bkv_)scale[^.]*$")  # scales of keys and values are not scales of weights
 

@@ -37,7 +37,7 @@ class DraftRows:
     @classmethod
     def of(cls, batch: Sequence[WorkerRow], wanted: Sequence[int]) -> Self | None:
         """The places of these rows of a batch; None if no row has drafts."""
-        counts = list(map(_NUM_DRAFTS, map(batch.__getitem__, wanted)))  # no bytecode for each row
+        counts = list(map(_NUM_DRAFTS, map(batch.__getitem__, wanted)))  # runs in C for all rows
         if not any(counts):
             return None
         num_drafts = np.array(counts, np.int64)

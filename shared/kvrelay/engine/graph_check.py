@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvrelay.engine.graphs import DecodeGraphs
 
 _MOST_CONTEXT_BLOCKS = 64
-_ROW_TOKENS = 5  # of a row of several tokens
+_ROW_TOKENS = 5  # length of a row with several tokens
 _OF_ONE_SIZE = 5.0  # times the tolerance: a small step may contain the one row that rounding changes most
 
 

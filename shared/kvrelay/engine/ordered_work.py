@@ -1,6 +1,6 @@
 """Threads for work that must be done in order for each object and in any order between objects.
 
-One thread does the work of all objects. If that takes longer than somebody can wait, others help: one object whose work
+One thread does the work of all objects. If its queue takes too long, other threads help, so that one object whose work
 is slow delays no other.
 """
 

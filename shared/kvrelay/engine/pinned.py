@@ -45,7 +45,7 @@ def pinned_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 def _forget_last_error(device: torch.device) -> None:
     """Clears the runtime's last error. torch checks it after its next kernel, and would report that kernel as failed.
 
-    An error that stays is not the one of pinning, and is reported again.
+    An error that persists was not caused by pinning, and is reported again.
     """
     with suppress(RuntimeError):
         torch.ones(1, device=device)

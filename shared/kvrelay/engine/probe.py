@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 _EIGHT_BIT_TOLERANCE = 1e-2
 _MAX_SHARE_OF_OWN_ERROR = 1.2  # of what 16 bits cost the model's own modules, for a forward that rounds elsewhere
-_ROUNDED_TOLERANCE = 0.8  # of weights in 8 or 4 bits; errors of a kernel are larger
+_ROUNDED_TOLERANCE = 0.8  # for weights in 8 or 4 bits; wrong kernels differ by more
 # Chunks may differ by this share of the error that 8 bits cause. Other dtypes have few bits themselves: matrix products
 # of other shapes round many keys differently.
 _MAX_SHARE_OF_QUANTIZATION_ERROR = {torch.float32: 0.2}
@@ -64,7 +64,7 @@ class ObservedLayers:
 
 
 class _LayerRecorder:
-    """Stands in for attention: records the shapes of K and V and returns zeros. Raises UnsupportedModel for shapes
+    """Replaces attention: records the shapes of K and V and returns zeros. Raises UnsupportedModel for shapes
     that KV blocks cannot store."""
 
     def __init__(self, max_model_len: int) -> None:

@@ -23,7 +23,7 @@ AWAY_S = 1.0
 ANSWER_TIMEOUT_S = 1.0
 """Total time of a call. A response of the largest size takes a few milliseconds."""
 ENTRY_BYTES = 512
-"""What a response takes in Redis beside its own bytes, about."""
+"""Approximate overhead of a response in Redis beside its own bytes."""
 
 
 class StoreUnavailable(Exception):

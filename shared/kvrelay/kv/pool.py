@@ -29,7 +29,7 @@ class BlockState(StrEnum):
     """A block's state. The order is from weakest to strongest; the last five are kinds of hold."""
 
     FREE = "free"  # neither held nor cached
-    CACHED = "cached"  # in the prefix cache and not held
+    CACHED = "cached"  # in the prefix cache, not held
     RUNNING = "running"  # a sequence reads it, or writes its next tokens into it
     COMPUTING = "computing"  # a prompt is being computed into it
     RESERVED = "reserved"  # granted to a handoff; the peer may write into it

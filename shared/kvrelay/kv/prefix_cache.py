@@ -8,7 +8,7 @@ Two invariants carry everything:
 1. **The tree is closed under prefixes.** A node's parent is in the tree. So presence is monotone along a chain of
    hashes: a bisection finds where it ends, here and in an index fed from the events.
 2. **A pinned node's ancestors are pinned.** A node is pinned while its block is held or a child is pinned. The others
-   are evictable, and stand in one list by their last use, in which every node comes before its parent: whatever uses a
+   are evictable, and form one list by their last use, in which every node comes before its parent: whatever uses a
    node uses its ancestors with it, and the chain joins the list's end leaf first. So the list's head is the least
    recently used leaf, and eviction pops it: O(1), with neither heap nor timestamps.
 

@@ -75,7 +75,7 @@ class Messenger:
         self._sockets: MessengerSockets | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._probes = ProcessProbes()
-        self._events: deque[LinkEvent] = deque()  # to be reported
+        self._events: deque[LinkEvent] = deque()  # not yet reported
         self._awaiting_room: list[tuple[PeerRef, Callable[[], None]]] = []
         self._tick: asyncio.TimerHandle | None = None
         self._flush_due = False

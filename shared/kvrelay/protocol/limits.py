@@ -68,7 +68,7 @@ Score = Annotated[float, Meta(le=MOST_FLOAT)]
 Name = Annotated[str, Meta(max_length=1024)]
 """An id, an address or the name of a thing."""
 Text = Annotated[str, Meta(max_length=MOST_TEXT_CHARS)]
-"""For people, or for a parser with limits of its own."""
+"""Texts for readers, or for a parser with limits of its own."""
 ProcessIdentity = Annotated[str, Meta(max_length=MOST_IDENTITY_CHARS, pattern=rf"\A(?:{IDENTITY_PATTERN})?\Z")]
 """See `kvrelay.process_identity`. Empty: unknown."""
 Transports = Annotated[list[Name], Meta(max_length=16)]

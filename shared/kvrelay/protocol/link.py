@@ -110,7 +110,7 @@ class _Link:
     unacked: SendWindow = field(default_factory=SendWindow)
     last_sent: float = -math.inf
     ack_owed_since: float | None = None
-    is_router: bool = False  # as its messages show: they have no fingerprint
+    is_router: bool = False  # its messages have no fingerprint
     has_ended: bool = False  # its process refuses connections
     is_proven: bool = False  # a message of this incarnation has come
     reply_to: str = ""  # the address in that message
@@ -155,7 +155,7 @@ class Links:
         self.num_invalid = 0
         self.num_beyond_limit = 0  # messages of peers beyond `max_peers`
         self.early_bytes = 0  # bytes of messages ahead of gaps, of all peers
-        self._links: dict[str, dict[str, _Link]] = {}  # by peer id and incarnation
+        self._links: dict[str, dict[str, _Link]] = {}  # keyed by peer id, then incarnation
         self._last_number = 0
         self._last_tick: float | None = None
         self._refusals: set[tuple[str, str]] = set()  # (peer id, incarnation)

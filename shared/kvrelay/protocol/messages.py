@@ -129,7 +129,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timeout_s: Seconds = 600.0  # the time until the request's deadline when this is sent
     scores_in_parts: bool = False  # the router takes `PromptLogprobs`; one of an older version does not
     tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # opaque; waiting tenants get fair shares of a worker
-    weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # of the tenant's share
+    weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # the tenant's weight
     session: SessionKey = ""  # by the client's word, requests of one session belong together
     # Opaque. Drafts may come from earlier outputs of the same owner. None: from none; an older router knows no owner.
     text_owner: Annotated[str, msgspec.Meta(max_length=64)] | None = None

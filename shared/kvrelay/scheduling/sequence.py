@@ -120,7 +120,7 @@ class Sequence:
     tenant: str = ""  # whose share of the worker it uses (`queue/fair_shares.py`), with this weight
     weight: float = 1.0
     session: str = ""  # whose blocks are evicted first once it has ended (`kv/session_blocks.py`); empty: none's
-    text_owner: str | None = None  # whose earlier outputs its drafts may come from; None: nobody's
+    text_owner: str | None = None  # tenant whose earlier outputs its drafts may come from
     remote: RemoteKV | None = None  # None once the handoff is complete
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
@@ -137,7 +137,7 @@ class Sequence:
     abort_requested: bool = False  # ends at the commit of the step in flight
     needs_commit_first: bool = False  # the host must see its results before its next step can be planned
     jumps: bool = False  # its steps may bring tokens that its grammar forces, beside the sampled one
-    drafts: SequenceDrafts | None = None  # what the drafter knows of it; None: it has no drafts
+    drafts: SequenceDrafts | None = None  # the drafter's state; None: no drafts
     num_preemptions: int = 0
     sample_group: str = ""  # admitted, preempted and resumed together; empty: none
     beams: BeamGroup | None = None  # the beam search that it belongs to

@@ -44,7 +44,7 @@ class SequenceAdmission:
     def admit_next(self, draft: PlanDraft, *, beyond_budget: bool = False, handoffs_only: bool = False) -> str:
         """Admits the next sequence of the queue and returns "", or returns why it is not admitted.
 
-        `beyond_budget`: admit it even if the token budget is spent. `handoffs_only`: stop at a local prompt.
+        `beyond_budget`: admit it even if no token budget is left. `handoffs_only`: stop at a local prompt.
         """
         if draft.is_short_of_blocks:
             return "decodes were preempted in this step"

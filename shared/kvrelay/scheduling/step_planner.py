@@ -55,7 +55,7 @@ class StepPlanner:
         self._turns = turns
         self._num_stages = num_stages
         self._has_paused = False  # decodes, in the latest step
-        self._num_paused_steps = 0  # in a row
+        self._num_paused_steps = 0  # consecutive ones
 
     @property
     def running(self) -> Mapping[SequenceKey, Sequence]:
@@ -193,7 +193,7 @@ class StepPlanner:
         self._plan_chunks(draft.prompting, draft)
 
     def _plan_chunks(self, prompting: Iterable[Sequence], draft: PlanDraft) -> None:
-        """Adds the next chunk of each sequence, until the budget is spent."""
+        """Adds the next chunk of each sequence, until the budget is used."""
         for sequence in prompting:
             if not sequence.num_remaining or (sequence.num_planned and not self._goes_on(sequence)):
                 continue
@@ -221,7 +221,7 @@ class StepPlanner:
     def admit_prompts(self, draft: PlanDraft, *, beyond_budget: bool = False) -> None:
         """Admits waiting sequences in the queue's order, until one does not fit.
 
-        With `beyond_budget` sequences are admitted even if the budget is spent; later steps compute their prompts.
+        With `beyond_budget` sequences are admitted even if no budget is left; later steps compute their prompts.
         """
         while not draft.held_back:
             draft.held_back = self._admit_next(draft, beyond_budget=beyond_budget)
@@ -320,7 +320,7 @@ class StepPlanner:
             pass
 
     def admit_rest_of_groups(self, draft: PlanDraft) -> None:
-        """Admits samples with reserved capacity whose prompt is computed, even if the budget is spent."""
+        """Admits samples with reserved capacity whose prompt is computed, even if no budget is left."""
         while self._waiting.reserved_head() is not None and not self._admission.admit_next(draft, beyond_budget=True):
             pass
 

@@ -154,7 +154,7 @@ class Roofline:
     def kv_tokens(self) -> int:
         """Tokens that fit into the memory left by the weights."""
         free = MEMORY_SHARE * self.device.memory_bytes * self.num_devices - 2 * self.model.num_params
-        copies = max(1, self.stage_size // self.model.num_kv_heads)  # of each head, if there are more devices
+        copies = max(1, self.stage_size // self.model.num_kv_heads)  # per head, if there are more devices
         return max(0, int(free // (copies * self.kv_bytes_per_token)))
 
     @property

@@ -11,7 +11,7 @@ class StageClock:
 
     @property
     def free_s(self) -> float:
-        """When the first stage has computed the last step that entered."""
+        """Returns the time at which the first stage has computed the last step that entered."""
         return self._free_s[0]
 
     def enter(self, now_s: float, stage_s: float) -> float:

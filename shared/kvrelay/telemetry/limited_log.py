@@ -1,4 +1,4 @@
-"""Log lines that anybody who reaches a socket could cause in any number."""
+"""Limits log lines that any client of a socket could otherwise cause without bound."""
 
 from __future__ import annotations
 

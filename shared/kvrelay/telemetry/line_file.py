@@ -121,7 +121,7 @@ class BackgroundLines:
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Opens a file to append, unbuffered. Raises OSError, also for a pipe that nobody reads."""
+    """Opens a file to append, unbuffered. Raises OSError, also for a pipe without a reader."""
     # Without O_NONBLOCK the call would wait for a reader of the pipe, and with it the start of the process.
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)

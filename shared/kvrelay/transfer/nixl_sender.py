@@ -97,7 +97,7 @@ class _Broken:
 class _PostedWrite:
     send: InFlightSend
     write: Write
-    stalled_at: float  # by the AwakeClock of the driver
+    stalled_at: float  # time of the driver's AwakeClock
 
 
 class NixlSender(SenderThread):

@@ -99,7 +99,7 @@ def cut(
     """
     step = frame_blocks(block_bytes, sizes)
     if part is not None:
-        step *= block_bytes // part.source.size  # so many fit the buffers for whole blocks
+        step *= block_bytes // part.source.size  # buffers for whole blocks hold this many
         in_place = in_place and part.source.is_whole
     ordered = copies.take(np.argsort(copies.sources, kind="stable"))
     starts = np.flatnonzero(np.diff(ordered.sources, prepend=ordered.sources[0] - 2) != 1)

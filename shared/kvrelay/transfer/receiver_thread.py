@@ -77,7 +77,7 @@ class ReceiverThread:
             self._changed.notify_all()
 
     def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        """As the protocol's. What this side has copied itself, nobody else writes."""
+        """Reports the blocks as landed: this side copied them itself, so they have no other writer."""
         self._port.emit(Landed(reservation, tuple(blocks)))
 
     def release(self, reservation: str) -> None:

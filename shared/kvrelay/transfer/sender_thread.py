@@ -116,7 +116,7 @@ class SenderThread:
             self._commands.put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks)))
 
     def push_part(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush], part: PartCopy) -> None:
-        """As `push`, for a part of each block."""
+        """Pushes a part of each block; see `push`."""
         if copies:
             self._commands.put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks), part))
 

@@ -16,8 +16,8 @@ from kvrelay.transfer.base import Corrupted, Landed, Pushed, ReceiverEvent, Send
 
 @dataclass(slots=True)
 class _Pushes:
-    parts_left: Counter[int] = field(default_factory=Counter)  # by block: pushes of parts that have not left
-    num_bytes: int = 0  # of parts that have left, of blocks that were not reported
+    parts_left: Counter[int] = field(default_factory=Counter)  # pushed parts per block that have not left
+    num_bytes: int = 0  # sent parts of blocks that were not reported
     ranks_left: int | None = None  # that have not drained; None: not aborted
     has_failed: bool = False
 
@@ -35,7 +35,7 @@ class PushProgress:
         pushes.parts_left.update(dict.fromkeys(blocks, num_parts))
 
     def aborted(self, reservation: str) -> bool:
-        """All ranks are told to abort, if this returns True; otherwise they were told before and have not drained."""
+        """Returns whether all ranks must now abort. False: an earlier abort has not drained yet."""
         pushes = self._pushes.setdefault(reservation, _Pushes())
         if pushes.ranks_left is not None:
             return False
@@ -84,7 +84,7 @@ class LandingProgress:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._ranks_of: dict[str, dict[int, set[int]]] = {}  # by reservation and block: ranks where it has landed
+        self._ranks_of: dict[str, dict[int, set[int]]] = {}  # ranks where a block landed, by reservation
 
     def admitted(self, reservation: str, blocks: Iterable[int]) -> None:
         """The blocks may land on all ranks."""

@@ -38,7 +38,7 @@ class ShardLayout:
 
     @staticmethod
     def of(shape: ShardShape, num_layers: int, layer_bytes: int) -> ShardLayout:
-        """For blocks that have `layer_bytes` for each layer on a rank."""
+        """Makes one for blocks with `layer_bytes` per layer on a rank."""
         return ShardLayout(shape, num_layers, layer_bytes // 2 // shape.heads_per_rank)
 
     def copies_to(self, other: ShardShape) -> tuple[RankCopy, ...]:

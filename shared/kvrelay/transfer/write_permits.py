@@ -42,7 +42,7 @@ class Dropped(Exception):
 class _Admitted:
     first_block: int
     slots: Indices
-    parts: tuple[BlockPart | None, ...]  # in which each block comes; None: whole
+    parts: tuple[BlockPart | None, ...]  # that make up each block; None: the whole block
     landed: NDArray[np.bool_]  # [parts, blocks]
     checksums: Checksums | None = None  # [parts, blocks], of those that have landed, if they were sent
 
@@ -60,7 +60,7 @@ class Writes:
     rows: Indices
     slots: Indices
     blocks: tuple[int, ...]
-    part: BlockPart | None = None  # of each slot that is written; None: all of it
+    part: BlockPart | None = None  # the part of each slot that is written; None: all of it
 
     def take(self, which: NDArray[np.bool_]) -> Writes:
         """Those for which `which`, of shape [num_blocks], holds."""

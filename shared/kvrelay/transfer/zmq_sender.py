@@ -143,7 +143,7 @@ class _ZmqDriver:
         if address not in self._sockets:
             try:
                 socket = self._context.socket(zmq.PUSH)
-            except zmq.ZMQError as error:  # no file descriptor is free, or too many receivers
+            except zmq.ZMQError as error:  # out of file descriptors, or too many receivers
                 raise Unreachable(f"cannot open a socket to {address}: {error}") from error
             socket.set_hwm(0)  # the outbox's window is the bound; ZMQ's own would count messages it has sent already
             socket.setsockopt(zmq.IPV6, "[" in address)

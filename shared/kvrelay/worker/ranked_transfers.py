@@ -46,7 +46,7 @@ def with_other_ranks_receivers(
 
 
 def shards_of(senders: Mapping[str, ShardedSender], spec: ModelSpec) -> Shards:
-    """What `Reserve` says of the ranks of this worker."""
+    """The description of this worker's ranks in `Reserve`."""
     shape = next((sender.shape for sender in senders.values()), _one_rank(spec).shape)
     return Shards(size=shape.size, num_kv_heads=shape.num_kv_heads, num_stages=shape.num_stages)
 

@@ -220,7 +220,7 @@ class WorkerShell:
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def _await_other_ranks(self, started: StartedWorker) -> None:
-        """A rank with data-parallel attention takes part in the steps of the others until all have drained."""
+        """Keeps a rank with data-parallel attention in the common steps until all ranks have drained."""
         steps = started.context.steps
         if not isinstance(steps, LockstepLoop):
             return

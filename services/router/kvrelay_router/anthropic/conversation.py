@@ -91,7 +91,7 @@ class Conversation:
                 case "thinking":
                     thoughts.append(_string(block, "thinking", place))
                 case "redacted_thinking":
-                    pass  # nobody but Anthropic's servers can read it
+                    pass  # encrypted for Anthropic's servers
                 case "tool_use":
                     calls.append(self._call(block, place))
                 case _:

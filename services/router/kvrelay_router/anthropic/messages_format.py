@@ -65,8 +65,8 @@ class MessageStream(EventFormat):
         self._head, self._ending, self._parsed = head, ending, parsed
         self._has_started = False
         self._num_blocks = 0
-        self._open_type = ""  # of the block that is open
-        self._around_text = b"", b""  # of the deltas of the open block
+        self._open_type = ""  # type of the open block
+        self._around_text = b"", b""  # JSON before and after the text of a delta
 
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
         """Returns the events for new text."""

@@ -47,7 +47,7 @@ class AssignedWorkers:
         """Marks the present decode worker as replaced. `choose_decode` must follow."""
         self.excluded.add(worker_key(decode))
         self.replaced.append(decode)
-        self.decode = None  # it gets a Cancel: what it still sends must not count while another one is awaited
+        self.decode = None  # it gets a Cancel: its late messages must not count while another worker is awaited
         self.awaits_decode = True
 
     def choose_decode(self, decode: PeerRef | None, *, returned: bool) -> None:

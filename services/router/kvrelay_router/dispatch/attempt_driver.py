@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def first_search() -> FindPlacement:
-    """What a new request needs."""
+    """Objects that every new request needs."""
     return FindPlacement(1, "", frozenset())
 
 
@@ -167,8 +167,8 @@ class AttemptDriver:
 
     def place_all(self, sequences: Iterable[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
         """Sends an attempt of each sequence to the chosen workers. Messages hold whole prompts, so long ones leave in
-        slices, with turns of the event loop in between, and no faster than the worker acknowledges them: what was not
-        sent needs no work if the client leaves. Raises what `place` raises for the first slice."""
+        slices, with turns of the event loop in between, and no faster than the worker acknowledges them: unsent ones
+        cost nothing if the client leaves. Raises what `place` raises for the first slice."""
         waiting = deque(sequences)
         self._place_some(waiting, decision, search)
         if waiting:

@@ -68,7 +68,7 @@ class TokenIntake:
         return SequenceDelta(self._sequence, token_ids, entry.logprobs, finish=entry.finish)
 
     def _handle_unusual(self, entry: TokenEntry) -> SequenceDelta | None:
-        """As `handle`, for all entries."""
+        """Does what `handle` does, for entries of any kind."""
         has_details = entry.logprobs or entry.prompt_logprobs or self._is_beam_search
         if has_details or entry.attempt != self._attempt or entry.index < self._num_resumed:
             self._check(entry)

@@ -57,7 +57,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     trace: str = ""
     owner: str = ""  # whose request it is, in records
-    tenant: str = ""  # who gets a fair share, with this weight
+    tenant: str = ""  # gets a fair share by `weight`
     weight: float = 1.0
     text_owner: str | None = None  # drafts may come from earlier outputs of the same owner; None: from none
 

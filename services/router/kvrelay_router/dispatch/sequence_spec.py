@@ -1,4 +1,4 @@
-"""What all attempts of a sequence have in common."""
+"""The part of a sequence that is the same for all its attempts."""
 
 from __future__ import annotations
 

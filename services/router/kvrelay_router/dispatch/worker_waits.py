@@ -19,7 +19,7 @@ PLACED_PER_TURN = 16
 
 
 class WorkerWaits:
-    """`is_possible` returns whether a search may succeed, at no cost. `look` then tries it; if that succeeds, it calls
+    """`is_possible` returns whether a search may succeed, at no cost. `look` then searches; if that succeeds, it calls
     `remove`."""
 
     def __init__(

@@ -34,7 +34,7 @@ class BoundedConnection:
         self._body = BodyBytes(memory)
         self._is_refused = False
         self._writer: EventWriter | None = None  # belongs to the running request
-        self._url = b""  # of the current request, as far as it has arrived
+        self._url = b""  # the current request's target, as far as it has arrived
         self._header_bytes = 0  # parsed header bytes of the current request
         self._unparsed_bytes = 0  # bytes of an incomplete line, which the parser keeps
         self._head_timer: asyncio.TimerHandle | None = None

@@ -122,7 +122,7 @@ def _thinned(commas: NDArray[np.intp], levels: NDArray[np.int32], slice_bytes: i
     places = levels * num_stretches + commas // slice_bytes
     first = np.full((MAX_DEPTH + 1) * num_stretches, -1)
     last = first.copy()
-    last[places], first[places[::-1]] = commas, commas[::-1]  # of several values for a place, the last one stays
+    last[places], first[places[::-1]] = commas, commas[::-1]  # NumPy keeps the last of several values for an index
     chosen: list[tuple[int, int]] = []
     for place in np.flatnonzero(last >= 0).tolist():
         ends = sorted({int(first[place]), int(last[place])})
@@ -214,7 +214,7 @@ class _Text:
     def _groups(self, first: int, last: int, depth: int) -> list[tuple[int, int]]:
         """Start and end of each slice between brackets at `first` and `last`. Beyond `slice_bytes` it is one item."""
         commas, groups = self._commas[depth], []
-        begin, end = first + 1, -1  # of the slice that grows
+        begin, end = first + 1, -1  # bounds of the slice that grows
         for comma in (*commas[bisect_left(commas, first) : bisect_left(commas, last)], last):
             if end >= begin and comma - begin > self._slice_bytes:
                 groups.append((begin, end))

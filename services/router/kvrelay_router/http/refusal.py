@@ -11,7 +11,7 @@ from kvrelay_router.http.api_error import ApiError
 LINGER_S = 1.0
 """A refused connection is read for this time before it is closed: a reset would overtake the answer."""
 _PHRASES = {529: "Overloaded"}
-"""Of statuses that are not HTTP's own."""
+"""Reason phrases of statuses that HTTP does not define."""
 MAX_LINGERING = 256
 """Further refused connections are closed at once, without an answer."""
 

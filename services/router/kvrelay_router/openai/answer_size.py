@@ -35,15 +35,15 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: Sequence[int]
     max_tokens: Sequence[int]
-    num_sequences: int  # of each prompt
-    num_returned: int  # of the sequences
+    num_sequences: int  # per prompt
+    num_returned: int  # sequences per prompt in the answer
     is_beam_search: bool = False
     has_echo: bool = False
     has_ids: bool = False
     logprobs: int | None = None  # alternatives of each generated token
     echo_logprobs: int | None = None  # alternatives of each echoed token
     prompt_logprobs: int | None = None  # alternatives of each prompt token, beside the answer
-    num_prompt_scores: int = 1  # how often the answer has those of a prompt
+    num_prompt_scores: int = 1  # copies of a prompt's scores in the answer
     logprob_start_len: int = 1  # position of the first prompt token that is scored
     is_stream: bool = False
 

@@ -27,7 +27,7 @@ class ChatEndpoint:
         return await self.answer(http, await read_json_object(http, self._models.settings.max_body_bytes))
 
     async def answer(self, http: Request, content: dict[str, Any]) -> Response:
-        """As `serve`, for a body that was read."""
+        """Serves a request whose body was read; see `serve`."""
         service = self._models.select(http, content)
         names = service.names(http)
         await check_messages(content)

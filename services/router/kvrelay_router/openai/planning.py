@@ -60,7 +60,7 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     echo_logprobs: int | None = None  # alternatives of the echoed tokens in the answer
     has_echo: bool = False
     scores_in_choices: bool = False  # each choice has the log-probabilities of its prompt
-    grammar: Grammar | None = None  # in place of the request's own
+    grammar: Grammar | None = None  # replaces the request's own
     is_parsed: bool = False  # reasoning or tool calls are looked for in the output
 
 

@@ -247,7 +247,7 @@ def make_sampling(
 
 
 def stop_rules(fields: GenerationFields) -> StopRules:
-    """What ends a text, as its router applies it."""
+    """Stop conditions that the router applies to a text."""
     return StopRules(
         fields.stop, frozenset(fields.stop_token_ids), fields.min_tokens, fields.include_stop_str_in_output
     )

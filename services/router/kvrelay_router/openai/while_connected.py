@@ -21,7 +21,7 @@ WATCHED_BODY_BYTES = 64 << 10
 
 async def while_connected(http: Request, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
     """Awaits the planning of a request whose body was read. If the body is large, `work` is cancelled when the client
-    disconnects or after `timeout_s`, so that nobody's text is tokenized for nobody. Raises ApiError for both."""
+    disconnects or after `timeout_s`, so that no text is tokenized in vain. Raises ApiError for both."""
     writer: EventWriter | None = http.scope["state"].get(EVENT_WRITER)
     if writer is None or writer.body.num_bytes < WATCHED_BODY_BYTES:
         return await work

@@ -24,7 +24,7 @@ def as_items(value: Any) -> list[Any]:
 
 
 def is_reference(item: Any) -> bool:
-    """Returns whether the item stands for a stored one. The type may be left out."""
+    """Returns whether the item refers to a stored one. The type may be left out."""
     return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
 
 
@@ -141,7 +141,7 @@ def _text(part: Any, where: str) -> str:
 
 
 def _arguments(item: dict[str, Any], where: str) -> dict[str, Any]:
-    """What the text stands for. An empty text stands for no arguments."""
+    """Parses JSON arguments. An empty text means no arguments."""
     text = _string(item, "arguments", where)
     if len(text) > MAX_ARGUMENTS_CHARS:
         raise wrong(f"{where}.arguments", f"it has {len(text)} characters; at most {MAX_ARGUMENTS_CHARS} are allowed")

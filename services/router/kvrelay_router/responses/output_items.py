@@ -31,7 +31,7 @@ class TokenScores:
         self._kept: deque[tuple[TokenLogprobs, TokenKind]] = deque()
 
     def rows(self, entries: list[TokenLogprobs]) -> Rows:
-        """As the answer has them: they are made when they are written."""
+        """The log-probabilities in the answer's form. Each is made when it is written."""
         rows: Rows = chat_logprobs(self._tokenizer, entries, self._num_top or 0)["content"]
         return rows
 

@@ -67,7 +67,7 @@ class ResponseObject:
 
     @property
     def status(self) -> str:
-        """At the end: of the response, and of its last item."""
+        """Final status of the response, and of its last item."""
         return "incomplete" if self.was_cut else "completed"
 
     def _object(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

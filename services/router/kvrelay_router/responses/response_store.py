@@ -56,7 +56,7 @@ class OwnResponses:
         self._bounds = bounds
         self._clock = clock
         self._responses: OrderedDict[tuple[str, str], tuple[StoredResponse, float]] = OrderedDict()
-        self._bytes_of: dict[str, int] = {}  # by owner
+        self._bytes_of: dict[str, int] = {}  # keyed by owner
         self.num_bytes = 0
 
     async def put(self, owner: str, response_id: str, stored: StoredResponse) -> bool:

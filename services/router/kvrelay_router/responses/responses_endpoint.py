@@ -133,7 +133,7 @@ def _keep(store: ResponseStore, owner: str, items: tuple[bytes, ...], is_large: 
 
 
 def _without_scores(item: dict[str, Any]) -> dict[str, Any]:
-    """What a conversation goes on from has no log-probabilities."""
+    """Drops log-probabilities: stored responses continue conversations, which do not need them."""
     if item["type"] != "message":
         return item
     return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}

@@ -27,7 +27,7 @@ class ResponseStream(EventFormat):
         self._response, self._output = response, output
         (self._choice,) = run.choices
         self._num_events = 0
-        self._around_delta = b"", b""  # of the item that is open
+        self._around_delta = b"", b""  # JSON before and after a delta of the open item
         self._last_steps: list[Step] = []
         self._end_steps: list[Step] = []
         self._ended: dict[str, Any] = {}

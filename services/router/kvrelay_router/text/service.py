@@ -206,7 +206,7 @@ class TextService:
 
         num_chars = _num_chars([*messages, *options.tools], LONG_TEXT_CHARS + 1)
         short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES and not options.template_kwargs
-        is_plain = False  # no message can spell out a control token
+        is_plain = False  # whether no content spells out a control token
         if short and self._contents is not None:
             texts = self._contents.texts_with_first_chars([*messages, *options.tools])
             is_plain, short = not texts, not self._contents.are_spelled(texts)

@@ -92,7 +92,7 @@ class StopMatcher:
         return StopMatch(seen if self._include_in_output else seen[: len(seen) - len(winner)], winner)
 
     def flush(self) -> str:
-        """Returns the withheld text, for a text that ends without a match. What is fed next is another text."""
+        """Returns the withheld text, for a text that ends without a match. The next `feed` begins another text."""
         withheld, self._withheld = self._withheld, ""
         for automaton in self._automata:
             automaton.matched_chars = 0

@@ -48,7 +48,7 @@ class TenantThreads:
         """Runs `work` in the turn of this tenant. `cost`: how long it takes, in any unit."""
         future: Future[T] = Future()
         with self._lock:
-            if not self._num_unfinished:  # no tenant has a claim on an idle thread
+            if not self._num_unfinished:  # idle threads are not reserved for any tenant
                 self._last_start = 0.0
                 self._end_tags.clear()
             start = max(self._last_start, self._end_tags.get(share.tenant, 0.0))

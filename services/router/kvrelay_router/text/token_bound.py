@@ -27,7 +27,7 @@ def _counts(data: bytes) -> tuple[int, int, int]:
 
 
 class TokenBound:
-    """For a tokenizer of which each token stands for bytes of the text, in NFC or as it is, and no byte is left out."""
+    """A bound for tokenizers whose tokens spell all bytes of the text, as it is or in NFC."""
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
         """`tokens`: the bytes of all tokens that a text can become."""

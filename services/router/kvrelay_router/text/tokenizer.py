@@ -48,7 +48,7 @@ class TextTooLong(ValueError):
 
 
 class Abandoned(Exception):
-    """Nobody waits for the tokens any more."""
+    """The request that needed the tokens has ended."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ class IntegerWeight:
     codes: torch.Tensor  # int8 [num_out, num_in]
     scales: torch.Tensor  # float16, bfloat16 or float32 [groups, num_out]
     zeros: torch.Tensor | None  # int8 [groups, num_out]; None: all are 0
-    bits: int  # of the codes, 4 or 8
+    bits: int  # width of a code, 4 or 8
     group: int  # inputs of a group, of which the last may have fewer
     group_of_input: torch.Tensor | None = None  # int64 [num_in]; None: groups are runs of `group` inputs
 

@@ -1,6 +1,6 @@
 """Request-level batches, as in NVIDIA's FasterTransformer: a batch is formed when the one before has finished
-completely. Its prompts are computed first, then all its sequences decode together. The place of a sequence that ends
-early stays empty, and an arrival waits for the longest output of the batch before it.
+completely. Its prompts are computed first, then all its sequences decode together. The slot of a sequence that ends
+early remains empty, and an arrival waits for the longest output of the batch before it.
 
 A handoff joins the decodes as soon as it is complete.
 """

@@ -37,7 +37,7 @@ WHOLE_PROMPTS = frozenset({"vllm", "orca", "faster_transformer"})
 
 
 class UnknownScheduler(ValueError):
-    """No scheduler is registered under the name."""
+    """Raised for a name without a scheduler."""
 
 
 def scheduler_names() -> list[str]:

@@ -38,7 +38,7 @@ class DecodeTurns:
         """The decodes that are not in the next step."""
         self.is_probe = False
         """Whether the next step has no tokens of the heavy tenant, so that its time is measured."""
-        self._last_turns: dict[Sequence, int] = {}  # of decodes that take turns
+        self._last_turns: dict[Sequence, int] = {}  # last turn of each decode that takes turns
         self._turn = 0
 
     def measured(self, plan: StepPlan, forward_s: float) -> None:

@@ -74,7 +74,7 @@ class FairShares:
         self._present: dict[str, TenantShare] = {}  # tenants with sequences in the scheduler
         self._idle: dict[str, TenantShare] = {}  # the others, the latest to leave at the end
         self._waiting: dict[str, TenantShare] = {}
-        self._last_counter = 0.0  # of the latest tenant that stopped waiting
+        self._last_counter = 0.0  # counter of the tenant that left last
         self._turn = 0
         self._num_steps = 0
 
@@ -165,7 +165,7 @@ class FairShares:
         share.is_held_up = False
 
     def stops_waiting(self, tenant: str) -> None:
-        """No sequence of a tenant waits any more."""
+        """Called when the last waiting sequence of a tenant has left."""
         self._last_counter = self._waiting.pop(tenant).counter
 
     # -- service ------------------------------------------------------------------------------------------------------

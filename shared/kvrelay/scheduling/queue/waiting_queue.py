@@ -245,7 +245,7 @@ class WaitingQueue(Collection[Sequence]):
 
     @property
     def has_reserved(self) -> bool:
-        """Whether any waiting sequence has reserved capacity."""
+        """Returns whether any waiting sequence has reserved capacity."""
         return bool(self._reserved)
 
     def reserved_head(self) -> Sequence | None:

@@ -1,4 +1,4 @@
-"""What is likely to follow a text, by what followed its end before.
+"""Predicts how a text continues from earlier continuations of its end.
 
 The continuations of earlier places of one match are the paths below one node of a suffix tree. The likeliest path goes
 from each node to the child that most of them go to, and a token's share of those at its node estimates its probability

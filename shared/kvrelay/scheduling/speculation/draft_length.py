@@ -10,12 +10,12 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.scheduling.step_cost import StepCost
 
-MARGIN = 1.25  # by so much a draft must gain more than it is estimated to cost
+MARGIN = 1.25  # a draft must gain this many times its estimated cost
 _FORGETTING = 0.9  # weight of a sequence's earlier drafts when newer ones are verified
 _FORGETTING_OF_ALL = 0.99
 _PRIOR_WEIGHT = 2.0
 _FIRST_RATE = 0.7
-_LONGEST_PAUSE = 8  # as a power of two, in steps
+_LONGEST_PAUSE = 8  # exponent of two, in steps
 _SHORTER = 2  # powers of two by which a right guess shortens the pause
 _MOST_RATE = 0.995
 

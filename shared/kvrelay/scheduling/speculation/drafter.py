@@ -40,8 +40,8 @@ class _Guess:
 
 
 class SequenceDrafts:
-    """What the drafter knows of one sequence. `kind` and `shares`: of the drafts that were made last. `owner`: whose
-    earlier outputs are looked up; None: nobody's."""
+    """The drafter's state of one sequence. `kind` and `shares` describe the latest drafts. `owner`: the tenant whose
+    earlier outputs are looked up; None: none are."""
 
     __slots__ = ("guess", "index", "kind", "owner", "pause", "rates", "shares", "with_shares")
 
@@ -154,7 +154,7 @@ class Drafter:
         return Continuation(kind_of(length), index.following(place, most), self._certain[:most])
 
     def _likeliest(self, sequence: Sequence, known: SequenceDrafts, most: int) -> Continuation | None:
-        """Of the sequence's own text and the earlier outputs of its owner: what is expected to bring most tokens."""
+        """Returns the continuation of largest expected gain, from the text itself or its owner's earlier outputs."""
         text, index = sequence.tokens, known.index
         found: list[tuple[int, list[list[int]]]] = []
         if index.is_current:

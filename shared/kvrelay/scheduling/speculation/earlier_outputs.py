@@ -41,7 +41,7 @@ class EarlierOutputs:
     """At most `max_tokens` tokens of ended sequences, 0 for none, by owner."""
 
     def __init__(self, max_tokens: int, shortest: int, longest: int) -> None:
-        self.num_tokens = 0  # with separators and `OWNER_TOKENS` for each owner
+        self.num_tokens = 0  # includes separators, and `OWNER_TOKENS` per owner
         self._max_tokens = max_tokens
         self._shortest = shortest
         self._longest = longest

@@ -10,8 +10,9 @@ from kvrelay.protocol.sampling import SpeculationMethod
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
     """`method` is for requests that choose none. `num_speculative_tokens`: drafts of a sequence in one step, at most.
-    `prompt_lookup_min`: the shortest n-gram that is looked up, `prompt_lookup_max`: the longest match that is told from
-    shorter ones. `suffix_cache_tokens`: tokens of earlier outputs that are kept for the method "suffix"."""
+    `prompt_lookup_min`: the shortest n-gram that is looked up, `prompt_lookup_max`: the longest match that is
+    distinguished from shorter ones. `suffix_cache_tokens`: tokens of earlier outputs that are kept for the method
+    "suffix"."""
 
     method: SpeculationMethod = "off"
     num_speculative_tokens: int = 16

@@ -94,7 +94,7 @@ class ChatStream(PartedEventFormat):
     def _in_parts(
         self, opening: bytes, choice: Choice, delta: bytes, details: dict[str, Any], usage: bytes
     ) -> Iterator[bytes]:
-        """As `_event`, behind `opening`."""
+        """Yields `opening` and the event that `_event` would return, in parts."""
         yield b'%b%b%d,"delta":%b' % (opening, self._prefix, choice.index, delta)
         for name, value in details.items():
             yield b",%b:" % orjson.dumps(name)

@@ -48,7 +48,7 @@ class ParsedText:
         self.kinds.decide(events)
         for event in events:
             if not isinstance(event, ContentText):
-                if matcher is not None:  # no stop string spans a call
+                if matcher is not None:  # a stop string may not span a call
                     self._append_content(matcher.flush())
                 self._events.append(event)
             elif matcher is None:

@@ -40,6 +40,7 @@ def test_what_is_only_checked_exists(block: Block) -> None:
 INLINE = [
     (page, command)
     for page in PAGES
+    if page.name != "CHANGELOG.md"  # where earlier names stand
     for command in re.findall(r"`((?:kvrelay|python -m|make) [^`\n]+)`", page.read_text(encoding="utf-8"))
     if not command.startswith("kvrelay needs")  # a message
 ]

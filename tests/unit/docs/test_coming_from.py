@@ -7,11 +7,14 @@ import re
 import pytest
 
 from kvrelay.cli.up_flags import up_parser
+from kvrelay.config.other_servers import ADVICE
 from kvrelay.telemetry.catalogue import METRICS
 from kvrelay.telemetry.prometheus import prometheus_name
 from tests.document_blocks import ROOT
 from tests.unit.docs.test_blocks import flags_in, help_pages
 
+OF_OTHER_COMMANDS = {"--policy"}
+"""Flags of their routers."""
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
 ROWS = [
     (row[0].strip(), row[1].strip())
@@ -33,6 +36,12 @@ def test_a_flag_with_the_same_name_has_it_at_kvrelay_up(theirs: str, ours: str) 
     taken = {name for action in up_parser()._actions for name in action.option_strings}
     assert flags_in(theirs) - taken == set()
     assert flags_in(theirs) - flags_in(ours) == set()
+
+
+def test_kvrelay_up_takes_a_flag_of_theirs_or_says_what_to_use() -> None:
+    taken = {name for action in up_parser()._actions for name in action.option_strings}
+    theirs = set().union(*(flags_in(flag) for flag, _ in ROWS if "ollama" not in flag))
+    assert theirs - taken - ADVICE.keys() - OF_OTHER_COMMANDS == set()
 
 
 def test_metrics_of_ours_exist() -> None:

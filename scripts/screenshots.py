@@ -3,7 +3,7 @@
 python scripts/screenshots.py [--chromium PATH]
 
 Starts the demo stack with two workers of each role on free ports, sends it a load with `kvrelay bench`, and looks at it
-meanwhile. Needs a Chromium.
+meanwhile. Needs a Chromium, and pngquant to make the pictures small.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def _photograph(chromium: str, url: str, path: Path, size: str) -> None:
             capture_output=True,
             timeout=120,
         )
+    if pngquant := shutil.which("pngquant"):
+        subprocess.run([pngquant, "--force", "--output", path, "64", "--", path], check=True)
 
 
 if __name__ == "__main__":

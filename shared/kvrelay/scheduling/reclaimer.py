@@ -31,7 +31,7 @@ from kvrelay.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class Room:
-    """Running slots and blocks: what a tenant holds, what is lacking."""
+    """Numbers of running slots and blocks that a tenant holds, or that are lacking."""
 
     num_slots: int = 0
     num_blocks: int = 0

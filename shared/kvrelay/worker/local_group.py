@@ -11,7 +11,7 @@ from kvrelay.protocol.messages import PeerRef, WakeRank
 
 
 class LocalGroup:
-    """Where the ranks meet. All calls are on one event loop's thread."""
+    """The meeting point of the ranks. All calls are on one event loop's thread."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -26,7 +26,7 @@ from kvrelay.ports import HeldPort
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 START_S = 300.0
-LOOKS_MS = 6000  # of the browser's own time: several looks of the page at the fleet
+LOOKS_MS = 20_000  # of the browser's own time: several looks of the page at the fleet
 LOAD = ("--rate", "5", "--requests", "400", "--prompt-tokens", "400", "--output-tokens", "48", "--prefix-tokens", "200")
 
 
@@ -51,7 +51,7 @@ def main() -> int:
             _wait_until_ready(url, stack)
             load = subprocess.Popen([*kvrelay, "bench", url, *LOAD], stdout=subprocess.DEVNULL)
             try:
-                _take_pictures(url, chromium)
+                _take_pictures(url, chromium, load)
             finally:
                 load.terminate()
                 load.wait()
@@ -73,20 +73,26 @@ def _wait_until_ready(url: str, stack: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the stack did not become ready")
 
 
-def _take_pictures(url: str, chromium: str) -> None:
-    """Once there is something to see."""
+def _take_pictures(url: str, chromium: str, load: subprocess.Popen[bytes]) -> None:
+    """Once there is something to see. The timeline is one of the last requests, since the list does not move then."""
     finished: list[str] = []
     while len(finished) < 60:
         time.sleep(0.5)
-        requests = httpx.get(f"{url}/requests").raise_for_status().json()["requests"]
-        finished = [each["request_id"] for each in requests if each["state"] == "finished"]
+        finished = _finished(url)
     _photograph(chromium, f"{url}/dashboard", IMAGES / "dashboard.png", "1280,960")
-    _photograph(chromium, f"{url}/dashboard#request={finished[0]}", IMAGES / "timeline.png", "1280,1900")
     console = Console(record=True, width=120, file=StringIO())
     console.print(view(ask(url)))
     picture = console.export_svg(title="kvrelay top")
     # The font would be fetched from elsewhere; a monospaced one that is there does as well.
     (IMAGES / "top.svg").write_text(re.sub(r"@font-face \{.*?\}\n?", "", picture, flags=re.DOTALL), encoding="utf-8")
+    load.wait()
+    _photograph(chromium, f"{url}/dashboard#request={_finished(url)[3]}", IMAGES / "timeline.png", "1280,1900")
+
+
+def _finished(url: str) -> list[str]:
+    """Ids of the latest finished requests, newest first."""
+    requests = httpx.get(f"{url}/requests", timeout=60).raise_for_status().json()["requests"]
+    return [each["request_id"] for each in requests if each["state"] == "finished"]
 
 
 def _photograph(chromium: str, url: str, path: Path, size: str) -> None:
@@ -99,7 +105,7 @@ def _photograph(chromium: str, url: str, path: Path, size: str) -> None:
             ],
             check=True,
             capture_output=True,
-            timeout=120,
+            timeout=300,
         )
     if pngquant := shutil.which("pngquant"):
         subprocess.run([pngquant, "--force", "--output", path, "64", "--", path], check=True)

@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,15 @@ def test_a_browser_shows_the_fleet_and_the_timeline(stack: Stack, request_id: st
         assert f'id="worker-{worker}"' in shown
     assert re.search(r'id="tile-ttft">.*?<b>[\d.]+ m?s / ', shown, re.DOTALL)
     assert re.search(r'id="tile-hits">.*?<b>[\d.]+ %', shown, re.DOTALL)
-    assert re.search(r'id="tile-handoff">.*?<b>≤ [\d.]+ GB/s', shown, re.DOTALL)
+    assert re.search(r'id="tile-handoff">.*?<b>[\d.]+ [GM]B/s', shown, re.DOTALL)
+    assert f'<b id="model">{stack.model}</b>' in shown and f'id="version" class="quiet">{version("kvrelay")}<' in shown
+    for name in ("decode-tokens", "prefill-tokens", "running", "held"):
+        points = re.search(rf'id="chart-{name}">.*?<polyline points="([\d., ]+)"', shown, re.DOTALL)
+        assert points is not None and len(points[1].split()) >= 3, name
     assert f"Request {request_id}, finished" in shown
+    row = shown.index('<tr class="chosen">')
+    assert request_id in shown[row:] and shown.index('<section id="timeline"') > row, "it opens under its row"
+    assert shown.index('<section id="timeline"') < shown.index("</tbody>", row)
     for lane in ("router · attempt", "prefill-0 · chunk", "prefill-0 · transfer", "decode-0 · decode"):
         assert lane in shown
     assert '<span id="problem" class="bad"></span>' in shown

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import sys
+import termios
 import time
+import tty
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 
@@ -27,7 +30,7 @@ OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
 
 
 def top(argv: Sequence[str]) -> int:
-    """Runs until Ctrl-C. Returns the exit status: 1 if the router did not answer the first request."""
+    """Runs until `q` or Ctrl-C. Returns the exit status: 1 if the router did not answer the first request."""
     parser = top_parser()
     arguments = parser.parse(argv)
     if not 0.1 <= arguments.interval <= 3600:
@@ -53,7 +56,7 @@ def top(argv: Sequence[str]) -> int:
 def top_parser() -> FlagParser:
     parser = FlagParser(
         "kvrelay top",
-        f"Shows the fleet as a router sees it. A key, if one is needed, comes from {KEY_VARIABLE}.",
+        f"Shows the fleet as a router sees it, until q is pressed. A key, if one is needed, comes from {KEY_VARIABLE}.",
         usage="kvrelay top [URL] [flags]",
     )
     add_router_arguments(parser)
@@ -77,15 +80,40 @@ def ask(url: str) -> dict[str, Any]:
 
 
 def _follow(url: str, interval_s: float, fleet: dict[str, Any]) -> None:
-    with Live(view(fleet), auto_refresh=False, screen=True) as live:
-        while True:
-            time.sleep(interval_s)
+    with _keys_at_once(), Live(view(fleet), auto_refresh=False, screen=True) as live:
+        while not _is_quit(interval_s):
             try:
                 fleet = ask(url)
             except (OSError, HTTPException, ValueError) as error:
                 live.update(Group(Text(f"{url}: {error}", style="red"), view(fleet)), refresh=True)
             else:
                 live.update(view(fleet), refresh=True)
+
+
+@contextlib.contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Keys are read without Return and not shown, if standard input is a terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_quit(wait_s: float) -> bool:
+    """Waits so long, and returns whether `q` is pressed meanwhile."""
+    if not sys.stdin.isatty():
+        time.sleep(wait_s)
+        return False
+    end = time.monotonic() + wait_s
+    while (left := end - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0] and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
+            return True
+    return False
 
 
 def view(fleet: Mapping[str, Any]) -> RenderableType:

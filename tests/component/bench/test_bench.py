@@ -358,9 +358,9 @@ async def test_no_request_begins_after_the_duration() -> None:
 def test_a_run_without_a_load_is_short() -> None:
     plan = read_flags(["http://a"], {})
     (point,) = plan.points(0)
-    assert point.concurrency == 4 and point.duration_s == 20.0
+    assert point.concurrency == 4 and point.duration_s == 15.0
     (point,) = read_flags(["http://a", "--rate", "3"], {}).points(0)
-    assert len(point.asks) == 60 and max(ask.arrival_s for ask in point.asks) < 60
+    assert len(point.asks) == 45 and max(ask.arrival_s for ask in point.asks) < 60
     (point,) = read_flags(["http://a", "--requests", "7"], {}).points(0)
     assert (len(point.asks), point.duration_s) == (7, None)
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from kvrelay.cli.top import top, view
+from tests.fakes.waiting import PATIENCE_S
 
 FLEET: dict[str, Any] = {
     "router": {"router_id": "router-7", "registry": "ok"},
@@ -110,3 +116,22 @@ def test_models_are_shown_one_after_the_other() -> None:
     assert first.startswith("one")
     assert first.count("decode-0") == second.count("decode-0") == 1
     assert "away" in second and "away" not in first
+
+
+def test_q_ends_it(router: str) -> None:
+    terminal, inner = pty.openpty()
+    environ = {**os.environ, "KVRELAY_API_KEY": "secret", "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    command = [sys.executable, "-m", "kvrelay", "top", router, "--interval", "3600"]
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environ)
+    os.close(inner)
+    try:
+        shown = b""
+        while b"router-7" not in shown:
+            assert select.select([terminal], [], [], PATIENCE_S)[0], shown
+            shown += os.read(terminal, 65536)
+        os.write(terminal, b"xq")
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)

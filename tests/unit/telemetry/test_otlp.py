@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,15 @@ def test_what_is_exported(environ: dict[str, str], traces: str | None, metrics: 
     ],
 )
 def test_what_cannot_be_done_is_said_by_name(environ: dict[str, str], named: str) -> None:
-    if "OTEL_TRACES_EXPORTER" not in environ:
-        pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     with pytest.raises(ExportImpossible, match=named):
         open_export("router", "r", environ)
+
+
+def test_the_plain_install_can_export() -> None:
+    """The packages of the exporters are dependencies, not an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    plain = {re.split(r"[<>=;\[ ]", each)[0] for each in project["dependencies"]}
+    assert {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"} <= plain
 
 
 def test_without_a_word_of_it_no_exporter_is_imported() -> None:

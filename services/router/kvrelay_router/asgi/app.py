@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from kvrelay.telemetry.pages import Page
 from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.anthropic.messages_endpoint import MessagesEndpoint
 from kvrelay_router.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from kvrelay_router.asgi.api_page import api_page
 from kvrelay_router.asgi.auth_middleware import AuthMiddleware
 from kvrelay_router.asgi.fast_path import Endpoint, FastPathRouter
-from kvrelay_router.asgi.operations import OperationRoutes
+from kvrelay_router.asgi.operations import PAGE_HEADERS, OperationRoutes
 from kvrelay_router.dispatch.interface import Dispatcher
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.api_service import ApiService, InProgress
@@ -69,12 +71,13 @@ def create_app(
     in_progress = InProgress(settings.max_requests, shares=settings.tenants.are_several, several_fleets=bool(further))
     service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory or PendingMemory())
     models = ServedModels([service, *(each.service_beside(service) for each in further)])
-    app = FastAPI(title="kvrelay", redirect_slashes=False)
+    app = FastAPI(title="kvrelay", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.add_exception_handler(Exception, on_api_error)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     _add_posts(app, models, responses)
     _add_operations(app, models)
+    _add_api_page(app, settings.model_name)
     if metrics_page is not None:
         _add_metrics(app, metrics_page)
     fast_path = FastPathRouter(app, _endpoints(app, OPERATION_BY_PATH))
@@ -139,6 +142,17 @@ def _add_operations(app: FastAPI, models: ServedModels) -> None:
         app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route("/sessions/{session}", operations.end_session, methods=["DELETE"], response_model=None)
     app.add_api_route("/ping", operations.health, methods=["POST"], response_model=None)
+
+
+def _add_api_page(app: FastAPI, model: str) -> None:
+    page: list[bytes] = []  # made when it is first asked for, since making the schema takes some time
+
+    async def docs() -> Response:
+        if not page:
+            page.append(await asyncio.to_thread(lambda: api_page(app.openapi(), model)))
+        return Response(page[0], media_type="text/html", headers=PAGE_HEADERS)
+
+    app.add_api_route("/docs", docs, methods=["GET"], response_model=None, include_in_schema=False)
 
 
 def _add_metrics(app: FastAPI, metrics_page: Callable[[], Page]) -> None:

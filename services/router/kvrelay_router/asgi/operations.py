@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvrelay_router.openai.request_validation import check_session
 from kvrelay_router.openai.served_models import ServedModels
 
 DASHBOARD = Path(__file__).parent / "dashboard.html"
-DASHBOARD_HEADERS = {
+PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -95,12 +96,12 @@ class OperationRoutes:
         under `models`, by name."""
         owner, services = self._visible_owner(http), self._models.services
         fleets = await asyncio.gather(*(service.dispatcher.fleet(owner) for service in services))
-        memory = self._service.memory.as_json()
+        own = {"memory": self._service.memory.as_json(), "version": self._version, "time_unix_s": time.time()}
         if len(fleets) == 1:
-            return json_response({**fleets[0], "memory": memory})
+            return json_response({**fleets[0], **own, "model": self._service.settings.model_name})
         workers = [worker for fleet in fleets for worker in fleet.pop("workers")]
         models = {service.settings.model_name: fleet for service, fleet in zip(services, fleets, strict=True)}
-        return json_response({"workers": workers, "models": models, "memory": memory})
+        return json_response({"workers": workers, "models": models, **own})
 
     async def request(self, http: Request, request_id: str) -> Response:
         """Returns the record of a request by its `x-request-id` or answer id, or 404. Several prompts give a list."""
@@ -149,7 +150,7 @@ class OperationRoutes:
 
     async def dashboard(self) -> Response:
         """Returns the fleet page. The page itself holds no data: it requests them, with the key if one is required."""
-        return Response(DASHBOARD.read_bytes(), media_type="text/html", headers=DASHBOARD_HEADERS)
+        return Response(DASHBOARD.read_bytes(), media_type="text/html", headers=PAGE_HEADERS)
 
     def _not_found(self, request_id: str) -> ApiError:
         router_id = self._service.settings.router_id

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import json
+import re
 import threading
 import time
 from collections import Counter
@@ -41,11 +44,17 @@ async def test_answers_carry_the_name_that_the_request_used(router: Router, name
 
 async def test_health_ready_version_fleet(router: Router) -> None:
     answers = {path: (await router.http.get(path)).json() for path in ("/health", "/ready", "/version", "/fleet")}
+    assert answers["/fleet"].pop("time_unix_s") == pytest.approx(time.time(), abs=PATIENCE_S)
     assert answers == {
         "/health": {"status": "ok"},
         "/ready": {"status": "ready", "workers": {"prefill": 1, "decode": 1}},
         "/version": {"version": version("kvrelay")},
-        "/fleet": {"workers": [], "memory": router.memory.as_json()},
+        "/fleet": {
+            "workers": [],
+            "memory": router.memory.as_json(),
+            "model": MODEL,
+            "version": version("kvrelay"),
+        },
     }
 
 
@@ -53,6 +62,24 @@ async def test_the_api_is_documented(router: Router) -> None:
     document = (await router.http.get("/openapi.json")).json()
     schema = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"messages", "model", "stream", "temperature"} <= set(schema["properties"])
+
+
+async def test_the_page_of_the_api_needs_nothing_from_elsewhere_and_has_every_endpoint_and_field(
+    router: Router,
+) -> None:
+    answer = await router.http.get("/docs")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert not re.search(r"https?://|<link|src=", answer.text)
+    document = (await router.http.get("/openapi.json")).json()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f'data-method="{method.upper()}" data-path="{path}"' in answer.text
+    fields = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    section = answer.text.partition('data-path="/v1/chat/completions"')[2].partition("</details>")[0]
+    assert all(f"<code>{name}</code>" in section for name in fields["properties"])
+    example = json.loads(html.unescape(section.partition('spellcheck="false">')[2].partition("</textarea>")[0]))
+    assert (await router.http.post("/v1/chat/completions", json=example)).status_code == 200
 
 
 async def test_tokenize_and_back(router: Router) -> None:

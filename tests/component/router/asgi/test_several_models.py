@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -148,10 +149,13 @@ async def test_requests_of_all_models_are_found(pair: Pair) -> None:
     newest_first = [newest_first[1], newest_first[0], newest_first[2]]
     listed = (await pair.router.http.get("/requests")).json()["requests"]
     assert [each["request_id"] for each in listed] == newest_first
-    assert (await pair.router.http.get("/fleet")).json() == {
+    fleet = (await pair.router.http.get("/fleet")).json()
+    assert fleet.pop("time_unix_s") > 0
+    assert fleet == {
         "workers": [],
         "models": {MODEL: {}, "other": {}},
         "memory": pair.router.memory.as_json(),
+        "version": version("kvrelay"),
     }
 
 

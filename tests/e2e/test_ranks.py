@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.component.transfer.transports import NO_NIXL
 from tests.e2e import reference
 from tests.e2e.prompts import prompt_of
 from tests.fakes.stack import Stack
@@ -114,22 +115,23 @@ def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefill", "decode", "architecture"),
+    ("prefill", "decode", "architecture", "transfer"),
     [
-        *((2, 2, "llama"), (2, 1, "qwen3"), (1, 2, "mistral"), (4, 1, "gemma"), (1, 4, "qwen3-moe")),
-        *((2, 2, "qwen2"), (4, 1, "qwen2"), (1, 4, "llama"), (2, 1, "qwen3-moe"), (1, 2, "gemma")),
+        *((2, 2, "llama", "auto"), (2, 1, "qwen3", "zmq"), (1, 2, "mistral", "auto"), (4, 1, "gemma", "auto")),
+        *((1, 4, "qwen3-moe", "zmq"), (2, 2, "qwen2", "zmq"), (4, 1, "qwen2", "zmq"), (1, 4, "llama", "auto")),
+        *((2, 1, "qwen3-moe", "auto"), (1, 2, "gemma", "zmq")),
     ],
 )
 def test_handoffs_between_sizes(
-    prefill: int, decode: int, architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path
+    prefill: int, decode: int, architecture: str, transfer: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = tiny_model(architecture)
     flags = [f"--prefill-tensor-parallel-size={prefill}", f"--decode-tensor-parallel-size={decode}"]
-    with Stack(model, tmp_path, *flags, "--transfer-checksums", *FLAGS) as stack:
-        check_handoffs(stack, model)
+    with Stack(model, tmp_path, *flags, f"--transfer={transfer}", "--transfer-checksums", *FLAGS) as stack:
+        check_handoffs(stack, model, transfer)
 
 
-def check_handoffs(stack: Stack, model: Path) -> None:
+def check_handoffs(stack: Stack, model: Path, transfer: str) -> None:
     """All prompts are computed by the prefill worker and handed over, also with preemptions on the decode worker."""
     prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
     for _ in range(2):  # the second time with what was cached
@@ -140,24 +142,34 @@ def check_handoffs(stack: Stack, model: Path) -> None:
     totals: dict[str, Any] = stack.workers("decode")[0]["totals"]
     assert totals["handoffs_committed"] == num_handoffs + 3
     assert totals["computed_blocks"] == 0
+    check_transport(stack, transfer)
+
+
+def check_transport(stack: Stack, transfer: str) -> None:
+    """All blocks came by the transport that this choice means on this machine."""
+    taken = "zmq" if transfer == "zmq" or NO_NIXL else "nixl"
+    logs = [path.read_text().splitlines() for path in stack.state_dir.glob("*/decode*.log")]
+    lines = [line for log in logs for line in log if "KV blocks of" in line]
+    assert lines and all(f" come by {taken}:" in line for line in lines), lines
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefill", "decode", "architecture"),
+    ("prefill", "decode", "architecture", "transfer"),
     [
-        ((2, 1), (1, 1), "qwen3"),
-        ((1, 1), (2, 2), "tied-llama"),
-        ((1, 2), (2, 1), "mistral"),
-        ((2, 2), (1, 2), "gemma"),
-        ((2, 2), (2, 2), "qwen3-moe"),
-        ((3, 1), (2, 2), "gemma3"),
+        ((2, 1), (1, 1), "qwen3", "auto"),
+        ((1, 1), (2, 2), "tied-llama", "zmq"),
+        ((1, 2), (2, 1), "mistral", "auto"),
+        ((2, 2), (1, 2), "gemma", "zmq"),
+        ((2, 2), (2, 2), "qwen3-moe", "zmq"),
+        ((3, 1), (2, 2), "gemma3", "auto"),
     ],
 )
 def test_handoffs_between_stages(
     prefill: tuple[int, int],
     decode: tuple[int, int],
     architecture: str,
+    transfer: str,
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
@@ -168,16 +180,19 @@ def test_handoffs_between_stages(
         for kind, *both in sizes
         for role, size in zip(("prefill", "decode"), both, strict=True)
     ]
-    with Stack(tiny_model(architecture), tmp_path, *flags, "--transfer-checksums", *FLAGS) as stack:
-        check_handoffs(stack, tiny_model(architecture))
+    flags += [f"--transfer={transfer}", "--transfer-checksums"]
+    with Stack(tiny_model(architecture), tmp_path, *flags, *FLAGS) as stack:
+        check_handoffs(stack, tiny_model(architecture), transfer)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_handoffs_while_stages_are_killed(size: int, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "transfer"), [(1, "auto"), (2, "zmq")])
+def test_handoffs_while_stages_are_killed(
+    size: int, transfer: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Stages of one rank, and of two."""
     model = tiny_model("llama")
-    flags = ("--pipeline-parallel-size=2", f"--tensor-parallel-size={size}", "--decode=2")
+    flags = ("--pipeline-parallel-size=2", f"--tensor-parallel-size={size}", "--decode=2", f"--transfer={transfer}")
     with Stack(model, tmp_path, *flags, *FLAGS) as stack:
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
         for victim in ("prefill-0", "decode-1"):
@@ -188,16 +203,19 @@ def test_handoffs_while_stages_are_killed(size: int, tiny_model: Callable[[str],
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefill", "decode", "architecture"),
-    [(2, 2, "llama"), (2, 1, "qwen2"), (1, 2, "qwen3-moe"), (4, 1, "mistral"), (1, 4, "qwen3")],
+    ("prefill", "decode", "architecture", "transfer"),
+    [
+        *((2, 2, "llama", "auto"), (2, 1, "qwen2", "zmq"), (1, 2, "qwen3-moe", "zmq")),
+        *((4, 1, "mistral", "auto"), (1, 4, "qwen3", "auto")),
+    ],
 )
 def test_handoffs_while_ranks_are_killed(
-    prefill: int, decode: int, architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path
+    prefill: int, decode: int, architecture: str, transfer: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = tiny_model(architecture)
     sizes = {"prefill-0": prefill, "decode-1": decode}
     flags = (f"--prefill-tensor-parallel-size={prefill}", f"--decode-tensor-parallel-size={decode}", "--decode=2")
-    with Stack(model, tmp_path, *flags, *FLAGS) as stack:
+    with Stack(model, tmp_path, *flags, f"--transfer={transfer}", *FLAGS) as stack:
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
         for victim in (name for name, size in sizes.items() if size > 1):
             for rank in {0, sizes[victim] - 2}:  # of those besides rank 0

@@ -5,11 +5,12 @@ States of an entry:
 1. AWAITED  the sender is alive and will send Drained. If its Drained is invalid, Released is sent again.
 2. LOST     the sender is silent, or has lost its state. Silence does not prove that it has ended: a stopped process
             resumes in the middle of a copy. Released is sent again, less and less often, so that a sender that resumes
-            answers. If the sender runs on this machine, its process is also watched.
-3. PROVEN   the sender has sent Drained, or its process has ended, or a newer incarnation replaced it and its process
-            cannot be seen from here (a worker id belongs to one process at a time). If the process can be seen, only
-            its end counts: it may be stopped while a second process uses its id. After `SETTLE_TICKS`, time for data
-            that sockets still hold to arrive, the blocks are free.
+            answers. If the sender runs on this machine, its processes are also watched.
+3. PROVEN   the sender has sent Drained, or each of its processes has ended. A newer incarnation that replaced the
+            sender proves the end of a process that cannot be seen from here (a worker id, and a rank's number in it,
+            belong to one process at a time). If a process can be seen, only its end counts: it may be stopped while a
+            second process uses its id. After `SETTLE_TICKS`, time for data that sockets still hold to arrive, the
+            blocks are free.
 
 Without a proof the blocks stay in quarantine as long as this process runs. `SenderLimits` bounds how many these can be.
 """
@@ -17,7 +18,7 @@ Without a proof the blocks stay in quarantine as long as this process runs. `Sen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -40,7 +41,7 @@ class QuarantineState(StrEnum):
 @dataclass(slots=True, eq=False)
 class QuarantinedReservation:
     peer: PeerRef
-    process: str
+    processes: frozenset[str]  # not proven to have ended
     since: float
     state: QuarantineState = QuarantineState.AWAITED
     ticks_left: int = 0  # once PROVEN
@@ -58,7 +59,7 @@ class Due:
 
 class Quarantine:
     """`has_ended` tells of a process identity whether that process has provably ended. `can_be_seen` tells whether its
-    end would be known."""
+    end would be known. An empty identity is that of an unknown process."""
 
     def __init__(self, has_ended: Callable[[str], bool], can_be_seen: Callable[[str], bool]) -> None:
         self._has_ended = has_ended
@@ -82,9 +83,10 @@ class Quarantine:
             or (entry.state is QuarantineState.AWAITED and now - entry.since > OVERDUE_AFTER_S)
         )
 
-    def add(self, key: SequenceKey, peer: PeerRef, process: str, now: float) -> None:
-        """A reservation ended while `peer` may still write. `process`: the identity of the sender's process."""
-        self._entries[key] = QuarantinedReservation(peer, process, now)
+    def add(self, key: SequenceKey, peer: PeerRef, processes: Collection[str], now: float) -> None:
+        """A reservation ended while `peer` may still write. `processes`: the identities of the sender's processes, at
+        least one."""
+        self._entries[key] = QuarantinedReservation(peer, frozenset(processes), now)
 
     def drained(self, key: SequenceKey) -> None:
         """The sender says that no write is in flight and none will follow."""
@@ -102,20 +104,25 @@ class Quarantine:
         for entry in self._entries.values():
             if entry.peer != peer:
                 continue
-            if replaced and not self._can_be_seen(entry.process):
-                self._prove(entry)
-            elif entry.state is QuarantineState.AWAITED:
+            if entry.state is QuarantineState.AWAITED:
                 entry.state = QuarantineState.LOST
                 entry.ask_at = now + entry.ask_again_s
+            if replaced:
+                self._ended(entry, {process for process in entry.processes if not self._can_be_seen(process)})
 
     def tick(self, now: float) -> Due:
         """Call this several times a second. Forgets the sequences that it returns as `safe`."""
-        lost = {entry.process for entry in self._entries.values() if entry.state is QuarantineState.LOST}
+        lost = {
+            process
+            for entry in self._entries.values()
+            if entry.state is QuarantineState.LOST
+            for process in entry.processes
+        }
         ended = {process for process in lost if self._has_ended(process)}
         safe, ask = [], []
         for key, entry in list(self._entries.items()):
-            if entry.state is QuarantineState.LOST and entry.process in ended:
-                self._prove(entry)
+            if entry.state is QuarantineState.LOST:
+                self._ended(entry, ended)
             if entry.state is QuarantineState.PROVEN:
                 entry.ticks_left -= 1
                 if entry.ticks_left <= 0:
@@ -126,6 +133,12 @@ class Quarantine:
                 entry.ask_at = now + entry.ask_again_s if entry.state is QuarantineState.LOST else math.inf
                 ask.append(key)
         return Due(tuple(safe), tuple(ask))
+
+    def _ended(self, entry: QuarantinedReservation, processes: Set[str]) -> None:
+        """These processes of a lost sender will write no more."""
+        entry.processes -= processes
+        if not entry.processes:
+            self._prove(entry)
 
     @staticmethod
     def _prove(entry: QuarantinedReservation) -> None:

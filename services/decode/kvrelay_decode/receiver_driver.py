@@ -311,7 +311,7 @@ class ReceiverDriver:
             handoff=handoff,
             handle=recorded(self._context.events, "receiver", sequence.key, handoff),
             prefill=prefill,
-            process=body.process,
+            processes=tuple(body.processes) or (body.process,),
             transport=transport,
             shards=body.shards,
             first_index=sequence.num_output,
@@ -387,7 +387,7 @@ class ReceiverDriver:
             case QuarantineBlocks():
                 assert request.prefill is not None
                 self.totals["quarantines"] += 1
-                self._quarantine.add(sequence.key, request.prefill, request.process, time.monotonic())
+                self._quarantine.add(sequence.key, request.prefill, request.processes, time.monotonic())
                 self._scheduler.quarantine(sequence)
                 self.made_room()  # a place among the running sequences; others may also have waited for its prefix
             case FreeBlocks(num_whole):

@@ -22,7 +22,7 @@ class DecodeRequest:
     handoff: ReceiverHandoff | None = None
     handle: Callable[[ReceiverHandoffEvent], list[ReceiverInstruction]] | None = None  # feeds `handoff`
     prefill: PeerRef | None = None
-    process: str = ""  # the prefill worker's, see `kvrelay.process_identity`
+    processes: tuple[str, ...] = ()  # of the prefill worker's ranks, see `kvrelay.process_identity`
     transport: str = ""
     shards: Shards = field(default_factory=Shards)  # ranks of the prefill worker
     last_progress: float = 0.0  # the grant, or the last block or handoff message, by the clock of `OverdueTransfers`

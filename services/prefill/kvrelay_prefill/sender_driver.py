@@ -39,7 +39,7 @@ from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFa
 from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
-from kvrelay.worker.ranked_transfers import as_sharded_sender, shards_of
+from kvrelay.worker.ranked_transfers import as_sharded_sender, other_ranks_identities, shards_of
 from kvrelay.worker.requests import OpenRequests, is_same_process
 from kvrelay.worker.sequences import sequence_key
 from kvrelay_prefill.offers import TransportOffers
@@ -92,7 +92,7 @@ class SenderDriver:
         self._requests = requests
         self._log = LimitedLog(log)
         self._offers = TransportOffers(senders)
-        self._process = own_identity()
+        self._process, self._processes = _writers(context)
         self._shards = shards_of(self._senders, context.spec)
         self._pushes = InFlightPushes()
         self._meter = HandoffMeter(
@@ -328,6 +328,7 @@ class SenderDriver:
             process=self._process,
             num_siblings=self._num_siblings(request, decode),
             shards=self._shards,
+            processes=self._processes,
         )
 
     def _num_siblings(self, request: PrefillRequest, decode: PeerRef) -> int:
@@ -378,6 +379,12 @@ class SenderDriver:
             self._pushes.forget(reservation)
         request.reservations.clear()
         self._context.steps.wake()
+
+
+def _writers(context: WorkerContext) -> tuple[str, list[str]]:
+    """`process` and `processes` of `Reserve`."""
+    own, others = own_identity(), other_ranks_identities(context)
+    return ("", [own, *others]) if others else (own, [])
 
 
 def _event_of(peer: PeerRef, body: AnyBody) -> SenderHandoffEvent | None:

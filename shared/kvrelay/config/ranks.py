@@ -157,7 +157,10 @@ class RankConfig(BaseModel):
     )
     rank_timeout_s: float = Field(default=60.0, ge=0.5, le=3600, description="seconds to wait for the worker")
     host: str = Field(
-        default="127.0.0.1", min_length=1, description="address to listen on for KV blocks, on decode workers"
+        default="127.0.0.1",
+        min_length=1,
+        description="address to listen on for KV blocks, on decode workers; on prefill workers, that of NIXL (default "
+        "there: the address by which the machine reaches the worker)",
     )
     advertise_host: str | None = Field(
         default=None,

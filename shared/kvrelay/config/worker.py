@@ -376,9 +376,8 @@ class WorkerConfig(RankedConfig):
 
     @property
     def transfer_choice(self) -> Literal["auto", "nixl", "zmq"]:
-        """`transfer`, but several ranks use zmq, and simulated KV, which is small, does unless NIXL is named."""
-        is_zmq = self.backend == "simulated" or self.num_ranks > 1
-        return "zmq" if is_zmq and self.transfer == "auto" else self.transfer
+        """`transfer`, but simulated KV, which is small, uses zmq unless NIXL is named."""
+        return "zmq" if self.backend == "simulated" and self.transfer == "auto" else self.transfer
 
     @property
     def publishes_prefixes(self) -> bool:
@@ -440,10 +439,6 @@ class WorkerConfig(RankedConfig):
         self._check_simulated()
         if self.data_parallel_size > 1 and self.quantization != "none":
             raise ValueError(f"quantization = {self.quantization}: rounded weights are not divided: {self.division}")
-        if self.num_ranks > 1 and self.transfer == "nixl":
-            raise ValueError(
-                f"transfer = nixl with {self.division}: several ranks hand KV over by zmq (allowed: auto, zmq)"
-            )
         self._check_without_redis()
         if self.prefill_delayer and self.role == "prefill":
             raise ValueError("prefill_delayer needs a worker that runs both phases: set it on decode workers")

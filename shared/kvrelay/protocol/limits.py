@@ -78,6 +78,7 @@ MOST_RANKS = 64
 RankCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 StageCount = Annotated[int, Meta(ge=0, le=MOST_RANKS)]
 RankEndpoints = Annotated[list[Endpoint], Meta(max_length=MOST_RANKS - 1)]
+ProcessIdentities = Annotated[list[ProcessIdentity], Meta(max_length=MOST_RANKS)]
 """A transport's own address of a pool: read by the transport."""
 
 

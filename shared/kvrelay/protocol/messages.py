@@ -31,6 +31,7 @@ from kvrelay.protocol.limits import (
     Int64,
     Name,
     NotNegative,
+    ProcessIdentities,
     ProcessIdentity,
     RankCount,
     RankEndpoints,
@@ -174,6 +175,9 @@ class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
 
     `transports`, best first; `process`: who would write, see `kvrelay.process_identity`; `num_siblings`: other samples
     of the request that P is going to ask this worker for; `shards`: of the worker that would write.
+
+    If P has several ranks, each is a process that would write. All of them are in `processes`, and `process` is empty,
+    so that older versions do not take the end of one for the end of all.
     """
 
     prompt: Prompt
@@ -183,6 +187,7 @@ class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
     process: ProcessIdentity = ""
     num_siblings: SiblingCount = 0
     shards: Shards = Shards()
+    processes: ProcessIdentities = []
 
 
 class Granted(Body, frozen=True, kw_only=True, tag="granted"):

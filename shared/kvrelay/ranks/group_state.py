@@ -28,7 +28,8 @@ class _Rank:
     where: str
     heard_at: float
     facts: PoolFacts | None = None
-    endpoint: dict[str, str] = field(default_factory=dict)
+    endpoints: dict[str, dict[str, str]] = field(default_factory=dict)
+    identity: str = ""
     num_done: int = 0  # number of the last published message that it has ended
     busy_s: float = 0.0  # of all steps
     step_s: dict[int, float] = field(default_factory=dict)  # of each step, until it is asked for
@@ -78,9 +79,14 @@ class GroupState:
         known = self._ranks.get(rank)
         return known is not None and known.process == process
 
-    def endpoint_of(self, rank: int) -> dict[str, str]:
-        """The address of a rank's receiver."""
-        return self._ranks[rank].endpoint
+    def endpoints_of(self, rank: int) -> dict[str, dict[str, str]]:
+        """The addresses of a rank's transports by name. That of a sender is empty."""
+        return self._ranks[rank].endpoints
+
+    @property
+    def identities(self) -> list[str]:
+        """The processes of the ranks, from rank 1 on. See `kvrelay.process_identity`."""
+        return [rank.identity for _, rank in sorted(self._ranks.items())]
 
     def fail(self, reason: str) -> None:
         """Ends the group. Only the first reason counts: the others follow from it."""
@@ -103,7 +109,7 @@ class GroupState:
                 rank.busy_s += message.seconds
                 self.step_error = f"rank {message.rank}: {message.error}" if message.error else self.step_error
             case Ready():
-                rank.facts, rank.endpoint = message.facts, message.endpoint
+                rank.facts, rank.endpoints, rank.identity = message.facts, message.endpoints, message.identity
                 self._compare()
             case RankFailed():
                 self.fail(f"rank {message.rank} ({rank.where}) failed: {message.reason}")

@@ -14,7 +14,7 @@ import msgspec
 from kvrelay.ranks.step_input import StepInput
 from kvrelay.ranks.transfer_messages import TransferReport, TransferSettings
 
-RANK_PROTOCOL = 4
+RANK_PROTOCOL = 5
 """Changes with every change of these messages."""
 MAX_RANKS = 64
 
@@ -126,7 +126,8 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     rank: int
     facts: PoolFacts
     load_s: float
-    endpoint: dict[str, str] = {}  # of the rank's receiver; empty: it has none
+    endpoints: dict[str, dict[str, str]] = {}  # of the rank's transports by name; that of a sender is empty
+    identity: str = ""  # of the process, see `kvrelay.process_identity`
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):

@@ -115,7 +115,7 @@ class RankGroup:
         self._publishing = threading.Lock()  # guards the publisher and the number of its messages
         self._num_published = 0
         self._num_calls = np.zeros(options.size, np.uint32)  # by rank
-        self._report_handlers: dict[int, Callable[[TransferReport], None]] = {}
+        self._report_handlers: dict[tuple[int, str], Callable[[TransferReport], None]] = {}
         self._processes: list[RankProcess] = []
         self._decoder = msgspec.msgpack.Decoder(Pushed)
         self._is_closing = False
@@ -205,13 +205,18 @@ class RankGroup:
             number = int(self._num_calls[rank]).to_bytes(8, "little")
             self._publisher.send_multipart([CALL_TOPIC + bytes([rank]), number, body])
 
-    def on_report(self, rank: int, handle: Callable[[TransferReport], None]) -> None:
-        """From now on `handle` gets what the rank's transport reports, on the group's thread."""
-        self._report_handlers[rank] = handle
+    def on_report(self, rank: int, transport: str, handle: Callable[[TransferReport], None]) -> None:
+        """From now on `handle` gets what this transport of the rank reports, on the group's thread."""
+        self._report_handlers[rank, transport] = handle
 
-    def endpoint_of(self, rank: int) -> Endpoint:
-        """The address of a rank's receiver."""
-        return self._state.endpoint_of(rank)
+    def endpoints_of(self, rank: int) -> Mapping[str, Endpoint]:
+        """The addresses of a rank's transports by name. That of a sender is empty."""
+        return self._state.endpoints_of(rank)
+
+    @property
+    def identities(self) -> Sequence[str]:
+        """The processes of the other ranks. See `kvrelay.process_identity`."""
+        return self._state.identities
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -349,7 +354,7 @@ class RankGroup:
             _log_message(message, before)
 
     def _take_report(self, report: TransferReport) -> None:
-        handle = self._report_handlers.get(report.rank)
+        handle = self._report_handlers.get((report.rank, report.transport))
         if handle is not None and self._state.has_joined(report.rank, report.process):
             handle(report)
 

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +24,7 @@ import zmq
 from kvrelay.curve import CurveKey
 from kvrelay.engine.batch import ModelSpec, WorkerBatch
 from kvrelay.messaging.zmq_context import ZmqContext
+from kvrelay.process_identity import own_identity
 from kvrelay.ranks.messages import (
     BEAT_TOPIC,
     STEP_TOPIC,
@@ -89,8 +90,8 @@ class FollowingRunner(Protocol):
 Report = Callable[[str], None]
 Load = Callable[[RankSettings, int, Report], FollowingRunner]
 """Loads a rank's part, and reports what it does. Its errors are reported to the engine."""
-OpenTransport = Callable[[TransferSettings, PoolLike], PartSender | PartReceiver]
-"""Opens a rank's transport over its pool."""
+OpenTransports = Callable[[TransferSettings, PoolLike], Mapping[str, PartSender | PartReceiver]]
+"""Opens a rank's transports over its pool, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,11 @@ def facts_of(spec: ModelSpec) -> PoolFacts:
 class RankMember:
     """One rank's connection to the engine."""
 
-    def __init__(self, options: MemberOptions, load: Load, open_transport: OpenTransport | None = None) -> None:
-        """`open_transport` is needed for workers that hand KV over."""
+    def __init__(self, options: MemberOptions, load: Load, open_transports: OpenTransports | None = None) -> None:
+        """`open_transports` is needed for workers that hand KV over."""
         self._options = options
         self._load = load
-        self._open_transport = open_transport
+        self._open_transports = open_transports
         self._transfers: RankTransfers | None = None
         self._process = secrets.token_hex(8)
         self._context = ZmqContext()
@@ -207,20 +208,21 @@ class RankMember:
         began = time.monotonic()
         rank = self._options.rank
         self._runner = self._load(settings, rank, lambda text: self._say(Progress(self._process, rank, text)))
-        endpoint = self._start_transfers(settings, self._runner)
-        self._say(Ready(self._process, rank, facts_of(self._runner.spec), time.monotonic() - began, endpoint))
+        endpoints = self._start_transfers(settings, self._runner)
+        took_s = time.monotonic() - began
+        self._say(Ready(self._process, rank, facts_of(self._runner.spec), took_s, endpoints, own_identity()))
 
-    def _start_transfers(self, settings: RankSettings, runner: FollowingRunner) -> Endpoint:
-        """Returns the address of this rank's receiver; empty if it has none."""
+    def _start_transfers(self, settings: RankSettings, runner: FollowingRunner) -> dict[str, Endpoint]:
+        """Returns the addresses of this rank's transports by name. That of a sender is empty."""
         if settings.transfers is None:
             return {}
-        if self._open_transport is None:
-            raise RankEnds("this rank has no transport, and the worker hands KV over")
-        transport = self._open_transport(settings.transfers, runner.pool_memory)
-        self._transfers = RankTransfers(self._process, self._options.rank, transport)
+        if self._open_transports is None:
+            raise RankEnds("this rank has no transports, and the worker hands KV over")
+        transports = self._open_transports(settings.transfers, runner.pool_memory)
+        self._transfers = RankTransfers(self._process, self._options.rank, transports)
         results = self._push_socket(self._announce)
         self._transfers.start(self._context, self._calls, results, self._end_with)
-        return self._transfers.endpoint or {}
+        return self._transfers.endpoints
 
     def _end_with(self, reason: str) -> None:
         """Ends the process, because a thread of it failed. The engine notices that it is gone."""

@@ -1,10 +1,11 @@
-"""A rank's own transports: carries out rank 0's calls, and reports their events."""
+"""A rank's own transports, by name: carries out rank 0's calls, and reports their events."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 import zmq
@@ -23,22 +24,25 @@ Fail = Callable[[str], None]
 class RankTransfers:
     """One thread takes calls, another reports events. Both sockets belong to these threads from `start` on."""
 
-    def __init__(self, process: str, rank: int, transport: PartSender | PartReceiver) -> None:
+    def __init__(self, process: str, rank: int, transports: Mapping[str, PartSender | PartReceiver]) -> None:
         self._process = process
         self._rank = rank
-        self._transport = transport
+        self._transports = dict(transports)
         self._decoder = msgspec.msgpack.Decoder(TransferCall)
         self._num_done = 0
         self._changed = threading.Condition()  # guards the number of calls
         self._loop = asyncio.new_event_loop()
 
     @property
-    def endpoint(self) -> Endpoint | None:
-        """The address of this rank's receiver; None for a sender."""
-        return self._transport.endpoint if isinstance(self._transport, PartReceiver) else None
+    def endpoints(self) -> dict[str, Endpoint]:
+        """The addresses of this rank's transports by name. That of a sender is empty."""
+        return {
+            name: dict(transport.endpoint) if isinstance(transport, PartReceiver) else {}
+            for name, transport in self._transports.items()
+        }
 
     def start(self, context: ZmqContext, calls: zmq.Socket[bytes], results: zmq.Socket[bytes], fail: Fail) -> None:
-        """Returns once the transport has started."""
+        """Returns once the transports have started."""
         for each in (calls, results):
             context.hand_over(each)
         started = threading.Event()
@@ -56,19 +60,21 @@ class RankTransfers:
                 self._changed.wait_for(lambda: self._num_done >= number)
 
     def close(self) -> None:
-        """Stops the transport and the reports. The thread of the calls ends with the context."""
+        """Stops the transports and the reports. The thread of the calls ends with the context."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._reporter.join()
-        self._transport.close()
+        for transport in self._transports.values():
+            transport.close()
         self._loop.close()
 
     def _report(self, results: zmq.Socket[bytes], started: threading.Event, fail: Fail) -> None:
-        def on_event(event: SenderEvent | ReceiverEvent) -> None:
-            counters = self._transport.counters if isinstance(self._transport, PartSender) else None
-            results.send(encode(report_of(self._process, self._rank, event, counters)))
+        def report(name: str, transport: PartSender | PartReceiver, event: SenderEvent | ReceiverEvent) -> None:
+            counters = transport.counters if isinstance(transport, PartSender) else None
+            results.send(encode(report_of(self._process, self._rank, name, event, counters)))
 
         async def start() -> None:
-            self._transport.start(on_event)
+            for name, transport in self._transports.items():
+                transport.start(partial(report, name, transport))
 
         try:
             self._loop.set_exception_handler(lambda _, context: fail(str(context.get("exception", context["message"]))))
@@ -76,7 +82,7 @@ class RankTransfers:
             started.set()
             self._loop.run_forever()
         except Exception as error:
-            fail(f"its transport did not start: {error}")
+            fail(f"its transports did not start: {error}")
         finally:
             started.set()
             results.close(linger=0)
@@ -101,29 +107,29 @@ class RankTransfers:
             calls.close(linger=0)
 
     def _carry_out(self, call: TransferCall) -> None:
-        transport = self._transport
+        transport = self._transports[call.transport]
         if isinstance(transport, PartSender):
             match call:
-                case PushCall(reservation, endpoint, numbers, part):
+                case PushCall(_, reservation, endpoint, numbers, part):
                     copies = [BlockPush(*each) for each in numbers]
                     if part is None:
                         transport.push(reservation, endpoint, copies)
                     else:
                         transport.push_part(reservation, endpoint, copies, part)
-                case AbortCall(reservation):
+                case AbortCall(_, reservation):
                     transport.abort(reservation)
                 case _:
                     raise ValueError(f"this rank sends blocks: {call}")
             return
         match call:
-            case AdmitCall(reservation, first_block, slots, parts):
+            case AdmitCall(_, reservation, first_block, slots, parts):
                 if parts:
                     transport.admit_parts(reservation, first_block, slots, parts)
                 else:
                     transport.admit(reservation, first_block, slots)
-            case RecheckCall(reservation, blocks):
+            case RecheckCall(_, reservation, blocks):
                 transport.recheck(reservation, blocks)
-            case ReleaseCall(reservation):
+            case ReleaseCall(_, reservation):
                 transport.release(reservation)
             case _:
                 raise ValueError(f"this rank takes blocks: {call}")

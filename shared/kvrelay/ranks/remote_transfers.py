@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Protocol
 
 from kvrelay.ranks.transfer_messages import (
@@ -30,9 +31,6 @@ from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import Endpoint
 from kvrelay.transfer.loop_port import LoopPort
 
-NAME = "zmq"
-"""The transport of all ranks."""
-
 
 class RankCalls(Protocol):
     """The channel to the ranks, as `RankGroup` has it."""
@@ -41,21 +39,25 @@ class RankCalls(Protocol):
         """Has a rank carry out a call. Calls to a failed group are lost."""
         ...
 
-    def on_report(self, rank: int, handle: Callable[[TransferReport], None]) -> None:
-        """From now on `handle` gets what the rank's transport reports, on a thread of the group."""
+    def on_report(self, rank: int, transport: str, handle: Callable[[TransferReport], None]) -> None:
+        """From now on `handle` gets what this transport of the rank reports, on a thread of the group."""
         ...
 
-    def endpoint_of(self, rank: int) -> Endpoint:
-        """The address of a rank's receiver."""
+    def endpoints_of(self, rank: int) -> Mapping[str, Endpoint]:
+        """The addresses of a rank's transports by name. That of a sender is empty."""
+        ...
+
+    @property
+    def identities(self) -> Sequence[str]:
+        """The processes of all ranks but rank 0. See `kvrelay.process_identity`."""
         ...
 
 
 class RemoteSender:
-    """A `PartSender` over another rank's pool."""
+    """A `PartSender` over another rank's pool. `name`: of the rank's transport."""
 
-    name = NAME
-
-    def __init__(self, rank: int, calls: RankCalls) -> None:
+    def __init__(self, rank: int, calls: RankCalls, name: str) -> None:
+        self.name = name
         self.counters = SenderCounters()
         self._rank = rank
         self._calls = calls
@@ -76,7 +78,7 @@ class RemoteSender:
                 ) = report.counters
             port.emit(sender_event(report))
 
-        self._calls.on_report(self._rank, handle)
+        self._calls.on_report(self._rank, self.name, handle)
 
     def push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush]) -> None:
         self._push(reservation, endpoint, copies, None)
@@ -85,45 +87,47 @@ class RemoteSender:
         self._push(reservation, endpoint, copies, part)
 
     def abort(self, reservation: str) -> None:
-        self._calls.publish_call(self._rank, AbortCall(reservation))
+        self._calls.publish_call(self._rank, AbortCall(self.name, reservation))
 
     def close(self) -> None:
         """The rank closes its transports when the group ends."""
 
     def _push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush], part: PartCopy | None) -> None:
         numbers = [(copy.index, copy.source, copy.slot) for copy in copies]
-        self._calls.publish_call(self._rank, PushCall(reservation, dict(endpoint), numbers, part))
+        self._calls.publish_call(self._rank, PushCall(self.name, reservation, dict(endpoint), numbers, part))
 
 
 class RemoteReceiver:
-    """A `PartReceiver` over another rank's pool. See `transfer_messages` for why `release` need not wait."""
+    """A `PartReceiver` over another rank's pool. `name` and `needs_quarantine`: of the rank's transport.
 
-    name = NAME
-    needs_quarantine = False
+    See `transfer_messages` for why `release` need not wait.
+    """
 
-    def __init__(self, rank: int, calls: RankCalls) -> None:
+    def __init__(self, rank: int, calls: RankCalls, name: str, *, needs_quarantine: bool) -> None:
+        self.name = name
+        self.needs_quarantine = needs_quarantine
         self._rank = rank
         self._calls = calls
 
     @property
     def endpoint(self) -> Endpoint:
-        return self._calls.endpoint_of(self._rank)
+        return dict(self._calls.endpoints_of(self._rank)[self.name])
 
     def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
         port = LoopPort[ReceiverEvent](on_event)
-        self._calls.on_report(self._rank, lambda report: port.emit(receiver_event(report)))
+        self._calls.on_report(self._rank, self.name, lambda report: port.emit(receiver_event(report)))
 
     def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
-        self._calls.publish_call(self._rank, AdmitCall(reservation, first_block, list(slots)))
+        self._calls.publish_call(self._rank, AdmitCall(self.name, reservation, first_block, list(slots)))
 
     def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
-        self._calls.publish_call(self._rank, AdmitCall(reservation, first_block, list(slots), list(parts)))
+        self._calls.publish_call(self._rank, AdmitCall(self.name, reservation, first_block, list(slots), list(parts)))
 
     def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        self._calls.publish_call(self._rank, RecheckCall(reservation, list(blocks)))
+        self._calls.publish_call(self._rank, RecheckCall(self.name, reservation, list(blocks)))
 
     def release(self, reservation: str) -> None:
-        self._calls.publish_call(self._rank, ReleaseCall(reservation))
+        self._calls.publish_call(self._rank, ReleaseCall(self.name, reservation))
 
     def close(self) -> None:
         """The rank closes its transports when the group ends."""
@@ -152,18 +156,23 @@ def receiver_event(report: TransferReport) -> ReceiverEvent:
 
 
 def report_of(
-    process: str, rank: int, event: SenderEvent | ReceiverEvent, counters: SenderCounters | None
+    process: str,
+    rank: int,
+    transport: str,
+    event: SenderEvent | ReceiverEvent,
+    counters: SenderCounters | None,
 ) -> TransferReport:
     """The message about an event of this rank's transport."""
     values = None if counters is None else astuple(counters)
+    make = partial(TransferReport, process, rank, transport)
     match event:
         case Pushed(reservation, blocks, num_bytes):
-            return TransferReport(process, rank, "pushed", reservation, list(blocks), num_bytes, counters=values)
+            return make("pushed", reservation, list(blocks), num_bytes, counters=values)
         case SenderDrained(reservation):
-            return TransferReport(process, rank, "drained", reservation, counters=values)
+            return make("drained", reservation, counters=values)
         case TransferFailed(reservation, cause):
-            return TransferReport(process, rank, "failed", reservation, cause=cause, counters=values)
+            return make("failed", reservation, cause=cause, counters=values)
         case Landed(reservation, blocks):
-            return TransferReport(process, rank, "landed", reservation, list(blocks))
+            return make("landed", reservation, list(blocks))
         case Corrupted(reservation, blocks):
-            return TransferReport(process, rank, "corrupted", reservation, list(blocks))
+            return make("corrupted", reservation, list(blocks))

@@ -47,6 +47,15 @@ class BlockPart:
     def is_whole(self) -> bool:
         return self.size == self.block_bytes
 
+    @property
+    def has_whole_rows(self) -> bool:
+        """True if the part is a range of rows, and so a single run of bytes."""
+        return self.num_bytes == self.row_bytes
+
+    def as_run(self) -> BlockPart:
+        """The same bytes as a part with one row, if it has whole rows."""
+        return BlockPart(1, self.block_bytes, 0, 1, self.first_row * self.row_bytes, self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class PartCopy:
@@ -59,6 +68,13 @@ class PartCopy:
     def __post_init__(self) -> None:
         if (self.source.num_rows, self.source.num_bytes) != (self.target.num_rows, self.target.num_bytes):
             raise ValueError(f"{self.source} has not the shape of {self.target}")
+
+    def runs(self) -> tuple[BlockPart, BlockPart]:
+        """Source and target, the rows of which are the runs to copy: a single one where both have whole rows, as
+        between stages and between equal sizes."""
+        if self.source.has_whole_rows and self.target.has_whole_rows:
+            return self.source.as_run(), self.target.as_run()
+        return self.source, self.target
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,11 @@ class NixlReceiver(ReceiverThread):
     name = "nixl"
     needs_quarantine = True
 
-    def __init__(self, pool: PoolLike, *, ucx_transports: str = "", ucx_devices: str = "") -> None:
-        super().__init__("kv-receiver-nixl", pool)  # which keeps it alive: others write there
+    def __init__(
+        self, pool: PoolLike, *, ucx_transports: str = "", ucx_devices: str = "", admission_wait_s: float = 0.0
+    ) -> None:
+        # The base class keeps the pool alive: others write there.
+        super().__init__("kv-receiver-nixl", pool, admission_wait_s=admission_wait_s)
         region = Region.of(self._pool)
         self._agent = NixlAgent(region, ucx_transports=ucx_transports, ucx_devices=ucx_devices)
         self._endpoint = NixlEndpoint(self._agent.name, self._agent.metadata(), region).encode()
@@ -77,7 +80,9 @@ class NixlReceiver(ReceiverThread):
         """
         if self._closed:
             return
-        self._closed = True
+        with self._changed:  # the thread may wait for an admission
+            self._closed = True
+            self._changed.notify_all()
         self._wake.set()
         if self._thread is None or ended_in_time(self._thread):
             self._agent.close()

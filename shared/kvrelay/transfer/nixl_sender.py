@@ -214,15 +214,16 @@ class _NixlDriver:
 
     def _prepare_part(self, part: PartCopy, name: str, peer: NixlPeer) -> None:
         """Descriptors of a part are prepared at its first push."""
-        if part.source not in self._parts:
-            self._parts[part.source] = self._agent.prepare(self._region, part=part.source)
-        if part.target not in peer.parts:
-            peer.parts[part.target] = self._agent.prepare(peer.region, name, part.target)
+        source, target = part.runs()
+        if source not in self._parts:
+            self._parts[source] = self._agent.prepare(self._region, part=source)
+        if target not in peer.parts:
+            peer.parts[target] = self._agent.prepare(peer.region, name, target)
 
     def _cut(self, push: Push) -> Iterator[Piece]:
         settings, part = self._settings, push.part
         num_bytes, num_rows = (
-            (self._region.block_bytes, 1) if part is None else (part.source.size, part.source.num_rows)
+            (self._region.block_bytes, 1) if part is None else (part.source.size, part.runs()[0].num_rows)
         )
         step = max(1, min(settings.piece_bytes // num_bytes, settings.piece_blocks // num_rows))
         ordered = push.copies.take(np.argsort(push.copies.sources, kind="stable"))
@@ -233,8 +234,9 @@ class _NixlDriver:
         sources, slots, part = piece.copies.sources, piece.copies.slots, piece.part
         if part is None:
             return self._agent.post(self._blocks, sources, peer.blocks, slots, header)
-        own, theirs, num_rows = self._parts[part.source], peer.parts[part.target], part.source.num_rows
-        return self._agent.post(own, _rows_of(sources, num_rows), theirs, _rows_of(slots, num_rows), header)
+        source, target = part.runs()
+        rows, target_rows = _rows_of(sources, source.num_rows), _rows_of(slots, target.num_rows)
+        return self._agent.post(self._parts[source], rows, peer.parts[target], target_rows, header)
 
     def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         """Posts a write, which may take as long as the copy itself."""

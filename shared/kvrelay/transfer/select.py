@@ -60,17 +60,31 @@ def make_receivers(
     advertise_host: str | None,
     ucx_transports: str = "",
     curve: CurveKey | None = None,
+    admission_wait_s: float = 0.0,
 ) -> dict[str, TransferReceiver]:
-    """By name. `host`, `curve` and TransportUnavailable: as for `make_senders`. NIXL chooses its own ports."""
+    """By name. `host`, `curve` and TransportUnavailable: as for `make_senders`. NIXL chooses its own ports.
+    `admission_wait_s`: see `ReceiverThread`."""
     receivers: dict[str, TransferReceiver] = {}
     if _may_be_nixl(choice, curve):
         try:
-            receivers["nixl"] = NixlReceiver(pool, ucx_transports=ucx_transports, ucx_devices=devices_for(host))
+            receivers["nixl"] = NixlReceiver(
+                pool,
+                ucx_transports=ucx_transports,
+                ucx_devices=devices_for(host),
+                admission_wait_s=admission_wait_s,
+            )
         except TransportUnavailable as error:
             _explain(choice, error)
     if choice != "nixl":
         try:
-            receivers["zmq"] = ZmqReceiver(pool, host=host, port=port, advertise_host=advertise_host, curve=curve)
+            receivers["zmq"] = ZmqReceiver(
+                pool,
+                host=host,
+                port=port,
+                advertise_host=advertise_host,
+                curve=curve,
+                admission_wait_s=admission_wait_s,
+            )
         except BaseException:
             for receiver in receivers.values():
                 receiver.close()

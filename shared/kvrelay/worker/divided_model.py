@@ -152,7 +152,9 @@ def _device_of(device: torch.device, rank: int) -> str:
 
 
 def _settings(config: WorkerConfig, port: int, hands_over: bool) -> RankSettings:
-    transfers = TransferSettings(config.role, config.transfer_checksums, config.max_peers)
+    transfers = TransferSettings(
+        config.role, config.transfer_choice, config.transfer_checksums, config.max_peers, config.nixl_transports
+    )
     return RankSettings(
         model=config.model,
         size=config.num_ranks,

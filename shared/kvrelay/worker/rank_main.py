@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+from collections.abc import Mapping
 from importlib import metadata
 
 from kvrelay.config.ranks import RankConfig
@@ -14,10 +16,9 @@ from kvrelay.ranks.rank_member import FollowingRunner, MemberOptions, RankEnds, 
 from kvrelay.ranks.rank_process import PARENT_VARIABLE
 from kvrelay.ranks.transfer_messages import TransferSettings
 from kvrelay.telemetry.logs import setup_logging
-from kvrelay.transfer.base import PartReceiver, PartSender
-from kvrelay.transfer.checksums import PoolChecksums
+from kvrelay.transfer.base import PartReceiver, PartSender, TransferReceiver, TransferSender
 from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
+from kvrelay.transfer.select import make_receivers, make_senders
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +42,12 @@ def run_rank(config: RankConfig) -> int:
     def load(settings: RankSettings, rank: int, report: Report) -> FollowingRunner:
         return load_part(config, settings, report)
 
-    def open_transport(settings: TransferSettings, pool: PoolLike) -> PartSender | PartReceiver:
-        return make_transport(config, settings, pool)
+    def open_transports(settings: TransferSettings, pool: PoolLike) -> Mapping[str, PartSender | PartReceiver]:
+        return make_transports(config, settings, pool)
 
     options = MemberOptions(config.engine, config.rank, own_software(), config.rank_timeout_s, config.curve_key())
     try:
-        RankMember(options, load, open_transport).run()
+        RankMember(options, load, open_transports).run()
     except RankEnds as error:
         log.error("rank %d ends: %s", config.rank, error)
         return 1
@@ -55,16 +56,45 @@ def run_rank(config: RankConfig) -> int:
     return 0
 
 
-def make_transport(config: RankConfig, settings: TransferSettings, pool: PoolLike) -> PartSender | PartReceiver:
-    """This rank's end of handoffs."""
-    curve = config.curve_key()
+def make_transports(
+    config: RankConfig, settings: TransferSettings, pool: PoolLike
+) -> Mapping[str, PartSender | PartReceiver]:
+    """This rank's ends of handoffs, by name. Raises TransportUnavailable as `make_senders` does."""
     if settings.role == "prefill":
-        sums = PoolChecksums(pool) if settings.checksums else None
-        sender_settings = SenderSettings(max_receivers=settings.max_peers)
-        return ZmqSender(pool, settings=sender_settings, checksums=sums, curve=curve)
-    return ZmqReceiver(
-        pool, host=config.host, advertise_host=config.reachable_host, curve=curve, admission_wait_s=ADMISSION_WAIT_S
-    )
+        ends: Mapping[str, TransferSender | TransferReceiver] = make_senders(
+            settings.choice,
+            pool,
+            host=host_of_senders(config),
+            ucx_transports=settings.ucx_transports,
+            checksums=settings.checksums,
+            curve=config.curve_key(),
+            max_peers=settings.max_peers,
+        )
+    else:
+        ends = make_receivers(
+            settings.choice,
+            pool,
+            host=config.host,
+            port=0,
+            advertise_host=config.reachable_host,
+            ucx_transports=settings.ucx_transports,
+            curve=config.curve_key(),
+            admission_wait_s=ADMISSION_WAIT_S,
+        )
+    return {name: end for name, end in ends.items() if isinstance(end, PartSender | PartReceiver)}
+
+
+def host_of_senders(config: RankConfig) -> str:
+    """The address at which NIXL may listen on a prefill rank, which has no other use for `host`: if none was given,
+    that by which this machine reaches the worker. Raises OSError."""
+    if "host" in config.model_fields_set:
+        return config.host
+    host, _, port = config.engine.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # chooses the route and sends nothing
+        own: str = probe.getsockname()[0]
+    return own
 
 
 def load_part(config: RankConfig, settings: RankSettings, report: Report) -> FollowingRunner:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Thread
 
 import msgspec
 import zmq
 
 from kvrelay.messaging.zmq_context import ZmqContext
+from kvrelay.process_identity import own_identity
 from kvrelay.ranks.messages import Pushed, encode
 from kvrelay.ranks.rank_transfers import RankTransfers
 from kvrelay.ranks.remote_transfers import RemoteReceiver, RemoteSender
@@ -23,9 +24,9 @@ TOPIC = CALL_TOPIC + bytes([RANK])
 class Channel:
     """One rank's end of the channel, and rank 0's."""
 
-    def __init__(self, transport: PartSender | PartReceiver) -> None:
+    def __init__(self, transports: Mapping[str, PartSender | PartReceiver]) -> None:
         self.failures: list[str] = []
-        self.transfers = RankTransfers("process", RANK, transport)
+        self.transfers = RankTransfers("process", RANK, transports)
         self._context = ZmqContext()
         self._publisher = self._context.socket(zmq.XPUB)
         calls, results = self._context.socket(zmq.SUB), self._context.socket(zmq.PUSH)
@@ -37,20 +38,27 @@ class Channel:
         results.connect(f"tcp://127.0.0.1:{self._reports.bind_to_random_port('tcp://127.0.0.1')}")
         self.transfers.start(self._context, calls, results, self.failures.append)
         self._num_calls = 0
+        self._handlers: dict[str, Callable[[TransferReport], None]] = {}
 
     def publish_call(self, rank: int, call: TransferCall) -> None:
         assert rank == RANK
         self._num_calls += 1
         self._publisher.send_multipart([TOPIC, self._num_calls.to_bytes(8, "little"), encode(call)])
 
-    def on_report(self, rank: int, handle: Callable[[TransferReport], None]) -> None:
-        assert rank == RANK
-        self._context.hand_over(self._reports)
-        Thread(target=self._take_reports, args=(handle,), daemon=True).start()
+    def on_report(self, rank: int, transport: str, handle: Callable[[TransferReport], None]) -> None:
+        assert rank == RANK and transport in self.transfers.endpoints
+        self._handlers[transport] = handle
+        if len(self._handlers) == 1:
+            self._context.hand_over(self._reports)
+            Thread(target=self._take_reports, daemon=True).start()
 
-    def endpoint_of(self, rank: int) -> Endpoint:
-        assert rank == RANK and self.transfers.endpoint is not None
-        return self.transfers.endpoint
+    def endpoints_of(self, rank: int) -> Mapping[str, Endpoint]:
+        assert rank == RANK
+        return self.transfers.endpoints
+
+    @property
+    def identities(self) -> list[str]:
+        return [own_identity()]
 
     def await_calls(self) -> None:
         """Waits until the rank has carried out all calls."""
@@ -61,13 +69,13 @@ class Channel:
             self.transfers.close()
             self._context.close()
 
-    def _take_reports(self, handle: Callable[[TransferReport], None]) -> None:
+    def _take_reports(self) -> None:
         decoder = msgspec.msgpack.Decoder(Pushed)
         try:
             while True:
                 report = decoder.decode(self._reports.recv())
                 assert isinstance(report, TransferReport)
-                handle(report)
+                self._handlers[report.transport](report)
         except zmq.ContextTerminated:
             pass
         finally:
@@ -78,8 +86,8 @@ class ChannelSender(RemoteSender):
     """A sender that ends with the test."""
 
     def __init__(self, transport: PartSender) -> None:
-        self.channel = Channel(transport)
-        super().__init__(RANK, self.channel)
+        self.channel = Channel({transport.name: transport})
+        super().__init__(RANK, self.channel, transport.name)
 
     def close(self) -> None:
         self.channel.close()
@@ -89,8 +97,8 @@ class ChannelReceiver(RemoteReceiver):
     """A receiver that ends with the test."""
 
     def __init__(self, transport: PartReceiver) -> None:
-        self.channel = Channel(transport)
-        super().__init__(RANK, self.channel)
+        self.channel = Channel({transport.name: transport})
+        super().__init__(RANK, self.channel, transport.name, needs_quarantine=transport.needs_quarantine)
 
     def close(self) -> None:
         self.channel.close()

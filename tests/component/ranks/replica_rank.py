@@ -110,8 +110,8 @@ def main() -> int:
         replicas.append(DisturbedReplica(runner, given))
         return replicas[-1]
 
-    def open_transport(settings: TransferSettings, pool: PoolLike) -> PartReceiver:
-        return HesitantReceiver(pool, replicas[-1], given)
+    def open_transports(settings: TransferSettings, pool: PoolLike) -> dict[str, PartReceiver]:
+        return {"zmq": HesitantReceiver(pool, replicas[-1], given)}
 
     replicas: list[DisturbedReplica] = []
     software = Software(RANK_PROTOCOL, given.get("version", "1.0"), "2.0")
@@ -119,7 +119,7 @@ def main() -> int:
         engine=given["engine"], rank=given["rank"], software=software, timeout_s=given.get("timeout_s", 60.0)
     )
     try:
-        RankMember(options, load, open_transport).run()
+        RankMember(options, load, open_transports).run()
     except RankEnds as error:
         logging.error("%s", error)
         return 1

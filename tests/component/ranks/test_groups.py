@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from kvrelay.engine.batch import DeviceLost, StepResult, WorkerBatch, WorkerRow
+from kvrelay.process_identity import has_ended, identity_of
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.messages import STEP_TOPIC, Start, encode
@@ -39,7 +40,7 @@ from tests.component.ranks.rig import (
     start,
 )
 from tests.fakes.replicas import LeadingHashRunner
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, wait_until
 from tests.unit.worker.serving import FailingRunner, Job, Service, check_tokens, serve
 
 KEY = ("request", 1, 0)
@@ -276,7 +277,21 @@ def test_ranks_end_with_a_killed_engine(tmp_path: Path) -> None:
     assert not alive
 
 
-TRANSFERS = TransferSettings("decode", checksums=False, max_peers=8)
+TRANSFERS = TransferSettings("decode", "zmq", checksums=False, max_peers=8)
+
+
+def remote_receiver(group: RankGroup, rank: int) -> RemoteReceiver:
+    return RemoteReceiver(rank, group, "zmq", needs_quarantine=False)
+
+
+def test_the_processes_of_ranks_are_known_and_seen_to_end() -> None:
+    """Until all have ended, slots into which they may write are not safe."""
+    with opened(3) as group:
+        start(group, 3)
+        identities = list(group.identities)
+        assert identities == [identity_of(process.pid) for process in group.processes]
+        assert not any(map(has_ended, identities))
+    wait_until(lambda: all(map(has_ended, identities)))
 
 
 def test_a_step_waits_for_the_calls_that_were_published_before_it(tmp_path: Path) -> None:
@@ -284,7 +299,7 @@ def test_a_step_waits_for_the_calls_that_were_published_before_it(tmp_path: Path
     order = tmp_path / "order"
     with opened(3, rank_2={"order_file": str(order)}) as group:
         ranks = start(group, 3, transfers=TRANSFERS)
-        remote = RemoteReceiver(2, group)
+        remote = remote_receiver(group, 2)
         assert remote.endpoint["address"].startswith("tcp://127.0.0.1:")
         remote.admit("r", 0, [1])
         remote.release("r")
@@ -297,10 +312,10 @@ def test_a_step_waits_for_the_calls_that_were_published_before_it(tmp_path: Path
 def test_a_call_that_cannot_be_carried_out_ends_the_group() -> None:
     with opened(2) as group:
         start(group, 2, transfers=TRANSFERS)
-        RemoteReceiver(1, group).admit("r", 0, [NUM_BLOCKS])
+        remote_receiver(group, 1).admit("r", 0, [NUM_BLOCKS])
         with pytest.raises(DeviceLost, match="rank 1 exited with status 1"):
             group.lost.result(PATIENCE_S)
-        RemoteReceiver(1, group).release("r")  # calls to a failed group are lost
+        remote_receiver(group, 1).release("r")  # calls to a failed group are lost
     assert_none_runs(group)
 
 

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from kvrelay.ranks.rank_transfers import RankTransfers
+from kvrelay.ranks.remote_transfers import RemoteReceiver
 from kvrelay.transfer.base import BlockPush, Landed, Pushed, SenderDrained
+from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
-from tests.component.ranks.remote_ends import ChannelReceiver, ChannelSender
+from tests.component.ranks.remote_ends import RANK, Channel, ChannelReceiver, ChannelSender
 from tests.component.transfer.rig import Log
+from tests.component.transfer.transports import NO_NIXL
 from tests.fakes.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.component
@@ -116,6 +119,83 @@ async def test_a_lost_call_fails_the_rank(stack: ExitStack) -> None:
 
 def test_only_receivers_have_an_address() -> None:
     sender, receiver = ZmqSender(BLOCKS), ZmqReceiver(np.zeros((8, 64), np.uint8))
-    assert RankTransfers("p", 1, sender).endpoint is None
-    assert RankTransfers("p", 1, receiver).endpoint == receiver.endpoint
+    assert RankTransfers("p", 1, {"zmq": sender}).endpoints == {"zmq": {}}
+    assert RankTransfers("p", 1, {"zmq": receiver}).endpoints == {"zmq": receiver.endpoint}
     receiver.close()
+
+
+async def test_a_rank_keeps_its_transports_apart(stack: ExitStack) -> None:
+    """Both have a reservation of the same name."""
+    pools = {name: np.zeros((8, 64), np.uint8) for name in ("one", "other")}
+    transports = {name: ZmqReceiver(pool) for name, pool in pools.items()}
+    channel = Channel(transports)
+    stack.callback(channel.close)
+    logs = {name: Log() for name in pools}
+    remotes = {name: RemoteReceiver(RANK, channel, name, needs_quarantine=False) for name in pools}
+    for name, remote in remotes.items():
+        assert remote.endpoint == transports[name].endpoint
+        remote.start(logs[name].add)
+        remote.admit("r", 0, [5])
+    channel.await_calls()
+    sender, _ = sender_of(stack)
+    sender.push("r", remotes["other"].endpoint, [BlockPush(0, 3, 5)])
+    await logs["other"].until(lambda: Landed("r", (0,)) in logs["other"].events)
+    remotes["other"].release("r")
+    sender.push("r", remotes["one"].endpoint, [BlockPush(0, 4, 5)])
+    await logs["one"].until(lambda: Landed("r", (0,)) in logs["one"].events)
+    assert [np.array_equal(pools[name][5], BLOCKS[source]) for name, source in (("one", 4), ("other", 3))] == [True] * 2
+    assert len(logs["one"].events) == len(logs["other"].events) == 1
+    assert not channel.failures
+
+
+class TestOneSided:
+    """NIXL writes into the slots of a rank whatever has been admitted there; only what is reported differs."""
+
+    pytestmark = pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)
+
+    @staticmethod
+    def ends(stack: ExitStack, wait_s: float) -> tuple[ChannelSender, ChannelReceiver, NixlReceiver, Log, Log]:
+        pool = np.zeros((8, 64), np.uint8)
+        transport, sender = NixlReceiver(pool, admission_wait_s=wait_s), ChannelSender(NixlSender(BLOCKS))
+        receiver, logs = ChannelReceiver(transport), (Log(), Log())
+        for end, log in ((receiver, logs[0]), (sender, logs[1])):
+            stack.callback(end.close)
+            end.start(log.add)
+        assert receiver.needs_quarantine and receiver.name == sender.name == "nixl"
+        return sender, receiver, transport, *logs
+
+    async def test_a_notification_that_comes_before_the_admission_lands_its_block(self, stack: ExitStack) -> None:
+        sender, receiver, transport, log, _ = self.ends(stack, PATIENCE_S)
+        sender.push("r", receiver.endpoint, [BlockPush(0, 3, 5)])
+        await until(lambda: transport.counters.num_messages == 1)
+        receiver.admit("r", 0, [5])
+        await log.until(lambda: Landed("r", (0,)) in log.events)
+        assert not transport.counters.dropped
+
+    async def test_a_notification_of_a_released_reservation_does_not_hold_up_others(self, stack: ExitStack) -> None:
+        sender, receiver, transport, log, _ = self.ends(stack, PATIENCE_S)
+        receiver.admit("old", 0, [5])
+        receiver.release("old")
+        receiver.admit("new", 0, [6])
+        receiver.channel.await_calls()
+        sender.push("old", receiver.endpoint, [BlockPush(0, 3, 5)])
+        sender.push("new", receiver.endpoint, [BlockPush(0, 4, 6)])
+        async with asyncio.timeout(PATIENCE_S / 2):
+            await log.until(lambda: Landed("new", (0,)) in log.events)
+        assert transport.counters.dropped == {"unknown_reservation": 1}
+
+    async def test_a_rank_ends_while_a_notification_waits_for_its_admission(self, stack: ExitStack) -> None:
+        sender, receiver, transport, _, _ = self.ends(stack, PATIENCE_S)
+        sender.push("r", receiver.endpoint, [BlockPush(0, 3, 5)])
+        await until(lambda: transport.counters.num_messages == 1)
+        receiver.close()
+        assert transport._thread is not None and not transport._thread.is_alive()
+
+    async def test_an_abort_drains_when_the_writes_have_ended(self, stack: ExitStack) -> None:
+        sender, receiver, _, _, log = self.ends(stack, 0.0)
+        receiver.admit("r", 0, [0, 1])
+        receiver.channel.await_calls()
+        sender.push("r", receiver.endpoint, [BlockPush(0, 0, 0), BlockPush(1, 1, 1)])
+        sender.abort("r")
+        await log.until(lambda: SenderDrained("r") in log.events)
+        assert log.events[-1] == SenderDrained("r")

@@ -23,7 +23,7 @@ from kvrelay.transfer.base import (
 )
 from kvrelay.transfer.block_parts import PartCopy
 from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
+from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
 from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import ZmqReceiver
@@ -60,8 +60,19 @@ ENDS = {
         lambda pool: ChannelReceiver(ZmqReceiver(pool, admission_wait_s=PATIENCE_S)),
     ),
     "nixl": Ends(NixlSender, NixlReceiver, NO_NIXL),
+    "nixl-channel": Ends(
+        lambda pool: ChannelSender(NixlSender(pool)),
+        lambda pool: ChannelReceiver(NixlReceiver(pool, admission_wait_s=PATIENCE_S)),
+        NO_NIXL,
+    ),
     "nixl-checksum": Ends(lambda pool: NixlSender(pool, checksums=PoolChecksums(pool)), NixlReceiver, NO_NIXL),
 }
+NIXL_TCP = Ends(
+    lambda pool: NixlSender(pool, settings=NixlSettings(ucx_transports="tcp")),
+    lambda pool: NixlReceiver(pool, ucx_transports="tcp"),
+    NO_NIXL,
+)
+"""As between machines."""
 Size = int | tuple[int, int]
 """Ranks, or stages and the ranks of each."""
 SIZES: list[tuple[Size, Size]] = [
@@ -168,7 +179,17 @@ def scattered(count: int, first_block: int = 0) -> list[BlockPush]:
 async def test_each_rank_gets_its_layers_and_heads_and_each_block_is_reported_once(
     ends: Ends, stack: ExitStack, sizes: tuple[Size, Size], num_heads: int
 ) -> None:
-    pair, copies = Pair(ends, stack, sizes, num_heads), scattered(25, first_block=3)
+    await check_a_handoff(Pair(ends, stack, sizes, num_heads))
+
+
+@pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4), ((2, 2), (3, 1))], ids=str)
+async def test_ranks_on_several_machines_write_over_tcp(stack: ExitStack, sizes: tuple[Size, Size]) -> None:
+    await check_a_handoff(Pair(NIXL_TCP, stack, sizes, 4))
+
+
+async def check_a_handoff(pair: Pair) -> None:
+    copies = scattered(25, first_block=3)
     pair.admit("r", [copy.slot for copy in copies], first_block=3)
     for first in range(0, 25, 10):
         pair.push("r", copies[first : first + 10])

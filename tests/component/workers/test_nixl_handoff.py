@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -90,10 +91,11 @@ def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) ->
     run(test)
 
 
-def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_has_ended(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_processes_have_ended(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    async def test(process: subprocess.Popen[bytes]) -> None:
+    async def test(processes: list[subprocess.Popen[bytes]]) -> None:
         runners = [HashRunner(), HashRunner()]
         runners[0].hold_after(4)
         settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
@@ -103,17 +105,21 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_h
             f.prefill.pop().die()
             decode = f.decode[0]
             await until(lambda: decode.started.role.queues()["sender_lost"])
-            await asyncio.sleep(1.5)
-            assert decode.blocks["quarantined"] == 25
-            process.kill()
+            for process in processes:
+                await asyncio.sleep(1.5)
+                assert decode.blocks["quarantined"] == 25
+                process.kill()
             await f.until_clean()
 
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
-        monkeypatch.setattr(sender_driver, "own_identity", lambda: identity_of(process.pid))
-        try:
-            run(lambda: test(process))
-        finally:
-            process.kill()
+    with ExitStack() as stack:
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        processes = [stack.enter_context(subprocess.Popen(command)) for _ in range(num_ranks)]
+        own, *others = [identity_of(process.pid) for process in processes]
+        monkeypatch.setattr(sender_driver, "own_identity", lambda: own)
+        monkeypatch.setattr(sender_driver, "other_ranks_identities", lambda context: others)
+        for process in processes:
+            stack.callback(process.kill)
+        run(lambda: test(processes))
 
 
 async def successor_speaks(redis_url: str, then: Callable[[LocalWorker], Awaitable[None]]) -> None:

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.unit
         ({"pipeline_parallel_size": 5, "tensor_parallel_size": 13}, r"65 ranks \(allowed: up to 64 together\)"),
         ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "local_ranks": 4}, r"allowed: 0 to 3"),
         ({"pipeline_parallel_size": 2, "local_ranks": 2}, r"local_ranks = 2 of pipeline_parallel_size = 2"),
-        ({"pipeline_parallel_size": 2, "transfer": "nixl"}, "transfer = nixl with pipeline_parallel_size = 2"),
     ],
 )
 def test_what_does_not_go_together(given: dict[str, Any], message: str) -> None:

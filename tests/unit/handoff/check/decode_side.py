@@ -121,7 +121,7 @@ def run(state: State, who: str, key: SequenceKey, instructions: list[decode.Rece
                 state.post(who, R, "tokens", key, message.index, (message.token_id,), None)
                 receiving.num_output = message.index + 1
             case decode.QuarantineBlocks():
-                quarantine(state, who).add(key, peer(receiving.prefill), receiving.prefill, 0.0)
+                quarantine(state, who).add(key, peer(receiving.prefill), [receiving.prefill], 0.0)
             case decode.FreeBlocks():
                 receiving.slots = ()
             case decode.SendResend(reservation, blocks, number):

@@ -10,6 +10,8 @@ flight says ok, and the data lands all the same."""
 from __future__ import annotations
 
 import importlib
+import logging
+import logging.config
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -174,12 +176,29 @@ def import_api() -> Any:
     """NIXL's Python module. Raises TransportUnavailable."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would log to stdout
     causes = []
-    for package in PACKAGES:
-        try:
-            return importlib.import_module(f"{package}._api")
-        except ImportError as error:
-            causes.append(str(error))
+    with _logging_kept():
+        for package in PACKAGES:
+            try:
+                return importlib.import_module(f"{package}._api")
+            except ImportError as error:
+                causes.append(str(error))
     raise TransportUnavailable(f"NIXL is not installed ({'; '.join(causes)}): run scripts/install-nixl")
+
+
+@contextmanager
+def _logging_kept() -> Iterator[None]:
+    """Keeps the process's logging as it is. NIXL 1.5 configures it when it is imported, by `dictConfig`, which closes
+    all handlers: those that write on a thread write nothing more, and none is flushed at the end of the process."""
+    configure, raises = logging.config.dictConfig, logging.raiseExceptions
+
+    def ignore(config: Mapping[str, Any]) -> None:
+        """In the place of `dictConfig`."""
+
+    logging.config.dictConfig = ignore
+    try:
+        yield
+    finally:
+        logging.config.dictConfig, logging.raiseExceptions = configure, raises
 
 
 def _unset(values: Mapping[str, str]) -> dict[str, str]:

@@ -101,13 +101,13 @@ def test_stages(architecture: str, tiny_model: Callable[[str], Path], tmp_path: 
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
 
 
-def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim: str, rank: int = 0) -> None:
-    """Kills one of a worker's other ranks while the prompts are served. Returns when its worker is ready again."""
+def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim: str, rank: int = 1) -> None:
+    """Kills one of a worker's ranks while the prompts are served. Returns when its worker is ready again."""
     num_workers, before = len(stack.workers()), stack.children()[victim]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(check_together, stack, model, prompts)
         wait_until(lambda: stack.busy_blocks() or asked.done())
-        os.kill(ranks_of(before)[rank], signal.SIGKILL)
+        os.kill([before, *ranks_of(before)][rank], signal.SIGKILL)
         asked.result()
     wait_until(lambda: stack.children().get(victim, before) != before)
     wait_until(lambda: [worker["state"] for worker in stack.workers()] == ["ready"] * num_workers)
@@ -203,22 +203,31 @@ def test_handoffs_while_stages_are_killed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefill", "decode", "architecture", "transfer"),
+    ("prefill", "decode", "killed", "architecture", "transfer"),
     [
-        *((2, 2, "llama", "auto"), (2, 1, "qwen2", "zmq"), (1, 2, "qwen3-moe", "zmq")),
-        *((4, 1, "mistral", "auto"), (1, 4, "qwen3", "auto")),
+        (2, 2, (("prefill-0", 0), ("decode-1", 1)), "llama", "auto"),
+        (2, 1, (("prefill-0", 1),), "qwen2", "zmq"),
+        (1, 2, (("decode-1", 0),), "qwen3-moe", "zmq"),
+        (4, 1, (("prefill-0", 1), ("prefill-0", 3)), "mistral", "auto"),
+        (1, 4, (("decode-1", 2), ("decode-1", 0)), "qwen3", "auto"),
     ],
+    ids=str,
 )
 def test_handoffs_while_ranks_are_killed(
-    prefill: int, decode: int, architecture: str, transfer: str, tiny_model: Callable[[str], Path], tmp_path: Path
+    prefill: int,
+    decode: int,
+    killed: Sequence[tuple[str, int]],
+    architecture: str,
+    transfer: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
+    """Rank 0 is the worker's own process."""
     model = tiny_model(architecture)
-    sizes = {"prefill-0": prefill, "decode-1": decode}
     flags = (f"--prefill-tensor-parallel-size={prefill}", f"--decode-tensor-parallel-size={decode}", "--decode=2")
     with Stack(model, tmp_path, *flags, f"--transfer={transfer}", *FLAGS) as stack:
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
-        for victim in (name for name, size in sizes.items() if size > 1):
-            for rank in {0, sizes[victim] - 2}:  # of those besides rank 0
-                kill_a_rank(stack, model, prompts, victim, rank)
-                check_together(stack, model, prompts)
+        for victim, rank in killed:
+            kill_a_rank(stack, model, prompts, victim, rank)
+            check_together(stack, model, prompts)
         stack.wait_until_clean()

@@ -159,8 +159,8 @@ class RankConfig(BaseModel):
     host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="address to listen on for KV blocks, on decode workers; on prefill workers, that of NIXL (default "
-        "there: the address by which the machine reaches the worker)",
+        description="address to listen on for KV blocks; on prefill workers only NIXL does that, and by default at the "
+        "address by which the machine reaches the worker",
     )
     advertise_host: str | None = Field(
         default=None,

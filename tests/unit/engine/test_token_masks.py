@@ -23,7 +23,7 @@ from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, To
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.thoroughness import examples
 
@@ -331,6 +331,42 @@ def test_reasoning_ends_behind_its_budget_however_the_output_is_divided(
         assert ahead.index(THINK_END) == end
         if grammar is not None:
             COMPILER.compile(grammar).accept(ahead[end + 1 :])
+
+
+CHANNEL, MESSAGE, START, STOP, ANALYSIS, FINAL, COMMENTARY, ROLE = range(302, 310)
+CLOSING = (STOP, START, ROLE, CHANNEL)
+
+
+@settings(max_examples=examples(30))
+@given(
+    budgets=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    sampling=st.sampled_from(SAMPLINGS[:2]),
+    restart_at=st.integers(-1, 20),
+)
+def test_messages_of_reasoning_end_behind_their_budget_however_the_output_is_divided(
+    budgets: list[int], sampling: Sampling, restart_at: int
+) -> None:
+    """The model finds all markers impossible."""
+    never = dict.fromkeys((END, CHANNEL, START, STOP), -1000.0)
+    rows = []
+    for budget in budgets:
+        channels = ReasoningChannels(
+            channel_id=CHANNEL,
+            message_id=MESSAGE,
+            start_id=START,
+            reasoning_id=ANALYSIS,
+            answer_id=FINAL,
+            other_ids=(COMMENTARY,),
+            closing_ids=CLOSING,
+            is_open=True,
+            token_budget=budget,
+        )
+        rows.append((None, msgspec.structs.replace(sampling, channels=channels, logit_bias=never)))
+    jumping = jump(rows, 40, jumps=True, restart_at=restart_at)
+    for ahead, one_by_one, budget in zip(jumping, jump(rows, 40, jumps=False), budgets, strict=True):
+        assert ahead[: len(one_by_one)] == one_by_one[: len(ahead)]
+        behind = budget + len(CLOSING)
+        assert tuple(ahead[budget:behind]) == CLOSING and ahead[behind] in (FINAL, COMMENTARY)
 
 
 @pytest.mark.parametrize("grammar", FORCING[:4])

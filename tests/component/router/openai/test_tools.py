@@ -169,8 +169,10 @@ async def test_calls_of_different_turns_may_have_one_id(router: Router) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
     ]
-    answer = await router.http.post("/v1/chat/completions", json=options(messages=[*HELLO, *turn, *turn]))
-    assert answer.status_code == 200, answer.text
+    nameless = [{**turn[0], "tool_calls": [{**call, "id": ""}] * 2}, {**turn[1], "tool_call_id": ""}]
+    for messages in ([*turn, *turn], nameless):
+        answer = await router.http.post("/v1/chat/completions", json=options(messages=[*HELLO, *messages]))
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(

@@ -202,9 +202,10 @@ def check_tool_results(messages: Sequence[dict[str, Any]]) -> None:
         elif calls := message.get("tool_calls"):
             has_calls = True
             ids = [call["id"] for call in calls if isinstance(call.get("id"), str)]
-            if len(new := set(ids)) < len(ids):
+            named = [call_id for call_id in ids if call_id]  # some servers leave all ids empty
+            if len(set(named)) < len(named):
                 raise _wrong_messages(f"two tool calls of message {index} have the same id")
-            called |= new
+            called.update(ids)
 
 
 def _wrong_messages(reason: str) -> ApiError:

@@ -165,11 +165,11 @@ async def test_unusual_schemas_are_taken(router: Router) -> None:
 
 async def test_calls_of_different_turns_may_have_one_id(router: Router) -> None:
     call = {"id": "functions.weather:0", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
-    turn = [
+    turn: list[Any] = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
     ]
-    nameless = [{**turn[0], "tool_calls": [{**call, "id": ""}] * 2}, {**turn[1], "tool_call_id": ""}]
+    nameless: list[Any] = [{**turn[0], "tool_calls": [{**call, "id": ""}] * 2}, {**turn[1], "tool_call_id": ""}]
     for messages in ([*turn, *turn], nameless):
         answer = await router.http.post("/v1/chat/completions", json=options(messages=[*HELLO, *messages]))
         assert answer.status_code == 200, answer.text

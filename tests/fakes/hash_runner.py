@@ -97,6 +97,7 @@ class HashRunner:
         self._entries = self.pool_bytes[:, :entries_bytes].view(np.int32).reshape(num_blocks, block_size, 2)
         self._sequences: dict[SequenceKey, Sampling] = {}
         self._sampled: dict[SequenceKey, int] = {}
+        self._newest: dict[SequenceKey, tuple[int, tuple[int, ...]]] = {}  # the newest tokens, from a position on
         self.step_s = step_s
         self.late_every = 0  # so many constrained rows to one that is late, once for each place; 0: none is
         self._were_late: set[tuple[SequenceKey, int]] = set()
@@ -123,10 +124,12 @@ class HashRunner:
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         self._sequences[key] = sampling
+        self._newest.setdefault(key, (len(token_ids), ()))
 
     def drop_sequence(self, key: SequenceKey) -> None:
         self._sequences.pop(key, None)
         self._sampled.pop(key, None)
+        self._newest.pop(key, None)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
         started = time.perf_counter()
@@ -160,7 +163,7 @@ class HashRunner:
         size = self.spec.block_size
         end = row.position + len(row.token_ids)
         positions = np.arange(row.position, end)
-        token_ids = [*row.token_ids[:-1], self._sampled[row.key]] if row.has_placeholder else row.token_ids
+        token_ids = [*row.token_ids[:-1], self._token_at(row.key, end - 1)] if row.has_placeholder else row.token_ids
         assert not (row.has_placeholder and row.num_drafts), "what follows a token that nobody knows cannot be guessed"
         self._entries[row.block_ids[positions // size], positions % size, 0] = token_ids
         self._entries[row.block_ids[positions // size], positions % size, 1] = positions
@@ -174,13 +177,22 @@ class HashRunner:
         if row.beam is not None:
             assert np.array_equal(row.beam.history, read[:, 0])
             return RowResult(candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
-        if sampling.grammar is not None and self._is_late(row.key, end):
-            return RowResult(is_late=True)
+        if sampling.grammar is not None:
+            first, newest = self._newest[row.key]
+            if row.has_placeholder and first + len(newest) != end:  # the row was planned for one token more, and there
+                return RowResult(is_late=first + len(newest) < end)  # is none, or there are several
+            if self._is_late(row.key, end):
+                return RowResult(is_late=True)
         new_ids, num_forced = self._continue(row, read[:, 0].tolist(), sampling)
-        self._sampled[row.key] = new_ids[-1]
+        self._sampled[row.key], self._newest[row.key] = new_ids[-1], (end - row.num_drafts, new_ids)
         asked = sampling.logprobs is not None
         logprobs = tuple(TokenLogprobs(token_id, -float(token_id), [], []) for token_id in new_ids if asked)
         return RowResult(new_ids, logprobs, num_forced=num_forced)
+
+    def _token_at(self, key: SequenceKey, position: int) -> int:
+        """The newest token, or the one at this position if a grammar forced others behind it."""
+        first, newest = self._newest[key]
+        return newest[position - first] if 0 <= position - first < len(newest) - 1 else self._sampled.get(key, 1)
 
     def _is_late(self, key: SequenceKey, end: int) -> bool:
         if (

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 import msgspec
 
 from kvrelay.engine.batch import DeviceLost, LaunchedStep, RowResult, RowsFailed, StepResult, WorkerBatch, WorkerRow
+from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.hash_runner import VOCAB_SIZE, HashRunner
 from tests.fakes.waiting import PATIENCE_S
@@ -51,7 +52,8 @@ class QueuedRunner(HashRunner):
         self.launched: list[int] = []  # steps, in order
         self.num_run_again = 0
         self.lost_in: int | None = None  # the step that the device does not survive
-        self._landed_tokens: dict[SequenceKey, int] = {}  # the host's; those on the device are the base class's
+        # The host's, from a position on; those on the device are the base class's.
+        self._landed_tokens: dict[SequenceKey, tuple[int, tuple[int, ...]]] = {}
         self._not_ended: list[QueuedStep] = []
         self._lock = threading.Lock()
         self._queue: SimpleQueue[QueuedStep | None] = SimpleQueue()
@@ -62,6 +64,10 @@ class QueuedRunner(HashRunner):
         self._queue.put(None)
         self._device.join(PATIENCE_S)
         assert not self._device.is_alive() and not self._not_ended
+
+    def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
+        super().add_sequence(key, sampling, token_ids, num_prompt)
+        self._landed_tokens.setdefault(key, (len(token_ids), ()))
 
     def drop_sequence(self, key: SequenceKey) -> None:
         with self._lock:
@@ -95,12 +101,23 @@ class QueuedRunner(HashRunner):
     def ask(self, step: QueuedStep) -> None:
         """Asks the device for a step: with the tokens that have landed, or those that the one before leaves there."""
         rows = []
+        step.late = set()
         for row in step.batch.rows:
-            token_ids, block_ids = row.token_ids.copy(), row.block_ids.copy()
+            token_ids, block_ids, sample = row.token_ids.copy(), row.block_ids.copy(), row.sample
             takes = row.has_placeholder and step.behind is not None
             if row.has_placeholder and not takes:
-                token_ids[-1] = self._landed_tokens.get(row.key, 0)  # none: the step before failed at its launch
-            rows.append(msgspec.structs.replace(row, token_ids=token_ids, block_ids=block_ids, has_placeholder=takes))
+                at = row.position + len(token_ids) - 1
+                first, landed = self._landed_tokens[row.key]
+                token_ids[-1] = landed[at - first] if first <= at < first + len(landed) else 0
+                # Else a grammar forced further tokens, or this one is missing.
+                sample = row.sample and first + len(landed) == at + 1
+                if first + len(landed) <= at:
+                    step.late.add(row.key)
+            rows.append(
+                msgspec.structs.replace(
+                    row, token_ids=token_ids, block_ids=block_ids, sample=sample, has_placeholder=takes
+                )
+            )
         step.rows = rows
         step.ended.clear()
         self._queue.put(step)
@@ -121,10 +138,15 @@ class QueuedRunner(HashRunner):
         except Exception:
             self._end(step)
             raise
+        step.results = [
+            RowResult(is_late=True) if row.key in step.late else result
+            for row, result in zip(step.rows, step.results, strict=True)
+        ]
         with self._lock:  # whoever is launched from now on takes its tokens from the host
             for row, result in zip(step.rows, step.results, strict=True):
                 if result.token_ids:
-                    self._landed_tokens[row.key] = result.token_ids[-1]
+                    first = row.position + len(row.token_ids) - row.num_drafts
+                    self._landed_tokens[row.key] = first, tuple(result.token_ids)
             step.resampled = step.mistaken
             self._not_ended.remove(step)
         return StepResult(step.batch.step, step.results, 1e-6)
@@ -202,6 +224,7 @@ class QueuedStep:
         """The step from which placeholders take their tokens; None: they are taken from the host."""
         self.rows: list[WorkerRow] = []
         self.results: list[RowResult] = []
+        self.late: set[SequenceKey] = set()  # rows for a token that is missing, as the step before was late with it
         self.mistaken: set[SequenceKey] = set()  # whose tokens on the device are not the true ones
         self.error: Exception | None = None
         self.ended = threading.Event()

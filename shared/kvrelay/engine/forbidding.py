@@ -1,11 +1,14 @@
-"""Applies token masks to logits, on a CPU without unpacking the bits."""
+"""Applies token masks to logits. The bits go to the device packed, and a CPU and Triton read them so."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int64, c_void_p
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +23,8 @@ def forbid_tokens(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[Tok
     place."""
     kernel = _kernel() if logits.device.type == "cpu" and logits.stride(1) == 1 else None
     if kernel is None:
-        _forbid_by_torch(logits, rows, masks)
+        packed = to_device(np.stack([mask[: -(-logits.shape[1] // 32)] for mask in masks]), logits.device)
+        _find_forbid(logits.device.type)(logits, to_device(np.array(rows, np.int64), logits.device), packed)
         return
     where = np.array(rows, np.int64)
     addresses = np.array([mask.ctypes.data for mask in masks], np.uintp)
@@ -53,15 +57,23 @@ def most_likely(
     return torch.from_numpy(token_ids), torch.from_numpy(peaks)
 
 
-def _forbid_by_torch(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
-    packed = np.stack([mask[: -(-logits.shape[1] // 32)] for mask in masks]).view(np.uint8)
-    bits = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
-    forbidden = to_device(bits == 0, logits.device)
-    if len(rows) == len(logits):
-        logits.masked_fill_(forbidden, -torch.inf)
-    else:
-        where = to_device(np.array(rows, np.int64), logits.device)
-        logits.index_copy_(0, where, logits.index_select(0, where).masked_fill_(forbidden, -torch.inf))
+@cache
+def _find_forbid(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """Triton's kernel on a GPU if Triton is installed, else plain torch."""
+    if device_type != "cuda" or find_spec("triton") is None:
+        return forbid_by_torch
+    return cast(
+        "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]",
+        import_module("kvrelay.engine.triton_masks").forbid,
+    )
+
+
+def forbid_by_torch(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """Sets logits, `[rows, vocab]`, to minus infinity in place, in the rows `rows`, `[masks]` int64, where the bits of
+    `masks`, `[masks, words]` int32, are 0."""
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    forbidden = (((masks[:, :, None] >> shifts) & 1) == 0).flatten(1)[:, : logits.shape[1]]
+    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
 
 
 @cache

@@ -7,6 +7,10 @@
               it runs again with the right token when its own turn to land comes. Running again is safe. The same rows
               write the same slots of the same blocks, the blocks belong to the rows until the step has landed, and a
               sampled token depends only on sequence, position and logits. No step is launched behind a stale one.
+   Rows whose sampling depends on all earlier tokens, as with a grammar, are not sampled at a launch behind another
+   step, but as soon as that one has landed: at the next launch, or at the landing of their own step. The device
+   computes the forward meanwhile. A grammar may have forced tokens behind the one that such a row computes; then the
+   row brings none. If the step before had no token for the sequence, as its mask was late, the row is late too.
 3. DISCARDED  The host waited for the step, and its results are dropped. What it wrote lies behind the committed tokens,
               in blocks that belonged to its sequences until now. A later owner writes each slot before reading it.
 """
@@ -25,11 +29,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import BeamCandidates, DeviceLost, RowResult, StepResult, WorkerBatch
+from kvrelay.engine.batch import BeamCandidates, DeviceLost, GrammarWork, RowResult, StepResult, WorkerBatch
 from kvrelay.engine.device import Moment, is_settled, to_device, use_on_this_thread
 from kvrelay.engine.pending_tokens import PendingTokens
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
+
+
+class Sampled(NamedTuple):
+    """Tokens of these rows of a step."""
+
+    tokens: PendingTokens
+    rows: list[int]
 
 
 class _NewTokens(NamedTuple):
@@ -39,6 +50,14 @@ class _NewTokens(NamedTuple):
     token_ids: Mapping[int, tuple[int, ...]]
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
     num_forced: Mapping[int, int]
+
+    def joined(self, other: _NewTokens) -> _NewTokens:
+        """With what other rows bring."""
+        return _NewTokens(
+            {**self.token_ids, **other.token_ids},
+            {**self.logprobs, **other.logprobs},
+            {**self.num_forced, **other.num_forced},
+        )
 
 
 _NO_TOKENS = _NewTokens({}, {}, {})
@@ -58,15 +77,17 @@ class TokensOnDevice:
 
 @dataclass(slots=True)
 class Asked:
-    """The work of a step that was launched on the device. `tokens` has the new tokens of the rows in `sampled_rows`;
-    the other fields are known at the launch. Rows in `late_rows` get their token in a later step.
+    """The work of a step that was launched on the device. `sampled`: new tokens, those that were sampled at the launch
+    and those that were sampled later. `sample_later`: samples the rest; `error` is what it raised. The other fields are
+    known at the launch, but rows may join `late_rows` later; they get their token in a later step.
 
     `copy_s`: seconds of the copies between pool and host. `begin` and `end`: when the device begins the step and has
-    done all of it.
+    done all of it, without `sample_later`.
     """
 
-    tokens: PendingTokens | None = None
-    sampled_rows: list[int] = field(default_factory=list)
+    sampled: list[Sampled] = field(default_factory=list)
+    sample_later: Callable[[], None] | None = None
+    error: Exception | None = None
     late_rows: set[int] = field(default_factory=set)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
@@ -105,6 +126,13 @@ class StepsInFlight:
         index = self._steps.index(step)
         return self._steps[index - 1] if index else None
 
+    def sample_later(self) -> None:
+        """Samples the rows of the step in flight that waited for the tokens of the one before, which has landed."""
+        with self.lock:
+            step = self._steps[-1] if self._steps else None
+        if step is not None:
+            step.sample_later()
+
     @property
     def has_stale(self) -> bool:
         """Returns whether a step in flight has to run again; needs the lock."""
@@ -124,6 +152,7 @@ class StepInFlight:
         self._steps = steps
         self._asked = Asked()
         self._ask: Ask | None = None
+        self._sampling_later = Lock()
 
     @property
     def is_stale(self) -> bool:
@@ -142,12 +171,25 @@ class StepInFlight:
             self._failed(error)
             raise
 
+    def sample_later(self) -> None:
+        """Samples the rows that wait for the tokens of the step before, which has landed. `land` raises what fails."""
+        # The next launch and this step's landing are on two threads. The one that comes second waits for the first.
+        with self._sampling_later:
+            asked = self._asked
+            sample, asked.sample_later = asked.sample_later, None
+            if sample is not None:
+                try:
+                    sample()
+                except Exception as error:
+                    asked.error = error
+
     @torch.inference_mode()
     def land(self) -> StepResult:
         use_on_this_thread(self._steps.device)
         try:
             if self._is_to_run_again():
                 self._run_again()
+            self.sample_later()
             new, forward_s = self._land_tokens()
         except BaseException as error:
             self._failed(error)
@@ -156,8 +198,7 @@ class StepInFlight:
         asked, self._asked, self._ask, self.took_from = self._asked, Asked(), None, None
         results = _results(len(self.batch.rows), new, asked)
         took_s = forward_s - asked.copy_s if results else 0.0
-        work = asked.tokens.grammar_work if asked.tokens is not None else None
-        return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured, work)
+        return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured, _work(asked))
 
     def discard(self) -> None:
         use_on_this_thread(self._steps.device)
@@ -180,24 +221,34 @@ class StepInFlight:
         self.took_from, self._asked = None, Asked()
         self._ask(self, self._asked)
         # No step should have taken a token of this one. One that did is stale as well.
-        self.resampled = frozenset(self.batch.rows[index].key for index in self._asked.sampled_rows)
+        rows = self.batch.rows
+        self.resampled = frozenset(rows[index].key for sampled in self._asked.sampled for index in sampled.rows)
 
     def _land_tokens(self) -> tuple[_NewTokens, float]:
         """Waits for the step, and ends it. Returns its tokens, and the seconds that it took."""
-        tokens, rows = self._asked.tokens, self._asked.sampled_rows
-        if tokens is None:
+        asked = self._asked
+        if asked.error is not None:
+            raise asked.error
+        if not asked.sampled:
             self._await()
             with self._steps.lock:
                 ended = self._steps.end(self)
             return _NO_TOKENS, self._took_s(*ended)
+        new = _NO_TOKENS
         with self._steps.lock:
-            token_ids, logprobs = tokens.land()
-            # The lock is held until the end of the step. A step that took its tokens from device memory before finds
-            # out now whether they were wrong; a step that takes them from now on finds them on the host.
-            changed = np.flatnonzero(tokens.resampled).tolist()
-            self.resampled |= {self.batch.rows[rows[index]].key for index in changed}
+            if len(asked.sampled) > 1:
+                for sampled in asked.sampled:  # nothing is recorded if one of them fails
+                    sampled.tokens.check()
+            for tokens, rows in asked.sampled:
+                token_ids, logprobs = tokens.land()
+                # The lock is held until the end of the step. A step that took its tokens from device memory before
+                # finds out now whether they were wrong; a step that takes them from now on finds them on the host.
+                changed = np.flatnonzero(tokens.resampled).tolist()
+                self.resampled |= {self.batch.rows[rows[index]].key for index in changed}
+                some = _by_row(rows, tokens, token_ids, logprobs)
+                new = some if new is _NO_TOKENS else new.joined(some)
             ended = self._steps.end(self)
-        return _by_row(rows, tokens, token_ids, logprobs), self._took_s(*ended)
+        return new, self._took_s(*ended)
 
     def _took_s(self, seconds: float, began_behind: bool) -> float:
         """The seconds that the step took: as the host measured them, or as the device did if that is more.
@@ -214,9 +265,9 @@ class StepInFlight:
 
     def _await(self) -> None:
         """Waits until the step has ended, and discards its tokens."""
-        if self._asked.tokens is not None:
-            with self._steps.lock:
-                self._asked.tokens.discard()
+        with self._steps.lock:
+            for sampled in self._asked.sampled:
+                sampled.tokens.discard()
         if self._asked.end is not None:
             self._asked.end.wait()
 
@@ -225,9 +276,9 @@ class StepInFlight:
         # Work that was launched before the error may still write into blocks that are about to be freed.
         settled = is_settled(self._steps.device)
         with self._steps.lock:
-            if self._asked.tokens is not None:
+            for sampled in self._asked.sampled:
                 with suppress(RuntimeError):  # raised if the device is lost
-                    self._asked.tokens.discard()
+                    sampled.tokens.discard()
             self._steps.end(self)
         self._asked, self._ask, self.took_from = Asked(), None, None
         if not settled:
@@ -236,6 +287,14 @@ class StepInFlight:
 
 Ask = Callable[[StepInFlight, Asked], None]
 """Launches a step's work on the device, and notes it in `Asked` as it goes. Called once more if the step runs again."""
+
+
+def _work(asked: Asked) -> GrammarWork | None:
+    """What was done for grammars since the step before, if anything."""
+    works = [work for sampled in asked.sampled if (work := sampled.tokens.grammar_work) is not None]
+    for work in works[1:]:
+        works[0].add(work)
+    return works[0] if works else None
 
 
 def _by_row(

@@ -121,6 +121,18 @@ class PendingTokens:
         self._copy: HostCopy | None = HostCopy(sampled.token_ids, sampled.peaks, *settled)
         owner.started(self)
 
+    def check(self) -> None:
+        """Waits for these tokens alone. Raises BadLogits, as `land` would, and records nothing."""
+        assert self._copy is not None
+        with self._owner.waiting():
+            _, peaks, *_ = self._copy.read()
+        self._check_finite(peaks)
+
+    def _check_finite(self, peaks: NDArray[np.float64]) -> None:
+        # Behind a draft, logits that are not finite only end the run: the draft may be wrong.
+        drafts = self.rows.drafts
+        check_finite(self.rows.keys, peaks if drafts is None else np.where(drafts.depths > 0, 0, peaks))
+
     def land(self) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
         """Waits for these tokens alone, and appends them `[rows]` to the histories of the sequences that are still
         known, without those behind rejected drafts.
@@ -139,8 +151,7 @@ class PendingTokens:
             with self._owner.waiting():
                 token_ids, peaks, *settled = copy.read()
             result, drafts = token_ids.astype(np.int64), self.rows.drafts
-            # Behind a draft, logits that are not finite only end the run: the draft may be wrong.
-            check_finite(self.rows.keys, peaks if drafts is None else np.where(drafts.depths > 0, 0, peaks))
+            self._check_finite(peaks)
             if settled:
                 self._resample(result, np.flatnonzero((settled[0] == 0) & np.isfinite(peaks)))
             if drafts is not None:
@@ -206,6 +217,8 @@ class SampledTokens:
         self._masks = masks
         self._device = device
         self._pending: list[PendingTokens] = []  # ordered by launch
+        self._runs: dict[int, tuple[int, list[int]]] = {}
+        """By slot: the life of its sequence, and the tokens that joined last, if a grammar forced some of them."""
         self.share_resampled = 0.0
         """Moving average, 0 to 1, of the landed batches in which a token differed from the one on the device."""
 
@@ -253,7 +266,13 @@ class SampledTokens:
             return {}
         runs = self._masks.accept(rows.slots[constrained], token_ids[constrained], rows.jumps[constrained])
         forced = {int(constrained[at]): run for at, run in runs.items()}
+        if self._runs:
+            for slot in rows.slots[constrained].tolist():
+                self._runs.pop(slot, None)
         if forced:
+            for row, run in forced.items():
+                life = int(rows.parameters["life"][row])
+                self._runs[int(rows.slots[row])] = life, [int(token_ids[row]), *run]
             token_ids = np.array([token for run in forced.values() for token in run], np.int64)
             which = np.repeat(np.array(list(forced), np.int64), [len(run) for run in forced.values()])
             stays = self._state.holds(rows.slots[which], rows.parameters["life"][which])
@@ -266,19 +285,34 @@ class SampledTokens:
 
     def _append(self, rows: SampledRows, which: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Appends `token_ids[i]` to the sequence of row `which[i]`."""
-        self._state.set_last(rows.slots[which], token_ids)
+        self._state.append(rows.slots[which], token_ids)
         self._masks.limits.accept(rows.slots[which], token_ids)
         counts = rows.parameters["counts"][which]
         if (counted := counts >= 0).any():
             self._state.counts.append(counts[counted], token_ids[counted])
 
-    def last(self, parameters: Parameters) -> torch.Tensor:
-        """The newest tokens, `[rows]` int64 on the device, without a wait. Read only."""
+    def landed(
+        self, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The token at each position, `[rows]`, which is the sequence's newest one, or the one before tokens that a
+        grammar forced behind it. Any token for a position that the sequence has not reached."""
+        token_ids: NDArray[np.int64] = parameters["last"].copy()
+        if self._runs:
+            num_behind = (parameters["length"] - positions - 1).tolist()
+            for row, (slot, count) in enumerate(zip(slots.tolist(), num_behind, strict=True)):
+                life, run = self._runs.get(slot, (0, []))
+                if 0 < count < len(run) and life == parameters["life"][row]:
+                    token_ids[row] = run[-1 - count]
+        return token_ids
+
+    def last(self, parameters: Parameters, landed: NDArray[np.int64]) -> torch.Tensor:
+        """The newest tokens, `[rows]` int64 on the device, without a wait. Read only. `landed`, `[rows]`: those on the
+        host."""
         lives = parameters["life"]
         if self._pending and np.array_equal(self._pending[-1].rows.parameters["life"], lives):
             return self._pending[-1].token_ids  # the same rows as in the previous step
         # Concatenate the host's tokens and those of each pending batch, then pick each row's newest.
-        parts, places, length = [to_device(parameters["last"].copy(), self._device)], np.arange(len(lives)), len(lives)
+        parts, places, length = [to_device(landed, self._device)], np.arange(len(lives)), len(lives)
         for pending in self._pending:
             found, rows = _find(lives, pending.rows.parameters["life"])
             places[found] = length + rows

@@ -86,25 +86,40 @@ class Sampler:
         if slot is not None:
             self._masks.drop(slot)
 
-    def last_sampled(self, keys: Sequence[SequenceKey]) -> NDArray[np.int64]:
-        """The newest landed token of each key, `[keys]`; 0 if there is none.
+    def last_sampled(
+        self, keys: Sequence[SequenceKey], positions: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """The newest landed token of each key, `[keys]`; 0 if there is none. With `positions`, `[keys]`: the token
+        there, behind which a grammar may have forced others. Any token if the sequence has none there.
 
         Raises:
             KeyError: an unknown key.
         """
-        last: NDArray[np.int64] = self._state.gather(keys)[1]["last"]
+        slots, parameters = self._state.gather(keys)
+        if positions is not None:
+            return self._sampled.landed(slots, parameters, positions)
+        last: NDArray[np.int64] = parameters["last"]
         return last
 
-    def last_on_device(self, keys: Sequence[SequenceKey]) -> torch.Tensor:
-        """The newest token of each key, `[keys]` int64 on the device, without a wait. Read only.
+    def num_landed_from(self, keys: Sequence[SequenceKey], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many landed tokens each sequence has at its position and behind it, `[keys]`: 0 if the token there is the
+        next one, negative if one before it is missing. Raises KeyError for an unknown key."""
+        num_tokens: NDArray[np.int64] = self._state.gather(keys)[1]["length"] - positions
+        return num_tokens
 
-        Includes pending tokens and ignores discarded ones. A landed token has its final value. 0: the sequence has no
-        token. A sequence that was dropped and added again starts without tokens.
+    def last_on_device(self, keys: Sequence[SequenceKey], positions: NDArray[np.int64] | None = None) -> torch.Tensor:
+        """The newest token of each key, or of each position, `[keys]` int64 on the device, without a wait. Read only.
+
+        `positions` are as for `last_sampled`. Includes pending tokens and ignores discarded ones. A landed token has
+        its final value. 0: the sequence has no token. A sequence that was dropped and added again starts without
+        tokens.
 
         Raises:
             KeyError: an unknown key.
         """
-        return self._sampled.last(self._state.gather(keys)[1])
+        slots, parameters = self._state.gather(keys)
+        landed = parameters["last"].copy() if positions is None else self._sampled.landed(slots, parameters, positions)
+        return self._sampled.last(parameters, landed)
 
     def begin_masks(self, key: SequenceKey, drafts: Sequence[int]) -> None:
         """Has the masks at the places of drafts computed, if the sequence has a grammar. Unknown keys are ignored."""

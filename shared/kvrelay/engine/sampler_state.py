@@ -35,6 +35,7 @@ _PARAMETERS = np.dtype(
         ("follows", np.bool_),  # ... and which ones depends on the output
         ("adjusted", np.bool_),  # logits change before sampling: penalties, bias, min_tokens or a mask
         ("last", np.int64),  # the newest landed token
+        ("length", np.int64),  # tokens of prompt and output that have landed
         ("life", np.int64),  # unique for each sequence that ever had the slot; 0: the slot is free
     ]
 )
@@ -116,6 +117,7 @@ class SamplerState:
             sampling.follows_output,
             penalised or masked or bool(sampling.logit_bias) or bool(sampling.min_tokens),
             0,
+            len(token_ids),
             next(self._lives),
         )
         self._slots[key] = slot
@@ -152,9 +154,10 @@ class SamplerState:
         found: NDArray[np.bool_] = self._parameters["life"][slots] == lives
         return found
 
-    def set_last(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Records the newest tokens of the sequences in `slots`. Of a repeated slot the last token is the newest."""
+    def append(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Records new tokens of the sequences in `slots`. Of a repeated slot the last token is the newest."""
         self._parameters["last"][slots] = token_ids
+        np.add.at(self._parameters["length"], slots, 1)
 
     def biases(self, slots: NDArray[np.int64]) -> list[tuple[int, SparseLogits]]:
         """`(row, bias)` of the rows that have one."""

@@ -21,9 +21,10 @@ from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.device import Moment, to_device, use_on_this_thread
 from kvrelay.engine.device_pool import DevicePool
+from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
-from kvrelay.engine.in_flight import Asked, StepInFlight, StepsInFlight, TokensOnDevice
+from kvrelay.engine.in_flight import Asked, Sampled, StepInFlight, StepsInFlight, TokensOnDevice
 from kvrelay.engine.model_grammars import make_grammar_compiler
 from kvrelay.engine.model_spec import spec_of
 from kvrelay.engine.packing import pack_rows
@@ -157,7 +158,8 @@ class TransformersRunner:
         """Needs the lock."""
         if row.has_placeholder:
             token_ids = row.token_ids.copy()
-            token_ids[-1] = self._sampler.last_sampled([row.key])[0]
+            position = row.position + len(token_ids) - 1
+            token_ids[-1] = self._sampler.last_sampled([row.key], np.array([position], np.int64))[0]
             row = structs.replace(row, token_ids=token_ids, has_placeholder=False)
         scored = self._scored.scored_positions(row)
         return structs.replace(row, first_scored=scored.start, num_scored=len(scored)) if scored else row
@@ -221,17 +223,15 @@ class TransformersRunner:
         return self.launch(batch).land()
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """See `LaunchingRunner.can_launch_behind`. False for penalties, grammars and bad words, which need all earlier
-        tokens on the host, for drafts, and for log-probabilities of prompts, which come to the host in slices."""
+        """See `LaunchingRunner.can_launch_behind`. False for drafts, and for log-probabilities of prompts, which come
+        to the host in slices."""
         if not self.launches_ahead or not batch.is_plain:
             return False
         with self._lock:
             if self._steps.has_stale or any(row.num_drafts or self._scored.scored_positions(row) for row in batch.rows):
                 return False
             following = [row.key for row in batch.rows if row.has_placeholder and row.key in self._sampler]
-            if following and self._sampler.resamples_often:
-                return False
-            return not self._sampler.needs_landed(following).any()
+            return not (following and self._sampler.resamples_often)
 
     @torch.inference_mode()
     def launch(self, batch: WorkerBatch) -> StepInFlight:
@@ -241,6 +241,7 @@ class TransformersRunner:
             KeyError, IndexError, DeviceLost: see `execute`.
         """
         use_on_this_thread(self._device)
+        self._steps.sample_later()  # this step may take these tokens
         step = StepInFlight(self._steps, batch)
         step.launch(self._ask)
         return step
@@ -284,7 +285,7 @@ class TransformersRunner:
         self._begin_masks_of_drafts(rows)
         forward = self._compute(step, asked)
         asked.prompt_logprobs = self._scored.score(forward, self._logits, as_resolved=self._lockstep is not None)
-        self._begin_sampling(forward, asked)
+        self._begin_sampling(step, forward, asked)
         asked.candidates = self._find_candidates(forward)
 
     def _compute(self, step: StepInFlight, asked: Asked) -> StepForward:
@@ -299,7 +300,7 @@ class TransformersRunner:
             self._lockstep.set_forward(forward)
         return forward
 
-    def _begin_sampling(self, forward: StepForward, asked: Asked) -> None:
+    def _begin_sampling(self, step: StepInFlight, forward: StepForward, asked: Asked) -> None:
         """Launches sampling for each row that samples, is still known and can be sampled now, with drafts at the places
         of these too."""
         rows = forward.rows
@@ -307,6 +308,38 @@ class TransformersRunner:
         if not wanted:
             return
         logits = self._logits(forward.last_hidden(wanted, drafts))
+        wait = self._that_wait(step, rows, wanted)
+        if wait.any():
+            later = [index for index, waits in zip(wanted, wait.tolist(), strict=True) if waits]
+            theirs = logits[to_device(np.flatnonzero(wait), self._device)]
+            asked.sample_later = partial(self._sample, rows, later, theirs, None, asked)
+            if wait.all():
+                return
+            wanted = [index for index, waits in zip(wanted, wait.tolist(), strict=True) if not waits]
+            logits = logits[to_device(np.flatnonzero(~wait), self._device)]
+        self._sample(rows, wanted, logits, drafts, asked)
+
+    def _that_wait(self, step: StepInFlight, rows: Sequence[WorkerRow], wanted: Sequence[int]) -> NDArray[np.bool_]:
+        """Which rows can only be sampled once the step in flight before this one has landed, `[wanted]`. A step that is
+        launched behind another one has no drafts."""
+        wait = np.zeros(len(wanted), np.bool_)
+        with self._lock:
+            if self._steps.before(step) is not None:
+                follow = [row.has_placeholder and row.key in self._sampler for row in map(rows.__getitem__, wanted)]
+                keys = [rows[index].key for index, follows in zip(wanted, follow, strict=True) if follows]
+                wait[follow] = self._sampler.needs_landed(keys)
+        return wait
+
+    def _sample(
+        self,
+        rows: Sequence[WorkerRow],
+        wanted: Sequence[int],
+        logits: torch.Tensor,
+        drafts: DraftRows | None,
+        asked: Asked,
+    ) -> None:
+        """Launches sampling for those of the rows `wanted` that are still known and can be sampled now. `logits`: at
+        the places of these rows, and of their drafts."""
         with self._lock:
             known = self._await_masks(rows, wanted, asked)
             if not known:
@@ -314,14 +347,15 @@ class TransformersRunner:
             if len(known) < len(wanted):
                 logits = logits[to_device(np.array(known, np.int64), self._device)]
                 drafts = drafts.take(known) if drafts is not None else None
-            asked.sampled_rows = [wanted[at] for at in known]
-            sampled = [rows[index] for index in asked.sampled_rows]
+            sampled_rows = [wanted[at] for at in known]
+            sampled = [rows[index] for index in sampled_rows]
             positions = np.array([row.position + len(row.token_ids) for row in sampled], np.int64)
             if drafts is not None:
                 positions += drafts.offsets
             jumps = np.array([row.jumps for row in sampled], np.bool_)
             keys = [row.key for row in sampled]
-            asked.tokens = self._sampler.begin(keys, positions, logits, jumps, drafts, may_overwrite=True)
+            tokens = self._sampler.begin(keys, positions, logits, jumps, drafts, may_overwrite=True)
+            asked.sampled.append(Sampled(tokens, sampled_rows))
 
     def _begin_masks_of_drafts(self, rows: Sequence[WorkerRow]) -> None:
         """Has the masks at drafts computed beside the forward."""
@@ -336,13 +370,32 @@ class TransformersRunner:
         if self._sampler.can_sample_all([rows[index].key for index in wanted]):
             return range(len(wanted))
         at_known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
+        at_known = self._at_next_tokens(rows, wanted, at_known, asked)
         num_others = len(rows) - len({wanted[at] for at in at_known})
         late = self._sampler.late([rows[wanted[at]].key for at in at_known], num_others)
         if not late.any():
             return at_known
-        asked.late_rows = {wanted[at_known[at]] for at in np.flatnonzero(late)}
+        asked.late_rows |= {wanted[at_known[at]] for at in np.flatnonzero(late)}
         # Waiting released the lock, so sequences may have been dropped.
         return [at for at in at_known if wanted[at] not in asked.late_rows and rows[wanted[at]].key in self._sampler]
+
+    def _at_next_tokens(
+        self, rows: Sequence[WorkerRow], wanted: Sequence[int], at_known: list[int], asked: Asked
+    ) -> list[int]:
+        """Those of `at_known` whose rows sample the next token of their sequence. That is not so for rows planned
+        behind a step that brought more tokens than one, since a grammar forced some, or none, since a mask was late;
+        the latter are noted as late too."""
+        following = [at for at in at_known if rows[wanted[at]].has_placeholder]
+        if not following:
+            return at_known
+        keys = [rows[wanted[at]].key for at in following]
+        places = np.array([rows[wanted[at]].position + len(rows[wanted[at]].token_ids) for at in following], np.int64)
+        others = self._sampler.needs_landed(keys) * self._sampler.num_landed_from(keys, places)
+        if not others.any():
+            return at_known
+        asked.late_rows |= {wanted[following[at]] for at in np.flatnonzero(others < 0)}
+        dropped = {following[at] for at in np.flatnonzero(others)}
+        return [at for at in at_known if at not in dropped]
 
     def _hidden_states(
         self,
@@ -385,11 +438,13 @@ class TransformersRunner:
         if not following:
             return token_ids, None
         keys, places = [rows[index].key for index in following], packed.query_starts[1:][following] - 1
+        positions = (packed.positions + packed.query_lens)[following].astype(np.int64) - 1
         with self._lock:
             step.took_from = self._steps.before(step)
             if step.took_from is not None:
-                return token_ids, TokensOnDevice(places.astype(np.int64), self._sampler.last_on_device(keys))
-            token_ids[places] = self._sampler.last_sampled(keys)
+                newest = self._sampler.last_on_device(keys, positions)
+                return token_ids, TokensOnDevice(places.astype(np.int64), newest)
+            token_ids[places] = self._sampler.last_sampled(keys, positions)
         return token_ids, None
 
     def _find_candidates(self, forward: StepForward) -> dict[int, BeamCandidates]:

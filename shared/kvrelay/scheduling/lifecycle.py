@@ -119,8 +119,7 @@ class SequenceLifecycle:
         The result of such a row is dropped. Its blocks are freed here, when no step writes into them any more.
         """
         sequence = row.sequence
-        sequence.num_planned -= row.num_tokens
-        sequence.num_expected -= row.sample
+        sequence.row_ends(row.num_tokens, sample=row.sample)
         if sequence.state is not SequenceState.FINISHED:
             return True
         self.free_ended(sequence)

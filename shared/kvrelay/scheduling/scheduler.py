@@ -266,7 +266,22 @@ class BatchScheduler:
         """Returns whether the results of a step in flight are needed to plan the next one."""
         if self.settings.num_stages > 1:  # sequences that sample in a step in flight have no row in the next one
             return any(row.sequence.needs_commit_first for plan in self._uncommitted for row in plan.rows)
-        return any(_needs_commit_first(row) for row in self._uncommitted[0].rows) or self._expects_drafts()
+        rows = self._uncommitted[0].rows
+        if any(row.drafts is not None or row.sequence.needs_commit_first for row in rows):
+            return True
+        return self._awaits_forced_tokens(rows) or self._expects_drafts()
+
+    def _awaits_forced_tokens(self, rows: Seq[PlannedRow]) -> bool:
+        """Returns whether to plan the next step when the one in flight is committed, since grammars may force tokens
+        there that should be in it.
+
+        If the runner can sample rows with grammars behind a step in flight, the step waits only if grammars may force
+        tokens in all rows. Planned behind, forced tokens enter one step later, but other rows do not wait.
+        """
+        sampled = [row.sequence for row in rows if row.sample]
+        if not any(sequence.sampling.is_constrained for sequence in sampled):
+            return False
+        return not self.settings.samples_behind or all(sequence.jumps for sequence in sampled)
 
     def _delays_light_tenants(self) -> bool:
         """Whether to plan the next step when the one in flight has ended, because a prompt of a light tenant that comes
@@ -420,13 +435,6 @@ class BatchScheduler:
     def has_work(self) -> bool:
         """Returns whether a sequence is known, or one that was ended is still in a step in flight."""
         return self.lifecycle.has_work
-
-
-def _needs_commit_first(row: PlannedRow) -> bool:
-    """Returns whether the number of tokens that the row brings is not known before its commit, or what they are is
-    needed to plan."""
-    is_constrained = row.sample and row.sequence.sampling.is_constrained
-    return row.drafts is not None or row.sequence.needs_commit_first or is_constrained
 
 
 def _leader(row: PlannedRow) -> Sequence:

@@ -15,6 +15,10 @@ Committed and planned lengths are separate. `num_computed` and the tokens change
 `num_planned` counts the tokens that uncommitted steps compute, and `num_expected` the tokens that they sample. There
 may be two such steps, one in flight and one planned behind it, and more with a pipeline. Properties of the next row
 (`next_position`, `num_remaining`, `is_decoding`) count as if these steps had succeeded.
+
+A step that is planned behind one that samples a constrained sequence expects one token of that. If a grammar forces
+more, the row behind computes the first of them and samples nothing (`num_moot`). If the mask was late, the row behind
+computes nothing that counts, and the sequence gets its next row when none is planned any more (`is_behind`).
 """
 
 from __future__ import annotations
@@ -128,6 +132,8 @@ class Sequence:
     num_computed: int = 0
     num_planned: int = 0
     num_expected: int = 0
+    num_moot: int = 0  # tokens that uncommitted steps were to sample, and that a grammar forced before
+    is_behind: bool = False  # a row in flight computes a token that is not known, as the mask for it was late
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_charged: int = 0  # output tokens that count towards its tenant's share
     num_published: int = 0  # blocks offered to the cache
@@ -192,6 +198,16 @@ class Sequence:
         if self.beams is not None:
             return self.beams.wants_candidates
         return self.sampling.max_tokens > self.num_output
+
+    def row_ends(self, num_tokens: int, *, sample: bool) -> None:
+        """An uncommitted step with a row of `num_tokens` tokens has ended, or does not run."""
+        self.num_planned -= num_tokens
+        if sample and self.num_moot:
+            self.num_moot -= 1
+        else:
+            self.num_expected -= sample
+        if self.is_behind:
+            self.is_behind = self.num_planned > 0
 
     def block_hashes(self, num_blocks: int, start: int = 0) -> list[BlockHash]:
         """Returns the hashes of the full blocks [start, num_blocks). Each is computed once."""

@@ -36,8 +36,11 @@ class StepCommit:
                 groups[sequence.beams] = None
                 continue
             # `SequenceLifecycle.row_ended` without the call, which would be 5% of the whole commit.
-            sequence.num_planned -= row.num_tokens
-            sequence.num_expected -= row.sample
+            if sequence.num_moot or sequence.is_behind:
+                sequence.row_ends(row.num_tokens, sample=row.sample)
+            else:
+                sequence.num_planned -= row.num_tokens
+                sequence.num_expected -= row.sample
             if sequence.state is finished:
                 lifecycle.free_ended(sequence)
                 continue
@@ -63,6 +66,11 @@ class StepCommit:
                 # The KV of forced tokens, and of the token before them, is computed by the next rows.
                 num_new = min(num_new, len(given.token_ids) - given.num_forced)
                 num_computed = sequence.num_computed = num_computed + num_new - 1
+                if sequence.num_expected:  # by a step that was planned for one token
+                    sequence.num_expected -= 1
+                    sequence.num_moot += 1
+            elif given.is_late and sequence.num_planned:
+                sequence.is_behind = True
             if num_computed - sequence.num_published * block_size >= block_size:
                 lifecycle.publish(sequence)
             if prefilled:

@@ -327,7 +327,7 @@ class StepPlanner:
 
 def _continues(sequence: Sequence) -> bool:
     """Returns whether a sequence in the step in flight gets a row in the next one. A stop token may still end it."""
-    if sequence.abort_requested:
+    if sequence.abort_requested or sequence.is_behind:
         return False
     expected = sequence.num_expected
     return not expected or not (sequence.prefill_only or sequence.num_tokens + expected >= sequence.max_length)

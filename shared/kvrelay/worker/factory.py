@@ -35,10 +35,18 @@ def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
     return PrefixCache(pool, record_events=config.publishes_prefixes)
 
 
-def make_scheduler(config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache: Cache) -> Scheduler:
-    """The scheduler, with the model's limits and the number of swap slots that fit this machine."""
+def make_scheduler(
+    config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache: Cache, *, samples_behind: bool = False
+) -> Scheduler:
+    """The scheduler, with the model's limits and the number of swap slots that fit this machine. `samples_behind`: see
+    `SchedulerSettings`."""
     limits = SchedulerLimits(config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids))
-    settings = replace(config.scheduler_settings, num_swap_slots=spec.num_swap_slots, swap_block_s=spec.swap_block_s)
+    settings = replace(
+        config.scheduler_settings,
+        num_swap_slots=spec.num_swap_slots,
+        swap_block_s=spec.swap_block_s,
+        samples_behind=samples_behind,
+    )
     return find_scheduler(config.scheduler)(limits, pool, cache, settings)
 
 

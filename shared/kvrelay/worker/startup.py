@@ -91,7 +91,9 @@ class WorkerStartup:
         _log_model(runner.spec, time.monotonic() - began)
         pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
         cache = factory.make_cache(config, pool)
-        scheduler = factory.make_scheduler(config, runner.spec, pool, cache)
+        scheduler = factory.make_scheduler(
+            config, runner.spec, pool, cache, samples_behind=getattr(runner, "launches_ahead", False)
+        )
         if config.chunking == "dynamic" or (config.role == "decode" and config.speculation != "off"):
             await asyncio.to_thread(calibrate, scheduler, runner, config.token_budget)
         spans = SequenceSpans(config.role, self.recent, self.tracer)

@@ -42,7 +42,7 @@ SAMPLINGS: Sequence[dict[str, object]] = (
     {"temperature": 1.0, "allowed_token_ids": (4, 5, 6), "bad_words": ((4, 5), (6, 6), (4, 4, 4))},
 )
 WEIGHTS = (10, 10, 10, 1, 10, 10, 1)
-"""No step is launched behind one that draws with penalties or bad words of several tokens."""
+"""Those with penalties or bad words of several tokens are drawn when the step before has landed."""
 
 
 class ExactModel:
@@ -52,9 +52,9 @@ class ExactModel:
     With `rng`, a step gives NaN for one of its rows now and then, or ends in the middle.
     """
 
-    def __init__(self, model: CausalModel, rng: random.Random | None = None) -> None:
+    def __init__(self, model: CausalModel, rng: random.Random | None = None, vocab_size: int = 0) -> None:
         self.layout, self.source, self.eos_token_ids = model.layout, model.source, model.eos_token_ids
-        self.vocab_size = model.vocab_size
+        self.vocab_size = vocab_size or model.vocab_size
         self.backend = self
         self.shard_plan = self.stage_plan = self.gathered_mlps = None
         self.whole_layout, self.is_divided, self.follows = model.layout, False, False

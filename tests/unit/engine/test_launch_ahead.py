@@ -189,12 +189,13 @@ def test_what_needs_the_host_is_not_launched_behind_another_step(models: Callabl
     row = batch.rows[0]
     with_row = {
         "a beam": msgspec.structs.replace(row, beam=BeamRow(2, np.zeros(4, np.int32), 3)),
-        "penalised": behind([penalised], first).rows[0],
         "scored": scored.row(10),
     }
     copies = SwapCopies((0,), (0,))
     assert runner.can_launch_behind(batch)
-    assert runner.can_launch_behind(replace(batch, rows=[penalised.row(40)])), "nothing that it looks at is in flight"
+    assert runner.can_launch_behind(replace(batch, rows=[penalised.row(40)]))
+    waits = behind([penalised], first).rows[0]
+    assert runner.can_launch_behind(replace(batch, rows=[waits])), "it is sampled once the step before has landed"
     assert runner.can_launch_behind(replace(batch, rows=behind([scored], first).rows)), "its prompt is computed"
     refused = {name: replace(batch, rows=[each, *batch.rows[1:]]) for name, each in with_row.items()}
     refused |= {

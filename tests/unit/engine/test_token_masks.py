@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine import forbidding, grammar_state, token_masks
-from kvrelay.engine.forbidding import forbid_tokens
+from kvrelay.engine.forbidding import forbid_by_torch, forbid_tokens
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, TokenMask
@@ -495,7 +495,7 @@ def test_logits_are_masked_in_place_as_by_unpacked_bits(vocab_size: int, num_row
         expected[row][torch.from_numpy(allowed == 0)] = -torch.inf
     by_torch = logits.clone()
     if rows:
-        forbidding._forbid_by_torch(by_torch, rows, masks)
+        forbid_by_torch(by_torch, torch.tensor(rows), torch.from_numpy(np.stack(masks)))
     forbid_tokens(logits, rows, masks)
     assert torch.equal(logits, expected) and torch.equal(by_torch, expected)
 
@@ -517,7 +517,7 @@ def test_the_most_likely_allowed_token_is_that_of_masked_logits(vocab_size: int,
     assert torch.equal(logits.nan_to_num(9.0), before.nan_to_num(9.0))
     assert torch.equal(found[1].nan_to_num(9.0), logits.amax(dim=-1).nan_to_num(9.0))
     if masks:
-        forbidding._forbid_by_torch(logits, [*masks], [*masks.values()])
+        forbid_by_torch(logits, torch.tensor([*masks]), torch.from_numpy(np.stack([*masks.values()])))
     for row in range(num_rows):
         if not logits[row].isnan().any() and logits[row].amax() > -torch.inf:
             assert int(found[0][row]) == int(logits[row].numpy().argmax())

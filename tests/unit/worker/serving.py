@@ -157,12 +157,15 @@ class Service:
         keys = {number: (f"r{number}", 1, 0) for number in self.wanted}
         fail_at = {keys[number]: job.fail_at for number, job in self.wanted.items() if job.fail_at is not None}
         self.runner = make_runner(fail_at, num_slots)
-        if isinstance(self.runner, FailingRunner):
-            self.runner.late_every = 4
+        self.runner.late_every = 4
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         limits = SchedulerLimits(24, 6, LONGEST, frozenset({EOS_TOKEN_ID}))
         policy = SchedulerSettings(
-            preemption="swap", num_swap_slots=num_slots, jump_forward=jump_forward, num_stages=num_stages
+            preemption="swap",
+            num_swap_slots=num_slots,
+            jump_forward=jump_forward,
+            samples_behind=isinstance(self.runner, QueuedRunner),
+            num_stages=num_stages,
         )
         self.cache = PrefixCache(self.pool)
         built = find_scheduler(scheduler)(limits, self.pool, self.cache, policy)

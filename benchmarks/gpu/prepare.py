@@ -5,6 +5,7 @@
     python -m benchmarks.gpu.prepare split wheels pieces --mib 48                   # for ways that take small files
     python -m benchmarks.gpu.prepare join pieces wheels                             # on the machine with the GPU
     python -m benchmarks.gpu.prepare install wheels site                            # into a folder for PYTHONPATH
+    python -m benchmarks.gpu.prepare lean wheels site.tar.xz --python 3.12          # or: installed here, 37 MiB
     PYTHONPATH=site python -m benchmarks.gpu.prepare check                          # what is there, what is missing
 
 `there.txt` is what the machine has, as `python -m pip freeze` says it there, or bare names; it is kept as it is, and
@@ -31,6 +32,7 @@ from pathlib import Path
 
 from benchmarks.gpu.compiler import find_cuda_home, lacking_to_compile
 from benchmarks.gpu.kernel_archive import archive_name, unpack
+from benchmarks.gpu.lean_site import pack, strip
 
 ROOT = Path(__file__).resolve().parents[2]
 FLASHINFER = ["apache-tvm-ffi>=0.1.11,<0.2", "nvidia-ml-py", "requests", "tqdm", "packaging", "ninja"]
@@ -172,11 +174,7 @@ def install(arguments: argparse.Namespace) -> None:
     wheels = sorted(map(str, arguments.folder.glob("*.whl")))
     if not wheels:
         raise SystemExit(f"{arguments.folder} has no wheels")
-    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"]
-    pip("install", *options, str(arguments.site), *wheels)
-    write_metadata(arguments.site)
-    for archive in arguments.folder.glob(archive_name("*", "*")):
-        print(f"{len(unpack(archive, arguments.site))} compiled modules of {archive.name}")
+    install_wheels(arguments.folder, wheels, arguments.site, [])
     here = [ROOT, *(ROOT / part for part in ("shared", "services/router", "services/prefill", "services/decode"))]
     site = arguments.site.resolve()
     print(f"export PYTHONPATH={':'.join(map(str, [*here, site]))} PATH={site}/bin:$PATH")
@@ -196,6 +194,27 @@ def check(_: argparse.Namespace) -> None:
     print(f"CUDA_HOME={home}; to compile kernels, FlashInfer lacks: {', '.join(lacking_to_compile(home)) or 'nothing'}")
     if missing or not torch.cuda.is_available():
         raise SystemExit(f"missing: {', '.join(missing) or 'a CUDA device'}")
+
+
+def install_wheels(folder: Path, wheels: list[str], site: Path, target: list[str]) -> None:
+    """The wheels, and the kernels beside them; `target`: pip's flags for another Python than this one."""
+    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", *target, "--target"]
+    pip("install", *options, str(site), *wheels)
+    write_metadata(site)
+    for archive in folder.glob(archive_name("*", "*")):
+        print(f"{len(unpack(archive, site))} compiled modules of {archive.name}")
+
+
+def lean(arguments: argparse.Namespace) -> None:
+    """All wheels installed for the target, without what is never read, as one archive to unpack there."""
+    wheels = sorted(map(str, arguments.folder.glob("*.whl")))
+    if not wheels:
+        raise SystemExit(f"{arguments.folder} has no wheels")
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder)
+        install_wheels(arguments.folder, wheels, site, _target(arguments.python))
+        strip(site)
+        pack(site, arguments.archive)
 
 
 def write_metadata(site: Path) -> None:
@@ -251,6 +270,11 @@ def main(argv: list[str] | None = None) -> None:
     verb.add_argument("folder", type=Path)
     verb.add_argument("site", type=Path)
     verb.set_defaults(run=install)
+    verb = verbs.add_parser("lean")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("archive", type=Path)
+    verb.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}", help="the target's")
+    verb.set_defaults(run=lean)
     verbs.add_parser("check").set_defaults(run=check)
     arguments = parser.parse_args(argv)
     arguments.run(arguments)

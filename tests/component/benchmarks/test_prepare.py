@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import compiler, prepare
+from benchmarks.gpu import compiler, lean_site, prepare
 
 
 def test_what_is_there_is_read_as_pip_says_it(tmp_path: Path) -> None:
@@ -130,3 +130,46 @@ def test_preparing_takes_nothing_but_python() -> None:
     command = [sys.executable, "-c", looks]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=prepare.ROOT)
     assert ended.stdout.split() == []
+
+
+def test_a_lean_folder_keeps_what_is_read(tmp_path: Path) -> None:
+    kept = [
+        "flashinfer/decode.py",
+        "flashinfer/data/csrc/page.cu",
+        "flashinfer/data/cccl/cub/cub/cub.cuh",
+        "flashinfer/data/cccl/libcudacxx/include/cuda/cmath",
+        "flashinfer/data/cutlass/include/cutlass/cutlass.h",
+        "flashinfer/data/include/flashinfer/page.cuh",
+        "nixl_cu13/_api.py",
+        ".nixl_cu13.mesonpy.libs/plugins/libplugin_UCX.so",
+        "nixl_cu13.libs/ucx/libuct_cuda.so.0",
+        "torch_like/__init__.py",
+    ]
+    dropped = [
+        "flashinfer/moe_ep/__init__.py",
+        "flashinfer/data/csrc/fused_moe/moe.cu",
+        "flashinfer/data/cccl/cub/test/test.cu",
+        "flashinfer/data/cccl/python/setup.py",
+        "flashinfer/data/cutlass/examples/a.cu",
+        "nixl_ep_cu13/ep.so",
+        ".nixl_cu13.mesonpy.libs/plugins/libplugin_GDS.so",
+        "nixl_cu13.libs/libaws.so",
+    ]
+    for name in [*kept, *dropped]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    lean_site.strip(tmp_path)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(kept)
+
+
+def test_libraries_stay_that_others_need(tmp_path: Path) -> None:
+    needs = {"root.so": ["a.so", "libc.so.6"], "a.so": ["b.so"], "b.so": ["a.so"], "c.so": ["b.so"]}
+    for name in needs:
+        (tmp_path / name).write_bytes(b"")
+    found = lean_site.closure([tmp_path / "root.so"], tmp_path, lambda path: needs[path.name])
+    assert found == {"a.so", "b.so"}
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")
+def test_what_a_library_is_linked_to_is_read() -> None:
+    assert any(name.startswith("libc.so") for name in lean_site.needed_by(Path(sys.executable).resolve()))

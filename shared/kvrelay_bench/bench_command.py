@@ -145,7 +145,7 @@ class Bench:
     async def _run(self, name: str, client: Client, point: LoadPoint, title: str) -> LoadOutcome:
         with _progress(title, len(point.asks)) as on_end:
             bodies = [self._body(name, client, ask) for ask in point.asks]
-            outcome = await run_load(client, point, bodies, self._plan.timeout_s, on_end)
+            outcome = await run_load(client, point, bodies, self._plan.timeout_s, on_end, keeps_partial=True)
         self.is_interrupted = self.is_interrupted or outcome.is_partial
         return outcome
 

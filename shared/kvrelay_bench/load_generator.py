@@ -45,11 +45,18 @@ class LoadOutcome:
 
 
 async def run_load(
-    client: Client, point: LoadPoint, bodies: Sequence[bytes], timeout_s: float, on_end: Callable[[int], None]
+    client: Client,
+    point: LoadPoint,
+    bodies: Sequence[bytes],
+    timeout_s: float,
+    on_end: Callable[[int], None],
+    *,
+    keeps_partial: bool = False,
 ) -> LoadOutcome:
-    """Runs a load to its end. Cancelled, it returns what has ended. `bodies` are the encoded HTTP requests of its asks.
+    """Runs a load to its end. `bodies` are the encoded HTTP requests of its asks.
 
-    Calls `on_end` with the number of ended requests.
+    Calls `on_end` with the number of ended requests. With `keeps_partial`, the outcome of a cancelled load is returned
+    with what has ended, and the cancellation goes no further.
     """
     records = [Record(ask.arrival_s) for ask in point.asks]
     ended: set[int] = set()
@@ -69,6 +76,9 @@ async def run_load(
         else:
             await _closed_loop(client, records, one, point.concurrency, last_s)
     except asyncio.CancelledError:
+        if not keeps_partial:
+            watch.cancel()
+            raise
         is_partial = True
     wall_s = client.clock()
     cpu_s = time.process_time() - cpu_s

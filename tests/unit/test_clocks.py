@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 ALLOWED = {
+    "services/router/kvrelay_router/asgi/operations.py": "when `/fleet` was asked, for charts",
     "services/router/kvrelay_router/dispatch/placement.py": "when a decision was made, for people",
     "services/router/kvrelay_router/dispatch/records.py": "when a request came, for people",
     "services/router/kvrelay_router/openai/api_service.py": "`created` of answers",

@@ -41,12 +41,12 @@ def repeated(before: bytes, item: bytes, after: bytes, most: int = BODY_BYTES) -
     return model + before + b",".join([item] * min(num_items, most)) + after
 
 
-def send(port: int, path: str, body: bytes = b"", request_id: str = "") -> int:
+def send(port: int, path: str, body: bytes = b"", request_id: str = "", method: str | None = None) -> int:
     """The status, once the whole answer was read. Blocks."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         headers = {"content-type": "application/json"} | ({"x-request-id": request_id} if request_id else {})
-        connection.request("POST" if body else "GET", path, body or None, headers)
+        connection.request(method or ("POST" if body else "GET"), path, body or None, headers)
         answer = connection.getresponse()
         while answer.read(1 << 16):
             pass
@@ -353,7 +353,10 @@ OPERATIONS: dict[str, tuple[str, int]] = {
     "the page of the fleet": ("/dashboard", 200),
     "the API's schema": ("/openapi.json", 200),
     "the API's page": ("/docs", 200),
-    "the API's other page": ("/redoc", 200),
+}
+DELETIONS: dict[str, tuple[str, int]] = {
+    "a session": ("/sessions/one", 204),
+    "a session of an invalid name": (f"/sessions/{LONG_NAME}", 400),
 }
 MANY: dict[str, bytes] = {
     "prompts": body_of(prompt=["An otter"] * 1024, max_tokens=1),
@@ -407,9 +410,11 @@ async def test_no_answer_holds_the_loop(name: str, text: TextService) -> None:
 async def test_no_operation_holds_the_loop(many: str, text: TextService) -> None:
     async with bulk_router(text) as port:
         assert await asyncio.to_thread(send, port, COMPLETION, MANY[many], REQUEST_ID) == 200
-        for name, (path, status) in OPERATIONS.items():
+        asked = [(name, None, *case) for name, case in OPERATIONS.items()]
+        asked += [(name, "DELETE", *case) for name, case in DELETIONS.items()]
+        for name, method, path, status in asked:
             with LoopHolds() as holds:
-                found = await asyncio.to_thread(send, port, path)
+                found = await asyncio.to_thread(send, port, path, method=method)
             assert found == status, name
             assert holds.longest_s < LONGEST_HOLD_S * slowness(), name
 
@@ -417,7 +422,7 @@ async def test_no_operation_holds_the_loop(many: str, text: TextService) -> None
 async def test_every_path_is_asked(text: TextService) -> None:
     """A new endpoint needs a case above."""
     posted = {path for path, _, _ in [*INPUTS.values(), *OUTPUTS.values()]}
-    asked = [path for path, _ in OPERATIONS.values()] + list(posted)
+    asked = [path for path, _ in [*OPERATIONS.values(), *DELETIONS.values()]] + list(posted)
     async with bulk_router(text) as port:
         schema = orjson.loads(await asyncio.to_thread(fetch, port, "/openapi.json"))
     for path in schema["paths"]:

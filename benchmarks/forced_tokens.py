@@ -21,12 +21,11 @@ import numpy as np
 import torch
 
 from benchmarks.json_decoding import BATCH, BLOCK_SIZE, PROMPT_TOKENS, SCHEMAS, grammar_of
-from benchmarks.sequences import greedy_sequence
+from benchmarks.sequences import sampled_sequence
 from kvrelay.engine.causal_model import CausalModel, load_model, open_source
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling import step_planner
 from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
@@ -62,14 +61,9 @@ class Batch:
 
     def _add(self, *, is_constrained: bool) -> None:
         schema = list(SCHEMAS.values())[self._number % len(SCHEMAS)]
-        sequence = greedy_sequence(self._number, self._rng.integers(5, 2000, PROMPT_TOKENS), MAX_TOKENS, BLOCK_SIZE)
-        sequence.sampling = Sampling(
-            temperature=1.0,
-            seed=self._number,
-            max_tokens=MAX_TOKENS,
-            ignore_eos=not is_constrained,
-            grammar=grammar_of(schema) if is_constrained else None,
-        )
+        prompt_ids = self._rng.integers(5, 2000, PROMPT_TOKENS)
+        grammar = grammar_of(schema) if is_constrained else None
+        sequence = sampled_sequence(self._number, prompt_ids, MAX_TOKENS, BLOCK_SIZE, self._number, grammar)
         self._number += 1
         prompt: list[int] = sequence.tokens.view(0, PROMPT_TOKENS).tolist()
         self.runner.add_sequence(sequence.key, sequence.sampling, prompt, PROMPT_TOKENS)

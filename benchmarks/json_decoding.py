@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks.json_programs import HEAD, compare, running, variants_of
 from benchmarks.peers.machine import package_versions
 from benchmarks.peers.servers import Setting
-from benchmarks.sequences import greedy_sequence
+from benchmarks.sequences import sampled_sequence
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
@@ -40,7 +40,7 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process import event_loop_factory
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, make_scheduler
@@ -152,15 +152,8 @@ class Run:
         rng = np.random.default_rng(self.seed)
         for number, grammar in enumerate(self.grammars):
             prompt = rng.integers(5, 2000, PROMPT_TOKENS)
-            sequence = greedy_sequence(number, prompt, self.max_tokens, BLOCK_SIZE)
-            sequence.sampling = Sampling(
-                temperature=1.0,
-                seed=self.seed * 1000 + number,
-                max_tokens=self.max_tokens,
-                ignore_eos=grammar is None,
-                grammar=grammar,
-            )
-            self.loop.add(sequence)
+            seed = self.seed * 1000 + number
+            self.loop.add(sampled_sequence(number, prompt, self.max_tokens, BLOCK_SIZE, seed, grammar))
         started = time.process_time()
         await self.loop.run(StepCallbacks(lambda plan: None, self.committed, self.failed))
         spent = time.process_time() - started

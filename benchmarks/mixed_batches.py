@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.json_decoding import BATCH, BLOCK_SIZE, PROMPT_TOKENS, SCHEMAS, grammar_of
-from benchmarks.sequences import greedy_sequence
+from benchmarks.sequences import sampled_sequence
 from kvrelay.engine.device import describe_device, find_device
 from kvrelay.engine.graph_sizes import default_sizes
 from kvrelay.engine.graphs import GraphSettings
@@ -32,7 +32,6 @@ from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
@@ -96,16 +95,9 @@ class Turn:
         schema = list(SCHEMAS.values())[self._number % len(SCHEMAS)]
         prompt = self._rng.integers(5, 2000, PROMPT_TOKENS)
         max_tokens = MAX_TOKENS if is_constrained else FREE_TOKENS
-        sequence = greedy_sequence(self._number, prompt, max_tokens, BLOCK_SIZE)
-        sequence.sampling = Sampling(
-            temperature=1.0,
-            seed=self._number,
-            max_tokens=max_tokens,
-            ignore_eos=not is_constrained,
-            grammar=grammar_of(schema) if is_constrained else None,
-        )
+        grammar = grammar_of(schema) if is_constrained else None
+        self._loop.add(sampled_sequence(self._number, prompt, max_tokens, BLOCK_SIZE, self._number, grammar))
         self._number += 1
-        self._loop.add(sequence)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
         now = time.perf_counter()

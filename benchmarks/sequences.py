@@ -6,6 +6,7 @@ import numpy as np
 
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.table import BlockTable
+from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
@@ -24,3 +25,14 @@ def greedy_sequence(number: int, prompt: np.ndarray, max_tokens: int, block_size
         table=BlockTable(block_size),
         router=PeerRef("router", "1", "tcp://nowhere"),
     )
+
+
+def sampled_sequence(
+    number: int, prompt: np.ndarray, max_tokens: int, block_size: int, seed: int, grammar: Grammar | None
+) -> Sequence:
+    """One of a prompt [tokens], sampled under the grammar to its end, or without one for `max_tokens`."""
+    sequence = greedy_sequence(number, prompt, max_tokens, block_size)
+    sequence.sampling = Sampling(
+        temperature=1.0, seed=seed, max_tokens=max_tokens, ignore_eos=grammar is None, grammar=grammar
+    )
+    return sequence

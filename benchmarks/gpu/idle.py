@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
@@ -64,15 +65,14 @@ def device_activities(profiler: profile) -> list[Activity]:
     """What a profiler saw of the GPU."""
     return [
         Activity(event.time_range.start, event.time_range.end, "Memcpy DtoH" in event.name)
-        for event in profiler.events() or ()
-        if event.device_type.name == "CUDA"
+        for event in _device_events(profiler)
     ]
 
 
 def kernel_times(profiler: profile) -> list[tuple[str, float]]:
     """Name and seconds of each kernel and copy that a profiler saw on the GPU."""
-    return [
-        (event.name, 1e-6 * (event.time_range.end - event.time_range.start))
-        for event in profiler.events() or ()
-        if event.device_type.name == "CUDA"
-    ]
+    return [(event.name, 1e-6 * (event.time_range.end - event.time_range.start)) for event in _device_events(profiler)]
+
+
+def _device_events(profiler: profile) -> list[Any]:
+    return [event for event in profiler.events() or () if event.device_type.name == "CUDA"]

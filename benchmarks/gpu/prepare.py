@@ -171,10 +171,7 @@ def join(arguments: argparse.Namespace) -> None:
 
 def install(arguments: argparse.Namespace) -> None:
     """All wheels of the folder, into another one, and the kernels beside them; no index is asked."""
-    wheels = sorted(map(str, arguments.folder.glob("*.whl")))
-    if not wheels:
-        raise SystemExit(f"{arguments.folder} has no wheels")
-    install_wheels(arguments.folder, wheels, arguments.site, [])
+    install_wheels(arguments.folder, arguments.site, [])
     here = [ROOT, *(ROOT / part for part in ("shared", "services/router", "services/prefill", "services/decode"))]
     site = arguments.site.resolve()
     print(f"export PYTHONPATH={':'.join(map(str, [*here, site]))} PATH={site}/bin:$PATH")
@@ -196,8 +193,12 @@ def check(_: argparse.Namespace) -> None:
         raise SystemExit(f"missing: {', '.join(missing) or 'a CUDA device'}")
 
 
-def install_wheels(folder: Path, wheels: list[str], site: Path, target: list[str]) -> None:
-    """The wheels, and the kernels beside them; `target`: pip's flags for another Python than this one."""
+def install_wheels(folder: Path, site: Path, target: list[str]) -> None:
+    """All wheels of the folder, and the kernels beside them; `target`: pip's flags for another Python than this one.
+    Raises SystemExit if there is no wheel."""
+    wheels = sorted(map(str, folder.glob("*.whl")))
+    if not wheels:
+        raise SystemExit(f"{folder} has no wheels")
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", *target, "--target"]
     pip("install", *options, str(site), *wheels)
     write_metadata(site)
@@ -207,12 +208,9 @@ def install_wheels(folder: Path, wheels: list[str], site: Path, target: list[str
 
 def lean(arguments: argparse.Namespace) -> None:
     """All wheels installed for the target, without what is never read, as one archive to unpack there."""
-    wheels = sorted(map(str, arguments.folder.glob("*.whl")))
-    if not wheels:
-        raise SystemExit(f"{arguments.folder} has no wheels")
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder)
-        install_wheels(arguments.folder, wheels, site, _target(arguments.python))
+        install_wheels(arguments.folder, site, _target(arguments.python))
         strip(site)
         pack(site, arguments.archive)
 

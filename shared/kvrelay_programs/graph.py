@@ -8,7 +8,6 @@ that is wrong, as of a program with random choices, costs computed text that nob
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -16,6 +15,7 @@ from kvrelay_programs.argument import MARK, Argument, TraceEnded
 from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, ProgramError, caller_location
 from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
+from kvrelay_programs.message_blocks import MessageBlocks
 from kvrelay_programs.tracing import line_of
 
 
@@ -168,7 +168,7 @@ def _lines(steps: Sequence[Step], indent: str) -> Iterator[str]:
             yield f"{indent}{step}"
 
 
-class _GraphState:
+class _GraphState(MessageBlocks):
     """Takes the place of a state. Values are arguments that are not known."""
 
     def __init__(self, names: frozenset[str] = frozenset()) -> None:
@@ -208,18 +208,6 @@ class _GraphState:
 
     def __getattr__(self, name: str) -> Any:
         raise TraceEnded(f"the program uses {name} of its state", caller_location())
-
-    @contextmanager
-    def system(self) -> Iterator[None]:
-        yield from self._block("system")
-
-    @contextmanager
-    def user(self) -> Iterator[None]:
-        yield from self._block("user")
-
-    @contextmanager
-    def assistant(self) -> Iterator[None]:
-        yield from self._block("assistant")
 
     def fork(self, num: int = 2) -> _GraphForks:
         forks = _GraphForks(self, num, caller_location())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +14,7 @@ from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, ProgramError, caller_location, wrong_value
 from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
 from kvrelay_programs.interpreter import Interpreter
+from kvrelay_programs.message_blocks import MessageBlocks
 from kvrelay_programs.results import Generated, Selected, Usage
 from kvrelay_programs.run import Run
 from kvrelay_programs.value import TextFeed, Value
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ReadT = TypeVar("ReadT")
 
 
-class State:
+class State(MessageBlocks):
     """Made by a program's run and by `fork`. One thread at a time may use it. `result` is what the program
     returned, `error` what ended it in a batch that keeps errors, and `elapsed_s` how long it ran.
     """
@@ -100,21 +100,6 @@ class State:
             raise ProgramError("text_iter needs run(stream=True)", caller_location())
         self._is_read = True
         return (text for owner, text in self._feed.pieces() if name is None or owner == name)
-
-    @contextmanager
-    def system(self) -> Iterator[None]:
-        """What is appended inside is a message of the system."""
-        yield from self._block("system")
-
-    @contextmanager
-    def user(self) -> Iterator[None]:
-        """What is appended inside is a message of the user."""
-        yield from self._block("user")
-
-    @contextmanager
-    def assistant(self) -> Iterator[None]:
-        """What is appended inside is a message of the assistant."""
-        yield from self._block("assistant")
 
     def fork(self, num: int = 2) -> Forks:
         """`num` states that begin with the text of this one, and go on at the same time. Does not wait."""

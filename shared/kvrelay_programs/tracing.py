@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,6 +11,7 @@ from kvrelay_programs.argument import MARK, Argument, TraceEnded
 from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, caller_location, is_of_package
 from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
+from kvrelay_programs.message_blocks import MessageBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def line_of(error: Exception) -> Location | None:
     return location
 
 
-class _TracedState:
+class _TracedState(MessageBlocks):
     """Takes the place of a state. Whatever is more than appending ends the trace."""
 
     def __init__(self) -> None:
@@ -101,18 +101,6 @@ class _TracedState:
 
     def __contains__(self, name: object) -> NoReturn:
         raise TraceEnded(f"the program looks for {name!r}", caller_location())
-
-    @contextmanager
-    def system(self) -> Iterator[None]:
-        yield from self._block("system")
-
-    @contextmanager
-    def user(self) -> Iterator[None]:
-        yield from self._block("user")
-
-    @contextmanager
-    def assistant(self) -> Iterator[None]:
-        yield from self._block("assistant")
 
     def _block(self, role: Role) -> Iterator[None]:
         self.content = self.content.opened(role, caller_location())

@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.idle import kernel_times, make_profiler
-from benchmarks.gpu.part import Part, decoding_batch, launching
+from benchmarks.gpu.part import Part, decoding_batch
 from benchmarks.gpu.parts.decode import step_bytes
 from benchmarks.gpu.parts.prefill import prompt_operations, prompt_work
 from benchmarks.gpu.scale import BLOCK_SIZE
@@ -30,14 +30,12 @@ def run(part: Part) -> None:
         return
     scale = part.scale
     runner = part.runner((max(scale.batches) + 1) * (scale.context + 16), scale.batches)
-    graphs = runner._graphs
     for batch in scale.batches:
         if not part.recorder.has_time(f"decoding, batch {batch} and larger ones"):
             return
         step = decoding_batch(runner, batch, scale.context)
         floor_s = step_bytes(part, batch, scale.context, runner.spec.block_bytes) / part.known_floors.copy_rate
-        with launching(runner, graphs):
-            _row(part, f"decoding, batch {batch}", partial(runner.execute, step), floor_s=floor_s)
+        _row(part, f"decoding, batch {batch}", partial(runner.execute, step), floor_s=floor_s)
     prompts = part.runner(scale.prompt + BLOCK_SIZE, (1,))
     for chunk in scale.chunks:
         if part.recorder.has_time(f"a prompt in chunks of {chunk} and other sizes"):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-import numpy as np
-
-from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask
+from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_all, allow_only
 from kvrelay.protocol.sampling import ReasoningChannels
 
 
@@ -119,8 +117,7 @@ class ChannelMatcher:
     def fill(self, mask: TokenMask) -> None:
         only = self._only_ids()
         if self._grammar is None:
-            mask[: len(self._all_tokens)] = self._all_tokens
-            mask[len(self._all_tokens) :] = 0
+            allow_all(mask, self._all_tokens)
         else:
             self._grammar.fill(mask)
         if only is None:
@@ -130,6 +127,4 @@ class ChannelMatcher:
             if self._may_exceed:
                 return
             raise GrammarError("no token can continue the output within the budget for reasoning")
-        mask[:] = 0
-        for token_id in allowed:
-            mask.view(np.uint8)[token_id >> 3] |= 1 << (token_id & 7)
+        allow_only(mask, *allowed)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from kvrelay.engine.token_limits import remove
-from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_only
+from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow, allow_all, allow_only
 from kvrelay.protocol.sampling import ReasoningSpan
 
 
@@ -86,12 +86,10 @@ class ReasoningMatcher:
             allow_only(mask, self._span.end_id)
             return
         if self._behind is None or self._stage is Stage.INSIDE:
-            mask[: len(self._all_tokens)] = self._all_tokens
-            mask[len(self._all_tokens) :] = 0
+            allow_all(mask, self._all_tokens)
             if self._behind is not None:
                 remove(mask, self._eos_token_ids)
             return
         self._behind.fill(mask)
         if self._stage is Stage.BEFORE:
-            token_id = self._span.begin_id
-            mask.view("uint8")[token_id >> 3] |= 1 << (token_id & 7)
+            allow(mask, self._span.begin_id)

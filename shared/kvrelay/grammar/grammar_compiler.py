@@ -14,10 +14,22 @@ TokenMask = NDArray[np.int32]
 """One bit per token of the vocabulary, the lowest bit first: 1 if the token may be the next one."""
 
 
-def allow_only(mask: TokenMask, token_id: int) -> None:
-    """Writes the mask that allows one token."""
+def allow_only(mask: TokenMask, *token_ids: int) -> None:
+    """Writes the mask that allows these tokens."""
     mask[:] = 0
-    mask.view(np.uint8)[token_id >> 3] = 1 << (token_id & 7)
+    allow(mask, *token_ids)
+
+
+def allow(mask: TokenMask, *token_ids: int) -> None:
+    """Allows these tokens as well."""
+    for token_id in token_ids:
+        mask.view(np.uint8)[token_id >> 3] |= 1 << (token_id & 7)
+
+
+def allow_all(mask: TokenMask, all_tokens: TokenMask) -> None:
+    """Writes the mask of the vocabulary. `mask` may be longer."""
+    mask[: len(all_tokens)] = all_tokens
+    mask[len(all_tokens) :] = 0
 
 
 class GrammarError(ValueError):

@@ -45,10 +45,6 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
     divider: Any
     calls: Any
 
-    @property
-    def has_reasoning(self) -> bool:
-        return any(name in self.divider.fields for name in REASONING)
-
     def begun_message(self, prompt_end: str) -> str:
         """What the prompt has written of the message. Empty if the beginning of the message is not there."""
         if self.divider.start_anchor_re.search(prompt_end) is None:

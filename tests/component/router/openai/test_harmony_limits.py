@@ -11,10 +11,10 @@ import pytest
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import ReasoningChannels, Sampling
+from kvrelay.protocol.sampling import ReasoningChannels
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import Router, running_router
-from tests.component.router.tools import HELLO, TOOL
+from tests.component.router.tools import HELLO, TOOL, sampling_of
 from tests.fakes.harmony_tokenizer import RETURN_ID, harmony_tokenizer, write_harmony_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -46,12 +46,6 @@ def harmony_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextServi
 async def router(harmony_text: TextService) -> AsyncIterator[Router]:
     async with running_router(harmony_text) as running:
         yield running
-
-
-async def sampling_of(router: Router, path: str = CHAT, **fields: Any) -> Sampling:
-    answer = await router.post(path, **{"messages": HELLO, **fields})
-    assert answer.status_code == 200, answer.text
-    return router.dispatcher.requests[-1].sampling
 
 
 def allows(grammar: Grammar | None, text: str) -> bool:

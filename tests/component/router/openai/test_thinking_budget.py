@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import tokenizers
 
-from kvrelay.protocol.sampling import ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import ReasoningSpan
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import Router, running_router
-from tests.component.router.tools import HELLO, TEMPLATE, TOOL
+from tests.component.router.tools import HELLO, TEMPLATE, TOOL, sampling_of
 from tests.fakes.text_model import write_text_model
 
 CHAT = "/v1/chat/completions"
@@ -35,12 +35,6 @@ def marked_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextServic
 async def router(marked_text: TextService) -> AsyncIterator[Router]:
     async with running_router(marked_text) as running:
         yield running
-
-
-async def sampling_of(router: Router, path: str = CHAT, **fields: Any) -> Sampling:
-    answer = await router.post(path, **{"messages": HELLO, **fields})
-    assert answer.status_code == 200, answer.text
-    return router.dispatcher.requests[-1].sampling
 
 
 def span_of(router: Router, **fields: Any) -> ReasoningSpan:

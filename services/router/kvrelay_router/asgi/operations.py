@@ -96,7 +96,9 @@ class OperationRoutes:
         under `models`, by name."""
         owner, services = self._visible_owner(http), self._models.services
         fleets = await asyncio.gather(*(service.dispatcher.fleet(owner) for service in services))
-        own = {"memory": self._service.memory.as_json(), "version": self._version, "time_unix_s": time.time()}
+        # A whole number, so that the length of the answer to HEAD is that of the answer to GET.
+        now_ms = time.time_ns() // 1_000_000
+        own = {"memory": self._service.memory.as_json(), "version": self._version, "time_unix_ms": now_ms}
         if len(fleets) == 1:
             return json_response({**fleets[0], **own, "model": self._service.settings.model_name})
         workers = [worker for fleet in fleets for worker in fleet.pop("workers")]

@@ -20,8 +20,8 @@ from tests.fakes.waiting import PATIENCE_S
 pytestmark = pytest.mark.slow
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
 CHROMIUM = find_chromium() or ""
-LOOKS_MS = 15_000
-"""Of the browser's own time, which stands still while it waits for an answer."""
+LOOKS_MS = 60_000
+"""Of the browser's own time, which runs as fast as answers arrive: the page looks once a second of it."""
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +106,10 @@ def test_a_browser_shows_the_fleet_and_the_timeline(stack: Stack, request_id: st
     assert re.search(r'id="tile-hits">.*?<b>[\d.]+ %', shown, re.DOTALL)
     assert re.search(r'id="tile-handoff">.*?<b>[\d.]+ [GM]B/s', shown, re.DOTALL)
     assert f'<b id="model">{stack.model}</b>' in shown and f'id="version" class="quiet">{version("kvrelay")}<' in shown
-    for name in ("decode-tokens", "prefill-tokens", "running", "held"):
+    # A rate needs 200 ms of the router's clock, in which this browser may look many times.
+    for name, least in (("decode-tokens", 1), ("prefill-tokens", 1), ("running", 3), ("held", 3)):
         points = re.search(rf'id="chart-{name}">.*?<polyline points="([\d., ]+)"', shown, re.DOTALL)
-        assert points is not None and len(points[1].split()) >= 3, name
+        assert points is not None and len(points[1].split()) >= least, name
     assert f"Request {request_id}, finished" in shown
     row = shown.index('<tr class="chosen">')
     assert request_id in shown[row:] and shown.index('<section id="timeline"') > row, "it opens under its row"

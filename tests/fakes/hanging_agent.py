@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvrelay.transfer import nixl_receiver, nixl_sender
+from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.nixl_agent import NixlError, Region
 from kvrelay.transfer.wire import Indices
 
@@ -26,7 +27,7 @@ class FakeWrite:
 
     peer: str
     copies: list[tuple[int, int]]
-    block_bytes: int
+    num_bytes: int  # of a row
     notification: bytes
     done: bool = False
     error: str = ""
@@ -37,6 +38,7 @@ class FakeNetwork:
     """All agents of a test. `num_good`: writes that come through before the others hang; None: all do."""
 
     num_good: int | None = None
+    num_rows: list[int] = field(default_factory=list)  # of each write that was posted
     num_hung: int = 0
     num_removed: int = 0  # hanging writes whose peer was removed, which are still carried out by `land_late`
     agents: dict[str, FakeAgent] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class FakeNetwork:
     def land(self, write: FakeWrite) -> None:
         """Copies the blocks and delivers the notification. The caller holds the lock."""
         for source, target in write.copies:
-            ctypes.memmove(target, source, write.block_bytes)
+            ctypes.memmove(target, source, write.num_bytes)
         self.agents[write.peer].inbox.append(write.notification)
         write.done = True
 
@@ -89,20 +91,18 @@ class FakeAgent:
                 write.error = "the peer was removed"
                 self._network.num_removed += 1
 
-    def prepare(self, region: Region, peer: str = "") -> Any:
-        return region, peer
+    def prepare(self, region: Region, peer: str = "", part: BlockPart | None = None) -> Any:
+        return region.descriptors(part), peer
 
     def discard(self, prepared: Any) -> None:
         pass
 
     def post(self, own: Any, sources: Indices, theirs: Any, slots: Indices, notification: bytes) -> FakeWrite:
-        region, peer = theirs
-        copies = [
-            (self._region.address + source * region.block_bytes, region.address + slot * region.block_bytes)
-            for source, slot in zip(sources.tolist(), slots.tolist(), strict=True)
-        ]
-        write = FakeWrite(peer, copies, region.block_bytes, notification)
+        (from_rows, _), (to_rows, peer) = own, theirs
+        copies = list(zip(from_rows[sources, 0].tolist(), to_rows[slots, 0].tolist(), strict=True))
+        write = FakeWrite(peer, copies, int(to_rows[0, 1]), notification)
         with self._network.lock:
+            self._network.num_rows.append(len(copies))
             if self._network.num_good == 0:
                 self._network.num_hung += 1
                 self._network.hanging.append(write)

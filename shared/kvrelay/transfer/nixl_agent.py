@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.endpoints import Unreachable
@@ -60,15 +61,21 @@ class Region:
 
     def descriptors(self, part: BlockPart | None = None) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
         """One per block, or one per row of each block's part, [descriptors, 3]: address, length, device."""
-        blocks = self.address + np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)
-        if part is not None:
-            within = (part.first_row + np.arange(part.num_rows, dtype=np.uint64)) * np.uint64(part.row_bytes)
-            blocks = (blocks[:, None] + within + np.uint64(part.first_byte)).reshape(-1)
-        rows = np.zeros((len(blocks), 3), np.uint64)
-        rows[:, 0] = blocks
+        addresses = self.addresses(np.arange(self.num_blocks), part)
+        rows = np.zeros((len(addresses), 3), np.uint64)
+        rows[:, 0] = addresses
         rows[:, 1] = self.block_bytes if part is None else part.num_bytes
         rows[:, 2] = self.device_id
         return rows
+
+    def addresses(self, blocks: Indices, part: BlockPart | None = None) -> NDArray[np.uint64]:
+        """Of these blocks, or of the rows of each one's part."""
+        starts = np.uint64(self.address) + blocks.astype(np.uint64) * np.uint64(self.block_bytes)
+        if part is None:
+            return starts
+        within = (part.first_row + np.arange(part.num_rows, dtype=np.uint64)) * np.uint64(part.row_bytes)
+        addresses: NDArray[np.uint64] = (starts[:, None] + within + np.uint64(part.first_byte)).reshape(-1)
+        return addresses
 
 
 @dataclass(slots=True, eq=False)

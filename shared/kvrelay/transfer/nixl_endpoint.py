@@ -18,11 +18,15 @@ POOL_LIMIT_BLOCKS = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class NixlEndpoint:
-    """The receiver's agent, which has another name after every start, its metadata, and where its pool lies."""
+    """The receiver's agent, which has another name after every start, its metadata, and where its pool lies.
+
+    `process`: the identity of its process; empty if unknown.
+    """
 
     agent: str
     metadata: bytes
     region: Region
+    process: str = ""
 
     def encode(self) -> Endpoint:
         """Encodes the endpoint as strings for `Granted`."""
@@ -34,6 +38,7 @@ class NixlEndpoint:
             "block_bytes": str(self.region.block_bytes),
             "segment": self.region.segment,
             "device_id": str(self.region.device_id),
+            "process": self.process,
         }
 
     @staticmethod
@@ -63,4 +68,4 @@ class NixlEndpoint:
             and region.device_id >= 0
         ):
             raise MalformedEndpoint(f"no pool lies at {region}")
-        return NixlEndpoint(agent, metadata, region)
+        return NixlEndpoint(agent, metadata, region, words.get("process", ""))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Event
 
+from kvrelay.process_identity import own_identity
 from kvrelay.transfer.base import ReceiverEvent
 from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.endpoints import Endpoint
@@ -50,7 +51,7 @@ class NixlReceiver(ReceiverThread):
         super().__init__("kv-receiver-nixl", pool, admission_wait_s=admission_wait_s)
         region = Region.of(self._pool)
         self._agent = NixlAgent(region, ucx_transports=ucx_transports, ucx_devices=ucx_devices)
-        self._endpoint = NixlEndpoint(self._agent.name, self._agent.metadata(), region).encode()
+        self._endpoint = NixlEndpoint(self._agent.name, self._agent.metadata(), region, own_identity()).encode()
         self._wake = Event()
         self._rechecks: SimpleQueue[tuple[str, Sequence[int]]] = SimpleQueue()
 

@@ -5,6 +5,11 @@ most 64 MiB. Each piece is one posted write with its own notification: posting m
 (above all an abort) are carried out between two pieces. A piece's blocks are sorted by source, so that neighbours
 become one write.
 
+A part of a block, some heads of each row, has short runs. If the peer is a process on this machine, all runs of a
+piece but the last are written with `process_memory`; UCX would make a system call for each. The last run is posted with
+the notification, so a peer that does not answer is found as for other pieces. If `process_memory` fails, NIXL writes
+all runs.
+
 A peer is known by its agent's name, which changes with each start. Its states:
 
 1. OPEN    its metadata is loaded and its pool's descriptors are prepared.
@@ -26,6 +31,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -35,6 +41,7 @@ from typing import Any
 import numpy as np
 
 from kvrelay.awake_clock import AwakeClock
+from kvrelay.process_identity import can_be_seen
 from kvrelay.transfer.base import SenderEvent
 from kvrelay.transfer.block_parts import BlockPart, PartCopy
 from kvrelay.transfer.checksums import PoolChecksums
@@ -44,6 +51,7 @@ from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.pool_memory import PoolLike, as_pool
+from kvrelay.transfer.process_memory import write_runs
 from kvrelay.transfer.push_pieces import Piece
 from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
 from kvrelay.transfer.wire import Indices, encode_header
@@ -84,6 +92,7 @@ class NixlPeer:
     region: Region
     blocks: Any
     parts: dict[BlockPart, Any] = field(default_factory=dict)
+    process: str = ""  # whose memory may be written without NIXL
     is_connected: bool = False  # a write was complete
 
 
@@ -200,8 +209,15 @@ class _NixlDriver:
             name = self._agent.add_peer(endpoint.metadata)
             if name != endpoint.agent:
                 raise MalformedEndpoint(f"the metadata is that of {name}, not of {endpoint.agent}")
-            peer = self._peers[name] = NixlPeer(endpoint.region, self._agent.prepare(endpoint.region, name))
+            blocks = self._agent.prepare(endpoint.region, name)
+            peer = self._peers[name] = NixlPeer(endpoint.region, blocks, process=self._process_of(endpoint))
         return peer
+
+    def _process_of(self, endpoint: NixlEndpoint) -> str:
+        """Empty if the peer's memory must not be written without NIXL: a list of UCX transports holds for all bytes."""
+        is_restricted = self._settings.ucx_transports or "UCX_TLS" in os.environ
+        on_host = self._region.segment == endpoint.region.segment == "DRAM"
+        return endpoint.process if on_host and not is_restricted and can_be_seen(endpoint.process) else ""
 
     def _check(self, push: Push, peer: NixlPeer) -> None:
         """Raises MalformedEndpoint. NIXL does not check at the other end where a write goes."""
@@ -236,7 +252,24 @@ class _NixlDriver:
             return self._agent.post(self._blocks, sources, peer.blocks, slots, header)
         source, target = part.runs()
         rows, target_rows = _rows_of(sources, source.num_rows), _rows_of(slots, target.num_rows)
+        if source.num_rows > 1 and self._write_all_but_last(piece, peer):
+            rows, target_rows = rows[-1:], target_rows[-1:]
         return self._agent.post(self._parts[source], rows, peer.parts[target], target_rows, header)
+
+    def _write_all_but_last(self, piece: Piece, peer: NixlPeer) -> bool:
+        """Returns whether all runs of a piece but the last are at the peer."""
+        if not peer.process or piece.part is None:
+            return False
+        source, target = piece.part.runs()
+        sources = self._region.addresses(piece.copies.sources, source)
+        targets = peer.region.addresses(piece.copies.slots, target)
+        try:
+            write_runs(peer.process, sources[:-1], targets[:-1], source.num_bytes)
+        except OSError as error:
+            log.info("%s: NIXL writes each run of bytes for itself: %s", peer.process, error)
+            peer.process = ""
+            return False
+        return True
 
     def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         """Posts a write, which may take as long as the copy itself."""

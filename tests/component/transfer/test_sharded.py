@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvrelay.kv.shard_map import ShardShape
+from kvrelay.transfer import nixl_sender
 from kvrelay.transfer.base import (
     BlockPush,
     Corrupted,
@@ -30,6 +32,7 @@ from kvrelay.transfer.zmq_transport import ZmqReceiver
 from tests.component.ranks.remote_ends import ChannelReceiver, ChannelSender
 from tests.component.transfer.rig import Log
 from tests.component.transfer.transports import EMPTY, NO_NIXL, staged, target_pool, zmq_sender
+from tests.fakes.hanging_agent import fake_network
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.component]
@@ -73,6 +76,8 @@ NIXL_TCP = Ends(
     NO_NIXL,
 )
 """As between machines."""
+FAKE_NIXL = Ends(NixlSender, NixlReceiver)
+"""Within `fake_network`."""
 Size = int | tuple[int, int]
 """Ranks, or stages and the ranks of each."""
 SIZES: list[tuple[Size, Size]] = [
@@ -186,6 +191,48 @@ async def test_each_rank_gets_its_layers_and_heads_and_each_block_is_reported_on
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4), ((2, 2), (3, 1))], ids=str)
 async def test_ranks_on_several_machines_write_over_tcp(stack: ExitStack, sizes: tuple[Size, Size]) -> None:
     await check_a_handoff(Pair(NIXL_TCP, stack, sizes, 4))
+
+
+UNEQUAL: list[tuple[Size, Size]] = [(2, 1), (1, 2), (4, 1), (1, 4), ((2, 2), (3, 1))]
+
+
+@pytest.mark.parametrize("sizes", UNEQUAL, ids=str)
+async def test_short_runs_are_written_together_on_one_machine(stack: ExitStack, sizes: tuple[Size, Size]) -> None:
+    """NIXL writes the last run of each piece. Its agent is a fake."""
+    network = stack.enter_context(fake_network())
+    await check_a_handoff(Pair(FAKE_NIXL, stack, sizes, 4))
+    assert set(network.num_rows) == {1}
+
+
+@pytest.mark.parametrize("sizes", UNEQUAL, ids=str)
+async def test_nixl_writes_all_runs_if_a_process_forbids_it(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, sizes: tuple[Size, Size]
+) -> None:
+    tries: list[str] = []
+
+    def refuse(process: str, *_: object) -> None:
+        tries.append(process)
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(nixl_sender, "write_runs", refuse)
+    network = stack.enter_context(fake_network())
+    pair = Pair(FAKE_NIXL, stack, sizes, 4)
+    await check_a_handoff(pair)
+    assert min(network.num_rows) > 1
+    parts = pair.sender._layout.copies_to(pair.target_shape)
+    assert len(tries) == len({(part.source_rank, part.target_rank) for part in parts})  # once for each connection
+
+
+@pytest.mark.parametrize("restrict", ["setting", "variable"])
+async def test_a_list_of_ucx_transports_holds_for_all_runs(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, restrict: str
+) -> None:
+    settings = NixlSettings(ucx_transports="tcp") if restrict == "setting" else NixlSettings()
+    if restrict == "variable":
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    network = stack.enter_context(fake_network())
+    await check_a_handoff(Pair(Ends(lambda pool: NixlSender(pool, settings=settings), NixlReceiver), stack, (2, 1), 4))
+    assert min(network.num_rows) > 1
 
 
 async def check_a_handoff(pair: Pair) -> None:

@@ -19,7 +19,8 @@ import pytest
 from kvrelay.protocol.messages import PeerRef, TokenEntry
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.state_machine import Transition, TransitionTable
-from kvrelay.transfer.base import SenderDrained
+from kvrelay.transfer.base import ReceiverEvent, SenderDrained
+from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
 from kvrelay_decode import receiver_events as decode
 from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 from kvrelay_prefill import sender_events as prefill
@@ -51,6 +52,34 @@ def test_one_disturbance_at_any_moment_leaves_nobody_waiting_and_nothing_held(
     explored = search(replace(size, one_sided=one_sided, budget=budget))
     assert explored.is_complete
     assert explored.num_good_ends > 1
+
+
+RANKS = [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "copied"])
+@pytest.mark.parametrize("disturbance", ["", "fail", "lose", "resend"])
+@pytest.mark.parametrize("ranks", RANKS, ids=str)
+def test_the_parts_of_ranks_come_and_fail_in_any_order(
+    ranks: tuple[int, int], disturbance: str, one_sided: bool
+) -> None:
+    """The failure of one rank's transfer is that of the handoff, and may be repaired by another attempt."""
+    budget = ((disturbance, 1),) if disturbance else ()
+    max_attempts = 1 if one_sided or ranks[0] > 1 else 2  # all of them with two: the slow test
+    explored = search(replace(TINY, ranks=ranks, one_sided=one_sided, max_attempts=max_attempts, budget=budget))
+    assert explored.is_complete
+    assert explored.num_good_ends > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "copied"])
+@pytest.mark.parametrize("disturbance", sorted(DISTURBANCES - {"cut", "lose", "resend"}))
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_workers_of_several_ranks_with_a_second_attempt(
+    ranks: tuple[int, int], disturbance: str, one_sided: bool
+) -> None:
+    explored = search(replace(TINY, ranks=ranks, one_sided=one_sided, budget=((disturbance, 1),)))
+    assert explored.is_complete
 
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "copied"])
@@ -206,6 +235,32 @@ def test_the_search_finds_a_known_bug_and_shows_the_way_to_it(name: str) -> None
         search(Size(budget=((disturbance, 1),) if disturbance else ()))
     assert trouble in str(found.value)
     assert found.value.trace[0][0] in ("place", "cancel")
+
+
+def _lands_on_one_rank(self: LandingProgress, rank: int, event: ReceiverEvent) -> ReceiverEvent:
+    return event
+
+
+def _drains_with_the_first_rank(self: PushProgress, pushes: Any, event: SenderDrained) -> SenderDrained:
+    return event
+
+
+RANK_BUGS: dict[str, tuple[type[Any], str, object, tuple[int, int], str, str]] = {
+    "one rank's parts are taken for the whole block": (
+        LandingProgress, "handle", _lands_on_one_rank, (1, 2), "", "runs on d with blocks",
+    ),
+    "drained when one rank has drained": (
+        PushProgress, "_drained", _drains_with_the_first_rank, (2, 1), "cancel", "which is free or another's",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANK_BUGS)
+def test_the_search_finds_a_known_bug_of_ranks(name: str) -> None:
+    target, method, replacement, ranks, disturbance, trouble = RANK_BUGS[name]
+    with broken(target, method, replacement), pytest.raises(Counterexample) as found:
+        search(replace(TINY, ranks=ranks, budget=((disturbance, 1),) if disturbance else ()))
+    assert trouble in str(found.value)
 
 
 def _ends_nothing(state: State, who: str, key: SequenceKey) -> None: ...

@@ -12,7 +12,7 @@ from kvrelay_decode import receiver_events as decode
 from kvrelay_decode.quarantine import SETTLE_TICKS, Quarantine
 from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_decode.receiver_handoff import ReceiverState as D
-from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, State, peer
+from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, State, Write, peer
 from tests.unit.handoff.check.values import clone
 
 
@@ -74,13 +74,15 @@ def admit_pending(state: State, who: str) -> None:
         receiving = state.receiving(who, key)
         assert receiving.machine is not None
         receiving.slots = shared or tuple(free[: state.size.num_blocks])
-        receiving.landed = frozenset(range(state.size.num_blocks)) if shared else frozenset()
+        receiving.landed = state.size.parts_of(range(state.size.num_blocks)) if shared else frozenset()
         state.granted += 1
         reservation, sent = f"{who}{state.granted}", () if shared else receiving.slots
         first = state.size.num_blocks - len(sent)
         receiving.machine.handle(
             decode.ReservationOpened(reservation, first, state.size.num_blocks, state.size.one_sided)
         )
+        if state.size.has_ranks:
+            state.landing(who).admitted(reservation, range(first, state.size.num_blocks))
         state.post(who, receiving.prefill, "granted", key, reservation, sent)
 
 
@@ -127,11 +129,51 @@ def run(state: State, who: str, key: SequenceKey, instructions: list[decode.Rece
             case decode.SendResend(reservation, blocks, number):
                 state.post(who, receiving.prefill, "resend", key, reservation, blocks, number)
             case decode.RecheckBlocks(reservation, blocks):
-                run(state, who, key, machine.handle(Landed(reservation, blocks)))
+                recheck(state, who, key, Landed(reservation, blocks))
+            case decode.StopReceiving(reservation):
+                state.landing(who).released(reservation)
             case decode.SendReleased(reservation):
                 state.post(who, receiving.prefill, "released", key, reservation)
     if machine.state is D.FREED:
         del state.receivers[who][key]
+
+
+def land(state: State, who: str, key: SequenceKey, write: Write) -> None:
+    """A rank reports a block when it has all parts of it that other ranks send there, and not again."""
+    _, _, reservation, index, _, part = write
+    receiving = state.receiving(who, key)
+    machine = receiving.machine
+    assert machine is not None
+    is_new = (index, part) not in receiving.landed
+    if machine.state in (D.RESERVED, D.FILLING):
+        receiving.landed |= {(index, part)}
+    event = Landed(reservation, (index,))
+    if not state.size.has_ranks:
+        run(state, who, key, machine.handle(event))
+        return
+    rank = state.size.routes[part][1]
+    mine = {(index, number) for number, (_, target) in enumerate(state.size.routes) if target == rank}
+    if is_new and mine <= receiving.landed:
+        report(state, who, key, rank, event)
+
+
+def recheck(state: State, who: str, key: SequenceKey, event: Landed) -> None:
+    if not state.size.has_ranks:
+        machine = state.receivers[who][key].machine
+        assert machine is not None
+        run(state, who, key, machine.handle(event))
+        return
+    state.landing(who).recheck(event.reservation, event.blocks)
+    for rank in range(state.size.ranks[1]):
+        report(state, who, key, rank, event)
+
+
+def report(state: State, who: str, key: SequenceKey, rank: int, event: Landed) -> None:
+    """The transport of a rank reports to the handoff of the worker."""
+    joined = state.landing(who).handle(rank, event)
+    machine = state.receivers[who][key].machine
+    if joined is not None and machine is not None:
+        run(state, who, key, machine.handle(joined))
 
 
 def quarantine(state: State, who: str) -> Quarantine:
@@ -159,9 +201,11 @@ def ask(state: State, who: str, key: SequenceKey) -> None:
     state.post(who, receiving.prefill, "released", key, receiving.machine.reservation)
 
 
-def is_lost(state: State, machine: ReceiverHandoff) -> bool:
-    under_way = {write[3] for write in state.writes if write[2] == machine.reservation}
-    return bool(machine._missing - under_way)
+def is_lost(state: State, receiving: Receiving) -> bool:
+    machine = receiving.machine
+    assert machine is not None
+    under_way = {(write[3], write[5]) for write in state.writes if write[2] == machine.reservation}
+    return bool(state.size.parts_of(machine._missing) - receiving.landed - under_way)
 
 
 def resend(state: State, who: str, key: SequenceKey) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.transfer.base import SenderDrained, TransferFailed
+from kvrelay.transfer.base import SenderDrained, SenderEvent, TransferFailed
 from kvrelay_prefill import sender_events as prefill
 from kvrelay_prefill.sender_handoff import SenderHandoff
 from tests.unit.handoff.check.search import Violation
@@ -104,7 +104,7 @@ def run(state: State, who: str, key: SequenceKey, instructions: list[prefill.Sen
                 index = sending.machine.first_token.index
                 state.post(who, to.peer_id, "handoff", key, reservation, index, resend)
             case prefill.AbortTransfer(reservation, _):
-                sending.aborting |= {reservation}
+                abort(state, who, sending, reservation)
             case prefill.SendAbort(to, reservation, _):
                 state.post(who, to.peer_id, "abort", key, reservation)
             case prefill.SendDrained(to, reservation):
@@ -124,24 +124,40 @@ def push(
         if source not in sending.own:
             raise Violation(f"block {source} is pushed and not held")
         if d not in state.dead:
-            state.writes |= {(who, d, reservation, index, slot)}
+            state.writes |= {(who, d, reservation, index, slot, part) for part in range(len(state.size.routes))}
+    if state.size.has_ranks and d not in state.dead:
+        state.pushing(who).started(reservation, [index for index, _, _ in copies], len(state.size.routes))
+
+
+def abort(state: State, who: str, sending: Sending, reservation: str) -> None:
+    if not state.size.has_ranks or state.pushing(who).aborted(reservation):
+        sending.aborting |= {(reservation, rank) for rank in range(state.size.ranks[0])}
+
+
+def report(state: State, who: str, key: SequenceKey, event: SenderEvent) -> None:
+    """The transport of a rank reports to the handoff of the worker."""
+    joined = state.pushing(who).handle(event) if state.size.has_ranks else event
+    if joined is not None:
+        run(state, who, key, state.sending(who, key).machine.handle(joined))
 
 
 def release(state: State, who: str, key: SequenceKey) -> None:
     del state.senders[who][key]
 
 
-def drained(state: State, who: str, key: SequenceKey, reservation: str) -> None:
-    sending = state.sending(who, key)
-    sending.aborting -= {reservation}
-    run(state, who, key, sending.machine.handle(SenderDrained(reservation)))
+def drained(state: State, who: str, key: SequenceKey, reservation: str, rank: int) -> None:
+    state.sending(who, key).aborting -= {(reservation, rank)}
+    report(state, who, key, SenderDrained(reservation))
 
 
-def fail(state: State, who: str, key: SequenceKey) -> None:
-    sending = state.sending(who, key)
-    assert sending.machine._grant is not None
-    reservation = sending.machine._grant.reservation
-    run(state, who, key, sending.machine.handle(TransferFailed(reservation, "broken")))
+def fail(state: State, who: str, key: SequenceKey, rank: int) -> None:
+    """With several ranks, what the rank had not written is lost; the writes of the others go on."""
+    grant = state.senders[who][key].machine._grant
+    assert grant is not None
+    if state.size.has_ranks:
+        lost = {w for w in state.writes if w[2] == grant.reservation and state.size.routes[w[5]][0] == rank}
+        state.writes -= lost
+    report(state, who, key, TransferFailed(grant.reservation, "broken"))
 
 
 def cancel(state: State, who: str, key: SequenceKey) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Self
 
+from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.transfer.block_parts import rank_copies
+from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_prefill.sender_handoff import SenderHandoff
@@ -15,13 +20,15 @@ from tests.unit.handoff.check.values import clone
 
 R = "r"
 MAX_TOKENS = 2
-Write = tuple[str, str, str, int, int]  # prefill, decode, reservation, block, slot
+Write = tuple[str, str, str, int, int, int]  # prefill, decode, reservation, block, slot, number of the part
+Part = tuple[int, int]  # a block's number and that of one of its parts
 
 
 @dataclass(frozen=True)
 class Size:
     """An instance. `budget`: how often each disturbance may happen. `samples`: its requests are samples of one, which
-    decode workers are sent one prompt for.
+    decode workers are sent one prompt for. `ranks`: of a prefill and of a decode worker, with one KV head for each rank
+    of the larger one.
     """
 
     num_requests: int = 1
@@ -34,6 +41,26 @@ class Size:
     one_sided: bool = True
     samples: bool = False
     budget: tuple[tuple[str, int], ...] = ()
+    ranks: tuple[int, int] = (1, 1)
+
+    @property
+    def has_ranks(self) -> bool:
+        return self.ranks != (1, 1)
+
+    @property
+    def routes(self) -> tuple[tuple[int, int], ...]:
+        """The rank that sends each part of a block, and the rank that takes it."""
+        return _routes(*self.ranks)
+
+    def parts_of(self, blocks: Iterable[int]) -> frozenset[Part]:
+        return frozenset((block, number) for block in blocks for number in range(len(self.routes)))
+
+
+@cache
+def _routes(num_sources: int, num_targets: int) -> tuple[tuple[int, int], ...]:
+    num_heads = max(num_sources, num_targets)
+    copies = rank_copies(ShardShape(num_sources, num_heads), ShardShape(num_targets, num_heads), 1, 1)
+    return tuple((copy.source_rank, copy.target_rank) for copy in copies)
 
 
 @dataclass
@@ -44,7 +71,7 @@ class Sending:
     num_output: int
     own: tuple[int, ...] = ()
     num_computed: int = 0
-    aborting: frozenset[str] = frozenset()
+    aborting: frozenset[tuple[str, int]] = frozenset()  # reservations, on ranks
 
 
 @dataclass
@@ -55,7 +82,7 @@ class Receiving:
     prefill: str
     num_output: int
     slots: tuple[int, ...] = ()
-    landed: frozenset[int] = frozenset()
+    landed: frozenset[Part] = frozenset()
     running: bool = False
 
 
@@ -72,6 +99,8 @@ class State:
     senders: dict[str, dict[SequenceKey, Sending]]
     receivers: dict[str, dict[SequenceKey, Receiving]]
     quarantines: dict[str, Quarantine]
+    pushes: dict[str, PushProgress]
+    landings: dict[str, LandingProgress]
     budget: dict[str, int]
     wishes: dict[str, Any] = field(default_factory=dict)  # of the router: placements to be found
     ended: dict[str, int] = field(default_factory=dict)
@@ -92,6 +121,8 @@ class State:
             senders={who: dict(all_) for who, all_ in self.senders.items()},
             receivers={who: dict(all_) for who, all_ in self.receivers.items()},
             quarantines=dict(self.quarantines),
+            pushes=dict(self.pushes),
+            landings=dict(self.landings),
             budget=dict(self.budget),
             wishes=dict(self.wishes),
             ended=dict(self.ended),
@@ -108,6 +139,14 @@ class State:
         old = self.receivers[who][key]
         made = replace(old, machine=clone(old.machine) if old.machine is not None else None)
         self.receivers[who][key] = made
+        return made
+
+    def pushing(self, who: str) -> PushProgress:
+        made = self.pushes[who] = clone(self.pushes[who])
+        return made
+
+    def landing(self, who: str) -> LandingProgress:
+        made = self.landings[who] = clone(self.landings[who])
         return made
 
     def free(self, who: str) -> list[int]:

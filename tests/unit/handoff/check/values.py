@@ -26,8 +26,10 @@ def clone(machine: T) -> T:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, list | set | dict):
-        if isinstance(value, dict) and value and is_dataclass(next(iter(value.values()))):
-            return {key: _copied(item) for key, item in value.items()}
+        if isinstance(value, dict) and value:
+            first = next(iter(value.values()))
+            if is_dataclass(first) or isinstance(first, list | set | dict):
+                return {key: _copied(item) for key, item in value.items()}
         return value.copy()
     if is_dataclass(value) and not isinstance(value, type) and not value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         made = copy(value)

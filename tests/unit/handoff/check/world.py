@@ -1,8 +1,9 @@
 """Router, prefill and decode workers around the real machines, small enough to visit every state.
 
-What is real: `DrivenSequence`, `SenderHandoff`, `ReceiverHandoff`, `Quarantine`. What is modelled: pools and queues
-of workers, links (each direction in order and once, until one end takes the other for lost), and a transport whose
-writes land in any order, at any time until they were drained.
+What is real: `DrivenSequence`, `SenderHandoff`, `ReceiverHandoff`, `Quarantine`, and for workers of several ranks the
+map of their parts, `PushProgress` and `LandingProgress`. What is modelled: pools and queues of workers, links (each
+direction in order and once, until one end takes the other for lost), and a transport whose writes land in any order, at
+any time until they were drained.
 
 A state is never changed: `after` copies what a step touches. Names of workers begin with their role's letter.
 """
@@ -14,7 +15,8 @@ from typing import Any, Self
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.transfer.base import Landed, Pushed
+from kvrelay.transfer.base import Pushed, SenderEvent
+from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
 from kvrelay_decode.quarantine import Quarantine, QuarantineState
 from kvrelay_decode.receiver_events import PrefillLost
 from kvrelay_decode.receiver_handoff import ReceiverState as D
@@ -42,7 +44,9 @@ class World(State):
             tuple(freeze(machine) for machine in self.attempts.values()),
             _frozen_all(self.senders),
             _frozen_all(self.receivers),
-            tuple(freeze(machine) for machine in self.quarantines.values()),
+            tuple(
+                freeze(each) for each in (*self.quarantines.values(), *self.pushes.values(), *self.landings.values())
+            ),
             tuple(self.budget.values()),
             freeze(self.wishes),
             tuple(sorted(self.ended.items())),
@@ -68,13 +72,14 @@ class World(State):
                 raise Violation(f"request {r} is over without an end, or ended without being over")
             if machine.output != list(range(len(machine.output))):
                 raise Violation(f"tokens {machine.output}")
+        whole = self.size.parts_of(range(self.size.num_blocks))
         for who, all_ in self.senders.items():
             self._check_pool(who, [s.own for s in all_.values()], self.size.prefill_pool)
         for who, receivings in self.receivers.items():
             held = [r.slots for r in receivings.values()]
             self._check_pool(who, list(dict.fromkeys(held)) if self.size.samples else held, self.size.decode_pool)
             for key, receiving in receivings.items():
-                is_whole = receiving.machine is None or len(receiving.landed) == self.size.num_blocks
+                is_whole = receiving.machine is None or receiving.landed == whole
                 if receiving.running and not is_whole:
                     raise Violation(f"{key} runs on {who} with blocks {sorted(receiving.landed)} alone")
         if self.size.one_sided:
@@ -87,7 +92,7 @@ class World(State):
             raise Violation(f"blocks of {who} do not add up: {held}")
 
     def _check_write(self, write: Write) -> None:
-        p, d, reservation, _, slot = write
+        p, d, reservation, _, slot, _ = write
         if d in self.dead:
             return
         holders = [receiving for receiving in self.receivers[d].values() if slot in receiving.slots]
@@ -151,11 +156,11 @@ class World(State):
                 yield ("admit", who, key)
             if state is P.COMPUTING:
                 yield ("compute", who, key)
-            for reservation in sorted(sending.aborting):
-                if not any(write[2] == reservation for write in self.writes):
-                    yield ("drained", who, key, reservation)
+            for reservation, rank in sorted(sending.aborting):
+                if not any(write[2] == reservation and self._rank_of(write) == rank for write in self.writes):
+                    yield ("drained", who, key, reservation, rank)
             if state in (P.COMPUTING, P.SENDING, P.HANDED) and self.budget.get("fail") and sending.machine._grant:
-                yield ("fail", who, key)
+                yield from (("fail", who, key, rank) for rank in range(self.size.ranks[0]))
             if self.budget.get("deadline"):
                 yield ("deadline", who, key)
 
@@ -167,7 +172,7 @@ class World(State):
             elif machine is None and len(self.free(who)) >= self.size.num_blocks:
                 yield ("local", who, key)
             if machine is not None and machine.awaits_blocks:
-                if decode_side.is_lost(self, machine) and not self.links.get((who, receiving.prefill)):
+                if decode_side.is_lost(self, receiving) and not self.links.get((who, receiving.prefill)):
                     yield ("repeat", who, key)
                 elif self.budget.get("resend"):
                     yield ("resend", who, key)
@@ -311,21 +316,21 @@ class World(State):
     # -- the transport ------------------------------------------------------------------------------------------------
 
     def _is_aborting(self, write: Write) -> bool:
-        p, _, reservation, _, _ = write
-        return p in self.dead or any(reservation in sending.aborting for sending in self.senders[p].values())
+        p, _, reservation, *_ = write
+        aborted = (reservation, self._rank_of(write))
+        return p in self.dead or any(aborted in sending.aborting for sending in self.senders[p].values())
+
+    def _rank_of(self, write: Write) -> int:
+        """That sends it."""
+        return self.size.routes[write[5]][0]
 
     def _land(self, write: Write) -> None:
         self.writes -= {write}
-        p, d, reservation, index, _ = write
+        p, d, reservation, index, *_ = write
         self._tell_pushed(p, reservation, index)
         for key, found in list(self.receivers[d].items()):
-            machine = found.machine
-            if machine is not None and machine.reservation == reservation:
-                receiving = self.receiving(d, key)
-                assert receiving.machine is not None
-                if receiving.machine.state in (D.RESERVED, D.FILLING):
-                    receiving.landed |= {index}
-                decode_side.run(self, d, key, receiving.machine.handle(Landed(reservation, (index,))))
+            if found.machine is not None and found.machine.reservation == reservation:
+                decode_side.land(self, d, key, write)
 
     def _vanish(self, write: Write) -> None:
         self.writes -= {write}
@@ -335,8 +340,13 @@ class World(State):
         self._tell_pushed(write[0], write[2], write[3])
 
     def _tell_pushed(self, p: str, reservation: str, index: int) -> None:
+        pushed: SenderEvent | None = Pushed(reservation, (index,), 1)
+        assert pushed is not None
+        if self.size.has_ranks:
+            pushed = self.pushing(p).handle(pushed)
         for key in [key for key, sending in self.senders[p].items() if sending.machine.state is not P.QUEUED]:
-            prefill_side.run(self, p, key, self.sending(p, key).machine.handle(Pushed(reservation, (index,), 1)))
+            if pushed is not None:
+                prefill_side.run(self, p, key, self.sending(p, key).machine.handle(pushed))
 
 
 def _frozen_all(workers: Mapping[str, Mapping[SequenceKey, Sending | Receiving]]) -> Hashable:
@@ -389,6 +399,8 @@ def start(size: Size) -> World:
         senders={p: {} for p in size.prefills},
         receivers={d: {} for d in size.decodes},
         quarantines={d: Quarantine(bool, bool) for d in size.decodes},
+        pushes={p: PushProgress(size.ranks[0]) for p in size.prefills},
+        landings={d: LandingProgress(size.ranks[1]) for d in size.decodes},
         budget=dict(size.budget),
         wishes={name: router.FindPlacement(1, "", frozenset()) for name in names},
     )

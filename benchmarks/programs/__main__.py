@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -45,6 +46,9 @@ MAIN, NO_CACHE = "all on", "no cache"
 
 def main() -> None:
     given = _arguments()
+    # So that its stacks are stopped. Shells have background commands ignore SIGINT.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     sections = given.sections.split(",")
     names = given.servers.split(",") if "workloads" in sections else [MAIN]
     sizes = Sizes(given.programs, given.concurrency, given.alone, given.rounds, given.num_blocks)

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from kvrelay_programs.connections import Connections
 from kvrelay_programs.content import Content, chat_fields
 from kvrelay_programs.errors import CannotScore, EndpointError
 from kvrelay_programs.greedy_choice import top_tokens_of
@@ -23,7 +24,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _NOT_OFFERED = frozenset((404, 405, 501))
 _REFUSED = _NOT_OFFERED | {400, 422}
 _NUM_TOP_TOKENS = {True: 20, False: 5}  # the most that OpenAI gives in a chat and in a completion
-_HEALED_TOKENS = 8  # tokens before the end of a text that may change when a choice follows; more are asked for again
+_HEALED_TOKENS = 2  # tokens before the end of a text that may change when a choice follows; more are asked for again
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,7 @@ class Endpoint:
         self._asked = False
         self._scores_prompts = True  # until it refuses to
         key = api_key if api_key is not None else os.environ.get("KVRELAY_API_KEY")
-        self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(timeout_s, connect=10),
-            limits=httpx.Limits(max_connections=1024, max_keepalive_connections=256),
-        )
+        self._connections = Connections({"authorization": f"Bearer {key}"} if key else {}, timeout_s)
         self._asking = asyncio.Lock()
 
     async def generate(
@@ -247,7 +244,10 @@ class Endpoint:
             if caller.time_left_s is not None:
                 headers["x-request-timeout"] = f"{max(caller.time_left_s, 0.001):.3f}"
         try:
-            async with self._client.stream(method, f"{self.base_url}{path}", json=body, headers=headers) as response:
+            async with (
+                self._connections.client() as client,
+                client.stream(method, f"{self.base_url}{path}", json=body, headers=headers) as response,
+            ):
                 if response.status_code >= 300:
                     raise _refusal(response.status_code, await response.aread())
                 yield response

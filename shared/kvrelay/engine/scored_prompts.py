@@ -14,7 +14,7 @@ from kvrelay.engine.batch import WorkerRow
 from kvrelay.engine.device import to_host
 from kvrelay.engine.pending_logprobs import token_logprobs
 from kvrelay.engine.pending_tokens import BadLogits
-from kvrelay.engine.step_forward import StepForward
+from kvrelay.engine.step_forward import PromptPart, StepForward, positions_to_score
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 
@@ -62,27 +62,34 @@ class ScoredPrompts:
 
         Raises BadLogits.
         """
-        scored: dict[int, tuple[range, _ScoredPrompt | None]] = {}
+        rows = forward.rows
         with self._lock:
-            for place, row in enumerate(forward.rows):
-                if as_resolved:
-                    positions = range(row.first_scored, row.first_scored + row.num_scored)
-                else:
-                    positions = self.scored_positions(row)
-                if positions:
-                    scored[place] = positions, self._prompts.get(row.key)
-        results: dict[int, list[TokenLogprobs]] = {}
-        for place, (positions, prompt) in scored.items():
-            row, entries = forward.rows[place], list[TokenLogprobs]()
-            for at, hidden in forward.prompt_slices(place, positions.start, len(positions)):
-                logits = logits_of(hidden)
-                if prompt is None:
-                    continue
-                if not np.isfinite(to_host(logits.amax(dim=-1))[0]).all():
-                    raise BadLogits([row.key])
-                first = row.position + 1 + at
-                part = prompt.token_ids[first : first + len(hidden)]
-                entries += token_logprobs(logits, part, np.full(len(part), prompt.num_top, np.int64))
-            if prompt is not None:
-                results[place] = entries
+            if as_resolved:
+                scored = positions_to_score(rows)
+            else:
+                found = ((place, self.scored_positions(row)) for place, row in enumerate(rows))
+                scored = {place: positions for place, positions in found if positions}
+            prompts = {place: self._prompts.get(rows[place].key) for place in scored}
+        results: dict[int, list[TokenLogprobs]] = {place: [] for place, prompt in prompts.items() if prompt is not None}
+        for hidden, parts in forward.prompt_groups(scored):
+            logits = logits_of(hidden)
+            wanted: list[tuple[PromptPart, _ScoredPrompt, slice]] = []
+            end = 0
+            for part in parts:
+                start, end = end, end + part.count
+                if (prompt := prompts[part.place]) is not None:
+                    wanted.append((part, prompt, slice(start, end)))
+            if not wanted:
+                continue
+            finite = np.isfinite(to_host(logits.amax(dim=-1))[0])
+            if bad := {rows[part.place].key: None for part, _, at in wanted if not finite[at].all()}:
+                raise BadLogits(list(bad))
+            token_ids, num_top = np.zeros(end, np.int64), np.zeros(end, np.int64)
+            for part, prompt, at in wanted:
+                first = rows[part.place].position + 1 + part.first
+                token_ids[at] = prompt.token_ids[first : first + part.count]
+                num_top[at] = prompt.num_top
+            entries = token_logprobs(logits, token_ids, num_top)
+            for part, _, at in wanted:
+                results[part.place] += entries[at]
         return results

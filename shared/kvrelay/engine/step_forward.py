@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,24 @@ from kvrelay.engine.device import to_device
 from kvrelay.engine.draft_rows import DraftRows
 
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """`count` positions of the row at `place`, from its position number `first` on."""
+
+    place: int
+    first: int
+    count: int
+
+
+def positions_to_score(rows: Sequence[WorkerRow]) -> dict[int, range]:
+    """Numbers of the positions whose next token is scored, by place, as the rows state them."""
+    return {
+        place: range(row.first_scored, row.first_scored + row.num_scored)
+        for place, row in enumerate(rows)
+        if row.num_scored
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +51,30 @@ class StepForward:
             last += drafts.offsets
         return self.hidden[to_device(last, self.hidden.device)]
 
-    def prompt_slices(self, place: int, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The hidden states of `count` tokens of a row from number `first` on, in slices, each with the number of its
-        first token in the row."""
-        start = int(self.packed.query_starts[place])
-        for at in range(first, first + count, _PROMPT_SLICE):
-            yield at, self.hidden[start + at : start + min(at + _PROMPT_SLICE, first + count)]
+    def prompt_groups(self, scored: Mapping[int, range]) -> Iterator[tuple[torch.Tensor, list[PromptPart]]]:
+        """The hidden states of the rows' positions `scored`, by place, `[positions, hidden]`: of several rows together,
+        since a call of the head for each of many short rows takes longer. Each with the parts it consists of."""
+        group: list[PromptPart] = []
+        room = _PROMPT_SLICE
+        for place, positions in scored.items():
+            while positions:
+                count = min(len(positions), room)
+                group.append(PromptPart(place, positions.start, count))
+                positions, room = positions[count:], room - count
+                if not room:
+                    yield self._hidden_of(group), group
+                    group, room = [], _PROMPT_SLICE
+        if group:
+            yield self._hidden_of(group), group
+
+    def _hidden_of(self, parts: Sequence[PromptPart]) -> torch.Tensor:
+        starts = [int(self.packed.query_starts[part.place]) + part.first for part in parts]
+        if len(parts) == 1:
+            return self.hidden[starts[0] : starts[0] + parts[0].count]
+        wanted = np.concatenate(
+            [np.arange(start, start + part.count) for start, part in zip(starts, parts, strict=True)]
+        )
+        return self.hidden[to_device(wanted, self.hidden.device)]
 
     def sampled(self) -> tuple[list[int], DraftRows | None]:
         """The rows that sample, once for each place, and the places of drafts, if there are any. Beams are left out."""
@@ -52,9 +88,8 @@ class StepForward:
 
     def head_inputs(self) -> Iterator[torch.Tensor]:
         """The hidden states of each call of the head for a step of several ranks, in the order of the calls."""
-        for place, row in enumerate(self.rows):
-            for _, hidden in self.prompt_slices(place, row.first_scored, row.num_scored):
-                yield hidden
+        for hidden, _ in self.prompt_groups(positions_to_score(self.rows)):
+            yield hidden
         places, drafts = self.sampled()
         if places:
             yield self.last_hidden(places, drafts)

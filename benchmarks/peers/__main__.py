@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.interrupts import interruptible
 from benchmarks.peers.cases import Disaggregation, PeerCase, Throughput
 from benchmarks.peers.machine import commit, machine
 from benchmarks.peers.order import turns
@@ -86,17 +86,13 @@ def _measure(given: argparse.Namespace, parser: argparse.ArgumentParser, argv: S
 
 
 def _run_rounds(runner: Runner, rounds: Sequence[Sequence[str]]) -> bool:
-    """Returns whether it was interrupted. Shells start background commands with SIGINT ignored, hence the handlers."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    earlier = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    try:
-        runner.run(rounds)
-    except KeyboardInterrupt:
-        say("interrupted: the page has what was measured")
-        return True
-    finally:
-        for number, handler in zip(numbers, earlier, strict=True):
-            signal.signal(number, handler)
+    """Returns whether it was interrupted."""
+    with interruptible():
+        try:
+            runner.run(rounds)
+        except KeyboardInterrupt:
+            say("interrupted: the page has what was measured")
+            return True
     return False
 
 

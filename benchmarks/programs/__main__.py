@@ -25,13 +25,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import signal
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.interrupts import interruptible
 from benchmarks.peers.machine import commit, machine
 from benchmarks.programs import compiling, curve, extraction, frontends, selection, sessions
 from benchmarks.programs.ablation import SERVERS, Bench, Sizes, running, table
@@ -46,14 +46,15 @@ MAIN, NO_CACHE = "all on", "no cache"
 
 def main() -> None:
     given = _arguments()
-    # So that its stacks are stopped. Shells have background commands ignore SIGINT.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     sections = given.sections.split(",")
     names = given.servers.split(",") if "workloads" in sections else [MAIN]
     sizes = Sizes(given.programs, given.concurrency, given.alone, given.rounds, given.num_blocks)
     flags = ["--num-blocks", str(given.num_blocks), "--dtype", "float32", *given.flag]
-    with tempfile.TemporaryDirectory() as place, running(names, given.model, Path(place), flags) as stacks:
+    with (
+        interruptible(),
+        tempfile.TemporaryDirectory() as place,
+        running(names, given.model, Path(place), flags) as stacks,
+    ):
         lines = _head(given, sizes)
         if "workloads" in sections:
             lines += _workloads(given, stacks, sizes)

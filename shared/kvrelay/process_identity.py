@@ -68,13 +68,7 @@ def can_be_seen(identity: str) -> bool:
 def running_process_id(identity: str) -> int | None:
     """The process's id. None if it has ended, or cannot be seen here."""
     process = _parse(identity)
-    try:
-        if process is None or process.machine != _machine():
-            return None
-        fields = _stat(process.process_id)
-    except OSError:
-        return None
-    return process.process_id if fields and fields[_START_TIME] == process.start_time else None
+    return process.process_id if process is not None and identity_of(process.process_id) == identity else None
 
 
 def _parse(identity: str) -> _Process | None:

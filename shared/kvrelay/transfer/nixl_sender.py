@@ -52,7 +52,7 @@ from kvrelay.transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.pool_memory import PoolLike, as_pool
 from kvrelay.transfer.process_memory import write_runs
-from kvrelay.transfer.push_pieces import Piece
+from kvrelay.transfer.push_pieces import Copies, Piece
 from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
 from kvrelay.transfer.wire import Indices, encode_header
 
@@ -250,19 +250,17 @@ class _NixlDriver:
         sources, slots, part = piece.copies.sources, piece.copies.slots, piece.part
         if part is None:
             return self._agent.post(self._blocks, sources, peer.blocks, slots, header)
-        source, target = part.runs()
+        source, target = runs = part.runs()
         rows, target_rows = _rows_of(sources, source.num_rows), _rows_of(slots, target.num_rows)
-        if source.num_rows > 1 and self._write_all_but_last(piece, peer):
+        if source.num_rows > 1 and peer.process and self._write_all_but_last(piece.copies, runs, peer):
             rows, target_rows = rows[-1:], target_rows[-1:]
         return self._agent.post(self._parts[source], rows, peer.parts[target], target_rows, header)
 
-    def _write_all_but_last(self, piece: Piece, peer: NixlPeer) -> bool:
+    def _write_all_but_last(self, copies: Copies, runs: tuple[BlockPart, BlockPart], peer: NixlPeer) -> bool:
         """Returns whether all runs of a piece but the last are at the peer."""
-        if not peer.process or piece.part is None:
-            return False
-        source, target = piece.part.runs()
-        sources = self._region.addresses(piece.copies.sources, source)
-        targets = peer.region.addresses(piece.copies.slots, target)
+        source, target = runs
+        sources = self._region.addresses(copies.sources, source)
+        targets = peer.region.addresses(copies.slots, target)
         try:
             write_runs(peer.process, sources[:-1], targets[:-1], source.num_bytes)
         except OSError as error:

@@ -155,7 +155,7 @@ def fail(state: State, who: str, key: SequenceKey, rank: int) -> None:
     grant = state.senders[who][key].machine._grant
     assert grant is not None
     if state.size.has_ranks:
-        lost = {w for w in state.writes if w[2] == grant.reservation and state.size.routes[w[5]][0] == rank}
+        lost = {w for w in state.writes if w[2] == grant.reservation and state.size.source_rank(w) == rank}
         state.writes -= lost
     report(state, who, key, TransferFailed(grant.reservation, "broken"))
 

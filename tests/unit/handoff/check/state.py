@@ -52,6 +52,9 @@ class Size:
         """The rank that sends each part of a block, and the rank that takes it."""
         return _routes(*self.ranks)
 
+    def source_rank(self, write: Write) -> int:
+        return self.routes[write[5]][0]
+
     def parts_of(self, blocks: Iterable[int]) -> frozenset[Part]:
         return frozenset((block, number) for block in blocks for number in range(len(self.routes)))
 

@@ -157,7 +157,7 @@ class World(State):
             if state is P.COMPUTING:
                 yield ("compute", who, key)
             for reservation, rank in sorted(sending.aborting):
-                if not any(write[2] == reservation and self._rank_of(write) == rank for write in self.writes):
+                if not any(write[2] == reservation and self.size.source_rank(write) == rank for write in self.writes):
                     yield ("drained", who, key, reservation, rank)
             if state in (P.COMPUTING, P.SENDING, P.HANDED) and self.budget.get("fail") and sending.machine._grant:
                 yield from (("fail", who, key, rank) for rank in range(self.size.ranks[0]))
@@ -317,12 +317,8 @@ class World(State):
 
     def _is_aborting(self, write: Write) -> bool:
         p, _, reservation, *_ = write
-        aborted = (reservation, self._rank_of(write))
+        aborted = (reservation, self.size.source_rank(write))
         return p in self.dead or any(aborted in sending.aborting for sending in self.senders[p].values())
-
-    def _rank_of(self, write: Write) -> int:
-        """That sends it."""
-        return self.size.routes[write[5]][0]
 
     def _land(self, write: Write) -> None:
         self.writes -= {write}
@@ -340,13 +336,12 @@ class World(State):
         self._tell_pushed(write[0], write[2], write[3])
 
     def _tell_pushed(self, p: str, reservation: str, index: int) -> None:
-        pushed: SenderEvent | None = Pushed(reservation, (index,), 1)
-        assert pushed is not None
-        if self.size.has_ranks:
-            pushed = self.pushing(p).handle(pushed)
+        event = Pushed(reservation, (index,), 1)
+        joined: SenderEvent | None = self.pushing(p).handle(event) if self.size.has_ranks else event
+        if joined is None:
+            return
         for key in [key for key, sending in self.senders[p].items() if sending.machine.state is not P.QUEUED]:
-            if pushed is not None:
-                prefill_side.run(self, p, key, self.sending(p, key).machine.handle(pushed))
+            prefill_side.run(self, p, key, self.sending(p, key).machine.handle(joined))
 
 
 def _frozen_all(workers: Mapping[str, Mapping[SequenceKey, Sending | Receiving]]) -> Hashable:

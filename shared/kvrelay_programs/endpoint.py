@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 
@@ -19,6 +20,8 @@ from kvrelay_programs.errors import CannotScore, EndpointError
 from kvrelay_programs.greedy_choice import top_tokens_of
 from kvrelay_programs.results import Generated, Usage
 from kvrelay_programs.scoring import ScoredTokens, num_common
+from kvrelay_programs.sent_texts import SentTexts
+from kvrelay_programs.session_ends import SessionEnds
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _NOT_OFFERED = frozenset((404, 405, 501))
@@ -41,6 +44,8 @@ class Endpoint:
     environment variable `KVRELAY_API_KEY` if left out. `timeout_s` bounds the silence within a call.
     """
 
+    least_prefetch_chars = 512
+
     def __init__(
         self,
         base_url: str | None = None,
@@ -57,6 +62,8 @@ class Endpoint:
         self._scores_prompts = True  # until it refuses to
         key = api_key if api_key is not None else os.environ.get("KVRELAY_API_KEY")
         self._connections = Connections({"authorization": f"Bearer {key}"} if key else {}, timeout_s)
+        self.sent = SentTexts()
+        self._session_ends = SessionEnds(self._report_ended)
         self._asking = asyncio.Lock()
 
     async def generate(
@@ -105,15 +112,20 @@ class Endpoint:
         return top_tokens_of(await self.generate(behind, fields, caller), is_chat=content.is_chat)
 
     async def _scored_endings(self, content: Content, endings: Sequence[str], caller: Caller) -> list[ScoredTokens]:
-        start, prompts = await self._prompts_of(content, endings, caller)
-        first_asked = max(start - _HEALED_TOKENS, 1)
+        alone, prompts = await self._prompts_of(content, endings, caller)
+        first_asked = max(len(alone) - _HEALED_TOKENS, 1)
         while True:
             rows = await self._scores(prompts, first_asked, caller)
-            alone, *others = [row.token_ids for row in rows]
-            first = max(min(num_common(alone, ids) for ids in others), 1)
+            first = max(min(num_common(alone, row.token_ids) for row in rows), 1)
             if first >= first_asked:
-                return [row.behind(first) for row in rows[1:]]
+                return [row.behind(first) for row in rows]
             first_asked = first
+
+    def is_worth_prefetching(self, content: Content) -> bool:
+        """Whether `content` has enough text that this endpoint has not got lately. A worker lets calls wait whose
+        prefix another call computes, so a short one is not worth a call of its own before them."""
+        text = content.whole_text
+        return len(text) - self.sent.num_known(text) >= self.least_prefetch_chars
 
     async def prefetch(self, content: Content, caller: Caller) -> None:
         """Has the endpoint compute and keep the prefix `content` for calls that follow. Raises EndpointError."""
@@ -129,21 +141,25 @@ class Endpoint:
             await self._post("/v1/completions", body, caller)
 
     async def end_session(self, session: str) -> None:
-        """Tells kvrelay that no call of this session will come. Raises EndpointError."""
+        """Tells kvrelay, a moment later and together with other sessions, that no call of this one will come."""
         if self._is_kvrelay:
-            async with self._answer("DELETE", f"/sessions/{session}", None, None):
-                pass
+            self._session_ends.add(session)
+
+    async def _report_ended(self, sessions: Sequence[str]) -> None:
+        query = urlencode([("session", session) for session in sessions])
+        async with self._answer("DELETE", f"/sessions?{query}", None, None):
+            pass
 
     async def _prompts_of(
         self, content: Content, endings: Sequence[str], caller: Caller
-    ) -> tuple[int, list[str] | list[list[int]]]:
-        """The number of tokens of `content`, and prompts: `content` alone and with each ending."""
+    ) -> tuple[list[int], list[str] | list[list[int]]]:
+        """The tokens of `content` alone, and a prompt with each ending."""
         if not content.is_chat:
             alone = await self._tokens({"prompt": content.text}, caller)
-            return len(alone), [content.text, *(content.text + ending for ending in endings)]
+            return alone, [content.text + ending for ending in endings]
         asked = [self._tokens(chat_fields(content, ending), caller) for ending in ("", *endings)]
-        prompts = list(await asyncio.gather(*asked))
-        return len(prompts[0]), prompts
+        alone, *prompts = await asyncio.gather(*asked)
+        return alone, prompts
 
     async def _tokens(self, fields: Mapping[str, Any], caller: Caller) -> list[int]:
         body = {"model": await self._served_model(), **fields}

@@ -9,8 +9,6 @@ from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, ProgramError
 from kvrelay_programs.expressions import Expression, parts_of
 
-MOVED_CHARS = 64  # about a block of KV; a shorter common text is not worth a request
-
 if TYPE_CHECKING:
     from kvrelay_programs.state import State
 
@@ -55,15 +53,15 @@ class Forks(Sequence["State"]):
             state += Expression(parts[:num_constant])
         if are_equal:
             self._num_common_steps += num_constant
-            self._announce(sum(len(part) for part in parts[:num_constant] if isinstance(part, str)))
+            self._announce()
         for state in self._states:
             state += Expression(parts[num_constant:])
         return self
 
-    def _announce(self, num_chars: int) -> None:
-        """The text of all states has grown by so many characters. The first one has the endpoint compute it before the
-        calls of any."""
-        if num_chars < MOVED_CHARS or not self._parent._run.options.fork_hint:
+    def _announce(self) -> None:
+        """The text of all states has grown. If that is much, the first one has the endpoint compute it before the calls
+        of any."""
+        if not self._parent._run.options.fork_hint:
             return
         first, *others = self._states
         first._interpreter.announce_fork(len(self._states), self.location)

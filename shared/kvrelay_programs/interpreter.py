@@ -73,7 +73,6 @@ class Interpreter:
                 result: Generated | Selected = await self._generated(step)
             else:
                 result, self._at.surplus = await self._selected(step), None
-            self._at.num_computed_chars = self._at.content.num_chars
             self._at.content = self._at.content.added(result.text)
             value.set(result)
 
@@ -91,14 +90,13 @@ class Interpreter:
 
     def announce_fork(self, num: int, location: Location, beginning: tuple[Step, ...] = ()) -> None:
         """Has the endpoint compute the text so far, and the steps with which all states go on as far as they are known,
-        before states that share it ask for it at the same time."""
+        before states that share it ask for it at the same time. Does nothing if little of that text is new to it."""
 
         async def run() -> None:
-            content = self._at.content
-            shared = applied(content, beginning, location)
-            if num > 1 and shared.num_chars > self._at.num_computed_chars:
+            shared = applied(self._at.content, beginning, location)
+            if num > 1 and self.run.endpoint.is_worth_prefetching(shared):
+                self._sent(shared)
                 await self.run.call("fork", location, lambda caller: self.run.endpoint.prefetch(shared, caller))
-                self._at.num_computed_chars = content.num_chars
 
         self._stream.submit(Operation(run, _ignore))
 
@@ -126,6 +124,9 @@ class Interpreter:
 
         self._stream.submit(Operation(run, _ignore))
 
+    def _sent(self, content: Content) -> None:
+        self.run.endpoint.sent.add(content.whole_text)
+
     async def _generated(self, step: Gen) -> Generated:
         what, content, feed = f"gen({step.name!r})", self._at.content, self.feed
         content.check_can_generate(what, step.location)
@@ -135,6 +136,7 @@ class Interpreter:
                 feed.add(step.name, taken.text)
             return taken
         self._at.surplus = None
+        self._sent(content)
         on_text = None if feed is None else (lambda text: feed.add(step.name, text))
         return await self.run.call(
             what, step.location, lambda caller: self.run.endpoint.generate(content, fields, caller, on_text)
@@ -152,6 +154,7 @@ class Interpreter:
             taken = self._at.surplus.generated(stop, max_tokens)
         if taken is None:
             longer = sampling | {"max_tokens": max(self.run.options.surplus_tokens, max_tokens or 0), "logprobs": 0}
+            self._sent(content)
             answer = await self.run.call(
                 what, step.location, lambda caller: self.run.endpoint.generate(content, longer, caller)
             )
@@ -166,6 +169,7 @@ class Interpreter:
     async def _selected(self, step: Select) -> Selected:
         what, content = f"select({step.name!r})", self._at.content
         content.check_can_generate(what, step.location)
+        self._sent(content)
         selected = await self.run.call(what, step.location, lambda caller: self._by_likelihood(step, content, caller))
         if self.feed is not None:
             self.feed.add(step.name, selected.text)
@@ -191,7 +195,6 @@ class _Position:
     """What the steps so far have made."""
 
     content: Content = field(default_factory=Content)
-    num_computed_chars: int = 0  # of the content, as the endpoint has seen it
     surplus: Surplus | None = None  # behind the content
     surplus_sampling: dict[str, Any] | None = None
 

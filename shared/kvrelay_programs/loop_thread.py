@@ -21,5 +21,10 @@ def program_loop() -> asyncio.AbstractEventLoop:
         return _loops[pid]
 
 
+def begun_loop() -> asyncio.AbstractEventLoop | None:
+    """That of this process, if a program has used it."""
+    return _loops.get(os.getpid())
+
+
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}

@@ -8,7 +8,6 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -94,8 +93,7 @@ class Run:
         asyncio.run_coroutine_threadsafe(self._end_session(), self.loop)
 
     async def _end_session(self) -> None:
-        with suppress(EndpointError):  # a hint
-            await self.endpoint.end_session(self.session)
+        await self.endpoint.end_session(self.session)
 
     def _cancel(self) -> None:
         if self.failure is None:

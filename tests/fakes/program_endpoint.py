@@ -13,6 +13,7 @@ from kvrelay_programs.endpoint import Caller, Endpoint
 from kvrelay_programs.errors import EndpointError
 from kvrelay_programs.results import Generated
 from kvrelay_programs.scoring import ScoredTokens
+from kvrelay_programs.sent_texts import SentTexts
 
 
 def answer_to(text: str, fields: Mapping[str, Any]) -> str:
@@ -35,11 +36,14 @@ def scores_of(text: str, endings: Sequence[str]) -> list[ScoredTokens]:
 class FakeEndpoint(Endpoint):
     """`calls` are the prompts in the order in which their calls began. Calls wait while `gate` is not set."""
 
+    least_prefetch_chars = 1
+
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.prefetched: list[str] = []
         self.callers: list[Caller] = []
         self.began, self.was_cancelled = threading.Event(), threading.Event()
+        self.sent = SentTexts()
         self.ended_sessions: list[str] = []
         self.session_ended = threading.Event()
         self.fails_on = ""

@@ -21,9 +21,14 @@ from kvrelay.protocol.sequence_key import SequenceKey
 
 @dataclass(frozen=True, slots=True)
 class _ScoredPrompt:
-    token_ids: NDArray[np.int64]
+    token_ids: NDArray[np.int64]  # those that are scored
     num_top: int
-    first: int  # position of the first token that is scored
+    first: int  # position of the first of them
+
+    @property
+    def end(self) -> int:
+        """The number of the prompt's tokens."""
+        return self.first + len(self.token_ids)
 
 
 class ScoredPrompts:
@@ -38,7 +43,7 @@ class ScoredPrompts:
         """Adds a prompt, if its key is new. Each token from position `first` on (1 or more) gets its log-probability
         and `num_top` others."""
         if key not in self._prompts:
-            self._prompts[key] = _ScoredPrompt(np.asarray(token_ids, np.int64), num_top, first)
+            self._prompts[key] = _ScoredPrompt(np.asarray(token_ids[first:], np.int64), num_top, first)
 
     def drop(self, key: SequenceKey) -> None:
         """Drops a prompt. Unknown keys are ignored."""
@@ -50,7 +55,7 @@ class ScoredPrompts:
         if prompt is None:
             return range(0)
         first = max(0, prompt.first - 1 - row.position)
-        return range(first, max(first, min(len(row.token_ids), len(prompt.token_ids) - row.position - 1)))
+        return range(first, max(first, min(len(row.token_ids), prompt.end - row.position - 1)))
 
     def score(
         self, forward: StepForward, logits_of: Callable[[torch.Tensor], torch.Tensor], *, as_resolved: bool
@@ -86,7 +91,7 @@ class ScoredPrompts:
                 raise BadLogits(list(bad))
             token_ids, num_top = np.zeros(end, np.int64), np.zeros(end, np.int64)
             for part, prompt, at in wanted:
-                first = rows[part.place].position + 1 + part.first
+                first = rows[part.place].position + 1 + part.first - prompt.first
                 token_ids[at] = prompt.token_ids[first : first + part.count]
                 num_top[at] = prompt.num_top
             entries = token_logprobs(logits, token_ids, num_top)

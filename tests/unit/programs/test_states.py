@@ -524,6 +524,8 @@ LONG = "Answer as a careful reader of all that has been said so far would. "
 class KeepsOrder(FakeEndpoint):
     """`order` has prefetched texts, and a call as None."""
 
+    least_prefetch_chars = len("Begin. ")
+
     def __init__(self) -> None:
         super().__init__()
         self.order: list[str | None] = []
@@ -562,7 +564,7 @@ def test_text_behind_what_differs_is_not_computed_for_all(differs: str) -> None:
         forks = s.fork(2)
         if differs == "text":
             forks[1] += "Other. "
-        forks += (LONG if differs != "short" else "Go on. ") + (gen("a", 4) if differs != "later" else "")
+        forks += (LONG if differs != "short" else "Go. ") + (gen("a", 4) if differs != "later" else "")
         if differs == "later":
             forks[0] += "x"
             forks += LONG + gen("a", 4)
@@ -572,6 +574,21 @@ def test_text_behind_what_differs_is_not_computed_for_all(differs: str) -> None:
     forked.run(endpoint=endpoint)
     prefetched = [each for each in endpoint.order if each is not None]
     assert prefetched == ["Begin. ", *(["Begin. " + LONG] if differs == "later" else [])]
+
+
+def test_text_of_an_earlier_call_is_not_computed_again_before_a_fork() -> None:
+    @program
+    def asks(s: State, text: str, question: str) -> None:
+        s += text + question
+        forks = s.fork(2)
+        forks += gen("a", 4)
+        forks.join()
+
+    endpoint = KeepsOrder()
+    for text, question, is_new in ((LONG, "Why?", True), (LONG, "How?", False), (LONG, "How many rivers?", True)):
+        endpoint.order.clear()
+        asks.run(text=text, question=question, endpoint=endpoint)
+        assert endpoint.order == [*([text + question] if is_new else []), None, None], question
 
 
 def test_extend_appends_and_returns_the_state() -> None:

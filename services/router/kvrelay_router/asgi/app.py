@@ -140,6 +140,7 @@ def _add_operations(app: FastAPI, models: ServedModels) -> None:
     for path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+    app.add_api_route("/sessions", operations.end_sessions, methods=["DELETE"], response_model=None)
     app.add_api_route("/sessions/{session}", operations.end_session, methods=["DELETE"], response_model=None)
     app.add_api_route("/ping", operations.health, methods=["POST"], response_model=None)
 

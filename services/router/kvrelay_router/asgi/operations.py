@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
 }
 MAX_LISTED = 100
+MAX_ENDED = 256
 TIMELINES_AT_ONCE = 32
 """Prompts of a request about which workers are asked together. All that answer together are written together."""
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
@@ -126,10 +128,27 @@ class OperationRoutes:
 
     async def end_session(self, http: Request, session: str) -> Response:
         """Ends a session of the caller, known or not: 204. Workers evict first what only its requests have used."""
+        self._end_sessions(http, [session])
+        return Response(status_code=204)
+
+    async def end_sessions(self, http: Request) -> Response:
+        """Ends each `?session=`, as `end_session` does."""
+        sessions = http.query_params.getlist("session")
+        if not 0 < len(sessions) <= MAX_ENDED:
+            raise ApiError(
+                f"Invalid value for 'session': {len(sessions)} sessions; give 1 to {MAX_ENDED}",
+                param="session",
+                code="invalid_value",
+            )
+        self._end_sessions(http, sessions)
+        return Response(status_code=204)
+
+    def _end_sessions(self, http: Request, sessions: Sequence[str]) -> None:
+        checked = [check_session(session) for session in sessions]
         owner = self._service.settings.tenants.of(self._service.names(http).key).owner
         for service in self._models.services:
-            service.dispatcher.end_session(check_session(session), owner)
-        return Response(status_code=204)
+            for session in checked:
+                service.dispatcher.end_session(session, owner)
 
     async def timeline(self, http: Request, request_id: str) -> Response:
         """Returns the events of a request with their times, or 404. Accepts the same ids as `request`."""

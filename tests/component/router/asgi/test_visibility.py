@@ -80,6 +80,20 @@ async def test_a_session_ends_for_its_owner_alone(shared: Router) -> None:
     assert (await shared.http.delete("/sessions/otter")).status_code == 401
 
 
+async def test_many_sessions_end_in_one_request_or_none_does(shared: Router) -> None:
+    before = len(shared.dispatcher.ended_sessions)
+
+    async def end(*names: str) -> int:
+        return (await shared.http.delete("/sessions", params={"session": names}, headers=key(ANN))).status_code
+
+    assert await end("otter", "x" * 129) == await end() == await end(*map(str, range(257))) == 400
+    assert (await shared.http.delete("/sessions?session=otter")).status_code == 401
+    assert len(shared.dispatcher.ended_sessions) == before
+    assert await end("otter", "a,b") == 204
+    (ann, one), (same, other) = shared.dispatcher.ended_sessions[before:]
+    assert (one, other) == ("otter", "a,b") and ann == same
+
+
 @pytest.mark.parametrize("end", ["", "/timeline"])
 async def test_a_request_of_another_key_looks_unknown(shared: Router, end: str) -> None:
     of_ann = await ask(shared, ANN)

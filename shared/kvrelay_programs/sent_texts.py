@@ -1,0 +1,38 @@
+"""Texts that an endpoint has got lately, so that it has probably computed their beginnings."""
+
+from __future__ import annotations
+
+from collections import deque
+
+MOST_KEPT = 16
+
+
+class SentTexts:
+    """The last few texts. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._texts: deque[str] = deque(maxlen=MOST_KEPT)
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    def num_known(self, text: str) -> int:
+        """Number of characters at the beginning of `text` with which one of the kept texts begins, too."""
+        longest = 0
+        for known in self._texts:
+            # Most texts of a batch differ in what is behind the longest beginning found so far, or before.
+            if known[: longest + 1] == text[: longest + 1]:
+                longest = _num_common(known, text, longest)
+        return longest
+
+
+def _num_common(one: str, other: str, least: int) -> int:
+    """Bisects, as comparing slices is much faster than comparing characters. `least` of them are the same."""
+    most = min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least

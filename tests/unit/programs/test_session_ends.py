@@ -1,0 +1,116 @@
+"""Ended sessions are reported together, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from kvrelay_programs.errors import EndpointError
+from kvrelay_programs.session_ends import MOST_AT_ONCE, SessionEnds
+
+
+class Reports:
+    def __init__(self, *, fails: bool = False) -> None:
+        self.found: list[list[str]] = []
+        self.came = asyncio.Event()
+        self._fails = fails
+
+    async def __call__(self, sessions: list[str]) -> None:
+        self.found.append(sessions)
+        self.came.set()
+        if self._fails:
+            raise EndpointError("it has ended, too")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_sessions_that_end_one_after_the_other_are_reported_together(fails: bool) -> None:
+    reports = Reports(fails=fails)
+    ends = SessionEnds(reports)
+    for name in ("one", "two"):
+        ends.add(name)
+        await asyncio.sleep(0)
+    assert reports.found == []
+    await reports.came.wait()
+    assert reports.found == [["one", "two"]]
+    await ends.flush()
+    reports.came.clear()
+    ends.add("three")
+    await reports.came.wait()
+    assert reports.found[1:] == [["three"]]
+
+
+async def test_many_are_reported_at_once_and_each_one_time() -> None:
+    reports = Reports()
+    ends = SessionEnds(reports)
+    names = [str(number) for number in range(2 * MOST_AT_ONCE + 5)]
+    for name in names:
+        ends.add(name)
+    await ends.flush()
+    await asyncio.sleep(0)
+    assert [name for sessions in reports.found for name in sessions] == names
+    assert max(map(len, reports.found)) == MOST_AT_ONCE
+
+
+MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "kvrelay"}]}
+ANSWER = {"choices": [{"index": 0, "text": " so", "finish_reason": "length"}]}
+PROGRAM = """
+from kvrelay_programs import gen, program
+@program
+def one(s, x):
+    s += x + gen("y", 1)
+one.run_batch([{"x": "a"}, {"x": "b"}], base_url=URL)
+one.run(x="c", base_url=URL)
+"""
+
+
+@contextmanager
+def server(deleted: list[str]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _answer(self, status: int, body: bytes) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self._answer(200, json.dumps(MODELS).encode())
+
+        def do_POST(self) -> None:
+            self._answer(200, json.dumps(ANSWER).encode())
+
+        def do_DELETE(self) -> None:
+            deleted.append(self.path)
+            self._answer(204, b"")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_port}"
+    finally:
+        listening.shutdown()
+        listening.server_close()
+        thread.join()
+
+
+def test_what_is_left_is_reported_when_the_process_ends() -> None:
+    deleted: list[str] = []
+    with server(deleted) as url:
+        command = [sys.executable, "-c", PROGRAM.replace("URL", repr(url))]
+        subprocess.run(command, check=True, timeout=120)
+    sessions = [name for path in deleted for name in path.removeprefix("/sessions?session=").split("&session=")]
+    assert len(set(sessions)) == len(sessions) == 3 and all(name.startswith("program-") for name in sessions)

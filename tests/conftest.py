@@ -23,6 +23,9 @@ BYTES_PER_PROCESS = 2 << 30
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: every core has a pytest of its own
 
+REQUEST_LIMIT_S = 3.0
+"""Of a test's time limit, for each request of `--requests`: a storm on two busy cores answers about one in a second."""
+
 register_profiles()
 
 
@@ -46,7 +49,10 @@ def pytest_xdist_auto_num_workers() -> int | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test is of the kind that its folder says; but one of `gpu` whose parameter `device` is no GPU is a component
     test, which proves the test's own code. In several processes the longest go first, to end together."""
+    num_requests = config.getoption("--requests")
     for item in items:
+        if num_requests and item.get_closest_marker("sends_requests"):
+            item.add_marker(pytest.mark.timeout(max(900.0, REQUEST_LIMIT_S * num_requests)), append=False)
         if kind_of(item) == "gpu" and runs_on_cpu(item):
             item.add_marker("component")
         elif kind_of(item) in KINDS:

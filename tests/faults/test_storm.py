@@ -15,6 +15,7 @@ from tests.faults.storm.storm import StormOptions, run_storm
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.sends_requests
 def test_constrained_outputs_are_valid_and_the_same_through_random_faults(
     pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:

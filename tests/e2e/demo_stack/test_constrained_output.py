@@ -176,6 +176,7 @@ def ask_at_random(stack: Stack, seed: int) -> None:
             check_constraint(fields, text)
 
 
+@pytest.mark.sends_requests
 @pytest.mark.parametrize("num_requests", [16, pytest.param(400, marks=pytest.mark.slow)])
 def test_answers_to_random_requests_are_valid_or_cut(
     demo_stack: Stack, num_requests: int, pytestconfig: pytest.Config

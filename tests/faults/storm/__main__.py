@@ -41,6 +41,7 @@ def main() -> int:
         kinds=tuple(flags.only or WEIGHTS),
         samples_share=flags.samples_share,
         constrained_share=flags.constrained_share,
+        min_faults=flags.min_faults,
         logprob_tolerance=flags.logprob_tolerance,
     )
     state_dir = flags.state_dir or Path(tempfile.mkdtemp(prefix="kvrelay-storm-"))
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--think-s", type=float, default=1.0, help="a client's mean pause before a request")
     parser.add_argument("--at-a-time", type=int, default=2, help="faults at once")
     parser.add_argument("--pause-s", type=float, default=1.0, help="mean pause before the next fault")
+    parser.add_argument("--min-faults", type=int, default=0, help="send more requests until so many faults have begun")
     parser.add_argument("--only", nargs="+", choices=list(WEIGHTS), help="kinds of faults (default: all)")
     parser.add_argument("--samples-share", type=float, default=SAMPLES_SHARE, help="of the kinds: with n > 1")
     parser.add_argument("--constrained-share", type=float, default=0.0, help="of the kinds: with a grammar")

@@ -108,10 +108,12 @@ def _treat_socket(job: Job) -> Callable[[str, dict[str, Any]], Awaitable[None]]:
     return trace
 
 
-def make_kind(kind: int, seed: int, samples_share: float = SAMPLES_SHARE) -> tuple[str, dict[str, Any]]:
+def make_kind(
+    kind: int, seed: int, samples_share: float = SAMPLES_SHARE, *, with_beams: bool = True
+) -> tuple[str, dict[str, Any]]:
     """One of the distinct requests: (path, body). `samples_share` of them, but for beams, ask for several samples."""
     rng = random.Random(f"{seed}/{kind}")
-    if rng.random() < 0.08:
+    if rng.random() < 0.08 and with_beams:
         return COMPLETIONS, _beam_search(rng.choice(BEAM_SEEDS), rng)
     body: dict[str, Any] = {
         "model": MODEL,
@@ -173,13 +175,17 @@ def draw_jobs(
     seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE, constrained_share: float = 0.0
 ) -> Iterator[Job]:
     """Endless, and the same for the same seed; every kind comes once before they come at random. Some share the prefix
-    cache with all others, most have one of their own, so that blocks have to travel."""
+    cache with all others, most have one of their own, so that blocks have to travel. Constrained ones are never beams:
+    which of two beams is better by less than a rounding error is checked for BEAM_SEEDS alone."""
     rng, endings = random.Random(f"jobs {seed}"), random.Random(f"endings {seed}")
     constraints = random.Random(f"constraints {seed}")
-    kinds = [make_kind(kind, seed, samples_share) for kind in range(num_kinds)]
-    for _, body in kinds:
-        if constraints.random() < constrained_share and not body.get("use_beam_search"):
+    kinds = []
+    for kind in range(num_kinds):
+        constrained = constraints.random() < constrained_share
+        path, body = make_kind(kind, seed, samples_share, with_beams=not constrained)
+        if constrained:
             constrain(body, constraints)
+        kinds.append((path, body))
     for each in itertools.count():
         kind = each if each < num_kinds else rng.randrange(num_kinds)
         path, body = kinds[kind]
@@ -233,7 +239,10 @@ class Load:
 
     def _check_constraint(self, job: Job, outcome: Outcome) -> None:
         """A constrained output that was not cut is valid."""
-        for index, text in outcome.texts.items() if is_constrained(job.body) else ():
+        if not is_constrained(job.body):
+            return
+        self.constrained["requests"] += 1
+        for index, text in outcome.texts.items():
             if outcome.finish_reasons[index] == "stop":
                 check_constraint(job.body, text)
                 self.constrained["complete"] += 1
@@ -270,6 +279,7 @@ class Load:
             assert took_s <= allowed_s, f"job {job.number} took {took_s:.1f} s, its deadline is {allowed_s:.1f} s"
             if outcome is not None:
                 self.counts["equal"] += 1
+                self._check_constraint(job, outcome)
             return
 
     async def _undisturbed(self, client: httpx.AsyncClient, job: Job, changed: dict[str, Any]) -> Outcome:

@@ -57,7 +57,8 @@ class Report:
     holdings: dict[str, tuple[Holding, Holding]] = field(default_factory=dict)
     """Of the processes that lived through it: what they held before and after."""
     constrained: Counter[str] = field(default_factory=Counter)
-    """The undisturbed outputs with a constraint: complete ones, all valid, and ones cut by `max_tokens`."""
+    """Of the storm's requests that got their answer: constrained ones, and their outputs: complete ones, all valid, and
+    ones cut by `max_tokens`."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,6 +118,7 @@ class _Storm:
         )
         self._references = await self._load.references(jobs, options.concurrency)
         self._load.counts.clear()
+        self._load.constrained.clear()
         self._tell(f"{len(self._references)} undisturbed runs took {time.monotonic() - began:.0f} s")
 
     async def rage(self) -> float:

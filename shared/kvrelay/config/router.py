@@ -216,8 +216,8 @@ class RouterConfig(CommonConfig):
     )
     fair_queueing: Literal["key", "user", "off"] = Field(
         default="key",
-        description="who gets fair shares of busy workers: key: tenants (an API key, or the keys that key_limits_file "
-        "gives one tenant); user: the users of each tenant, by the field user of requests; off: nobody",
+        description="busy workers are divided fairly among: key: tenants (an API key, or the keys that key_limits_file "
+        "gives one tenant); user: the users of each tenant, by the field user of requests; off: not divided",
     )
     key_cache_salt: bool = Field(
         default=False,

@@ -298,8 +298,8 @@ class WorkerConfig(RankedConfig):
     overlap: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="while a step is computed, publish the previous one and plan the next (on a GPU also launch it); "
-        "auto: on for a GPU or a simulated device, off for a CPU, where it gains nothing (0.99 to 1.01 times the "
-        "tokens per second)",
+        "auto: on for a GPU or a simulated device, off for a CPU, which it does not make faster (0.99 to 1.01 "
+        "times the tokens per second)",
     )
 
     metrics_file: Path | None = Field(

@@ -133,7 +133,8 @@ def measure(arguments: argparse.Namespace) -> list[Steps]:
             for num_streams in (2, *arguments.batches):  # the first one warms up
                 asyncio.run(load(port, arguments, num_streams))
         lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-    return [Steps(batch, [line for line in lines if line["rows"] == batch][10:]) for batch in arguments.batches]
+    decodes = [line for line in lines if not line["prompt_tokens"]]
+    return [Steps(batch, [line for line in decodes if line["rows"] == batch][10:]) for batch in arguments.batches]
 
 
 def served_name(port: int) -> str:

@@ -1,7 +1,8 @@
-"""A decode worker that records where the CPU time of its decoding steps goes; `step_profile` starts it and reads it.
+"""A decode worker that records where the time of its steps goes; `step_profile` and `load_profile` start and read it.
 
 The functions of a step are wrapped. A stage's time is by its thread's CPU clock, without the stages inside of it, so
 other load on the machine counts only through caches. Reading the clock adds about 0.5 us per stage to the stage around.
+The forward's time is also taken by the wall's clock, which has the threads that it waits for.
 
 Usage: python -m benchmarks.step_stages FILE ROUTER_PID [flags of a decode worker]
 """
@@ -44,7 +45,13 @@ class _OwnTimes(threading.local):
 
 
 class Recorder:
-    """Sums up the stages of a step, and writes one line for each step that only decodes."""
+    """Sums up the stages of a step, and writes a line for each step.
+
+    Of a line: `began` and `ended`, the wall's clock at the forward's begin and end; `gap`, from the end of the forward
+    before; `period`, from its begin; `forward`, the layers and the head, all in nanoseconds. `tokens` and `positions`:
+    what each row computes, and how many tokens are in the pool before. `rows`: their number. `prompt_tokens`: of the
+    computed ones.
+    """
 
     def __init__(self, path: Path, router_pid: int) -> None:
         self._file = path.open("w", encoding="utf-8", buffering=1 << 20)
@@ -52,7 +59,7 @@ class Recorder:
         self._threads = _OwnTimes()
         self._stages: dict[str, int] = {}
         self._loop_before = 0
-        self._began = self._ended = self._gap = self._period = 0
+        self._began = self._ended = self._gap = self._period = self._forward = 0
         self._num_steps = 0
 
     def wrap(self, owner: Any, name: str, stage: str) -> None:
@@ -76,12 +83,15 @@ class Recorder:
         return timed
 
     def watch_forwards(self) -> None:
-        """Takes the time between steps by the wall's clock."""
+        """Takes the time between steps, and that of layers and head, by the wall's clock."""
+        for name in ("hidden_states", "logits"):
+            self._watch_forward(getattr(CausalModel, name), name)
         execute = TransformersRunner.execute
 
         def timed(runner: TransformersRunner, batch: Any) -> Any:
             began = time.perf_counter_ns()
             self._gap, self._period, self._began = began - self._ended, began - self._began, began
+            self._forward = 0
             try:
                 return execute(runner, batch)
             finally:
@@ -89,6 +99,16 @@ class Recorder:
 
         setattr(TransformersRunner, "execute", timed)  # noqa: B010
         self.wrap(TransformersRunner, "execute", "runner, rest")
+
+    def _watch_forward(self, function: Callable[..., Any], name: str) -> None:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter_ns()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._forward += time.perf_counter_ns() - began
+
+        setattr(CausalModel, name, timed)
 
     def watch_steps(self) -> None:
         """Writes the stages of a step once its results are published: what came since the step before it."""
@@ -105,13 +125,23 @@ class Recorder:
         stages, self._stages = self._stages, {}
         on_loop = sum(taken for stage, taken in stages.items() if stage.startswith("loop: "))
         stages["loop: events, rest"] = now - self._loop_before - on_loop
-        if not plan.num_prefill_tokens:
-            self._num_steps += 1
-            line: dict[str, Any] = {"rows": len(plan.rows), "gap": self._gap, "period": self._period, "stages": stages}
-            if self._num_steps % THREADS_EVERY == 0:
-                line["threads"] = {"worker": thread_times(os.getpid()), "router": thread_times(self._router_pid)}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+        self._num_steps += 1
+        line: dict[str, Any] = {
+            "rows": len(plan.rows),
+            "prompt_tokens": plan.num_prefill_tokens,
+            "tokens": [row.num_computed for row in plan.rows],
+            "positions": [row.position for row in plan.rows],
+            "began": self._began,
+            "ended": self._ended,
+            "gap": self._gap,
+            "period": self._period,
+            "forward": self._forward,
+            "stages": stages,
+        }
+        if self._num_steps % THREADS_EVERY == 0:
+            line["threads"] = {"worker": thread_times(os.getpid()), "router": thread_times(self._router_pid)}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
         self._loop_before = time.thread_time_ns()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
 from kvrelay.cli.stack_state import NoStack
+from kvrelay.cli.url_errors import START_ONE, cause
 from kvrelay.flag_parser import FlagParser
 
 TIMEOUT_S = 600.0
@@ -123,8 +124,7 @@ def _open(url: str, body: dict[str, Any] | None) -> Any:
         hint = f"; set {KEY_VARIABLE}" if error.code == 401 else ""
         raise ChatFailed(f"{url} answers {error.code}: {_message(error.read())}{hint}") from None
     except (OSError, HTTPException, ValueError) as error:
-        cause = getattr(error, "reason", error)
-        raise ChatFailed(f"{url} does not answer ({cause}); start one with `kvrelay up`, or name its URL") from None
+        raise ChatFailed(f"{url} does not answer ({cause(error)}); {START_ONE}") from None
 
 
 def _message(body: bytes) -> str:

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
 
+from kvrelay.cli.url_errors import cause
 from kvrelay.flag_parser import FlagParser
 
 DEFAULT_URL = "http://127.0.0.1:8000/ready"
@@ -32,7 +33,7 @@ def health(argv: Sequence[str]) -> int:
         said = error.read(SHOWN_BYTES).decode("utf-8", "replace").strip()
         print(f"kvrelay health: {arguments.url}: {error.code} {said}", file=sys.stderr)
     except (OSError, HTTPException, ValueError) as error:
-        print(f"kvrelay health: {arguments.url}: {error}", file=sys.stderr)
+        print(f"kvrelay health: {arguments.url} does not answer ({cause(error)})", file=sys.stderr)
     return 1
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
 from kvrelay.cli.stack_state import NoStack
+from kvrelay.cli.url_errors import START_ONE, cause
 from kvrelay.flag_parser import FlagParser
 
 OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
@@ -43,7 +44,7 @@ def top(argv: Sequence[str]) -> int:
     try:
         fleet = ask(url)
     except (OSError, HTTPException, ValueError) as error:
-        print(f"kvrelay top: {url}: {error}", file=sys.stderr)
+        print(f"kvrelay top: {_unanswered(url, error)}", file=sys.stderr)
         return 1
     if arguments.once:
         Console().print(view(fleet))
@@ -79,13 +80,19 @@ def ask(url: str) -> dict[str, Any]:
     return found
 
 
+def _unanswered(url: str, error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{url} does not answer ({cause(error)}); {START_ONE}"
+    return f"{url}: {error}"
+
+
 def _follow(url: str, interval_s: float, fleet: dict[str, Any]) -> None:
     with _keys_at_once(), Live(view(fleet), auto_refresh=False, screen=True) as live:
         while not _is_quit(interval_s):
             try:
                 fleet = ask(url)
             except (OSError, HTTPException, ValueError) as error:
-                live.update(Group(Text(f"{url}: {error}", style="red"), view(fleet)), refresh=True)
+                live.update(Group(Text(_unanswered(url, error), style="red"), view(fleet)), refresh=True)
             else:
                 live.update(view(fleet), refresh=True)
 

@@ -159,6 +159,8 @@ class CommonConfig(BaseModel):
         if not model.startswith(("/", "./", "../", "~")):
             return model
         path = Path(model).expanduser()
+        if not path.exists():
+            raise ValueError(f"there is no directory {path}")
         if not (path / "config.json").is_file():
             raise ValueError(f"{path} is not a model directory: it has no config.json")
         return str(path)

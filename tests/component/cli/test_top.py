@@ -99,6 +99,8 @@ def test_it_says_what_is_wrong(
     assert top([router, "--once"]) == 1
     assert "401; set KVRELAY_API_KEY" in capsys.readouterr().err
     assert top(["http://127.0.0.1:1", "--once"]) == 1
+    expected = "kvrelay top: http://127.0.0.1:1 does not answer (Connection refused); start one with `kvrelay up`"
+    assert expected in capsys.readouterr().err
     for wrong in (["localhost:80"], ["--interval=0"], ["--interval=nan"]):
         with pytest.raises(SystemExit) as raised:
             top(wrong)

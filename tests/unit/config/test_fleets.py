@@ -89,7 +89,7 @@ FLEET = '[[fleet]]\nmodel = "org/m"\nserved_model_name = '
         (f'{FLEET}"m, "\n', "1 to 200 characters"),
         (f'{FLEET}"org/first"\n', "'org/first' is the name of org/first and of org/m"),
         (f'{FLEET}"m"\n{FLEET}"n, m"\n', "'m' is the name of org/m and of org/m"),
-        ('[[fleet]]\nmodel = "./no such model"\nserved_model_name = "m"\n', "is not a model directory"),
+        ('[[fleet]]\nmodel = "./no such model"\nserved_model_name = "m"\n', "there is no directory"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: str) -> None:

@@ -188,7 +188,7 @@ def test_a_config_cannot_be_changed() -> None:
         ("--drain-timeout-s=-1", "0 to 3600"),
         ("--redis=localhost", "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"),
         ("--worker-id=a b", "pattern"),
-        ("--model=/no/such/place", "not a model directory"),
+        ("--model=/no/such/place", "there is no directory"),
         ("--log-level=loud", "debug, info, warning, error"),
     ],
 )

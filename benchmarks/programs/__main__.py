@@ -34,7 +34,17 @@ from typing import Any
 from benchmarks.interrupts import interruptible
 from benchmarks.peers.machine import commit, machine
 from benchmarks.programs import compiling, curve, extraction, frontends, selection, sessions
-from benchmarks.programs.ablation import SERVERS, Bench, Sizes, running, table
+from benchmarks.programs.ablation import (
+    ALL_ON,
+    RAW_NO_CACHE,
+    SERVERS,
+    VARIANTS,
+    Bench,
+    Sizes,
+    Variant,
+    running,
+    table,
+)
 from benchmarks.programs.calls import KeptCalls
 from kvrelay.config.demo import demo_model_path
 from kvrelay_programs.workloads import find_workload, workloads
@@ -82,8 +92,16 @@ def _tokenizer(given: argparse.Namespace) -> Any:
     return AutoTokenizer.from_pretrained(given.model or demo_model_path())
 
 
+def _variants(given: argparse.Namespace) -> list[Variant]:
+    """Those that are wanted, and those that others are compared with."""
+    if given.variants == "all":
+        return list(VARIANTS)
+    wanted = {ALL_ON, RAW_NO_CACHE, *given.variants.split(";")}
+    return [each for each in VARIANTS if each.name in wanted]
+
+
 def _workloads(given: argparse.Namespace, stacks: dict[str, Stack], sizes: Sizes) -> list[str]:
-    bench = Bench(stacks, _tokenizer(given), sizes)
+    bench = Bench(stacks, _tokenizer(given), sizes, _variants(given))
     lines: list[str] = []
     kept: dict[str, Any] = {}
     for name in workloads() if given.workloads == "all" else given.workloads.split(","):
@@ -133,6 +151,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--servers", default=",".join(SERVERS), help="sets of server flags; variants on others are left out"
     )
+    parser.add_argument("--variants", default="all", metavar="NAME[;NAME]", help="rows of the workloads' tables")
     parser.add_argument("--programs", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--alone", type=int, default=3, help="programs whose latency is measured one at a time")
@@ -148,6 +167,9 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
     if unknown := set(given.servers.split(",")) - SERVERS.keys() or {MAIN, NO_CACHE} - set(given.servers.split(",")):
         parser.error(f"--servers names {MAIN}, {NO_CACHE} and further ones of {', '.join(SERVERS)}; see {unknown}")
+    names = {each.name for each in VARIANTS} | {"all"}
+    if unknown := set(given.variants.split(";")) - names:
+        parser.error(f"unknown variants: {'; '.join(sorted(unknown))}")
     if "frontends" in given.sections.split(",") and not given.sglang_python:
         parser.error("the section frontends needs --sglang-python")
     return given

@@ -24,7 +24,11 @@ SERVERS: Mapping[str, tuple[str, ...]] = {
     "fcfs": ("--queue-order", "fcfs"),
     "random": ("--queue-order", "random"),
     "no jump-forward": ("--queue-order", "lpm", "--no-jump-forward"),
+    "decode may prefill": ("--queue-order", "lpm"),
 }
+LOCAL_PREFILL: Mapping[str, str] = {"KVRELAY_LOCAL_PREFILL_TOKENS": ""}
+"""Of "decode may prefill": the default, by which a decode worker computes prompts that it is expected to compute
+sooner, as it has more of them cached. On the other servers, all prompts are handed over."""
 CONSTRAINED = frozenset(("self-consistency", "react", "generative-agents", "json"))
 FEWER_PROGRAMS = {"multi-turn-long": 4}
 ALL_ON, RAW, RAW_NO_CACHE = "all on", "raw calls", "raw calls, no cache"
@@ -52,6 +56,7 @@ VARIANTS = (
     Variant("no fork hint", "all on", has_hint=False),
     Variant("no parallel calls", "all on", is_parallel=False),
     Variant("no jump-forward", "no jump-forward"),
+    Variant("prompts on decode if that is faster", "decode may prefill"),
     Variant(RAW, "all on", is_raw=True, has_hint=False, is_parallel=False),
     Variant(RAW_NO_CACHE, "no cache", is_raw=True, has_hint=False, is_parallel=False),
 )
@@ -95,7 +100,15 @@ def running(names: Sequence[str], model: Path | None, place: Path, flags: Sequen
     """A stack for each of these `SERVERS`, all at the same time; those that nobody asks idle."""
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(Stack(model, place / name.replace(" ", "-"), *SERVERS[name], *flags))
+            name: stack.enter_context(
+                Stack(
+                    model,
+                    place / name.replace(" ", "-"),
+                    *SERVERS[name],
+                    *flags,
+                    environ=LOCAL_PREFILL if name == "decode may prefill" else {},
+                )
+            )
             for name in names
         }
 
@@ -103,8 +116,10 @@ def running(names: Sequence[str], model: Path | None, place: Path, flags: Sequen
 class Bench:
     """Runs variants on running servers. `tokenizer` is that of the model, from `transformers`."""
 
-    def __init__(self, stacks: Mapping[str, Stack], tokenizer: Any, sizes: Sizes) -> None:
-        self._stacks, self._tokenizer, self._sizes = stacks, tokenizer, sizes
+    def __init__(
+        self, stacks: Mapping[str, Stack], tokenizer: Any, sizes: Sizes, variants: Sequence[Variant] = VARIANTS
+    ) -> None:
+        self._stacks, self._tokenizer, self._sizes, self._variants = stacks, tokenizer, sizes, variants
         self._endpoints: dict[str, KeptCalls] = {}
         self._num_runs = 0
 
@@ -113,7 +128,7 @@ class Bench:
         sizes = self._sizes
         variants = [
             each
-            for each in VARIANTS
+            for each in self._variants
             if each.server in self._stacks and (each.name != "no jump-forward" or workload.name in CONSTRAINED)
         ]
         for variant in variants:  # connections, grammars, code that runs for the first time

@@ -159,8 +159,21 @@ class PrefixCache:
 
     def pin(self, blocks: Sequence[int]) -> None:
         """Called by the pool when these nodes got their first hold. O(1) a node for a chain from the root on."""
+        pins, parent, older, newer = self._pins, self._parent, self._older, self._newer
+        num_pinned = 0
         for block in blocks:
-            self._pin(block)
+            node = block
+            while node >= 0:
+                num_pins = pins[node] = pins[node] + 1
+                if num_pins > 1:
+                    break
+                # A node that had no pin leaves the list and pins its parent in turn.
+                before, after = older[node], newer[node]
+                newer[before] = after
+                older[after] = before
+                num_pinned += 1
+                node = parent[node]
+        self._num_evictable -= num_pinned
 
     def unpin(self, blocks: Sequence[int]) -> None:
         """Called by the pool when these nodes lost their last hold. Amortised O(1) a node for a chain."""
@@ -247,7 +260,7 @@ class PrefixCache:
             node = block
         pins[node] = 1
         if first >= 0:
-            self._pin(first)
+            self.pin((first,))
         self._block_of.add(new_hashes, new_blocks)
         self._pool.cache(new_blocks)
         if self._record_events:
@@ -264,7 +277,7 @@ class PrefixCache:
         self._parent[block] = node
         self._pins[block] = 1
         if node >= 0:
-            self._pin(node)
+            self.pin((node,))
         self._block_of.add((block_hash,), (block,))
         self._pool.cache((block,))
         if self._record_events:
@@ -308,19 +321,6 @@ class PrefixCache:
             older[node] = last
             newer[node] = end
             older[end] = node
-
-    def _pin(self, node: int) -> None:
-        """Adds a pin; a node that had none leaves the list and pins its parent in turn."""
-        pins, parent, older, newer = self._pins, self._parent, self._older, self._newer
-        while node >= 0:
-            pins[node] += 1
-            if pins[node] > 1:
-                return
-            before, after = older[node], newer[node]
-            newer[before] = after
-            older[after] = before
-            self._num_evictable -= 1
-            node = parent[node]
 
     def _with_descendants(self, roots: set[int]) -> list[int]:
         """These nodes and all below them, every node before its parent."""

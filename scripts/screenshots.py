@@ -1,9 +1,10 @@
 """Takes the pictures of docs/images from a real run: the fleet page, a request's timeline, and `kvrelay top`.
 
-python scripts/screenshots.py [--chromium PATH]
+python -m scripts.screenshots [--chromium PATH]
 
-Starts the demo stack with two workers of each role on free ports, sends it a load with `kvrelay bench`, and looks at it
-meanwhile. Needs a Chromium, and pngquant to make the pictures small.
+Starts the demo stack with two workers of each role on a free port, sends it a load with `kvrelay bench`, and takes the
+pictures after about a minute of it, which is what the charts of the page show. Needs a Chromium, and pngquant to make
+the pictures small.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from io import StringIO
 from pathlib import Path
@@ -23,17 +23,15 @@ from rich.console import Console
 
 from kvrelay.cli.top import ask, view
 from kvrelay.ports import HeldPort
+from scripts.browser import Browser, find_chromium
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 START_S = 300.0
-LOOKS_MS = 20_000  # of the browser's own time: several looks of the page at the fleet
-LOAD = ("--rate", "5", "--requests", "400", "--prompt-tokens", "400", "--output-tokens", "48", "--prefix-tokens", "200")
-
-
-def find_chromium() -> str | None:
-    """The first browser on PATH that takes Chromium's flags."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next((path for name in names if (path := shutil.which(name))), None)
+LOAD_S = 75
+# A prompt goes to prefill whatever decode has free, and the pools are small enough to show what they hold.
+STACK = ("--prefill", "2", "--decode", "2", "--local-prefill-tokens", "0", "--kv-memory-bytes", "32MiB")
+LENGTHS = ("--prompt-tokens", "400", "--output-tokens", "96", "--prefix-tokens", "200")
+LOAD = ("--rate", "3", "--duration", "5min", *LENGTHS)
 
 
 def main() -> int:
@@ -46,12 +44,13 @@ def main() -> int:
     kvrelay = [sys.executable, "-m", "kvrelay.cli.main"]
     with HeldPort() as held:
         url = f"http://127.0.0.1:{held.port}"
-        stack = subprocess.Popen([*kvrelay, "up", "--prefill", "2", "--decode", "2", "--port", str(held.port)])
+        stack = subprocess.Popen([*kvrelay, "up", *STACK, "--port", str(held.port)])
         try:
             _wait_until_ready(url, stack)
             load = subprocess.Popen([*kvrelay, "bench", url, *LOAD], stdout=subprocess.DEVNULL)
             try:
-                _take_pictures(url, chromium, load)
+                with Browser(chromium) as browser:
+                    _take_pictures(url, browser)
             finally:
                 load.terminate()
                 load.wait()
@@ -73,40 +72,30 @@ def _wait_until_ready(url: str, stack: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the stack did not become ready")
 
 
-def _take_pictures(url: str, chromium: str, load: subprocess.Popen[bytes]) -> None:
-    """Once there is something to see. The timeline is one of the last requests, since the list does not move then."""
-    finished: list[str] = []
-    while len(finished) < 60:
-        time.sleep(0.5)
-        finished = _finished(url)
-    _photograph(chromium, f"{url}/dashboard", IMAGES / "dashboard.png", "1280,960")
+def _take_pictures(url: str, browser: Browser) -> None:
+    browser.open(f"{url}/dashboard")
+    shown_ms = "(points => points.at(-1)[0] - points[0][0])(charted.get('running'))"
+    browser.wait_for(f"charted.has('running') && {shown_ms} > {1000 * LOAD_S}", 3 * LOAD_S)
+    _photograph(browser, IMAGES / "dashboard.png")
     console = Console(record=True, width=120, file=StringIO())
     console.print(view(ask(url)))
     picture = console.export_svg(title="kvrelay top")
     # The font would be fetched from elsewhere; a monospaced one that is there does as well.
     (IMAGES / "top.svg").write_text(re.sub(r"@font-face \{.*?\}\n?", "", picture, flags=re.DOTALL), encoding="utf-8")
-    load.wait()
-    _photograph(chromium, f"{url}/dashboard#request={_finished(url)[3]}", IMAGES / "timeline.png", "1280,1900")
+    browser.evaluate(f"location.hash = 'request={_newest_finished(url)}'")
+    browser.wait_for("document.querySelector('td.timeline #events tr')", START_S)
+    browser.resize(1280, int(browser.evaluate("document.documentElement.scrollHeight")))
+    _photograph(browser, IMAGES / "timeline.png")
 
 
-def _finished(url: str) -> list[str]:
-    """Ids of the latest finished requests, newest first."""
+def _newest_finished(url: str) -> str:
+    """The id of the request that finished last, which stays in the page's list for longest."""
     requests = httpx.get(f"{url}/requests", timeout=60).raise_for_status().json()["requests"]
-    return [each["request_id"] for each in requests if each["state"] == "finished"]
+    return str(next(each["request_id"] for each in requests if each["state"] == "finished"))
 
 
-def _photograph(chromium: str, url: str, path: Path, size: str) -> None:
-    with tempfile.TemporaryDirectory() as profile:
-        subprocess.run(
-            [
-                *(chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *(f"--user-data-dir={profile}", f"--window-size={size}", f"--virtual-time-budget={LOOKS_MS}"),
-                *(f"--screenshot={path}", url),
-            ],
-            check=True,
-            capture_output=True,
-            timeout=300,
-        )
+def _photograph(browser: Browser, path: Path) -> None:
+    browser.photograph(path)
     if pngquant := shutil.which("pngquant"):
         subprocess.run([pngquant, "--force", "--output", path, "64", "--", path], check=True)
 

@@ -1,4 +1,5 @@
-"""A pytest plugin that limits the time of a run: `--time-budget-s` skips each test that may end later.
+"""A pytest plugin that limits the time of a run: `--time-budget-s` skips each test that may end later. Tests marked
+`always` go first and are not skipped.
 
 Fault runs are ordered under a budget, so that what is skipped is worth least: the first test of every file, then the
 others, in both cases by the value of their files. Each file that keeps a system for its tests starts it twice then.
@@ -13,6 +14,7 @@ import pytest
 LONGEST_TEST_S = 120.0
 """What a fault run takes on a slow machine, with the start of its system. It is begun only if it can end."""
 FAULTS = "faults"
+ALWAYS = "always"
 MOST_VALUABLE = (
     "test_storm.py",
     "test_kill_storm.py",
@@ -44,11 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """After deselection and the order of tests/conftest.py."""
     if config.getoption("--time-budget-s") is not None:
-        items[:] = by_value(items)
+        items[:] = sorted(by_value(items), key=lambda item: item.get_closest_marker(ALWAYS) is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = item.config.getoption("--time-budget-s")
+    if item.get_closest_marker(ALWAYS) is not None:
+        return
     if budget_s is not None and time.monotonic() - item.config.stash[_STARTED] > budget_s - LONGEST_TEST_S:
         pytest.skip("no time left")
 

@@ -19,6 +19,7 @@ UNREACHABLE = re.compile(r"No matching distribution|Could not fetch|Max retries|
 
 
 @pytest.mark.slow  # installs torch: a minute of a core, and 1.3 GB
+@pytest.mark.always
 @pytest.mark.timeout(1200)
 def test_the_wheel_serves_from_any_directory(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]

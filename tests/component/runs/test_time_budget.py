@@ -18,7 +18,7 @@ TWO_TESTS = "def test_one(): pass\ndef test_two(): pass\n"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = always\n")
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.time_budget"]\n')
     faults = tmp_path / "faults"
     faults.mkdir()
@@ -55,6 +55,14 @@ def test_without_a_budget_the_order_stays(project: Path) -> None:
 def test_what_may_end_too_late_is_skipped(project: Path) -> None:
     order, output = executed(project, f"--time-budget-s={LONGEST_TEST_S}", "-rs")
     assert order == [] and "8 skipped" in output and "no time left" in output
+
+
+def test_what_is_marked_always_goes_first_and_is_not_skipped(project: Path) -> None:
+    (project / "test_wheel.py").write_text(f"import pytest\n{TWO_TESTS}@pytest.mark.always\ndef test_three(): pass\n")
+    order, _ = executed(project, f"--time-budget-s={LONGEST_TEST_S + 3600}")
+    assert order[0] == "test_wheel.py::test_three" and len(order) == 11
+    order, output = executed(project, f"--time-budget-s={LONGEST_TEST_S}", "-rs")
+    assert order == ["test_wheel.py::test_three"] and "10 skipped" in output
 
 
 def test_the_files_named_exist() -> None:

@@ -27,8 +27,9 @@ from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S, wait_until
 
 STARTS_SOMETHING = re.compile(r"kvrelay (up|router|prefill|decode)\b|make serve")
+SLOW = (pytest.mark.slow, pytest.mark.always)
 SHELL = [
-    pytest.param(block, id=str(block), marks=[pytest.mark.slow] if STARTS_SOMETHING.search(block.text) else [])
+    pytest.param(block, id=str(block), marks=SLOW if STARTS_SOMETHING.search(block.text) else ())
     for block in all_blocks()
     if block.is_command and block.kind == "run"
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -216,3 +217,24 @@ def test_an_interrupt_during_the_start_ends_it(tmp_path: Path) -> None:
     assert process.wait(PATIENCE_S) in (0, 130)
     _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert not alive
+
+
+def test_a_worker_that_is_stopped_while_it_compiles_ends_with_its_compiler(tmp_path: Path) -> None:
+    """Loading goes on in a thread, which a worker cannot stop: it leaves without it."""
+    compiler = tmp_path / "gcc"
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\nsleep {10 * PATIENCE_S} &\nwait\n")
+    compiler.chmod(0o755)
+    environ = os.environ | {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "KVRELAY_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-m", "kvrelay.cli.main", "decode", "--redis", "none", "--http-port", "0"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+    root = psutil.Process(process.pid)
+    wait_until(lambda: len(root.children(recursive=True)) >= 2 or process.poll() is not None)
+    family = root.children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
+    assert family and not alive

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +25,9 @@ _INCLUDED = sorted(each for each in _SOURCE.parent.glob("cpu_*.c") if each != _S
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
 _COMPILERS = ("gcc", "cc", "clang")
 _TIMEOUT_S = 300.0
+_WORK = "build-"
+"""Begins the name of the directory that a compilation works in."""
+_ABANDONED_S = 3 * _TIMEOUT_S
 _LOCK_S = _TIMEOUT_S
 _LOCK_INTERVAL_S = 0.1
 
@@ -74,15 +77,27 @@ def build_kernel(compiler: str, directory: Path, *, link_openmp: bool) -> Path:
         return target
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _turn_to_build(target), tempfile.TemporaryDirectory(dir=directory) as work:
+        _remove_abandoned(directory)
+        with _turn_to_build(target), tempfile.TemporaryDirectory(dir=directory, prefix=_WORK) as work:
             if target.exists():
                 return target
+            _log.info("compiling the CPU kernel, once for this CPU and version, for up to a minute: %s", target)
+            started = time.monotonic()
             built = Path(work) / "kernel.so"
             _compile(compiler, Path(work) / "kernel.o", built, link_openmp)
             built.replace(target)
+            _log.info("compiled the CPU kernel in %.1f s", time.monotonic() - started)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"building in {directory} failed: {error}") from error
     return target
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Removes what compilations left whose processes were killed, once none can run any more."""
+    for work in directory.glob(f"{_WORK}*"):
+        with suppress(OSError):  # another process removes it too
+            if time.time() - work.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(work)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -17,13 +18,15 @@ import zmq
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.open_files import TooFewOpenFiles, allow_open_files, allow_peers
-from kvrelay.process import StartFailed, event_loop_factory
+from kvrelay.process import StartFailed, event_loop_factory, leave_at_once
 from kvrelay.ranks.rank_process import PARENT_VARIABLE
 from kvrelay.telemetry.logs import log_with
 from kvrelay.worker.local_group import LocalGroup
 from kvrelay.worker.lockstep_runner import LockstepRunner
 from kvrelay.worker.shell import WorkerShell
 from kvrelay.worker.startup import RoleFactory, RunnerFactory
+
+log = logging.getLogger(__name__)
 
 LINGER_S = 0.2
 """Seconds for the last messages of all workers to leave."""
@@ -49,10 +52,15 @@ def _in_lockstep(make_runner: RunnerFactory, size: int) -> RunnerFactory:
 
 
 async def _serve(shells: Sequence[WorkerShell]) -> None:
-    """Runs until SIGTERM or SIGINT, then drains. A second signal exits at once."""
+    """Runs until SIGTERM or SIGINT, then drains. A second signal exits at once, as does one during the start: nothing
+    knows of the worker yet, and threads that load a model or compile kernels cannot be stopped."""
     loop = asyncio.get_running_loop()
+    is_starting = True
 
     def on_signal() -> None:
+        if is_starting:
+            log.info("stopped before the start was complete")
+            leave_at_once()
         for shell in shells:
             shell.on_signal()
 
@@ -64,6 +72,7 @@ async def _serve(shells: Sequence[WorkerShell]) -> None:
     try:
         for shell, context in zip(shells, contexts, strict=True):
             await asyncio.create_task(shell.startup(), context=context)
+        is_starting = False
     except BaseException as error:
         for shell in shells:
             await shell.leave()

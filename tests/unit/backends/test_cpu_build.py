@@ -77,6 +77,18 @@ def test_a_built_kernel_is_not_built_again(tmp_path: Path) -> None:
     assert (tmp_path / "compiled").read_text().count(" -c ") == 1
 
 
+def test_what_a_killed_compilation_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    compiler, _ = pretended_compiler(tmp_path, gated=False)
+    cache = tmp_path / "cache"
+    abandoned, running = cache / "build-abandoned", cache / "build-running"
+    for work in (abandoned, running):
+        work.mkdir(parents=True)
+        (work / "kernel.o").touch()
+    os.utime(abandoned, (0, 0))
+    built = cpu_build.build_kernel(str(compiler), cache, link_openmp=False)
+    assert sorted(cache.iterdir()) == [running, built]
+
+
 @needs_gcc
 def test_the_process_keeps_one_openmp_runtime() -> None:
     code = (

@@ -89,7 +89,7 @@ INLINE __m512i integers(const char *from, const int16_t *zeros, const int shifte
 
 INLINE void widen_int8(const char *from, char *to, int64_t count, const int16_t *zeros, const int shifted, const int type) {
     for (int64_t i = 0; i < count; i += 32) {
-        __builtin_prefetch(from + i + PREFETCH_BYTES, 0, 3);
+        __builtin_prefetch(from + i + PREFETCH_BYTES, 0, PREFETCH_LOCALITY);
         const int16_t *zero = zeros + i % SPREAD;
         const __m512 low = _mm512_cvtepi32_ps(integers(from + i, zero, shifted));
         const __m512 high = _mm512_cvtepi32_ps(integers(from + i + 16, zero + 16, shifted));
@@ -114,7 +114,7 @@ INLINE void widen_int4(const char *from, char *to, int64_t count, const int16_t 
     const __m512i low_zeros = _mm512_add_epi16(_mm512_load_si512(zeros), bias);
     const __m512i high_zeros = _mm512_add_epi16(_mm512_load_si512(zeros + 32), bias);
     for (int64_t i = 0; i < count; i += 2 * WIDE(type)) {
-        __builtin_prefetch(from + i / 2 + PREFETCH_BYTES, 0, 3);
+        __builtin_prefetch(from + i / 2 + PREFETCH_BYTES, 0, PREFETCH_LOCALITY);
         if (type == BFLOAT16) {
             __m512i low = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(from + i / 2)));
             __m512i high = _mm512_srli_epi16(low, 4);
@@ -322,7 +322,7 @@ static void linear(Team *team, const Linear *l, const char *x, int64_t num_token
         widen_activations(team, x, num_tokens * l->num_in, copies);
         x = copies;
     }
-    SHARE_ITEMS(team, item, items) {
+    SHARE_RUNS(team, item, items) {
         const int64_t first = item / num_panels * ROWS_AT_ONCE, rows = at_most(ROWS_AT_ONCE, num_tokens - first);
         linear_item(l, x, first, rows, item % num_panels, out, mode, type, padded);
     }

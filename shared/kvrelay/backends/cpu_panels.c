@@ -18,6 +18,13 @@
 #define SUM_BLOCK 512
 #define K_MULTIPLE 32
 #define PREFETCH_BYTES 4096 /* how far ahead of the product a panel is fetched */
+/* Into which cache: the second one where it was measured to read a quarter faster (AMD Zen 4), else the first one, as it was
+ * measured on CPUs with AMX. */
+#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+#define PREFETCH_LOCALITY 2
+#else
+#define PREFETCH_LOCALITY 3
+#endif
 
 /* A type of products beside FLOAT32 and BFLOAT16: panels of bfloat16 times activations that were widened to float. It is
  * for CPUs that do not multiply bfloat16: they would widen each activation again for every panel, and with 16 registers
@@ -105,7 +112,7 @@ INLINE void block_of_columns(const char *a, int64_t row_bytes, const char *block
     UNROLL for (int r = 0; r < TILE_ROWS / 3; r++) thirds[r] = a + 3 * r * row_bytes;
     for (int64_t step = 0; step < steps; step++, block += sizeof(vfloat) * VECTORS) {
         UNROLL for (int line = 0; line < vectors * (int)sizeof(vfloat); line += 64)
-            __builtin_prefetch(block + PREFETCH_BYTES + line, 0, 3);
+            __builtin_prefetch(block + PREFETCH_BYTES + line, 0, PREFETCH_LOCALITY);
         if (type == WIDENED) add_widened_step(acc, thirds, row_bytes, block, a_bytes, rows, vectors);
         else add_step(acc, thirds, row_bytes, block, a_bytes, type, rows, vectors);
         UNROLL for (int r = 0; r < TILE_ROWS / 3; r++) thirds[r] += a_bytes;

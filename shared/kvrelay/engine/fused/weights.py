@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from kvrelay.backends.backend import AttentionParams
+from kvrelay.backends.huge_pages import HugePages
 from kvrelay.engine.fused.panels import PackedLinear, pack, pack_integers, share_layout, unpack
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.quantized.integer_weight import IntegerWeight
@@ -94,6 +95,7 @@ class WeightPacker:
         """`stored` reads the weights that are integers in the checkpoint. Their modules have them as floats."""
         self.quantization = quantization
         self._stored = stored or {}
+        self._memory = HugePages()
         self._packed: list[tuple[PackedLinear, tuple[torch.nn.Linear, ...], list[int]]] = []
 
     def pack(self, *modules: torch.nn.Linear, gated: bool = False, has_bias: bool = True) -> PackedLinear:
@@ -105,6 +107,7 @@ class WeightPacker:
         packed = self._pack_stored(modules, biases, gated) or pack(
             [module.weight.detach() for module in modules], biases or None, gated=gated, quantization=self.quantization
         )
+        packed = replace(packed, panels=self._memory.place(packed.panels))
         for module in modules:
             module.weight.data = module.weight.new_empty(0)
         self._packed.append((packed, modules, num_out))

@@ -53,12 +53,13 @@ class _NoTokenizer:
 def _answer(program: Any, backend: Any, request: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     if request["num_threads"] == 1:
-        states = [program.run(backend=backend, temperature=0, **each) for each in request["arguments"]]
+        # `run` returns before the last calls have ended: without reading its text, programs would overlap.
+        texts = [program.run(backend=backend, temperature=0, **each).text() for each in request["arguments"]]
     else:
         states = program.run_batch(
             request["arguments"], backend=backend, temperature=0, num_threads=request["num_threads"], progress_bar=False
         )
-    texts = [state.text() for state in states]
+        texts = [state.text() for state in states]
     return {"seconds": time.perf_counter() - begin, "texts": texts}
 
 

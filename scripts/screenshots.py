@@ -97,7 +97,7 @@ def _newest_finished(url: str) -> str:
 def _photograph(browser: Browser, path: Path) -> None:
     browser.photograph(path)
     if pngquant := shutil.which("pngquant"):
-        subprocess.run([pngquant, "--force", "--output", path, "64", "--", path], check=True)
+        subprocess.run([pngquant, "--force", "--output", path, "16", "--", path], check=True)
 
 
 if __name__ == "__main__":

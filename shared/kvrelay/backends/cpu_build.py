@@ -81,7 +81,7 @@ def build_kernel(compiler: str, directory: Path, *, link_openmp: bool) -> Path:
         with _turn_to_build(target), tempfile.TemporaryDirectory(dir=directory, prefix=_WORK) as work:
             if target.exists():
                 return target
-            _log.info("compiling the CPU kernel, once for this CPU and version, for up to a minute: %s", target)
+            _log.info("compiling the CPU kernel, once for this CPU and version, about a minute of one core: %s", target)
             started = time.monotonic()
             built = Path(work) / "kernel.so"
             _compile(compiler, Path(work) / "kernel.o", built, link_openmp)

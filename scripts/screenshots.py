@@ -28,6 +28,7 @@ from scripts.browser import Browser, find_chromium
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 START_S = 300.0
 LOAD_S = 75
+MARGIN_PX = 60  # below the timeline, so that a picture shows what it stands in
 # A prompt goes to prefill whatever decode has free, and the pools are small enough to show what they hold.
 STACK = ("--prefill", "2", "--decode", "2", "--local-prefill-tokens", "0", "--kv-memory-bytes", "32MiB")
 LENGTHS = ("--prompt-tokens", "400", "--output-tokens", "96", "--prefix-tokens", "200")
@@ -84,7 +85,8 @@ def _take_pictures(url: str, browser: Browser) -> None:
     (IMAGES / "top.svg").write_text(re.sub(r"@font-face \{.*?\}\n?", "", picture, flags=re.DOTALL), encoding="utf-8")
     browser.evaluate(f"location.hash = 'request={_newest_finished(url)}'")
     browser.wait_for("document.querySelector('td.timeline #events tr')", START_S)
-    browser.resize(1280, int(browser.evaluate("document.documentElement.scrollHeight")))
+    end = "document.getElementById('timeline').getBoundingClientRect().bottom + scrollY"
+    browser.resize(1280, int(browser.evaluate(end)) + MARGIN_PX)
     _photograph(browser, IMAGES / "timeline.png")
 
 
@@ -97,7 +99,7 @@ def _newest_finished(url: str) -> str:
 def _photograph(browser: Browser, path: Path) -> None:
     browser.photograph(path)
     if pngquant := shutil.which("pngquant"):
-        subprocess.run([pngquant, "--force", "--output", path, "16", "--", path], check=True)
+        subprocess.run([pngquant, "--force", "--output", path, "64", "--", path], check=True)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,10 @@ def test_a_browser_shows_the_fleet_and_the_timeline(stack: Stack, request_id: st
             points = f"document.querySelector('#chart-{name} polyline')?.getAttribute('points').split(' ').length"
             browser.wait_for(f"{points} >= 3", PATIENCE_S)
         shown = browser.markup()
+        assert 'id="tile-constrained"' not in shown
+        body = {"model": stack.model, "prompt": "An otter is", "structured_outputs": {"choice": [" small", " large"]}}
+        assert stack.http.post("/v1/completions", json=body).status_code == 200
+        browser.wait_for("document.querySelector('#tile-constrained b')?.innerText >= 1", PATIENCE_S)
     for worker in ("prefill-0", "decode-0"):
         assert f'id="worker-{worker}"' in shown
     assert re.search(r'id="tile-ttft">.*?<b>[\d.]+ m?s / ', shown, re.DOTALL)

@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from kvrelay.kv.shard_map import ShardShape
-from kvrelay.transfer.base import BlockPush, Landed, ReceiverEvent
+from kvrelay.transfer.base import BlockPush, Landed, ReceiverEvent, SenderEvent, TransferFailed
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
 from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
 from kvrelay.transfer.wire import Bytes
@@ -24,6 +24,7 @@ from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
 
 NUM_LAYERS, NUM_HEADS, HEAD_BYTES = 28, 8, 16 * 128 * 2  # of 16 tokens of a head
 NUM_BLOCKS, PUSHED = 64, 32
+GIVE_UP_S = 60.0
 SIZES = ((1, 1), (2, 2), (2, 1), (1, 2), (4, 1), (1, 4), (4, 4))
 SENDERS, RECEIVERS = {"zmq": ZmqSender, "nixl": NixlSender}, {"zmq": ZmqReceiver, "nixl": NixlReceiver}
 
@@ -43,9 +44,15 @@ class Pair:
         self.sender = ShardedSender([SENDERS[transport](pool) for pool in pools(self._source)], layouts[0])
         self.receiver = ShardedReceiver([RECEIVERS[transport](pool) for pool in pools(target)], layouts[1])
         self._num_landed = 0
+        self._failure: TransferFailed | None = None
         self._done = asyncio.Event()
-        self.sender.start(lambda event: None)
+        self.sender.start(self._sent)
         self.receiver.start(self._landed)
+
+    def _sent(self, event: SenderEvent) -> None:
+        if isinstance(event, TransferFailed):
+            self._failure = event
+            self._done.set()
 
     def _landed(self, event: ReceiverEvent) -> None:
         assert isinstance(event, Landed)
@@ -54,7 +61,7 @@ class Pair:
             self._done.set()
 
     async def push(self, name: str) -> float:
-        """Seconds of one push."""
+        """Seconds of one push. Raises RuntimeError if it failed, TimeoutError if no end is reported."""
         random = np.random.default_rng(0)
         sources, slots = (random.permutation(NUM_BLOCKS)[:PUSHED].tolist() for _ in range(2))
         self._num_landed = 0
@@ -63,8 +70,10 @@ class Pair:
         copies = [BlockPush(index, *pair) for index, pair in enumerate(zip(sources, slots, strict=True))]
         start = time.perf_counter()
         self.sender.push(name, self.receiver.endpoints, copies)
-        await self._done.wait()
+        await asyncio.wait_for(self._done.wait(), GIVE_UP_S)
         taken = time.perf_counter() - start
+        if self._failure is not None:
+            raise RuntimeError(f"{name}: {self._failure.cause}")
         self.receiver.release(name)
         return taken
 

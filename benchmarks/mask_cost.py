@@ -3,7 +3,8 @@
 `BATCH` sequences decode in each of three batches: none constrained, half of them, and all of them, each constrained one
 under a schema of its own. The batches take turns of `TURN` steps in one process, and the times are compared within each
 round of turns, so a machine whose speed changes does not matter. A row is as slow as its step, so the time of a step
-with constrained rows over that of one without is what they cost the others. A step is planned, computed and committed
+with constrained rows over that of one without is what they cost the others. The same for the CPU time of the thread
+that runs the steps, which other load on the machine changes little. A step is planned, computed and committed
 one after the other, as a worker on a CPU does.
 
 Masks are computed in a thread beside the steps. Their share is the time of that thread over the time of steps.
@@ -84,13 +85,13 @@ class MaskedBatch:
             )
             self.scheduler.add(sequence)
 
-    def step(self) -> float:
-        """Returns the seconds that it took."""
-        started = time.perf_counter()
+    def step(self) -> tuple[float, float]:
+        """Returns the seconds that it took, and the seconds of CPU time of this thread."""
+        started, cpu_started = time.perf_counter(), time.thread_time()
         plan = self.scheduler.schedule()
         result = self.runner.execute(worker_batch(plan))
         outputs = self.scheduler.commit(plan, result)
-        took_s = time.perf_counter() - started
+        took_s = time.perf_counter() - started, time.thread_time() - cpu_started
         self.totals.add(plan, result, ahead=False)
         if any(output.finish is not None for output in outputs):
             raise RuntimeError("an answer was complete before the last step; its schema is too short")
@@ -111,7 +112,7 @@ def compare(model: CausalModel, rounds: int, *, temperature: float, jumps: bool)
     batches = {count: MaskedBatch(model, count, temperature=temperature, jumps=jumps) for count in counts}
     for batch in batches.values():
         batch.begin()
-    warm_mask_s, times = 0.0, {count: np.zeros(rounds) for count in batches}
+    warm_mask_s, times = 0.0, {count: np.zeros((rounds, 2)) for count in batches}
     for number in range(-NUM_WARM, rounds):
         if number == 0:
             warm_mask_s = batches[BATCH].totals.grammar_work.mask_s
@@ -119,16 +120,17 @@ def compare(model: CausalModel, rounds: int, *, temperature: float, jumps: bool)
         for count in order:
             took_s = [batches[count].step() for _ in range(TURN)][1:]
             if number >= 0:
-                times[count][number] = np.median(took_s)
+                times[count][number] = np.median(took_s, axis=0)
     mask_s = (batches[BATCH].totals.grammar_work.mask_s - warm_mask_s) / (rounds * TURN)
     cells = []
     for count in CONSTRAINED.values():
-        low, middle, high = np.quantile(times[count] / times[0], [0.25, 0.5, 0.75])
-        cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
+        low, middle, high = np.quantile(times[count] / times[0], [0.25, 0.5, 0.75], axis=0)
+        cells.append(f"{middle[0]:.3f} ({low[0]:.3f} to {high[0]:.3f})")
+    cells.append(f"{middle[1]:.3f} ({low[1]:.3f} to {high[1]:.3f})")
     sampling = f"temperature {temperature:g}" if temperature else "greedy"
     return (
-        f"| {sampling} | {'jump-forward' if jumps else 'masks alone'} | {np.median(times[0]) * 1e3:.1f} | "
-        f"{' | '.join(cells)} | {mask_s / np.median(times[BATCH]):.1%} |"
+        f"| {sampling} | {'jump-forward' if jumps else 'masks alone'} | {np.median(times[0][:, 0]) * 1e3:.1f} | "
+        f"{' | '.join(cells)} | {mask_s / np.median(times[BATCH][:, 0]):.1%} |"
     )
 
 
@@ -169,9 +171,9 @@ def main() -> None:
             f"constrained rows over steps without: medians of {arguments.rounds} rounds, and quartiles. Repeat with "
             "`python -m benchmarks.mask_cost`; the script's head says what is measured.",
             "",
-            "| sampling | constrained rows | step without, ms | half constrained, over that | all constrained | masks' "
-            "thread over steps, all constrained |",
-            "|---|---|---:|---:|---:|---:|",
+            "| sampling | constrained rows | step without, ms | half constrained, over that | all constrained | CPU "
+            "time, all constrained | masks' thread over steps, all constrained |",
+            "|---|---|---:|---:|---:|---:|---:|",
             *lines,
             "",
             "With jump-forward constrained rows bring several tokens in a step, which computes them: it is longer, and "

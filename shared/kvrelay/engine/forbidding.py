@@ -15,7 +15,7 @@ import torch
 
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
 from kvrelay.engine.device import to_device
-from kvrelay.grammar.grammar_compiler import TokenMask
+from kvrelay.grammar.grammar_compiler import TokenMask, address_of
 
 
 def forbid_tokens(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
@@ -27,7 +27,7 @@ def forbid_tokens(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[Tok
         _find_forbid(logits.device.type)(logits, to_device(np.array(rows, np.int64), logits.device), packed)
         return
     where = np.array(rows, np.int64)
-    addresses = np.array([mask.ctypes.data for mask in masks], np.uintp)
+    addresses = np.array([address_of(mask) for mask in masks], np.uintp)
     kernel.kvrelay_forbid_tokens(
         *(logits.data_ptr(), logits.stride(0), where.ctypes.data, addresses.ctypes.data, len(rows), logits.shape[1])
     )
@@ -48,7 +48,7 @@ def most_likely(
         return None
     addresses = np.zeros(len(logits), np.uintp)
     for row, mask in (masks or {}).items():
-        addresses[row] = mask.ctypes.data
+        addresses[row] = address_of(mask)
     token_ids, peaks = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
     kernel.kvrelay_most_likely(
         *(logits.data_ptr(), logits.stride(0), addresses.ctypes.data, *logits.shape),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from threading import Lock
 from time import perf_counter
 
@@ -69,11 +68,8 @@ class GrammarState(OrderedWork):
         self.ahead: list[TokenMask] = []
         """The masks behind the first drafts, as far as the grammar allows these."""
 
-    def enqueue(self, work: Callable[[], None]) -> None:
-        """Has work done, after what was put before. If that fails, nothing more is done."""
-        self.put(partial(self._try, work))
-
-    def _try(self, work: Callable[[], None]) -> None:
+    def do(self, work: Callable[[], None]) -> None:
+        """Does the work, unless some failed before."""
         if self.error is None:
             try:
                 work()
@@ -94,6 +90,9 @@ class GrammarState(OrderedWork):
     def _accept(self, token_ids: Sequence[int]) -> None:
         assert self._matcher is not None
         self._drafts, self.ahead = (), []
+        if len(token_ids) == 1:
+            self._matcher.accept(token_ids)
+            return
         for token_id in token_ids:  # one by one: end-of-sequence tokens may be among them
             self._matcher.accept([token_id])
 
@@ -130,9 +129,9 @@ class GrammarState(OrderedWork):
         """Returns the tokens that were forced, and puts the work for the mask behind them. Empty if they are not known
         yet, or the grammar failed, which `apply` raises."""
         if not self.is_done:
-            self.enqueue(self._fill_behind_late_run)
+            self.put(self._fill_behind_late_run)
             return []
-        self.enqueue(self.fill)
+        self.put(self.fill)
         if self.error is not None:
             return []
         self._done.forced(len(self._run))

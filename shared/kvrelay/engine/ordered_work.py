@@ -26,9 +26,13 @@ class OrderedWork:
         self._watch: _Countdown | None = None
 
     def put(self, work: Callable[[], None]) -> None:
-        """Adds work, which must not raise. `WorkThreads.submit` has it done."""
+        """Adds work. `do` must not raise for it. `WorkThreads.submit` has it done."""
         self._num_put += 1
         self._waiting.append(work)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Does one piece of work."""
+        work()
 
     @property
     def is_done(self) -> bool:
@@ -53,7 +57,7 @@ class OrderedWork:
                 while self._waiting:
                     work = self._waiting.popleft()
                     self._began_at = perf_counter()
-                    work()
+                    self.do(work)
                     self._began_at = None
                     self._num_done += 1
             finally:

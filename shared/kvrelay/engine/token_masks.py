@@ -93,7 +93,7 @@ class TokenMasks:
         self.limits.add(slot, sampling, output_ids)
         if sampling.is_constrained:
             state = self._states[slot] = GrammarState(self._done)
-            state.enqueue(partial(self._begin, state, sampling, list(output_ids)))
+            state.put(partial(self._begin, state, sampling, list(output_ids)))
             self._compiling.submit([state])
 
     def drop(self, slot: int) -> None:
@@ -112,29 +112,34 @@ class TokenMasks:
         `jumps`. They are appended too. Those that take longer than `PATIENCE_S` follow behind the next token, which is
         then the first of them.
         """
-        new: dict[int, list[int]] = {}  # by slot
-        last: dict[int, int] = {}  # rows, by slot
+        new: dict[GrammarState, list[int]] = {}
+        last: dict[GrammarState, int] = {}  # rows
         for row, (slot, token_id) in enumerate(zip(slots.tolist(), token_ids.tolist(), strict=True)):
             state = self._states.get(slot)
-            if state is not None and state.is_done and state.allows_all:
+            if state is None:
+                continue
+            if state in new:
+                new[state].append(token_id)
+            elif state.is_done and state.allows_all:
                 del self._states[slot]  # the rest of the output needs no mask
-            elif state is not None:
-                new.setdefault(slot, []).append(token_id)
-                last[slot] = row
+                continue
+            else:
+                new[state] = [token_id]
+            last[state] = row
         runs: dict[int, list[int]] = {}
         jumping: dict[int, GrammarState] = {}
-        for slot, row in last.items():
-            state, jump = self._states[slot], bool(jumps[row])
+        jump_of_row = jumps.tolist()
+        for state, row in last.items():
             if state.late_run:
-                if run := state.follow_late_run(new[slot], jump=jump):
+                if run := state.follow_late_run(new[state], jump=jump_of_row[row]):
                     runs[row] = run
-                state.enqueue(state.fill)
-            elif jump:
+                state.put(state.fill)
+            elif jump_of_row[row]:
                 jumping[row] = state
-                state.enqueue(partial(state.jump, new[slot]))
+                state.put(partial(state.jump, new[state]))
             else:
-                state.enqueue(partial(state.go_on, new[slot]))
-        self._computing.submit([self._states[slot] for slot in last])
+                state.put(partial(state.go_on, new[state]))
+        self._computing.submit(last)
         if jumping:
             with self._waiting():
                 self._wait([*jumping.values()], PATIENCE_S)
@@ -166,7 +171,7 @@ class TokenMasks:
         """Has the masks at the places of drafts computed, for the next `apply`."""
         state = self._states.get(slot)
         if state is not None:
-            state.enqueue(partial(state.look_ahead, drafts))
+            state.put(partial(state.look_ahead, drafts))
             self._computing.submit([state])
 
     def masks(
@@ -202,7 +207,8 @@ class TokenMasks:
             with self._waiting():
                 while waiting := [state for state in states.values() if not state.is_done and not _hangs(state)]:
                     self._wait(waiting, LONGEST_WAIT_S / 10)
-        _check([keys[row] for row in states], [*states.values()])
+        if any(state.error is not None or not state.is_done for state in states.values()):
+            _check([keys[row] for row in states], [*states.values()])
         masks = {row: state.mask for row, state in states.items()}
         if drafts is not None:
             for row, state in states.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof, c_char
 from typing import Protocol
 
 import numpy as np
@@ -22,14 +23,20 @@ def allow_only(mask: TokenMask, *token_ids: int) -> None:
 
 def allow(mask: TokenMask, *token_ids: int) -> None:
     """Allows these tokens as well."""
+    allowed = mask.view(np.uint8)
     for token_id in token_ids:
-        mask.view(np.uint8)[token_id >> 3] |= 1 << (token_id & 7)
+        allowed[token_id >> 3] |= 1 << (token_id & 7)
 
 
 def allow_all(mask: TokenMask, all_tokens: TokenMask) -> None:
     """Writes the mask of the vocabulary. `mask` may be longer."""
     mask[: len(all_tokens)] = all_tokens
     mask[len(all_tokens) :] = 0
+
+
+def address_of(mask: TokenMask) -> int:
+    """Returns the mask's address in memory. Takes 40% of the time of `mask.ctypes.data`, and is called for every mask."""
+    return addressof(c_char.from_buffer(mask.data)) if mask.flags.writeable else int(mask.ctypes.data)
 
 
 class GrammarError(ValueError):

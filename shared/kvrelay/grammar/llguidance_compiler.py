@@ -13,9 +13,10 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, allow_only
+from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, address_of, allow_only
 from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex, shortened
 from kvrelay.grammar.regex_size import check_regex_sizes
 from kvrelay.grammar.schema_narrowing import narrowed
@@ -146,6 +147,10 @@ class LLGuidanceMatcher:
         return copied
 
     def accept(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) == 1 and not self._kept_run():  # nearly every call
+            self._run = None
+            self._consume(token_ids)
+            return
         is_long = self._run is None and len(token_ids) >= MIN_PASSED_TOKENS
         at = self._pass(token_ids) if is_long else 0
         while at < len(token_ids):
@@ -207,9 +212,9 @@ class LLGuidanceMatcher:
         if run := self._kept_run():
             allow_only(mask, run[self._run_at])
             return
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(address_of(mask), mask.nbytes)
         _check(self._matcher)
-        if not mask.any():
+        if not np.count_nonzero(mask):  # a quarter of the time of `any`
             raise GrammarError("no token can continue the output")
 
 

@@ -163,7 +163,8 @@ def _points(
             num_before += len(times_s)
         else:
             asks = synthetic(_shape(given), times_s, (seed << 8) + place)
-        points.append(LoadPoint(name, asks, concurrency, duration_s))
+        is_distinct = conversations is None and not given.prefix_tokens
+        points.append(LoadPoint(name, asks, concurrency, duration_s, is_distinct))
     return points
 
 
@@ -171,8 +172,9 @@ def bench_parser() -> FlagParser:
     parser = FlagParser(
         "kvrelay bench",
         "Sends a load to any OpenAI-compatible endpoint and reports latencies, throughput and goodput. Without a load: "
-        f"{DEFAULT_CONCURRENCY} requests at a time for {DEFAULT_DURATION_S:g} seconds. Ctrl-C ends the run with the "
-        "figures of what has finished.",
+        f"{DEFAULT_CONCURRENCY} requests at a time for {DEFAULT_DURATION_S:g} seconds, "
+        f"{REQUESTS_PER_CLIENT * DEFAULT_CONCURRENCY} requests at most. Ctrl-C ends the run with the figures of "
+        "what has finished.",
         usage="kvrelay bench URL [flags]  or  kvrelay bench --compare URL URL [flags]",
         advice=ADVICE,
     )

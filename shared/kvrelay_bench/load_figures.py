@@ -17,6 +17,8 @@ LATE_SHARE = 0.05
 """A delay of the generator is reported if it exceeds this share of the figure that it is part of."""
 LEAST_LATE_S = 0.002
 BUSY_SHARE = 0.8
+REPEATED_SHARE = 0.25
+"""Of the prompt tokens. A chat template may be a common beginning of distinct prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class LoadFigures:
     from the first due request to the last end. `goodput`: requests per second that meet the SLO, and `good_share` their
     share of all; None without an SLO.
 
-    `tokens_counted`: share of answers whose tokens the server counted; for others, pieces are counted.
+    `tokens_counted`: share of answers whose tokens the server counted; for others, pieces are counted. `cached_share`:
+    share of the prompt tokens, None if the server does not say. `is_distinct`: no prompts have a common beginning.
     """
 
     num_requests: int
@@ -91,6 +94,7 @@ class LoadFigures:
     stall_s: Spread
     cpu_share: float
     errors: dict[str, int]
+    is_distinct: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The figures as JSON types, with NaN as None."""
@@ -98,7 +102,7 @@ class LoadFigures:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons why the generator may have distorted the figures."""
+        """Reasons why the generator, or an earlier run, may have distorted the figures."""
         found = []
         if self.cpu_share > BUSY_SHARE:
             found.append(f"the generator used {self.cpu_share:.0%} of a core: send less, or from several machines")
@@ -108,6 +112,11 @@ class LoadFigures:
             found.append(f"the generator's time stamps were {late} late, which matters for ITL")
         if self.tokens_counted < 1:
             found.append(f"{1 - self.tokens_counted:.0%} of the answers had no token count: their pieces were counted")
+        if self.is_distinct and (self.cached_share or 0) > REPEATED_SHARE:
+            found.append(
+                f"{self.cached_share:.0%} of the prompt tokens were cached, because an earlier run sent the same "
+                "prompts: use another --seed for new ones"
+            )
         return found
 
 
@@ -148,6 +157,7 @@ def figures(outcome: LoadOutcome, slo: BenchSlo) -> LoadFigures:
         stall_s=Spread.of(outcome.stalls_s),
         cpu_share=outcome.cpu_share,
         errors=dict(Counter(record.error for record in records if record.error).most_common()),
+        is_distinct=outcome.is_distinct,
     )
 
 

@@ -24,24 +24,26 @@ _SendOne = Callable[[int], Coroutine[Any, Any, None]]
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
     """One load. `concurrency` is None for an open loop, which follows the arrivals. No request begins after
-    `duration_s`."""
+    `duration_s`. `is_distinct`: no two prompts have a common beginning, of this load or of others."""
 
     name: str
     asks: Sequence[Ask]
     concurrency: int | None = None
     duration_s: float | None = None
+    is_distinct: bool = False
 
 
 @dataclass(slots=True)
 class LoadOutcome:
     """Result of one load on one endpoint. `cpu_share`: share of one core used by the generator. `stalls_s`: delays of
     its event loop; time stamps may be late by as much. `is_partial`: the load was cancelled, and `records` are those
-    that had ended by then."""
+    that had ended by then. `is_distinct`: as of the load."""
 
     records: list[Record]
     cpu_share: float
     stalls_s: list[float]
     is_partial: bool = False
+    is_distinct: bool = False
 
 
 async def run_load(
@@ -89,6 +91,7 @@ async def run_load(
         cpu_share=cpu_s / wall_s,
         stalls_s=stalls_s if isinstance(stalls_s, list) else [],
         is_partial=is_partial,
+        is_distinct=point.is_distinct,
     )
 
 

@@ -87,6 +87,15 @@ def test_a_late_generator_is_told_only_if_it_matters() -> None:
     assert doubt == "the generator's time stamps were 20.0 ms (p99) late, which matters for ITL"
 
 
+def test_prompts_of_an_earlier_run_are_told() -> None:
+    answers = [Record(0.0, 0.001, 1.0, [0.5, 0.6], 10, 2, cached) for cached in (10, 9)]
+    (doubt,) = figures(LoadOutcome(answers, 0.1, [], is_distinct=True), BenchSlo()).doubts
+    assert doubt.startswith("95% of the prompt tokens were cached") and "--seed" in doubt
+    assert figures(LoadOutcome(answers, 0.1, []), BenchSlo()).doubts == [], "they share beginnings"
+    cold = [replace(answer, num_cached=0) for answer in answers]
+    assert figures(LoadOutcome(cold, 0.1, [], is_distinct=True), BenchSlo()).doubts == []
+
+
 def test_goodput_is_a_figure_only_with_an_slo() -> None:
     good = record(0.0, 0.1, 0.2, ended_s=0.3, num_output=2)
     without = figures(LoadOutcome([good], 0.0, []), BenchSlo())

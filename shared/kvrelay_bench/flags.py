@@ -22,7 +22,7 @@ from kvrelay_simulator.traces import TracedRequest, read_trace, scaled
 WARM_UP_SEED = 1 << 40
 """Differs from all measured seeds, so the warm-up caches none of their prompts."""
 DEFAULT_DURATION_S = 15.0
-"""Of a load without --requests."""
+"""Seconds of a load without --requests."""
 DEFAULT_CONCURRENCY = 4
 DEFAULT_OUTPUT_TOKENS = 50
 REQUESTS_PER_CLIENT = 50

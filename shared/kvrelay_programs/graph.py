@@ -80,7 +80,7 @@ class Graph:
 
     @property
     def prefix(self) -> Content:
-        """What stands before the first call, fork or argument."""
+        """The text and media before the first call, fork or argument."""
         return applied(Content(), self.steps, None)
 
     @property

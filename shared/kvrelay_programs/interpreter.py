@@ -192,7 +192,7 @@ class Interpreter:
 
 @dataclass(slots=True)
 class _Position:
-    """What the steps so far have made."""
+    """The content that the steps so far have made."""
 
     content: Content = field(default_factory=Content)
     surplus: Surplus | None = None  # behind the content

@@ -12,17 +12,17 @@ from kvrelay_programs.expressions import Role
 class MessageBlocks(ABC):
     @contextmanager
     def system(self) -> Iterator[None]:
-        """What is appended inside is a message of the system."""
+        """Content appended inside becomes a message of the system."""
         yield from self._block("system")
 
     @contextmanager
     def user(self) -> Iterator[None]:
-        """What is appended inside is a message of the user."""
+        """Content appended inside becomes a message of the user."""
         yield from self._block("user")
 
     @contextmanager
     def assistant(self) -> Iterator[None]:
-        """What is appended inside is a message of the assistant."""
+        """Content appended inside becomes a message of the assistant."""
         yield from self._block("assistant")
 
     @abstractmethod

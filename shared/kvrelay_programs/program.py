@@ -222,7 +222,8 @@ class _Batch:
         return state
 
     def prefetch(self, content: Content, location: Location) -> None:
-        """Waits until the endpoint has computed `content`. A hint: what it refuses the programs meet themselves."""
+        """Waits until the endpoint has computed `content`. A hint: if the endpoint refuses, the calls
+        of the programs report it."""
         if content.is_open:
             # Templates can continue a message of the assistant only. What follows the end of this one is not shared.
             content = content.closed()
@@ -265,7 +266,7 @@ ItemT = TypeVar("ItemT")
 
 
 def _shown(items: Iterable[ItemT], total: int, title: str, *, progress: bool) -> Iterator[ItemT]:
-    """With a progress bar, if stderr is a terminal or a notebook."""
+    """Yields the items, with a progress bar if stderr is a terminal or a notebook."""
     if not progress or total < 2 or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
         yield from items
         return

@@ -83,7 +83,7 @@ class State(MessageBlocks):
 
     @property
     def usage(self) -> Usage:
-        """What the whole run has asked of the endpoint so far."""
+        """Calls and tokens of the whole run so far."""
         return self._run.usage
 
     def text(self) -> str:
@@ -172,7 +172,7 @@ class State(MessageBlocks):
 
 
 def check_forks(state: State) -> None:
-    """Raises ProgramError if a fork makes calls for which nobody waits."""
+    """Raises ProgramError if a fork makes calls whose end is not awaited."""
     for forks in state._forks:
         for child in forks:
             if child._has_calls and not child._is_read:

@@ -29,7 +29,7 @@ class Surplus:
     is_complete: bool = False
 
     def behind(self, constant: str) -> Surplus | None:
-        """What is left if the program goes on with this constant; None if the model went on with something else."""
+        """Returns the rest behind `constant`; None if the model went on with another text."""
         if not self.text.startswith(constant):
             return None
         return self._from(len(constant))

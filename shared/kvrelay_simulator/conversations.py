@@ -22,7 +22,7 @@ from kvrelay_simulator.bad_trace import BadTrace
 CHARS_PER_TOKEN = 4
 """English text has about so many characters per token; files of conversations have no token counts."""
 DEFAULT_ANSWER_TOKENS = 200
-"""Of answers that the file does not have."""
+"""Assumed length of an answer that the file does not have."""
 FORMS = "conversations (ShareGPT), messages, turns (MT-Bench), instruction (Alpaca), prompt or question"
 
 _ROLES = {

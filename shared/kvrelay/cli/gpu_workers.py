@@ -30,7 +30,7 @@ class AssignedGpus:
 
     @property
     def visible(self) -> str:
-        """For CUDA_VISIBLE_DEVICES."""
+        """The value of CUDA_VISIBLE_DEVICES for the worker."""
         return ",".join(gpu.uuid for gpu in self.gpus)
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ class Gpu:
     is_split: bool = False  # divided by MIG, so it cannot be used as a whole
 
     def __str__(self) -> str:
-        """For example `GPU 0 (NVIDIA H100 80GB HBM3)`."""
+        """A name for messages, as in `GPU 0 (NVIDIA H100 80GB HBM3)`."""
         return f"{self.uuid if self.number is None else f'GPU {self.number}'} ({self.name})"
 
 

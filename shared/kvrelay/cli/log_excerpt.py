@@ -8,7 +8,7 @@ from collections.abc import Sequence
 MAX_LINES = 30
 MAX_COLUMNS = 300
 MAX_ERROR_COLUMNS = 1000
-"""Of the error itself, which ends with what to do."""
+"""The line of the error is cut later than others, because advice stands at its end."""
 _ERROR = re.compile(
     r" (ERROR|CRITICAL) |\"level\": ?\"(error|critical)\"|^[A-Za-z_.]*(Error|Exception)\b.*:|cannot start"
 )

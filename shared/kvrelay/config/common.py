@@ -229,7 +229,7 @@ class CommonConfig(BaseModel):
 
     @property
     def link_settings(self) -> LinkSettings:
-        """How the messenger treats its peers."""
+        """The settings of the messenger's links to its peers."""
         return LinkSettings(
             alive_interval_s=self.peer_interval_s, peer_timeout_s=self.peer_timeout_s, max_peers=self.max_peers
         )

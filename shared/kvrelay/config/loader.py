@@ -45,7 +45,7 @@ DESCRIPTIONS = {
     "decode": "One decode worker.",
     "rank": "One rank of a worker with --tensor-parallel-size, for a machine other than the worker's.",
 }
-"""What a service is, in its help."""
+"""Descriptions of the services, for their help."""
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 

@@ -75,4 +75,4 @@ ADVICE = {
     "--ssl-keyfile": _TLS,
     "--ssl-certfile": _TLS,
 }
-"""What to do, by flag."""
+"""Advice on flags of other servers that kvrelay does not have."""

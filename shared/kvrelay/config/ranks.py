@@ -86,7 +86,7 @@ class RankedConfig(CommonConfig):
 
     @property
     def division(self) -> str:
-        """What makes the ranks, for messages."""
+        """The settings that divide the model among ranks, for messages."""
         sizes = {name: getattr(self, name) for name in ("pipeline_parallel_size", "tensor_parallel_size")}
         dividing = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
         if self.data_parallel_size > 1:

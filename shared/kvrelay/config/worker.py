@@ -329,7 +329,7 @@ class WorkerConfig(RankedConfig):
     @field_validator("kv_cache_dtype", mode="before")
     @classmethod
     def _fp8_is_e4m3(cls, dtype: object) -> object:
-        """As in vLLM."""
+        """`fp8` is `fp8_e4m3`, as in vLLM."""
         return "fp8_e4m3" if dtype == "fp8" else dtype
 
     @field_validator("block_size")

@@ -73,7 +73,7 @@ class GrammarState(OrderedWork):
         if self.error is None:
             try:
                 work()
-            except Exception as error:  # raised to whoever needs the mask
+            except Exception as error:  # raised when the mask is read
                 self.error = error
 
     def begin(self, matcher: GrammarMatcher, mask_words: int, output_ids: Sequence[int]) -> None:

@@ -52,7 +52,7 @@ class _NewTokens(NamedTuple):
     num_forced: Mapping[int, int]
 
     def joined(self, other: _NewTokens) -> _NewTokens:
-        """With what other rows bring."""
+        """Returns these tokens and those of other rows."""
         return _NewTokens(
             {**self.token_ids, **other.token_ids},
             {**self.logprobs, **other.logprobs},
@@ -290,7 +290,7 @@ Ask = Callable[[StepInFlight, Asked], None]
 
 
 def _work(asked: Asked) -> GrammarWork | None:
-    """What was done for grammars since the step before, if anything."""
+    """The work done for grammars since the step before; None without any."""
     works = [work for sampled in asked.sampled if (work := sampled.tokens.grammar_work) is not None]
     for work in works[1:]:
         works[0].add(work)

@@ -113,7 +113,7 @@ class PendingTokens:
         self.forced: dict[int, list[int]] = {}
         """After `land`, by row: the tokens that grammars force behind the sampled ones, also in the histories."""
         self.grammar_work: GrammarWork | None = None
-        """After `land`: what was done for grammars since a batch landed last, if anything."""
+        """After `land`: the work for grammars since a batch landed last; None without any."""
         self._owner = owner
         self._exact = sampled.exact
         self._logprobs = logprobs

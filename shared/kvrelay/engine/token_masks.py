@@ -156,7 +156,7 @@ class TokenMasks:
             self._computing.submit(last)
             with self._waiting():
                 self._wait([*jumping.values()], PATIENCE_S)
-            # All runs are computed before the first of the next masks, which nobody waits for here.
+            # All runs are computed before the first of the next masks, and no mask is waited for here.
             runs |= {row: run for row, state in jumping.items() if (run := state.end_run())}
         if not self._starts_with_forward or self._early_steps:
             self._early_steps = max(0, self._early_steps - 1)
@@ -282,7 +282,7 @@ class TokenMasks:
             )
 
     def take_work(self) -> GrammarWork | None:
-        """What was done since the last call, or None for nothing."""
+        """Returns the work since the last call; None without any."""
         return self._done.take()
 
     def _wait(self, states: Collection[GrammarState], timeout_s: float) -> bool:

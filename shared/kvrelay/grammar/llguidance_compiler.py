@@ -265,4 +265,4 @@ _NOTATIONS: dict[GrammarKind, Callable[[Grammar], str]] = {
     GrammarKind.GRAMMAR: _of_grammar,
     GrammarKind.STRUCTURAL_TAG: lambda grammar: structural_tag_to_lark(grammar.text, grammar.whitespace),
 }
-"""How to write each kind of grammar for the library."""
+"""Functions that translate each kind of grammar for the library."""

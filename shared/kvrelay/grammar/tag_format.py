@@ -42,7 +42,7 @@ class _Written:
         self._num_formats = 0
 
     def expression(self, tag_format: Any, end: Marker, depth: int) -> str:
-        """What a format stands for, followed by `end`."""
+        """Returns the expression of a format that `end` follows."""
         self._num_formats += 1
         if self._num_formats > MAX_FORMATS or depth > MAX_DEPTH:
             raise GrammarError(f"a structural tag has at most {MAX_FORMATS} formats, {MAX_DEPTH} deep")

@@ -10,7 +10,7 @@ from kvrelay.protocol.limits import Text
 
 
 class GrammarKind(StrEnum):
-    """What the text of a `Grammar` is."""
+    """The language of a `Grammar`'s text."""
 
     JSON_SCHEMA = "json_schema"  # a JSON schema, as JSON
     REGEX = "regex"

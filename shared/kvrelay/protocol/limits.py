@@ -40,7 +40,7 @@ PositiveIndex = Annotated[int, Meta(ge=1, le=MOST_INT32)]
 TokenId = Annotated[int, Meta(ge=0, le=MOST_INT32)]
 
 StepTokens = Annotated[list[TokenId], Meta(max_length=MOST_STEP_TOKENS)]
-"""What one step brought to a sequence."""
+"""The tokens of one step and sequence."""
 TextTokens = Annotated[list[TokenId], Meta(max_length=MOST_TEXT_TOKENS)]
 """A whole text."""
 
@@ -74,7 +74,7 @@ ProcessIdentity = Annotated[str, Meta(max_length=MOST_IDENTITY_CHARS, pattern=rf
 Transports = Annotated[list[Name], Meta(max_length=16)]
 Endpoint = Annotated[dict[Name, Text], Meta(max_length=64)]
 MOST_RANKS = 64
-"""Of a worker."""
+"""The most ranks of a worker."""
 RankCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 StageCount = Annotated[int, Meta(ge=0, le=MOST_RANKS)]
 RankEndpoints = Annotated[list[Endpoint], Meta(max_length=MOST_RANKS - 1)]

@@ -145,7 +145,7 @@ class Links:
     """Up to `MAX_PEER_IDS_KEPT` peers are kept, each with its last `MAX_INCARNATIONS_KEPT` incarnations in order of
     arrival."""
     MAX_LINKS_PER_PEER = 4
-    """At most one of them is proven."""
+    """At most one link of a peer is proven."""
 
     def __init__(self, me: PeerRef, fingerprint: str = "", settings: LinkSettings | None = None) -> None:
         self.me = me

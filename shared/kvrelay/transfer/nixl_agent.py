@@ -69,7 +69,7 @@ class Region:
         return rows
 
     def addresses(self, blocks: Indices, part: BlockPart | None = None) -> NDArray[np.uint64]:
-        """Of these blocks, or of the rows of each one's part."""
+        """Returns the addresses of these blocks, or of the rows of each block's part."""
         starts = np.uint64(self.address) + blocks.astype(np.uint64) * np.uint64(self.block_bytes)
         if part is None:
             return starts
@@ -199,7 +199,7 @@ def _logging_kept() -> Iterator[None]:
     configure, raises = logging.config.dictConfig, logging.raiseExceptions
 
     def ignore(config: Mapping[str, Any]) -> None:
-        """In the place of `dictConfig`."""
+        """Replaces `dictConfig`."""
 
     logging.config.dictConfig = ignore
     try:

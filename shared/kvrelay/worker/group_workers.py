@@ -42,7 +42,7 @@ class GroupWorkers:
 
     @property
     def ended(self) -> str:
-        """How a process has ended; empty: none has."""
+        """Text on how the first process ended; "" while all run."""
         return self.first_end.result() if self.first_end.done() else ""
 
     def why_lost(self, error: Exception) -> str:

@@ -42,7 +42,7 @@ class Launcher(Protocol):
         ...
 
     def rest(self) -> None:
-        """No step is running, and none follows for now."""
+        """Called when no step is running and none follows for now."""
         ...
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class _Queued(_Alone):
 
 
 class Exchange(Protocol):
-    """What `LockstepTimedLauncher` needs of a `LockstepGroup`."""
+    """The part of a `LockstepGroup` that `LockstepTimedLauncher` uses."""
 
     async def exchange(self, numbers: Seq[int]) -> list[list[int]]:
         """Returns the numbers of all ranks. Raises DeviceLost."""

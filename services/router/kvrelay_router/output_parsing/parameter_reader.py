@@ -103,7 +103,7 @@ class _Pieces:
         self._kept.append(text)
 
     def cut(self) -> str:
-        """What was kept of a value without an end."""
+        """Returns the received text of a value whose end is missing."""
         return "".join(self._kept)
 
     def end(self, types: Types, *, in_lines: bool) -> str:

@@ -53,7 +53,7 @@ class Markers:
 
 
 class TextParser(ABC):
-    """An `OutputParser`. `_parse` reads with the methods below; what it leaves is content."""
+    """An `OutputParser`. `_parse` reads with the methods below; text that it does not read is content."""
 
     def __init__(self, new_id: NewId = new_call_id) -> None:
         self._new_id = new_id
@@ -65,7 +65,7 @@ class TextParser(ABC):
         self._num_calls = 0
         self._ids: set[str] = set()  # of the calls so far
         self._call_is_open = False
-        self._head: list[str] = []  # what was read of a call and did not become an event
+        self._head: list[str] = []  # text of a call that is read and not yet in an event
         self._head_chars = 0
         self._steps = self._run()
 
@@ -221,7 +221,7 @@ class TextParser(ABC):
         self._head, self._head_chars = [text], len(text)
 
     def _drop_head(self) -> None:
-        """What was read became an event, or is syntax."""
+        """Forgets the text read so far, which became an event or is syntax."""
         self._head, self._head_chars = [], 0
 
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
@@ -239,15 +239,15 @@ class TextParser(ABC):
             self._events.append(ArgumentsDelta(self._num_calls - 1, text))
 
     def _end_call(self) -> None:
-        """Ends the open call, if there is one. What was read since its arguments belongs to it."""
+        """Ends the open call, if there is one. The text read since its arguments belongs to the call."""
         if self._call_is_open:
             self._call_is_open = False
             self._events.append(ToolCallEnded(self._num_calls - 1))
         self._drop_head()
 
     def _give_up(self) -> None:
-        """What was read is malformed: the open call ends where its arguments do, and the rest is content. If only the
-        output's end is missing, an open call has no rest."""
+        """Handles malformed text: the open call ends with its arguments, and the rest is content. If only the end of
+        the output is missing, an open call has no rest."""
         is_cut = self._call_is_open and self._is_over and self._at == len(self._text)
         rest = "" if is_cut else "".join(self._head)
         self._end_call()

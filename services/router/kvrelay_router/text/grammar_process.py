@@ -27,9 +27,9 @@ from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 
 MAX_MEMORY_BYTES = 128 << 20
-"""What compiling one grammar may add."""
+"""Memory that the compilation of one grammar may take."""
 LONGEST_WAIT_S = 60.0
-"""For a verdict, if the machine has no time for the process. CPU time is limited to much less."""
+"""Longest wait for a verdict on a busy machine. CPU time is limited to much less."""
 TOO_LONG = "it takes more than {:g} s of CPU time to compile"
 TOO_LARGE = "it takes too much memory or is nested too deeply to compile"
 

@@ -298,7 +298,7 @@ class TextService:
         return not self.dialect.is_plain and self.dialect.is_closed_by(self._tail(prompt_ids))
 
     def prompt_end(self, prompt_ids: list[int]) -> str:
-        """What parsers must see of the prompt."""
+        """Returns the end of the prompt if parsers must see it, else ""."""
         return self._tail(prompt_ids, MESSAGE_TOKENS) if self.dialect.reads_prompt else ""
 
     def _tail(self, prompt_ids: list[int], num_tokens: int = TAIL_TOKENS) -> str:

@@ -10,7 +10,7 @@ import torch
 from kvrelay.backends.cpu_build import load_kernel
 from kvrelay.engine.fused.panels import FLOAT32, SCALE_TYPES, TYPES, PackedLinear
 
-_TOKENS_MULTIPLE = 32  # what AMX takes at once
+_TOKENS_MULTIPLE = 32  # rows of a pair of AMX tiles
 _STORE, _STORE_FLOAT, _GATED = 0, 1, 3  # what becomes of a product, numbered as in cpu_linear.c
 
 

@@ -10,7 +10,7 @@ Quantization = Literal["none", "int8", "int4"]
 """int8: a scale for each output. int4: a scale for each output and 64 inputs, of some the best in squared error."""
 
 INT4_GROUP = 64
-_INT4_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of the scale that keeps the largest weight
+_INT4_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # tried factors of the scale that keeps the largest weight
 _ROWS_AT_ONCE = 1024  # bounds the memory of the search
 
 

@@ -73,7 +73,7 @@ def plan_part(
 
 
 def own_modules(plan: PartPlan) -> OwnModules:
-    """What the fused kernels compute on a rank."""
+    """Returns the modules that the fused kernels compute on a rank."""
     stage, shards, dividing = plan.stage, plan.shards, plan.narrowing
     return OwnModules(
         layers=None if stage is None else stage.own_layers,
@@ -85,7 +85,7 @@ def own_modules(plan: PartPlan) -> OwnModules:
 
 
 def _within(shards: ShardPlan, stage: StagePlan) -> ShardPlan:
-    """What a stage has of a plan for all layers."""
+    """Returns the part of a plan for all layers that concerns a stage."""
     return replace(
         shards,
         cuts={path: cut for path, cut in shards.cuts.items() if stage.has(path)},

@@ -15,7 +15,7 @@ SUPPORTED = (
     "GPTQ with 4 or 8 bits (formats gptq and gptq_v2), AWQ with 4 bits (gemm), and compressed-tensors with integer "
     "weights of 4 or 8 bits (pack-quantized) or 8 bits (int-quantized, naive-quantized)"
 )
-"""For errors."""
+"""The supported formats, for error messages."""
 
 _BITS = (4, 8)
 _COMPRESSED_BITS = {"pack-quantized": (4, 8), "int-quantized": (8,), "naive-quantized": (8,)}

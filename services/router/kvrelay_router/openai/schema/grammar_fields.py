@@ -214,7 +214,7 @@ def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
 
 
 _OBJECT_READERS = {"response_format": _of_response_format, "structured_outputs": _of_structured_outputs}
-"""Of fields that are objects and name the kind of grammar inside."""
+"""Readers of fields that are objects and name the kind of grammar inside."""
 
 _READERS = {
     "guided_json": _of_schema,

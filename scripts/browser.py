@@ -79,8 +79,12 @@ class Browser:
         self._command("Emulation.setDeviceMetricsOverride", **size)
 
     def open(self, url: str) -> None:
-        """Goes to `url`, without waiting for what the page loads."""
-        self._command("Page.navigate", url=url)
+        """Goes to another page, and waits until it is loaded and its scripts have run once."""
+        self.evaluate("window.isPageBefore = true")
+        answer = self._command("Page.navigate", url=url)
+        if "errorText" in answer:
+            raise RuntimeError(f"{url}: {answer['errorText']}")
+        self.wait_for("!window.isPageBefore && document.readyState === 'complete'", ANSWER_S)
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page, which JSON must be able to carry."""

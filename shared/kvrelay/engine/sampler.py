@@ -45,20 +45,14 @@ class Sampler:
         device: torch.device,
         lock: Lock | None = None,
         make_compiler: Callable[[], GrammarCompiler] | None = None,
-        *,
-        starts_masks_with_forward: bool = False,
     ) -> None:
         """`lock` is held during every call of a method, and of a method of pending tokens. They release it while they
         wait. `make_compiler` makes the compiler of grammars at the first use; None: there is none.
-        `starts_masks_with_forward`: the owner calls `start_masks` at the beginning of each step's forward.
         """
         self._device = device
         self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
-        self._masks = TokenMasks(
-            *(make_compiler or _no_compiler, vocab_size, eos_token_ids, self.waiting),
-            starts_with_forward=starts_masks_with_forward,
-        )
+        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, eos_token_ids, self.waiting)
         self._sampled = SampledTokens(self._state, device, self.waiting, self._masks)
 
     @contextmanager
@@ -126,10 +120,6 @@ class Sampler:
         slots, parameters = self._state.gather(keys)
         landed = parameters["last"].copy() if positions is None else self._sampled.landed(slots, parameters, positions)
         return self._sampled.last(parameters, landed)
-
-    def start_masks(self) -> None:
-        """The forward of the next step begins: masks are computed beside it."""
-        self._masks.start()
 
     def begin_masks(self, key: SequenceKey, drafts: Sequence[int]) -> None:
         """Has the masks at the places of drafts computed, if the sequence has a grammar. Unknown keys are ignored."""

@@ -1,10 +1,7 @@
 """The tokens that grammars, allowed tokens and bad words allow, for the sampler.
 
-A sequence's mask is computed in a thread of its own once its newest token has landed, so it is ready before the next
-step's logits are: the thread releases the GIL and runs beside the forward. If no forward is launched behind a step in
-flight, it begins with the forward (`start`) and not before: between steps it would contend for the GIL with the thread
-that runs them, which made steps 1 to 2 ms longer. If masks were not ready in time, as after a very short forward, it
-begins at once for a while. A
+A sequence's mask is computed in a thread of its own as soon as its newest token has landed, so it is ready before the
+next step's logits are: the thread releases the GIL and runs beside the bookkeeping between steps and the forward. A
 grammar is compiled in another thread, so that a new sequence does not delay the masks of those that run. A mask that is
 not ready then delays its own sequence, which gets its token in a later step (`late`).
 
@@ -50,9 +47,6 @@ a row costs that is computed again in vain, in a step of ordinary size."""
 PATIENCE_ALONE_S = 0.02
 """The wait if no row of the step could be sampled. Requests that arrive meanwhile join the next step."""
 
-EARLY_STEPS = 100
-"""Steps whose masks are computed as soon as tokens have landed, after a step that had to wait for masks."""
-
 MAX_MASK_THREADS = 3
 
 _TOO_LONG = "a mask of its grammar takes longer than {:g} s"
@@ -79,21 +73,14 @@ class TokenMasks:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         waiting: Callable[[], AbstractContextManager[None]],
-        *,
-        starts_with_forward: bool = False,
     ) -> None:
-        """`make_compiler` is called by `prepare`, or in a thread at the first use. `waiting`: releases the lock.
-        `starts_with_forward`: `start` is called between two calls of `accept`, when the forward begins."""
+        """`make_compiler` is called by `prepare`, or in a thread at the first use. `waiting`: releases the lock."""
         self.limits = TokenLimits(vocab_size)
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._done = GrammarCounters()
         self._make_compiler = make_compiler
         self._waiting = waiting
         self._states: dict[int, GrammarState] = {}  # key: slot
-        self._starts_with_forward = starts_with_forward
-        self._early_steps = 0  # to come
-        self._not_started: list[GrammarState] = []
-        self._started: list[GrammarState] = []  # with the latest forward
         self._compiling = WorkThreads("grammar-compile", 1, _longest_wait_s)
         self._computing = WorkThreads("grammar-masks", MAX_MASK_THREADS, _longest_wait_s)
 
@@ -152,24 +139,14 @@ class TokenMasks:
                 state.put(partial(state.jump, new[state]))
             else:
                 state.put(partial(state.go_on, new[state]))
+        self._computing.submit(last)
         if jumping:
-            self._computing.submit(last)
             with self._waiting():
                 self._wait([*jumping.values()], PATIENCE_S)
             # All runs are computed before the first of the next masks, and no mask is waited for here.
             runs |= {row: run for row, state in jumping.items() if (run := state.end_run())}
-        if not self._starts_with_forward or self._early_steps:
-            self._early_steps = max(0, self._early_steps - 1)
-            self._computing.submit(last)
-        else:
-            self._not_started += last
+            self._computing.submit(jumping.values())
         return runs
-
-    def start(self) -> None:
-        """The forward of the next step begins: the masks behind the tokens that were accepted are computed now."""
-        self._started, self._not_started = self._not_started, []
-        if self._started:
-            self._computing.submit(self._started)
 
     @property
     def is_unused(self) -> bool:
@@ -183,9 +160,6 @@ class TokenMasks:
         late = [state for state in states if state is not None and not state.is_done]
         if not late:
             return np.zeros(len(slots), np.bool_)
-        if any(state in self._started for state in late):  # others were late for their compilation
-            self._early_steps = EARLY_STEPS
-        self.start()
         with self._waiting():
             if len(late) < len(slots) + num_others:
                 self._wait(late, PATIENCE_S)
@@ -230,7 +204,6 @@ class TokenMasks:
             row: state for row, slot in enumerate(slots.tolist()) if (state := self._states.get(slot)) is not None
         }
         if not all(state.is_done for state in states.values()):
-            self.start()
             with self._waiting():
                 while waiting := [state for state in states.values() if not state.is_done and not _hangs(state)]:
                     self._wait(waiting, LONGEST_WAIT_S / 10)

@@ -73,11 +73,7 @@ class TransformersRunner:
         # Guards the sampler and the scored prompts. Released while waiting for the device.
         self._lock = threading.Lock()
         compiler = partial(make_grammar_compiler, source.name, model.vocab_size, model.eos_token_ids)
-        self._sampler = Sampler(
-            *(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler),
-            # Launched behind a step in flight, a forward has begun before that step's tokens land.
-            starts_masks_with_forward=source.device.type == "cpu" and not self.launches_ahead,
-        )
+        self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
         self._scored = ScoredPrompts(self._lock)
         self._gathered_mlps = model.gathered_mlps
         self._lockstep = Lockstep() if model.is_divided else None
@@ -415,8 +411,6 @@ class TransformersRunner:
         step, tokens = self._backend.plan(self._pool, packed), to_device(token_ids, self._device)
         if on_device is not None:
             on_device.put_into(tokens)
-        with self._lock:
-            self._sampler.start_masks()
         if self._lockstep is not None:
             return self._lockstep.run(lambda: self._model.hidden_states(tokens, positions, step))
         return self._model.hidden_states(tokens, positions, step)

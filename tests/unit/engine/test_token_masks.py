@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from kvrelay.engine import forbidding, grammar_state, token_masks
 from kvrelay.engine.forbidding import forbid_by_torch, forbid_tokens
-from kvrelay.engine.ordered_work import wait
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, TokenMask
@@ -55,11 +54,10 @@ def key(index: int) -> SequenceKey:
     return (f"request-{index}", 0, 0)
 
 
-def sampler_of(make: GrammarCompiler | None = COMPILER, *, with_forward: bool = False) -> Sampler:
+def sampler_of(make: GrammarCompiler | None = COMPILER) -> Sampler:
     lock = Lock()
     lock.acquire()  # as its owner does around each call; it is released while masks are waited for
-    device, make_compiler = torch.device("cpu"), None if make is None else lambda: make
-    return Sampler(VOCAB_SIZE, (END,), device, lock, make_compiler, starts_masks_with_forward=with_forward)
+    return Sampler(VOCAB_SIZE, (END,), torch.device("cpu"), lock, None if make is None else lambda: make)
 
 
 def logits_at(index: int, position: int) -> torch.Tensor:
@@ -77,8 +75,7 @@ def allowed(grammar: Grammar, output: list[int]) -> list[int]:
 
 
 def run(rows: list[tuple[Grammar | None, Sampling]], num_steps: int, *, restart_at: int = -1) -> list[list[int]]:
-    """The outputs of sequences that are sampled together. `restart_at`: the step at which all come to a new sampler,
-    whose masks begin with the forward of the next step."""
+    """The outputs of sequences that are sampled together. `restart_at`: the step at which all come to a new sampler."""
     sampler = sampler_of()
     outputs: list[list[int]] = [[] for _ in rows]
 
@@ -91,7 +88,7 @@ def run(rows: list[tuple[Grammar | None, Sampling]], num_steps: int, *, restart_
         add(index)
     for step in range(num_steps):
         if step == restart_at:
-            sampler = sampler_of(with_forward=True)
+            sampler = sampler_of()
             for index in range(len(rows)):
                 add(index)
         live = [index for index in range(len(rows)) if END not in outputs[index]]
@@ -99,8 +96,6 @@ def run(rows: list[tuple[Grammar | None, Sampling]], num_steps: int, *, restart_
             break
         positions = np.array([NUM_PROMPT + len(outputs[index]) for index in live])
         logits = torch.stack([logits_at(index, step) for index in live])
-        if step % 4 != 3:  # masks that were not begun before are begun when they are needed
-            sampler.start_masks()
         token_ids, _ = sampler.sample([key(index) for index in live], positions, logits)
         for index, token in zip(live, token_ids.tolist(), strict=True):
             outputs[index].append(token)
@@ -458,32 +453,6 @@ def test_tokens_that_were_forced_too_late_follow_behind_the_next_one(
         compiler.go_on.set()
         monkeypatch.setattr(token_masks, "PATIENCE_S", 60.0)
     assert output == expected
-
-
-def test_masks_begin_with_the_forward_unless_such_a_mask_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_masks, "EARLY_STEPS", 1)
-    sampler, row = sampler_of(with_forward=True), [key(0)]
-    sampler.add(row[0], Sampling(temperature=0.0, grammar=GRAMMARS[1]), [5], 1)
-    (state,) = sampler._masks._states.values()
-
-    def sample(position: int) -> None:
-        sampler.sample(row, np.array([position]), logits_at(0, position)[None])
-
-    sample(1)
-    assert not state.is_done, "no thread was given its work"
-    sampler.start_masks()
-    assert wait([state], 60.0)
-    sample(2)
-    with state._lock:  # its thread is slow
-        sampler.start_masks()
-        monkeypatch.setattr(token_masks, "PATIENCE_S", 0.001)
-        monkeypatch.setattr(token_masks, "PATIENCE_ALONE_S", 0.001)
-        assert sampler.late(row, 0).all()
-    state.perform()  # a thread that found the lock taken left the work
-    sample(3)
-    assert wait([state], 60.0), "it was begun at once"
-    sample(4)
-    assert not state.is_done
 
 
 def test_rows_whose_masks_are_late_are_named_and_others_sampled(monkeypatch: pytest.MonkeyPatch) -> None:

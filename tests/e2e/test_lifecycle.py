@@ -165,7 +165,7 @@ def failed_start(tmp_path: Path, *flags: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--model", "/nowhere/at/all"), ("/nowhere/at/all", "config.json")),
+        (("--model", "/nowhere/at/all"), ("/nowhere/at/all", "there is no directory")),
         (("--prefill", "-1"), ("--prefill", "-1")),
         (("--decode", "0"), ("--decode",)),
         (("--dtype", "float64"), ("--dtype", "float64", "bfloat16")),

@@ -28,16 +28,16 @@ import torch
 from benchmarks.cpu_kernels import cpu_name
 from benchmarks.cpu_kernels_clock import DTYPE, Clock, Machine
 from benchmarks.cpu_kernels_steps import StepCase, Work, step_work
-from benchmarks.step_profile import TIMEOUT_S, served_name, serving, table
+from benchmarks.step_profile import send, served_name, serving, table
 from kvrelay.engine.causal_model import CausalModel, load_model, open_source
-from kvrelay_bench.http import Client, Endpoint
 from kvrelay_bench.load_figures import BenchSlo, figures
-from kvrelay_bench.load_generator import LoadOutcome, LoadPoint, run_load
+from kvrelay_bench.load_generator import LoadPoint
 from kvrelay_bench.workload import Shape, Wire, synthetic
 
 KINDS = ("with prompts", "decodes alone")
 IDLE_NS = 20_000_000
 """A longer time between two forwards has waited for requests: a step's own work beside its forward is shorter."""
+WIRE = Wire(token_ids=(1000, 2000), extra={"temperature": 0.0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,6 @@ class LoadProfile:
     between_s: float
     idle_s: float
 
-    @property
-    def forward_s(self) -> float:
-        return sum(each.forward_s for each in self.kinds.values())
-
 
 def profile_of(
     lines: Sequence[dict[str, Any]], works: Sequence[Work], limits: Limits, concurrency: int, output_tokens_s: float
@@ -101,20 +97,6 @@ def profile_of(
     return LoadProfile(concurrency, output_tokens_s, seconds, kinds, seconds - forward_s - idle_s, idle_s)
 
 
-async def load(port: int, name: str, point: LoadPoint) -> LoadOutcome:
-    client = Client(Endpoint(f"http://127.0.0.1:{port}"))
-    wire = Wire(token_ids=(1000, 2000), extra={"temperature": 0.0})
-    bodies = [client.request("POST", client.endpoint.path("completions"), wire.body(name, ask)) for ask in point.asks]
-    try:
-        outcome = await run_load(client, point, bodies, TIMEOUT_S, lambda _: None)
-    finally:
-        await client.close()
-    failed = [each.error for each in outcome.records if each.error]
-    if failed:
-        raise SystemExit(f"{len(failed)} requests failed, the first one with: {failed[0]}")
-    return outcome
-
-
 def read_limits(threads: int) -> Limits:
     machine = Machine(Clock(threads, 5))
     return Limits(machine.read_gb_s(), machine.gemm_gflop_s(DTYPE))
@@ -130,11 +112,11 @@ def measure(arguments: argparse.Namespace) -> tuple[list[LoadProfile], Limits]:
         record = Path(directory) / "steps.jsonl"
         with serving(arguments, record) as port:
             name = served_name(port)
-            asyncio.run(load(port, name, LoadPoint("", synthetic(shape, [0.0] * warm_up, 1 << 40), warm_up)))
+            asyncio.run(send(port, name, LoadPoint("", synthetic(shape, [0.0] * warm_up, 1 << 40), warm_up), WIRE))
             for number, (concurrency, count) in enumerate(loads):
                 first = len(record.read_bytes().splitlines())
                 point = LoadPoint("", synthetic(shape, [0.0] * count, number), concurrency)
-                found = figures(asyncio.run(load(port, name, point)), BenchSlo())
+                found = figures(asyncio.run(send(port, name, point, WIRE)), BenchSlo())
                 parts.append((concurrency, found.output_tokens_s, first, len(record.read_bytes().splitlines())))
         lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
     after = read_limits(arguments.threads)

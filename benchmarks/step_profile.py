@@ -38,7 +38,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.ports import HeldPort
 from kvrelay.process import die_with_parent
 from kvrelay_bench.http import Client, Endpoint
-from kvrelay_bench.load_generator import LoadPoint, run_load
+from kvrelay_bench.load_generator import LoadOutcome, LoadPoint, run_load
 from kvrelay_bench.workload import Ask, Wire
 
 PROMPT_TOKENS = 64
@@ -110,18 +110,22 @@ async def load(port: int, arguments: argparse.Namespace, num_streams: int) -> No
     """Streams that begin together and end together."""
     rng = np.random.default_rng(num_streams)
     asks = [Ask(0.0, rng.integers(5, 2000, PROMPT_TOKENS), arguments.tokens) for _ in range(num_streams)]
-    client = Client(Endpoint(f"http://127.0.0.1:{port}"))
     wire = Wire(token_ids=(0, 1 << 31), extra={"temperature": arguments.temperature})
-    bodies = [
-        client.request("POST", client.endpoint.path("completions"), wire.body(arguments.name, ask)) for ask in asks
-    ]
+    await send(port, arguments.name, LoadPoint("", asks), wire)
+
+
+async def send(port: int, name: str, point: LoadPoint, wire: Wire) -> LoadOutcome:
+    """Sends a load to the model `name`. Raises SystemExit if a request fails."""
+    client = Client(Endpoint(f"http://127.0.0.1:{port}"))
+    bodies = [client.request("POST", client.endpoint.path("completions"), wire.body(name, ask)) for ask in point.asks]
     try:
-        outcome = await run_load(client, LoadPoint("", asks), bodies, TIMEOUT_S, lambda _: None)
+        outcome = await run_load(client, point, bodies, TIMEOUT_S, lambda _: None)
     finally:
         await client.close()
     failed = [each.error for each in outcome.records if each.error]
     if failed:
         raise SystemExit(f"{len(failed)} requests failed, the first one with: {failed[0]}")
+    return outcome
 
 
 def measure(arguments: argparse.Namespace) -> list[Steps]:

@@ -26,9 +26,10 @@ SERVERS: Mapping[str, tuple[str, ...]] = {
     "no jump-forward": ("--queue-order", "lpm", "--no-jump-forward"),
     "decode may prefill": ("--queue-order", "lpm"),
 }
-LOCAL_PREFILL: Mapping[str, str] = {"KVRELAY_LOCAL_PREFILL_TOKENS": ""}
-"""Of "decode may prefill": the default, by which a decode worker computes prompts that it is expected to compute
-sooner, as it has more of them cached. On the other servers, all prompts are handed over."""
+ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {"decode may prefill": {"KVRELAY_LOCAL_PREFILL_TOKENS": ""}}
+"""Variables of `SERVERS` that have some. Of "decode may prefill": the default, by which a decode worker computes
+prompts that it is expected to compute sooner, as it has more of them cached. On the other servers, all prompts are
+handed over."""
 CONSTRAINED = frozenset(("self-consistency", "react", "generative-agents", "json"))
 FEWER_PROGRAMS = {"multi-turn-long": 4}
 ALL_ON, RAW, RAW_NO_CACHE = "all on", "raw calls", "raw calls, no cache"
@@ -106,7 +107,7 @@ def running(names: Sequence[str], model: Path | None, place: Path, flags: Sequen
                     place / name.replace(" ", "-"),
                     *SERVERS[name],
                     *flags,
-                    environ=LOCAL_PREFILL if name == "decode may prefill" else {},
+                    environ=ENVIRONMENTS.get(name, {}),
                 )
             )
             for name in names

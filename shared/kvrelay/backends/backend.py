@@ -6,8 +6,6 @@ layers only write and attend.
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -15,6 +13,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from kvrelay.backends.huge_pages import huge_page_memory
 
 Int32Array = NDArray[np.int32]
 
@@ -64,13 +64,11 @@ class PoolShape(NamedTuple):
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
     """Returns a pool of zeros, `[num_blocks, *layout.block_shape]`. On a CPU, pages take memory only once written or
     populated."""
-    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu":
         return torch.zeros((num_blocks, *layout.block_shape), dtype=layout.pool_dtype, device=device)
     # A step reads blocks all over the pool. Huge pages save address translations (5 percent of a decode step measured).
-    memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # not every kernel has huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=layout.pool_dtype).view(num_blocks, *layout.block_shape)
+    memory = huge_page_memory(num_blocks * layout.block_bytes)
+    return memory.view(layout.pool_dtype).view(num_blocks, *layout.block_shape)
 
 
 @dataclass(frozen=True)

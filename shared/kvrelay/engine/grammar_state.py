@@ -90,9 +90,6 @@ class GrammarState(OrderedWork):
     def _accept(self, token_ids: Sequence[int]) -> None:
         assert self._matcher is not None
         self._drafts, self.ahead = (), []
-        if len(token_ids) == 1:
-            self._matcher.accept(token_ids)
-            return
         for token_id in token_ids:  # one by one: end-of-sequence tokens may be among them
             self._matcher.accept([token_id])
 

@@ -1,9 +1,9 @@
 """The CPU kernels against torch and against what the machine allows: attention, linear layers, and whole steps.
 
-Read bandwidth is that of a sum over 512 MiB of float32, the GEMM rate that of torch.mm; both are measured between
-the cases. Attention is one layer: by the kernel over scattered blocks, by gathering blocks for torch's SDPA, and by
-SDPA over contiguous keys and values. A time is the least of many, by the thread's CPU time with one thread and by the
-wall's clock with several.
+Read bandwidth is that of a sum over 512 MiB of float32 in huge pages, and the GEMM rate that of torch.mm. Both are
+measured between the cases. Attention is one layer: by the kernel over scattered blocks, by gathering blocks for torch's
+SDPA, and by SDPA over contiguous keys and values. A time is the least of many, by the thread's CPU time with one thread
+and by the wall's clock with several.
 
 Usage: python -m benchmarks.cpu_kernels [--threads 1] [--repeats 20] [--model DIR ...] [--write FILE]
 

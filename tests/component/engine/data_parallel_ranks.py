@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import traceback
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.component.engine.tensor_parallel_ranks import choose_means, free_address
+from tests.fakes.forked import engine_context
 from tests.fakes.waiting import PATIENCE_S
 from tests.unit.engine.driving import Driven, start
 
@@ -39,7 +39,7 @@ class Task:
 
 def run_ranks(tasks: list[Task], **options: Any) -> list[Any]:
     """The outputs of each rank's prompts, or the text of its error. `options` are those of `make_runner`."""
-    context, address = multiprocessing.get_context("spawn"), free_address()
+    context, address = engine_context(), free_address()
     started = []
     for rank, task in enumerate(tasks):
         ours, theirs = context.Pipe()

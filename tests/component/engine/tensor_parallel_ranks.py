@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from kvrelay.engine.parallel.shared_memory import share_memory
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.ports import HeldPort
+from tests.fakes.forked import engine_context
 from tests.fakes.waiting import PATIENCE_S
 
 
@@ -72,10 +72,10 @@ class RankProcesses:
 
     def __init__(self) -> None:
         self.connections: list[Connection] = []
-        self.processes: list[SpawnProcess] = []
+        self.processes: list[ForkServerProcess] = []
 
     def _start(self, number: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = engine_context()
         while len(self.processes) < number:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)

@@ -58,6 +58,7 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, size: int, model
         assert output == generate(model, prompt, NUM_OUTPUT)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("how", "fused_layers"),
     [("unknown", False), ("layer", False), ("logits", False), ("unknown", True), ("angles", True), ("logits", True)],

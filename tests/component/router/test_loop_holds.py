@@ -406,7 +406,7 @@ async def test_no_answer_holds_the_loop(name: str, text: TextService) -> None:
         await check_holds(port, OUTPUTS[name])
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("many", list(MANY))
 async def test_no_operation_holds_the_loop(many: str, text: TextService) -> None:
     async with bulk_router(text) as port:

@@ -119,7 +119,7 @@ def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim:
     [
         *((2, 2, "llama", "auto"), (2, 1, "qwen3", "zmq"), (1, 2, "mistral", "auto"), (4, 1, "gemma", "auto")),
         *((1, 4, "qwen3-moe", "zmq"), (2, 2, "qwen2", "zmq"), (4, 1, "qwen2", "zmq"), (1, 4, "llama", "auto")),
-        *((2, 1, "qwen3-moe", "auto"), (1, 2, "gemma", "zmq")),
+        *((2, 1, "qwen3-moe", "auto"), (1, 2, "gemma", "zmq"), (1, 1, "llama", "zmq")),
     ],
 )
 def test_handoffs_between_sizes(

@@ -51,7 +51,7 @@ from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.pool_memory import PoolLike, as_pool
-from kvrelay.transfer.process_memory import write_runs
+from kvrelay.transfer.process_memory import ProcessMemory
 from kvrelay.transfer.push_pieces import Copies, Piece
 from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
 from kvrelay.transfer.wire import Indices, encode_header
@@ -92,7 +92,7 @@ class NixlPeer:
     region: Region
     blocks: Any
     parts: dict[BlockPart, Any] = field(default_factory=dict)
-    process: str = ""  # whose memory may be written without NIXL
+    memory: ProcessMemory | None = None  # may be written without NIXL
     is_connected: bool = False  # a write was complete
 
 
@@ -210,14 +210,21 @@ class _NixlDriver:
             if name != endpoint.agent:
                 raise MalformedEndpoint(f"the metadata is that of {name}, not of {endpoint.agent}")
             blocks = self._agent.prepare(endpoint.region, name)
-            peer = self._peers[name] = NixlPeer(endpoint.region, blocks, process=self._process_of(endpoint))
+            peer = self._peers[name] = NixlPeer(endpoint.region, blocks, memory=self._memory_of(endpoint))
         return peer
 
-    def _process_of(self, endpoint: NixlEndpoint) -> str:
-        """Empty if the peer's memory must not be written without NIXL: a list of UCX transports holds for all bytes."""
+    def _memory_of(self, endpoint: NixlEndpoint) -> ProcessMemory | None:
+        """None if the peer's memory cannot or must not be written without NIXL: a list of UCX transports holds for all
+        bytes."""
         is_restricted = self._settings.ucx_transports or "UCX_TLS" in os.environ
         on_host = self._region.segment == endpoint.region.segment == "DRAM"
-        return endpoint.process if on_host and not is_restricted and can_be_seen(endpoint.process) else ""
+        if not on_host or is_restricted or not can_be_seen(endpoint.process):
+            return None
+        try:
+            return ProcessMemory(endpoint.process)
+        except OSError as error:
+            log.info("%s: NIXL writes each run of bytes for itself: %s", endpoint.agent, error)
+            return None
 
     def _check(self, push: Push, peer: NixlPeer) -> None:
         """Raises MalformedEndpoint. NIXL does not check at the other end where a write goes."""
@@ -252,20 +259,23 @@ class _NixlDriver:
             return self._agent.post(self._blocks, sources, peer.blocks, slots, header)
         source, target = runs = part.runs()
         rows, target_rows = _rows_of(sources, source.num_rows), _rows_of(slots, target.num_rows)
-        if source.num_rows > 1 and peer.process and self._write_all_but_last(piece.copies, runs, peer):
+        if source.num_rows > 1 and self._write_all_but_last(piece.copies, runs, peer):
             rows, target_rows = rows[-1:], target_rows[-1:]
         return self._agent.post(self._parts[source], rows, peer.parts[target], target_rows, header)
 
     def _write_all_but_last(self, copies: Copies, runs: tuple[BlockPart, BlockPart], peer: NixlPeer) -> bool:
         """Returns whether all runs of a piece but the last are at the peer."""
+        if peer.memory is None:
+            return False
         source, target = runs
         sources = self._region.addresses(copies.sources, source)
         targets = peer.region.addresses(copies.slots, target)
         try:
-            write_runs(peer.process, sources[:-1], targets[:-1], source.num_bytes)
+            peer.memory.write(sources[:-1], targets[:-1], source.num_bytes)
         except OSError as error:
-            log.info("%s: NIXL writes each run of bytes for itself: %s", peer.process, error)
-            peer.process = ""
+            log.info("NIXL writes each run of bytes for itself: %s", error)
+            peer.memory.close()
+            peer.memory = None
             return False
         return True
 
@@ -367,6 +377,8 @@ class _NixlDriver:
 
     def _forget(self, name: str) -> None:
         peer = self._peers.pop(name)
+        if peer.memory is not None:
+            peer.memory.close()
         for prepared in (peer.blocks, *peer.parts.values()):
             self._agent.discard(prepared)
         self._disconnect(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import select
 from functools import cache
 from typing import Any
 
@@ -23,19 +24,63 @@ _MOST_RUNS = 1024
 """Linux's UIO_MAXIOV."""
 
 
-def write_runs(process: str, sources: Addresses, targets: Addresses, num_bytes: int) -> None:
-    """Copies `num_bytes` from each address here to the address in the same place there.
+class ProcessMemory:
+    """The memory of another process. One thread at a time may use it.
 
-    `process`: the identity of the other process. All bytes are there when this returns. Does not hold the GIL. Raises
-    OSError: the process has ended or is not visible here, forbids it, or has no memory there; some runs may be written
-    then.
+    `process`: the identity of the process. Raises OSError if it has ended or is not visible here.
     """
-    process_id = running_process_id(process)
-    if process_id is None:
-        raise ProcessLookupError(errno.ESRCH, f"no process {process} here")
-    for first in range(0, len(sources), _MOST_RUNS):
-        runs = slice(first, first + _MOST_RUNS)
-        _write(process_id, _iovecs(sources[runs], num_bytes), _iovecs(targets[runs], num_bytes))
+
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._exit: select.poll | None = None
+        self._exit_file: int | None = None
+        process_id = running_process_id(process)
+        if process_id is None:
+            raise self._ended()
+        self._process_id = process_id
+        try:
+            self._watch_exit()
+        except OSError:
+            self.close()
+            raise
+
+    def _watch_exit(self) -> None:
+        """Process ids are reused. A file that is readable once the process has ended costs a microsecond to ask, the
+        process's identity a hundred, and half a millisecond if other threads want the interpreter."""
+        try:
+            self._exit_file = os.pidfd_open(self._process_id)
+        except (AttributeError, OSError):  # Linux before 5.3, or sandboxes: the identity is read before each write
+            return
+        # The file may be that of a process that got the id after the first look, so the identity is compared again.
+        if running_process_id(self._process) is None:
+            raise self._ended()
+        self._exit = select.poll()
+        self._exit.register(self._exit_file, select.POLLIN)
+
+    def write(self, sources: Addresses, targets: Addresses, num_bytes: int) -> None:
+        """Copies `num_bytes` from each address here to the address in the same place there.
+
+        All bytes are there when this returns. Does not hold the GIL. Raises OSError: the process has ended, forbids it,
+        or has no memory there; some runs may be written then.
+        """
+        if self._has_ended():
+            raise self._ended()
+        for first in range(0, len(sources), _MOST_RUNS):
+            runs = slice(first, first + _MOST_RUNS)
+            _write(self._process_id, _iovecs(sources[runs], num_bytes), _iovecs(targets[runs], num_bytes))
+
+    def close(self) -> None:
+        """Nothing can be written afterwards. Idempotent."""
+        self._exit, exit_file, self._exit_file = None, self._exit_file, None
+        self._process = ""
+        if exit_file is not None:
+            os.close(exit_file)
+
+    def _has_ended(self) -> bool:
+        return bool(self._exit.poll(0)) if self._exit is not None else running_process_id(self._process) is None
+
+    def _ended(self) -> ProcessLookupError:
+        return ProcessLookupError(errno.ESRCH, f"no process {self._process!r} here")
 
 
 def _write(process_id: int, local: Addresses, remote: Addresses) -> None:

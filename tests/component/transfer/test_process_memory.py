@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvrelay.process_identity import identity_of, own_identity
-from kvrelay.transfer.process_memory import Addresses, write_runs
+from kvrelay.transfer.process_memory import Addresses, ProcessMemory
 
 pytestmark = [pytest.mark.component, pytest.mark.skipif(sys.platform != "linux", reason="needs process_vm_writev")]
 
@@ -25,6 +27,18 @@ memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
 print(memory.ctypes.data, flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture(params=[True, False], ids=["pidfd", "no pidfd"])
+def _pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to find that a process has ended."""
+    if request.param:
+        return
+
+    def refuse(process_id: int) -> int:
+        raise OSError(errno.ENOSYS, "no such system call")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
 
 
 @contextmanager
@@ -54,15 +68,17 @@ def test_runs_land_where_numpy_puts_them(seed: int) -> None:
     expected = np.zeros_like(target)
     used = num_rows * num_bytes
     expected[:used].reshape(num_rows, num_bytes)[targets] = source[:used].reshape(num_rows, num_bytes)[sources]
-    write_runs(
-        own_identity(),
+    memory = ProcessMemory(own_identity())
+    memory.write(
         addresses(source.ctypes.data, sources, num_bytes),
         addresses(target.ctypes.data, targets, num_bytes),
         num_bytes,
     )
     assert np.array_equal(target, expected)
+    memory.close()
 
 
+@pytest.mark.usefixtures("_pidfd")
 def test_another_process_has_the_bytes_and_an_ended_one_takes_none(tmp_path: Path) -> None:
     path = tmp_path / "memory"
     path.write_bytes(bytes(SIZE))
@@ -70,8 +86,9 @@ def test_another_process_has_the_bytes_and_an_ended_one_takes_none(tmp_path: Pat
     rows = np.arange(0, SIZE // 16, 2)
     with process_with(path) as (process, identity, address):
         there, here = addresses(address, rows, 16), addresses(source.ctypes.data, rows, 16)
+        memory = ProcessMemory(identity)
         try:
-            write_runs(identity, here, there, 16)
+            memory.write(here, there, 16)
         except PermissionError as error:
             pytest.skip(f"this machine forbids it: {error}")
         found = np.frombuffer(path.read_bytes(), np.uint8).reshape(-1, 16)
@@ -79,11 +96,27 @@ def test_another_process_has_the_bytes_and_an_ended_one_takes_none(tmp_path: Pat
         assert not found[1::2].any()
         machine, number, started = identity.split("/")
         with pytest.raises(ProcessLookupError):
-            write_runs(f"{machine}/{number}/{int(started) + 1}", here, there, 16)
+            ProcessMemory(f"{machine}/{number}/{int(started) + 1}")
         process.kill()
         process.wait()
         with pytest.raises(ProcessLookupError):
-            write_runs(identity, here, there, 16)
+            memory.write(here, there, 16)
+        with pytest.raises(ProcessLookupError):
+            ProcessMemory(identity)
+        memory.close()
+
+
+@pytest.mark.usefixtures("_pidfd")
+def test_a_closed_one_leaves_no_file_open() -> None:
+    one = np.zeros(16, np.uint8)
+    where = addresses(one.ctypes.data, np.arange(1), 16)
+    before = os.listdir("/proc/self/fd")
+    memory = ProcessMemory(own_identity())
+    memory.close()
+    memory.close()
+    assert os.listdir("/proc/self/fd") == before
+    with pytest.raises(ProcessLookupError):
+        memory.write(where, where, 16)
 
 
 @pytest.mark.parametrize("position", [0, 3, 1500, 1999])
@@ -92,13 +125,13 @@ def test_an_address_without_memory_is_an_error(position: int) -> None:
     rows = np.arange(0, 4000, 2)
     targets = addresses(target.ctypes.data, rows, 16)
     targets[position] = 4096
+    memory = ProcessMemory(own_identity())
     with pytest.raises(OSError, match="process_vm_writev"):
-        write_runs(own_identity(), addresses(source.ctypes.data, rows, 16), targets, 16)
+        memory.write(addresses(source.ctypes.data, rows, 16), targets, 16)
+    memory.close()
 
 
 @pytest.mark.parametrize("process", ["", "nothing", "elsewhere:pid:[1]/1/1"])
 def test_a_process_that_cannot_be_seen_is_an_error(process: str) -> None:
-    one = np.zeros(16, np.uint8)
-    where = addresses(one.ctypes.data, np.arange(1), 16)
     with pytest.raises(ProcessLookupError):
-        write_runs(process, where, where, 16)
+        ProcessMemory(process)

@@ -12,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 
 from kvrelay.kv.shard_map import ShardShape
-from kvrelay.transfer import nixl_sender
 from kvrelay.transfer.base import (
     BlockPush,
     Corrupted,
@@ -26,6 +25,7 @@ from kvrelay.transfer.base import (
 from kvrelay.transfer.block_parts import PartCopy
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
+from kvrelay.transfer.process_memory import ProcessMemory
 from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import ZmqReceiver
@@ -208,13 +208,13 @@ async def test_short_runs_are_written_together_on_one_machine(stack: ExitStack, 
 async def test_nixl_writes_all_runs_if_a_process_forbids_it(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, sizes: tuple[Size, Size]
 ) -> None:
-    tries: list[str] = []
+    tries: list[ProcessMemory] = []
 
-    def refuse(process: str, *_: object) -> None:
-        tries.append(process)
+    def refuse(memory: ProcessMemory, *_: object) -> None:
+        tries.append(memory)
         raise PermissionError(errno.EPERM, "not permitted")
 
-    monkeypatch.setattr(nixl_sender, "write_runs", refuse)
+    monkeypatch.setattr(ProcessMemory, "write", refuse)
     network = stack.enter_context(fake_network())
     pair = Pair(FAKE_NIXL, stack, sizes, 4)
     await check_a_handoff(pair)

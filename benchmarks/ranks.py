@@ -2,10 +2,12 @@
 
 A model of the shape of Qwen3-0.6B with random weights runs in the engine in Python: decoding steps of so many sequences
 behind prompts of 64 tokens, and prompts of 512 tokens, one step each. Both run fused layers, and the modules of
-transformers. Engines take turns, `--rounds` times; the table has medians, and the share of one process with modules.
-The time in collectives is rank 0's, waits for the other rank included, without the sums within fused layers.
+transformers. Engines take turns, `--rounds` times; the table has medians, and the speed of ranks as a share of that of
+one process of the same kind. The time in collectives is rank 0's, waits for the other rank included, without the sums
+within fused layers.
 
-Usage: python -m benchmarks.ranks [--dtype bfloat16] [--layers 28] [--rounds 2] [--write benchmarks/results/ranks.md]
+Usage: python -m benchmarks.ranks [--dtype bfloat16] [--layers 28] [--rounds 2] [--only fused]
+    [--write benchmarks/results/ranks.md]
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "2 ranks, 1 thread each, fused layers": {"threads": 1, "tensor_parallel_size": 2},
     "2 ranks, 1 thread each, modules": {"threads": 1, "tensor_parallel_size": 2, "fused_layers": False},
 }
-BASE = "one process, 2 threads, modules"
+KINDS = ("fused layers", "modules")
+ONE = "one process, 2 threads"
 
 
 def write_model(directory: Path, num_layers: int) -> None:
@@ -124,17 +127,17 @@ def measure(model: Path, dtype: str, settings: dict[str, Any]) -> dict[str, tupl
 
 
 def table(rounds: dict[str, list[dict[str, tuple[float, float]]]]) -> str:
-    """A row for each engine and load."""
-    lines = ["| Load | Engine | Step, ms | In collectives, ms | Of one process with modules |", "|---|---|---|---|---|"]
-    middle = {
-        name: {load: tuple(statistics.median(each[load][at] for each in runs) for at in (0, 1)) for load in runs[0]}
-        for name, runs in rounds.items()
-    }
-    for load in middle[BASE]:
-        for name, values in middle.items():
-            step, waits = values[load]
-            share = middle[BASE][load][0] / step
-            lines.append(f"| {load} | {name} | {1e3 * step:.1f} | {1e3 * waits:.1f} | {share:.2f} |")
+    """A row for each engine and load: medians, and the speed as a share of that of one process of the same kind, in the
+    median of rounds and in each round."""
+    head = "| Load | Engine | Step, ms | In collectives, ms | Speed, of one process | In each round |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    for load in next(iter(rounds.values()))[0]:
+        for name, runs in rounds.items():
+            kind = name.rpartition(", ")[2]
+            shares = [one[load][0] / run[load][0] for one, run in zip(rounds[f"{ONE}, {kind}"], runs, strict=True)]
+            step, waits = (1e3 * statistics.median(run[load][at] for run in runs) for at in (0, 1))
+            each = ", ".join(f"{share:.2f}" for share in shares)
+            lines.append(f"| {load} | {name} | {step:.1f} | {waits:.1f} | {statistics.median(shares):.2f} | {each} |")
     return "\n".join(lines)
 
 
@@ -143,14 +146,20 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", choices=[each.partition(" ")[0] for each in KINDS], help="engines of this kind")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    rounds: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in ENGINES}
+    engines = {
+        name: settings
+        for name, settings in ENGINES.items()
+        if arguments.only is None or name.rpartition(", ")[2].startswith(arguments.only)
+    }
+    rounds: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in engines}
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), arguments.layers)
         for _ in range(arguments.rounds):
-            for name, settings in ENGINES.items():
+            for name, settings in engines.items():
                 rounds[name].append(measure(Path(directory), arguments.dtype, settings))
     text = f"""# Ranks
 

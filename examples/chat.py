@@ -6,18 +6,15 @@ Run: .venv/bin/python examples/chat.py [QUESTION]
 
 from __future__ import annotations
 
-import os
 import sys
 
-from openai import OpenAI
+from connection import connect
 from openai.types.chat import ChatCompletionMessageParam
 
 
 def main() -> None:
     """Asks the same question twice: for the whole answer, and for a stream of it that ends with its usage."""
-    url = os.environ.get("KVRELAY_URL", "http://127.0.0.1:8000")
-    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("KVRELAY_API_KEY", "none"))
-    model = client.models.list().data[0].id
+    client, model = connect()
     question = " ".join(sys.argv[1:]) or "What is an otter?"
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": question}]
 

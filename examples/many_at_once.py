@@ -7,9 +7,9 @@ Run: .venv/bin/python examples/many_at_once.py
 from __future__ import annotations
 
 import asyncio
-import os
 
 import httpx
+from connection import KEY, URL, connect
 from openai import AsyncOpenAI
 
 WORDS = ("ability", "absence", "otter", "river", "able", "abnormal", "above", "accept")
@@ -17,10 +17,8 @@ WORDS = ("ability", "absence", "otter", "river", "able", "abnormal", "above", "a
 
 async def main() -> None:
     """Sends all questions together; then asks the router who served the last one, and how full the workers are."""
-    url = os.environ.get("KVRELAY_URL", "http://127.0.0.1:8000")
-    key = os.environ.get("KVRELAY_API_KEY", "none")
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
-        model = (await client.models.list()).data[0].id
+    _, model = connect()
+    async with AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY) as client:
 
         async def ask(word: str) -> tuple[str, str | None]:
             answer = await client.chat.completions.create(
@@ -35,7 +33,7 @@ async def main() -> None:
     for word, (_, text) in zip(WORDS, answers, strict=True):
         print(f"{word}: {text}")
 
-    async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
+    async with httpx.AsyncClient(base_url=URL, headers={"authorization": f"Bearer {KEY}"}) as http:
         request = (await http.get(f"/requests/{answers[-1][0]}")).json()
         fleet = (await http.get("/fleet")).json()
     attempt = request["sequences"][0]["attempts"][-1]

@@ -5,7 +5,7 @@ Run: KVRELAY_URL=http://127.0.0.1:8000 .venv/bin/python examples/program.py
 
 from __future__ import annotations
 
-from kvrelay_programs import Selected, State, gen, program, select
+from kvrelay_programs import ProgramError, Selected, State, gen, program, select
 
 
 @program
@@ -19,7 +19,10 @@ def describe(s: State, animal: str) -> None:
 
 
 if __name__ == "__main__":
-    state = describe.run(animal="An otter", sampling={"temperature": 0})
+    try:
+        state = describe.run(animal="An otter", sampling={"temperature": 0})
+    except ProgramError as error:
+        raise SystemExit(f"{error}; start a server with `make serve`, or set KVRELAY_URL") from None
     print(state.text())
     kind = state.value("kind")
     assert isinstance(kind, Selected)

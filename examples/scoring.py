@@ -6,9 +6,7 @@ Run: .venv/bin/python examples/scoring.py
 
 from __future__ import annotations
 
-import os
-
-from openai import OpenAI
+from connection import connect
 
 QUESTION = "<|im_start|>user\nWhat is a river?<|im_end|>\n<|im_start|>assistant\n"
 ANSWERS = (
@@ -20,9 +18,7 @@ ANSWERS = (
 
 def main() -> None:
     """Ranks answers to a question by the sum of their tokens' log-probabilities."""
-    url = os.environ.get("KVRELAY_URL", "http://127.0.0.1:8000")
-    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("KVRELAY_API_KEY", "none"))
-    model = client.models.list().data[0].id
+    client, model = connect()
 
     scores = client.completions.create(
         model=model,

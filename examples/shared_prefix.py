@@ -6,11 +6,10 @@ Run: .venv/bin/python examples/shared_prefix.py
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 
-from openai import OpenAI
+from connection import connect
 from openai.types import Completion
 
 QUESTIONS = ("What is an otter?", "What is a river?", "What does able mean?", "Define absence.")
@@ -18,9 +17,7 @@ QUESTIONS = ("What is an otter?", "What is a river?", "What does able mean?", "D
 
 def main() -> None:
     """Asks four questions under one long preamble, one after the other, then again under another salt."""
-    url = os.environ.get("KVRELAY_URL", "http://127.0.0.1:8000")
-    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("KVRELAY_API_KEY", "none"))
-    model = client.models.list().data[0].id
+    client, model = connect()
     # A line of its own for this run, so that nothing of it is cached yet.
     preamble = f"<|im_start|>system\nRun {secrets.token_hex(4)}. " + "Answer in one sentence. " * 60 + "<|im_end|>\n"
 

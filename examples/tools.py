@@ -1,17 +1,18 @@
 """A model that calls a tool `define(word)`, whose result it then uses.
 
 Run: KVRELAY_URL=http://127.0.0.1:8000 .venv/bin/python examples/tools.py
-The model must be trained to call tools, as Qwen/Qwen3-0.6B is; the demo model is not. Any OpenAI endpoint will do.
+The model must be trained to call tools, as Qwen/Qwen3-0.6B is; the demo model is not, which the program says. Any
+OpenAI endpoint will do.
 `KVRELAY_URL` (http://127.0.0.1:8000) and `KVRELAY_API_KEY` (none) say where to and as whom.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
-from openai import OpenAI
+from connection import URL, connect
+from openai import BadRequestError
 
 MEANINGS = {"otter": "a mammal that swims", "heron": "a bird that wades"}
 PARAMETERS = {
@@ -26,18 +27,26 @@ TOOL: Any = {
 }
 
 
+ADVICE = "serve a model that is trained to call tools, such as Qwen/Qwen3-0.6B (`kvrelay up Qwen/Qwen3-0.6B`)"
+
+
 def define(word: str) -> str:
     return MEANINGS.get(word.lower(), "unknown")
 
 
 def main() -> None:
     """Asks for the meaning of a word until the model answers without a call."""
-    url = os.environ.get("KVRELAY_URL", "http://127.0.0.1:8000")
-    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("KVRELAY_API_KEY", "none"))
-    model = client.models.list().data[0].id
+    client, model = connect()
     messages: list[Any] = [{"role": "user", "content": "What is an otter? Look it up."}]
     while True:
-        message = client.chat.completions.create(model=model, messages=messages, tools=[TOOL]).choices[0].message
+        try:
+            answer = client.chat.completions.create(model=model, messages=messages, tools=[TOOL])
+        except BadRequestError as error:
+            reason = error.response.json()["error"]["message"]
+            raise SystemExit(f"{URL} refuses tools for {model}: {reason}; {ADVICE}") from None
+        message = answer.choices[0].message
+        if len(messages) == 1 and not message.tool_calls:
+            raise SystemExit(f"{model} answered without a call of the tool, {message.content!r}; {ADVICE}")
         messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
         if not message.tool_calls:
             print(message.content)

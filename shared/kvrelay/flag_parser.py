@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def closest(name: str, known: Collection[str]) -> str:
@@ -37,6 +37,7 @@ class FlagParser(argparse.ArgumentParser):
             usage=usage,
             allow_abbrev=False,
             add_help=False,
+            exit_on_error=False,
             formatter_class=_HelpFormatter,
         )
         self._advice = advice or {}
@@ -60,14 +61,17 @@ class FlagParser(argparse.ArgumentParser):
         return group
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """The given values. Exits with status 2 for an unknown flag."""
+        """The given values. Exits with status 2 for an unknown flag or a wrong value."""
         given = sys.argv[1:] if argv is None else list(argv)
         for each in given:  # before argparse, which would report a missing argument first
             if each == "--":
                 break
             if each.startswith("--") and each.partition("=")[0] not in self._option_string_actions:
                 self._refuse(each)
-        values, unknown = self.parse_known_args(given)
+        try:
+            values, unknown = self.parse_known_args(given)
+        except argparse.ArgumentError as error:
+            self.error(_explained(error, given))
         if unknown:
             self._refuse(next((each for each in unknown if each.startswith("-")), unknown[0]))
         return values
@@ -85,6 +89,10 @@ class FlagParser(argparse.ArgumentParser):
         end = "--help-all lists all flags" if self._further else "--help lists the flags"
         self.exit(2, f"{self.prog}: {message} ({self.prog} {end})\n")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r} must be one of {', '.join(map(str, action.choices))}")
+
     def format_help(self) -> str:
         """The help without the further groups."""
         groups = self._action_groups
@@ -98,6 +106,21 @@ class FlagParser(argparse.ArgumentParser):
 
     def format_help_all(self) -> str:
         return super().format_help()
+
+
+def _explained(error: argparse.ArgumentError, given: Sequence[str]) -> str:
+    """The error in terms of the flag as it was given."""
+    message = error.message
+    if error.argument_name is None:
+        return message
+    names = error.argument_name.split("/")
+    flags = [each.partition("=")[0] for each in given]
+    name = next((each for each in names if each in flags), names[0])
+    if message == "expected one argument":
+        return f"{name} needs a value"
+    if (value := message.removeprefix("ignored explicit argument ")) != message:
+        return f"{name} takes no value, and {value} was given"
+    return f"{name}: {message}"
 
 
 class _HelpFormatter(argparse.HelpFormatter):

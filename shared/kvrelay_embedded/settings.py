@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from kvrelay.config.field_values import explanations
 from kvrelay.config.worker import WorkerConfig
 
 SETTINGS = (
@@ -33,6 +34,5 @@ def engine_config(model: str | None, settings: Mapping[str, Any]) -> WorkerConfi
     try:
         return WorkerConfig(role="decode", prefix_index=False, **named, **settings)
     except ValidationError as error:
-        detail = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, detail["loc"]))
-        raise ValueError(f"{name}: {detail['msg']}" if name else detail["msg"]) from None
+        name, given, fault = next(explanations(WorkerConfig, error))
+        raise ValueError(f"{name} = {given!r}: {fault}" if name else fault) from None

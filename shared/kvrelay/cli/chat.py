@@ -14,8 +14,9 @@ from typing import Any
 
 from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
 from kvrelay.cli.stack_state import NoStack
-from kvrelay.cli.url_errors import START_ONE, cause
+from kvrelay.cli.url_errors import cause, start_one
 from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_values import whole
 
 TIMEOUT_S = 600.0
 HELP = "/reset begins a new conversation, /exit or Ctrl-D ends."
@@ -50,7 +51,7 @@ def chat_parser() -> FlagParser:
     add_router_arguments(parser)
     parser.add_argument("--model", metavar="NAME", help="name of the model (default: the first that is served)")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
+    parser.add_argument("--max-tokens", type=whole(1, 1 << 20), metavar="N", help="longest answer in tokens")
     return parser
 
 
@@ -124,7 +125,7 @@ def _open(url: str, body: dict[str, Any] | None) -> Any:
         hint = f"; set {KEY_VARIABLE}" if error.code == 401 else ""
         raise ChatFailed(f"{url} answers {error.code}: {_message(error.read())}{hint}") from None
     except (OSError, HTTPException, ValueError) as error:
-        raise ChatFailed(f"{url} does not answer ({cause(error)}); {START_ONE}") from None
+        raise ChatFailed(f"{url} does not answer ({cause(error)}); {start_one()}") from None
 
 
 def _message(body: bytes) -> str:

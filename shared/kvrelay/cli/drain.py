@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from kvrelay.config.common import CommonConfig
 from kvrelay.config.loader import ConfigError, add_config_flag, add_flags, resolve
 from kvrelay.config.router import RouterConfig
 from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_values import number
 from kvrelay.fleet import Registry, RegistryError, WorkerRecord
 
 POLL_S = 1.0
@@ -56,7 +56,7 @@ def drain_parser() -> FlagParser:
     )
     parser.add_argument("worker", metavar="WORKER", help="the worker's id, as /fleet shows it")
     parser.add_argument("--undo", action="store_true", help="let it take new requests again")
-    parser.add_argument("--wait", type=_seconds, metavar="SECONDS", help="wait so long for it to be idle")
+    parser.add_argument("--wait", type=number(0, 86400), metavar="SECONDS", help="wait so long for it to be idle")
     add_stack_flags(parser)
     add_config_flag(parser)
     wanted = {"redis_url", "redis_prefix", "served_model_name", "model"}
@@ -117,16 +117,6 @@ async def _wait(registry: Registry, model: str, arguments: argparse.Namespace) -
             print(f"kvrelay drain: {arguments.worker} {has}", file=sys.stderr)
             return 1
         await asyncio.sleep(POLL_S)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
-    return seconds
 
 
 async def _find(registry: Registry, model: str, worker_id: str) -> WorkerRecord | None:

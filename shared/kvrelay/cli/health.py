@@ -11,6 +11,7 @@ from http.client import HTTPException
 
 from kvrelay.cli.url_errors import cause
 from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_values import number
 
 DEFAULT_URL = "http://127.0.0.1:8000/ready"
 SHOWN_BYTES = 500
@@ -44,5 +45,7 @@ def health_parser() -> FlagParser:
         usage="kvrelay health [URL] [flags]",
     )
     parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"the page (default: {DEFAULT_URL})")
-    parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="how long to wait (default: 2)")
+    parser.add_argument(
+        "--timeout", type=number(0.001, 3600), default=2.0, metavar="SECONDS", help="how long to wait (default: 2)"
+    )
     return parser

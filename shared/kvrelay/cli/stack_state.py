@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvrelay.config.up_config import UpConfig
+from kvrelay.flag_values import whole
 
 STATE_DIR = Path(str(UpConfig.model_fields["state_dir"].default))
 _FILE = "stack.json"
@@ -85,7 +86,7 @@ def find_stack(state_dir: Path, port: int | None) -> StackState:
 
 def add_stack_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--port` and `--state-dir`, which name a stack of `kvrelay up`."""
-    parser.add_argument("--port", type=int, metavar="N", help="the stack of kvrelay up at this port")
+    parser.add_argument("--port", type=whole(1, 65535), metavar="N", help="the stack of kvrelay up at this port")
     parser.add_argument(
         "--state-dir", type=Path, metavar="DIR", help=f"the state directory of kvrelay up (default: {STATE_DIR})"
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvrelay.cli.stack_state import STATE_DIR, NoStack, add_stack_flags, find_stack, is_running
 from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_values import number
 
 POLL_S = 0.1
 
@@ -47,6 +48,10 @@ def stop_parser() -> FlagParser:
     )
     add_stack_flags(parser)
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="wait so long for its end (default: 60)"
+        "--timeout",
+        type=number(0, 86400),
+        default=60.0,
+        metavar="SECONDS",
+        help="wait so long for its end (default: 60)",
     )
     return parser

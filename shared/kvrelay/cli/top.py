@@ -23,8 +23,9 @@ from rich.text import Text
 
 from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
 from kvrelay.cli.stack_state import NoStack
-from kvrelay.cli.url_errors import START_ONE, cause
+from kvrelay.cli.url_errors import cause, start_one
 from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_values import number
 
 OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
 """Entries of a worker's `queues` that are no queues."""
@@ -61,7 +62,9 @@ def top_parser() -> FlagParser:
         usage="kvrelay top [URL] [flags]",
     )
     add_router_arguments(parser)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
+    parser.add_argument(
+        "--interval", type=number(0.1, 3600), default=1.0, metavar="SECONDS", help="between looks (default: 1)"
+    )
     parser.add_argument("--once", action="store_true", help="show it once and end")
     return parser
 
@@ -82,7 +85,7 @@ def ask(url: str) -> dict[str, Any]:
 
 def _unanswered(url: str, error: Exception) -> str:
     if isinstance(error, OSError):
-        return f"{url} does not answer ({cause(error)}); {START_ONE}"
+        return f"{url} does not answer ({cause(error)}); {start_one()}"
     return f"{url}: {error}"
 
 

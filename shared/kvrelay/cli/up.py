@@ -17,6 +17,7 @@ from pathlib import Path
 from kvrelay.cli.detached import DETACHED, up_detached
 from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.instance_lock import InstanceLock
+from kvrelay.cli.invocation import own_command
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
 from kvrelay.cli.model_files import longest_sequence
 from kvrelay.cli.preflight import check_plan, find_models, hold_port
@@ -25,6 +26,7 @@ from kvrelay.cli.stack_state import StackState, remove_state, start_of
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
 from kvrelay.cli.up_flags import parse_up_flags
 from kvrelay.config.common import is_wildcard
+from kvrelay.config.demo import DEMO_MODEL_NAME
 from kvrelay.config.loader import (
     ConfigError,
     resolve,
@@ -287,10 +289,11 @@ def cut_note(plan: LaunchPlan, served: int | None) -> str | None:
 
 
 def greeting(plan: LaunchPlan) -> str:
-    """The URL and an example request."""
+    """The URL, an example request, and commands for this stack that work from the current directory."""
     model = plan.router.model_name
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is an otter?"}]})
-    stop = f"kvrelay stop{_stack_flags(plan.up)}" if os.environ.get(DETACHED) else "Ctrl-C"
+    command, stack = own_command(), _stack_flags(plan.up)
+    stop = f"{command} stop{stack}" if os.environ.get(DETACHED) else "Ctrl-C"
     lines = [
         "",
         f"Serving {model} at {plan.url}/v1 ({stop} stops it). Try:",
@@ -304,13 +307,18 @@ def greeting(plan: LaunchPlan) -> str:
     lines += [f"    -d '{body}'", ""]
     if plan.up.verbose:
         return "\n".join([*lines, f"Dashboard: {plan.url}/dashboard", ""])
-    stack = _stack_flags(plan.up)
     lines += [
         f"  dashboard  {plan.url}/dashboard",
-        f"  terminal   kvrelay top{stack}",
-        f"  chat       kvrelay chat{stack}",
-        f"  benchmark  kvrelay bench {plan.url} --concurrency 4 --requests 40",
+        f"  terminal   {command} top{stack}",
+        f"  chat       {command} chat{stack}",
+        f"  benchmark  {command} bench {plan.url} --concurrency 4 --requests 40",
+        f"  logs       {_log_directory(plan.up, plan.up.port)}",
     ]
+    if model == DEMO_MODEL_NAME:
+        lines += ["", f"{model} is a small model for trials; another: {command} up MODEL"]
+    if not plan.up.state_dir.is_absolute():
+        state_dir = shlex.quote(str(plan.up.state_dir.absolute()))
+        lines += ["", f"These commands work from this directory; from another one, with --state-dir {state_dir}."]
     return "\n".join([*lines, ""])
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-START_ONE = "start one with `kvrelay up`, or name its URL"
+from kvrelay.cli.invocation import own_command
+
+
+def start_one() -> str:
+    """What to do if nothing listens at a URL."""
+    return f"start one with `{own_command()} up`, or name its URL"
 
 
 def cause(error: Exception) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from kvrelay.config.demo import DEMO_MODEL_NAME, demo_model_path
 from kvrelay.curve import CurveKey
@@ -108,6 +108,7 @@ class CommonConfig(BaseModel):
         default="kvrelay",
         pattern=r"^[A-Za-z0-9_.:-]{1,64}$",
         description="prefix of every key in Redis; separates fleets that share a Redis",
+        json_schema_extra={"form": "1 to 64 of the characters A-Z a-z 0-9 _ . : -"},
     )
     prefix_index: bool = Field(
         default=True,
@@ -142,8 +143,10 @@ class CommonConfig(BaseModel):
         description="file for the events and instructions of the handoff state machines, for `kvrelay replay`; {name} "
         "is replaced by the service's id; contains prompts and output as token ids (default: none)",
     )
-    event_log_bytes: int = Field(
-        default=64 << 20, ge=4096, description="size at which the event log is rotated; one earlier file is kept"
+    event_log_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        ge=4096,
+        description="size at which the event log is rotated, as in 64MiB; one earlier file is kept",
     )
 
     @field_validator("redis_url")
@@ -189,9 +192,10 @@ class CommonConfig(BaseModel):
     @classmethod
     def _read_redis_password(cls, values: Any) -> Any:
         """Inserts the file's password into the URL, so the frozen object contains it."""
-        if not isinstance(values, dict) or not values.get("redis_password_file"):
+        named = values.get("redis_password_file") if isinstance(values, dict) else None
+        if not named or not isinstance(named, str | Path):
             return values
-        path = Path(values["redis_password_file"])
+        path = Path(named)
         try:
             password = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvrelay.config.field_values import first_fault
+
 MAX_FLEETS = 64
 
 
@@ -37,7 +39,6 @@ def read_fleets(path: Path) -> list[FleetEntry]:
         try:
             fleets.append(FleetEntry.model_validate(table))
         except ValidationError as error:
-            detail = error.errors(include_url=False, include_input=False)[0]
-            name = ".".join(str(part) for part in detail["loc"])
-            raise ValueError(f"{path}: [[fleet]] number {number}: {name}: {detail['msg']}") from None
+            fault = first_fault(FleetEntry, error)
+            raise ValueError(f"{path}: [[fleet]] number {number}: {fault}") from None
     return fleets

@@ -15,12 +15,12 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 
+from kvrelay.config.field_values import allowed, choices, explanations, extra, is_of, size
 from kvrelay.config.other_servers import ADVICE, RENAMED
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
@@ -46,6 +46,10 @@ DESCRIPTIONS = {
     "rank": "One rank of a worker with --tensor-parallel-size, for a machine other than the worker's.",
 }
 """Descriptions of the services, for their help."""
+
+SPELLED = "spelled"
+"""Attribute of parsed flags: by field, the name by which its flag was given, if the flag has several."""
+_SECRETS = ("api_keys", "admin_api_keys")
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -94,11 +98,12 @@ def resolve(config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapp
     ]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    spelled = flags.get(SPELLED, {})
     for source, layer in layers:
         for name, value in layer.items():
             values[name] = _split(value) if is_list(config_class.model_fields[name]) else value
             form = source.replace("{field}", name).replace("{FIELD}", name.upper())
-            sources[name] = form.replace("{flag}", flag_names(name)[0])
+            sources[name] = form.replace("{flag}", spelled.get(name, flag_names(name)[0]))
     try:
         return config_class(**values, **fixed)
     except ValidationError as error:
@@ -125,8 +130,7 @@ def add_flags(
 ) -> None:
     """Adds one flag per field. A flag that is not given sets no attribute."""
     for name, field in config_class.model_fields.items():
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        aliases = extra.get("flags", [])
+        aliases = extra(field).get("flags", [])
         if name in skip or not isinstance(aliases, list):
             continue
         names = [*flag_names(name), *map(str, aliases)]
@@ -138,7 +142,7 @@ def add_flags(
         elif is_list(field):
             parser.add_argument(
                 *names,
-                action="extend",
+                action=_Extend,
                 type=_split,
                 metavar="LIST",
                 default=argparse.SUPPRESS,
@@ -146,7 +150,35 @@ def add_flags(
                 help=help_text,
             )
         else:
-            parser.add_argument(*names, metavar=_metavar(field), default=argparse.SUPPRESS, dest=name, help=help_text)
+            metavar = _metavar(field)
+            parser.add_argument(
+                *names, action=_Store, metavar=metavar, default=argparse.SUPPRESS, dest=name, help=help_text
+            )
+
+
+class _Store(argparse.Action):
+    """Keeps the value, and the name of the flag for messages if it is not the first one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, self._joined(getattr(namespace, self.dest, None), values))
+        if option_string is not None and option_string != self.option_strings[0]:
+            setattr(namespace, SPELLED, {**getattr(namespace, SPELLED, {}), self.dest: option_string})
+
+    def _joined(self, earlier: Any, values: Any) -> Any:
+        return values
+
+
+class _Extend(_Store):
+    """Appends the values to those of earlier flags of this name."""
+
+    def _joined(self, earlier: Any, values: Any) -> Any:
+        return [*(earlier or ()), *values]
 
 
 def flag_names(field_name: str) -> list[str]:
@@ -155,46 +187,14 @@ def flag_names(field_name: str) -> list[str]:
 
 def is_list(field: FieldInfo) -> bool:
     """Returns whether the field is a list, separated by commas in flags and variables."""
-    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("list"))
-
-
-def allowed(field: FieldInfo) -> str:
-    """The choices or range of a field for messages, or "" if it has neither."""
-    choices = _choices(field.annotation)
-    if choices:
-        return ", ".join(choices)
-    low = high = ""
-    for rule in field.metadata:
-        match rule:
-            case Ge(ge):
-                low = f"{_number(ge)}"
-            case Gt(gt):
-                low = f"more than {_number(gt)}"
-            case Le(le):
-                high = f"{_number(le)}"
-            case Lt(lt):
-                high = f"less than {_number(lt)}"
-    if low and high:
-        return f"{low} to {high}"
-    return f"{low} or more" if low else f"at most {high}" if high else ""
-
-
-def _number(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _choices(annotation: object) -> list[str]:
-    if get_origin(annotation) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    return []
+    return bool(extra(field).get("list"))
 
 
 def _metavar(field: FieldInfo) -> str:
-    choices = _choices(field.annotation)
-    if choices:
-        return "|".join(choices)
-    if isinstance(field.json_schema_extra, dict) and "metavar" in field.json_schema_extra:
-        return str(field.json_schema_extra["metavar"])
+    if own := choices(field.annotation):
+        return "|".join(own)
+    if "metavar" in extra(field):
+        return str(extra(field)["metavar"])
     types: tuple[object, ...] = (field.annotation,)
     if get_origin(field.annotation) is not None:
         types = get_args(field.annotation)
@@ -213,7 +213,8 @@ _OWN_DEFAULT = re.compile(r" \((default: .+)\)$")
 def _help(name: str, field: FieldInfo) -> str:
     """The description with limits and default in one pair of parentheses at its end."""
     text = field.description or ""
-    limits = "" if _choices(field.annotation) else allowed(field)
+    is_described = bool(choices(field.annotation)) or "form" in extra(field)
+    limits = "" if is_described else allowed(field)
     default = ""
     if own := _OWN_DEFAULT.search(text):
         text, default = text[: own.start()], own[1]
@@ -226,7 +227,7 @@ def _help(name: str, field: FieldInfo) -> str:
 def _default(field: FieldInfo) -> str:
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
-    return str(field.default)
+    return size(field.default) if is_of(field, ByteSize) else str(field.default)
 
 
 # -- sources ----------------------------------------------------------------------------------------------------------
@@ -332,19 +333,9 @@ def _explain(config_class: type[BaseModel], error: ValidationError, sources: Map
 
 
 def _explanations(config_class: type[BaseModel], error: ValidationError, sources: Mapping[str, str]) -> Iterator[str]:
-    for detail in error.errors(include_url=False):
-        if detail["type"] == "default_factory_not_called":
-            continue  # a consequence of another error
-        message = detail["msg"].removeprefix("Value error, ")
-        message = message[:1].lower() + message[1:]
-        if not detail["loc"]:
-            yield message
+    for name, value, fault in explanations(config_class, error):
+        if not name:
+            yield fault
             continue
-        name = str(detail["loc"][0])
-        field = config_class.model_fields.get(name)
-        limits = allowed(field) if field is not None else ""
-        secret = name in ("api_keys", "admin_api_keys")
-        given = "" if secret or detail["type"] == "missing" else f" = {detail['input']!r}"
-        yield f"{sources.get(name, flag_names(name)[0])}{given}: {message}" + (
-            f" (allowed: {limits})" if limits else ""
-        )
+        given = "" if value is None or name in _SECRETS else f" = {value!r}"
+        yield f"{sources.get(name, flag_names(name)[0])}{given}: {fault}"

@@ -11,6 +11,7 @@ from kvrelay.config.common import CommonConfig, LogFormat, LogLevel, is_wildcard
 from kvrelay.curve import CurveKey
 
 MAX_RANKS = 64
+DEVICE_FORM = "auto, cpu, cuda or cuda:N"
 
 
 class RankedConfig(CommonConfig):
@@ -142,6 +143,7 @@ class RankConfig(BaseModel):
     engine: str = Field(
         pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[^:\[\]/]+):\d{1,5}$",
         description="HOST:PORT of the worker, its rank_host and rank_port",
+        json_schema_extra={"form": "HOST:PORT"},
     )
     rank: int = Field(ge=1, lt=MAX_RANKS, description="number of this rank; rank 0 is the worker itself")
     model: str | None = Field(
@@ -150,7 +152,10 @@ class RankConfig(BaseModel):
         description="directory or hub name of the model on this machine (default: as the worker's)",
     )
     device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N; auto: the CPU"
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto: the CPU",
+        json_schema_extra={"form": DEVICE_FORM},
     )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of this rank (default: one per core)"

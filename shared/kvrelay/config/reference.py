@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import get_origin
 
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 from kvrelay.config.common import CommonConfig
-from kvrelay.config.loader import allowed, flag_names, is_list
+from kvrelay.config.field_values import allowed, extra, size
+from kvrelay.config.loader import flag_names, is_list
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
@@ -113,18 +113,16 @@ def _facts(name: str, field: FieldInfo) -> Iterator[str]:
     if not flags:
         yield f"- Variable: `{ENV_PREFIX}{name.upper()}`"
     yield f"- Default: {_default(field)}"
-    if limits := allowed(field) or _pattern(field):
+    if limits := allowed(field):
         yield f"- Allowed: {limits}"
 
 
 def _has_no_flag(field: FieldInfo) -> bool:
-    extra = field.json_schema_extra
-    return isinstance(extra, dict) and "flags" in extra and extra["flags"] is None
+    return extra(field).get("flags", ()) is None
 
 
 def _aliases(field: FieldInfo) -> list[str]:
-    extra = field.json_schema_extra
-    aliases = extra.get("flags") if isinstance(extra, dict) else None
+    aliases = extra(field).get("flags")
     return [str(alias) for alias in aliases] if isinstance(aliases, list) else []
 
 
@@ -140,15 +138,8 @@ def _default(field: FieldInfo) -> str:
     if isinstance(field.default, bool):
         return "`true`" if field.default else "`false`"
     if isinstance(field.default, ByteSize):
-        return f"`{field.default.human_readable()}`"
+        return f"`{size(field.default)}`"
     return f"`{field.default:g}`" if isinstance(field.default, float) else f"`{field.default}`"
-
-
-def _pattern(field: FieldInfo) -> str:
-    if get_origin(field.annotation) is not None:
-        return ""
-    patterns = [rule.pattern for rule in field.metadata if getattr(rule, "pattern", None)]
-    return f"text that matches `{patterns[0]}`" if patterns else ""
 
 
 def _wrapped(text: str) -> Sequence[str]:

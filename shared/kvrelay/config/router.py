@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from kvrelay.config.common import CommonConfig
+from kvrelay.config.field_values import first_fault
 from kvrelay.config.fleets import read_fleets
 from kvrelay.protocol.messages import LEAST_WEIGHT, MOST_WEIGHT
 
@@ -46,7 +47,11 @@ class OwnKeyLimits(BaseModel):
     burst: int = Field(default=10, ge=1, le=1 << 20)
     concurrency: int | None = Field(default=None, ge=1, le=1 << 20)
     least_priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
-    tenant: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    tenant: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        json_schema_extra={"form": "1 to 64 of the characters A-Z a-z 0-9 _ . -"},
+    )
     weight: float = Field(default=1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
 
 
@@ -57,6 +62,7 @@ class RouterConfig(CommonConfig):
         default_factory=lambda: f"router-{secrets.token_hex(4)}",
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
         description="name of this router, unique in the fleet (default: router and random digits)",
+        json_schema_extra={"form": "1 to 64 of the characters A-Z a-z 0-9 _ . -"},
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
     processes: int = Field(
@@ -396,7 +402,7 @@ class RouterConfig(CommonConfig):
             return values
         for name in ("api_keys", "admin_api_keys"):
             path = values.get(f"{name}_file")
-            if path:
+            if path and isinstance(path, str | Path):
                 values = {**values, name: (*values.get(name, ()), *_read_key_file(f"{name}_file", Path(path)))}
         return values
 
@@ -414,15 +420,16 @@ def _read_key_file(field: str, path: Path) -> list[SecretStr]:
 
 def static_worker_address(url: str) -> tuple[str, int]:
     """Host and port of `http://HOST:PORT`. Raises ValueError for any other URL."""
-    parts = urlsplit(url)
+    wrong = ValueError(f"{url!r} is not a worker's address: http://HOST:PORT is needed, with PORT 1 to 65535")
     try:
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{url!r}: {error}") from None
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise wrong from None
     rest = parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc
-    if parts.scheme != "http" or not parts.hostname or not port or rest:
-        raise ValueError(f"{url!r} is not a worker's address: http://HOST:PORT is needed, with PORT 1 to 65535")
-    return parts.hostname, port
+    if parts.scheme != "http" or not host or not port or rest:
+        raise wrong
+    return host, port
 
 
 def _read_key_limits(path: Path) -> dict[str, OwnKeyLimits]:
@@ -441,9 +448,8 @@ def _read_key_limits(path: Path) -> dict[str, OwnKeyLimits]:
         try:
             own = OwnKeyLimits.model_validate(table)
         except ValidationError as error:
-            detail = error.errors(include_url=False, include_input=False)[0]
-            name = ".".join(str(part) for part in detail["loc"])
-            raise ValueError(f"{path}: [[key]] number {number}: {name}: {detail['msg']}") from None
+            fault = first_fault(OwnKeyLimits, error)
+            raise ValueError(f"{path}: [[key]] number {number}: {fault}") from None
         if own.key.get_secret_value() in limits:
             raise ValueError(f"{path}: [[key]] number {number} has the key of an earlier one")
         limits[own.key.get_secret_value()] = own

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
-from kvrelay.config.ranks import RankedConfig
+from kvrelay.config.ranks import DEVICE_FORM, RankedConfig
 from kvrelay.engine.graph_sizes import default_sizes, largest_size
 from kvrelay.protocol.sampling import SpeculationMethod
 from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
@@ -33,6 +33,7 @@ class WorkerConfig(RankedConfig):
         default_factory=default_worker_id,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
         description="name of this worker, unique in the fleet (default: role and random digits)",
+        json_schema_extra={"form": "1 to 64 of the characters A-Z a-z 0-9 _ . -"},
     )
     num_workers: int = Field(
         default=1,
@@ -66,6 +67,7 @@ class WorkerConfig(RankedConfig):
         default="",
         pattern=r"^[a-z0-9_,^:]*$",
         description="UCX transports that NIXL may use, as in UCX_TLS: tcp, or rc,cuda_ipc,cuda_copy (default: all)",
+        json_schema_extra={"form": "small letters, digits, _ and : with commas between names, ^ in front to exclude"},
     )
 
     backend: Literal["auto", "simulated"] = Field(
@@ -97,6 +99,7 @@ class WorkerConfig(RankedConfig):
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto, cpu, cuda or cuda:N; auto: the CPU",
+        json_schema_extra={"form": DEVICE_FORM},
     )
     cuda_graphs: bool = Field(
         default=True,

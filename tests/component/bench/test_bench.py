@@ -292,7 +292,7 @@ def test_values_out_of_range_are_refused(flags: list[str], capsys: pytest.Captur
     with pytest.raises(SystemExit) as raised:
         read_flags(["http://a", *flags], {})
     told = capsys.readouterr().err
-    assert raised.value.code == 2 and f"argument {flags[0]}" in told and ("must be" in told or "is not JSON" in told)
+    assert raised.value.code == 2 and f"{flags[0]}: " in told and ("must be" in told or "is not JSON" in told)
 
 
 def test_urls_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> None:

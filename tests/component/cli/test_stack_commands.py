@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ def test_status_drain_and_stop_find_the_stack(start: Start, tmp_path: Path, caps
     state_dir = tmp_path / "state"
     here = ["--state-dir", str(state_dir)]
     (stack,) = running_stacks(state_dir)
+    check_greeting(up, stack, state_dir)
     assert (stack.pid, stack.is_ready, stack.model) == (up.process.pid, True, "kvrelay-demo")
     assert (state_dir / str(stack.port) / "stack.json").stat().st_mode & 0o077 == 0  # it has the password of Redis
     assert status(here) == 0
@@ -71,18 +73,16 @@ def test_status_drain_and_stop_find_the_stack(start: Start, tmp_path: Path, caps
     assert list(state_dir.glob("*/stack.json")) == []
 
 
-@pytest.mark.slow
-def test_the_commands_that_the_greeting_names(start: Start, tmp_path: Path) -> None:
-    up = start()
-    (stack,) = running_stacks(tmp_path / "state")
-    up.wait_for("kvrelay bench")
-    for line in (
-        f"dashboard  {stack.url}/dashboard",
-        f"kvrelay top --port {stack.port} --state-dir {tmp_path / 'state'}",
-        f"kvrelay chat --port {stack.port}",
-        f"kvrelay bench {stack.url} --concurrency",
-    ):
+def check_greeting(up: Up, stack: StackState, state_dir: Path) -> None:
+    """The commands that it names run as they stand."""
+    up.wait_for("logs       ")
+    for line in (f"dashboard  {stack.url}/dashboard", f"logs       {state_dir / str(stack.port)}"):
         assert line in up.output
+    named = dict(re.findall(r"^  (terminal|chat|benchmark) +(.+)$", up.output, re.MULTILINE))
+    for name, further in (("terminal", ["--once"]), ("chat", ["--help"]), ("benchmark", ["--help"])):
+        command = [*shlex.split(named[name]), *further]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == 0 and done.stdout, (command, done.stderr)
 
 
 @pytest.mark.slow

@@ -177,7 +177,7 @@ def test_a_second_one_that_would_share_the_logs_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--token-budget=0"], "--token-budget = '0': input should be greater than or equal to 1"),
+        (["--token-budget=0"], "--token-budget = '0': must be a whole number, 1 to 1048576"),
         (["--decode=0"], "--decode = '0'"),
         (["--max-attempts=x"], "--max-attempts = 'x'"),
         (["--model=/no/such/model"], "there is no directory /no/such/model"),

@@ -24,8 +24,8 @@ SHOWN = [
 """Page, path and body of each request."""
 
 
-SCRIPTS = sorted(path for path in ROOT.glob("examples/*.py") if path.stem != "tools")
-"""All but the one that needs a model with tools, which `tests/e2e/clients` runs."""
+SCRIPTS = sorted(path for path in ROOT.glob("examples/*.py") if path.stem not in ("tools", "connection"))
+"""All but the one that needs a model with tools, which `tests/e2e/clients` runs, and what they import."""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -36,6 +36,23 @@ def test_an_example_runs(demo_stack: Stack, script: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert EXPECTED[script.stem] in done.stdout
+
+
+@pytest.mark.parametrize("name", ["chat", "program", "many_at_once"])
+def test_an_example_says_that_no_server_answers(name: str) -> None:
+    environment = os.environ | {"KVRELAY_URL": "http://127.0.0.1:1"}
+    script = ROOT / "examples" / f"{name}.py"
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "http://127.0.0.1:1" in done.stderr and "start a server with `make serve`" in done.stderr
+
+
+def test_the_example_with_tools_says_that_the_demo_model_has_none(demo_stack: Stack) -> None:
+    environment = os.environ | {"KVRELAY_URL": demo_stack.base_url}
+    script = ROOT / "examples" / "tools.py"
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "serve a model that is trained to call tools" in done.stderr, done.stderr
 
 
 EXPECTED = {

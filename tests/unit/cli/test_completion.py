@@ -52,4 +52,4 @@ def test_every_shell_has_a_script_with_all_commands(shell: str, capsys: pytest.C
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         completion(["csh"])
-    assert "invalid choice: 'csh'" in capsys.readouterr().err
+    assert "'csh' must be one of bash, zsh, fish" in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_a_file_may_number_them(tmp_path: Path) -> None:
         ({"decode_gpus": ("0",)}, "decode_gpus needs prefill_gpus"),
         ({"prefill": "0", "decode_gpus": ("0",), "prefill_gpus": ("1",)}, "prefill_gpus without prefill"),
         ({"prefill_memory_utilization": "0.5"}, "prefill_memory_utilization needs gpus"),
-        (ONE | {"decode_memory_utilization": "1.5"}, r"--decode-memory-utilization = '1.5'.*more than 0 to 1"),
+        (ONE | {"decode_memory_utilization": "1.5"}, r"--decode-memory-utilization = '1.5'.*more than 0, at most 1"),
         (ONE | {"decode_memory_utilization": "-0.1"}, "--decode-memory-utilization = '-0.1'"),
         (ONE | {"prefill_memory_utilization": "0.6", "decode_memory_utilization": "0.6"}, "are 1.2 of device"),
         (ONE | {"num_blocks": "9", "decode_memory_utilization": "0.6"}, "excludes num_blocks"),

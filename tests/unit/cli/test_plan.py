@@ -103,6 +103,33 @@ def test_the_request_to_paste_is_valid_shell() -> None:
     assert "k3y" not in keyed
 
 
+def test_the_greeting_names_commands_as_they_are_found_from_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bin_of_venv = tmp_path / "my clone" / ".venv" / "bin"
+    bin_of_venv.mkdir(parents=True)
+    monkeypatch.setattr("sys.executable", str(bin_of_venv / "python"))
+    monkeypatch.chdir(bin_of_venv.parents[1])
+    plan = make_plan({"port": "8123"}, ENVIRON)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "terminal   .venv/bin/python -m kvrelay top --port 8123\n" in greeting(plan)
+    (bin_of_venv / "kvrelay").touch()
+    text = greeting(plan)
+    for line in ("terminal   .venv/bin/kvrelay top --port 8123\n", "logs       .kvrelay/8123\n"):
+        assert line in text
+    assert f"from another one, with --state-dir '{tmp_path / 'my clone' / '.kvrelay'}'" in text
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert f"chat       '{bin_of_venv / 'kvrelay'}' chat --port 8123\n" in greeting(plan)
+    absolute = greeting(make_plan({"port": "8123", "state_dir": str(tmp_path / "state")}, ENVIRON))
+    assert "from another" not in absolute and f"logs       {tmp_path / 'state' / '8123'}" in absolute
+    (bin_of_venv / "kvrelay").chmod(0o755)
+    monkeypatch.setenv("PATH", str(bin_of_venv))
+    assert "terminal   kvrelay top --port 8123\n" in greeting(plan)
+    assert "is a small model for trials" not in greeting(plan)
+    assert "kvrelay-demo is a small model for trials; another: kvrelay up MODEL\n" in greeting(make_plan({}, {}))
+
+
 def test_the_router_gets_its_processes_and_nobody_else_does() -> None:
     plan = make_plan({"router_processes": "3"}, ENVIRON)
     assert plan.router.processes == 3
@@ -126,6 +153,7 @@ def test_a_cut_length_is_noted(tmp_path: Path) -> None:
 
 
 def test_a_detached_stack_names_no_key_to_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert "(Ctrl-C stops it)" in greeting(make_plan({"port": "8123"}, ENVIRON))
     monkeypatch.setenv("KVRELAY_INHERITED_DETACHED", "1")
     assert "(kvrelay stop --port 8123 stops it)" in greeting(make_plan({"port": "8123"}, ENVIRON))

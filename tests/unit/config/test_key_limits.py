@@ -35,7 +35,7 @@ def test_a_keys_own_entry_wins_and_the_rest_is_as_for_all(tmp_path: Path) -> Non
         ('[[key]]\nkey = "sk-secret"\nrate = 0\n', "rate"),
         ('concurrency = "sk-secret"\n', "[[key]] tables"),
         ("[[key]\n", "not valid TOML"),
-        ('[[key]]\nkey = "sk-secret"\nrequests_per_minute = 1e-300\n', "greater than or equal to 0.001"),
+        ('[[key]]\nkey = "sk-secret"\nrequests_per_minute = 1e-300\n', "must be a number, 0.001 to"),
         ('[[key]]\nkey = "sk-secret"\n', "number 1 has a key that is neither in api_keys"),
         ('[[key]]\nkey = "sk-known"\n' * 2, "number 2 has the key of an earlier one"),
     ],

@@ -1,0 +1,181 @@
+"""A wrong value of any option, wherever it comes from, is one line of ours: the name, the value, what it must be."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+from pydantic import ByteSize
+from pydantic.fields import FieldInfo
+
+from kvrelay.cli.commands import COMMANDS
+from kvrelay.cli.up_flags import parse_up_flags
+from kvrelay.config.field_values import allowed, choices, is_of
+from kvrelay.config.fleets import read_fleets
+from kvrelay.config.loader import TABLES, ConfigError, flag_names, load_config, resolve
+from kvrelay.config.router import RouterConfig
+from kvrelay.config.up_config import UpConfig
+from kvrelay.flag_parser import FlagParser
+from kvrelay_bench.program_bench import programs_parser
+from kvrelay_embedded.settings import SETTINGS, engine_config
+
+KINDS = ("up", "prefill", "decode", "router", "rank")
+NEEDED = {"rank": {"engine": "h:1", "rank": "1"}}
+SECRETS = ("api_keys", "admin_api_keys")
+FOREIGN = re.compile(r"[Ii]nput |should |[Ii]nvalid |valid |[Uu]nable|could not|argument |expected ")
+"""Words of pydantic and argparse."""
+
+
+def fields(kind: str) -> Iterator[tuple[str, FieldInfo]]:
+    return ((name, field) for name, field in TABLES[kind].model_fields.items() if name != "role")
+
+
+def wrong_texts(field: FieldInfo) -> Iterator[str]:
+    """Texts that the field refuses; none if it is a name or a path, which may be anything."""
+    if get_origin(field.annotation) is tuple:
+        if get_args(field.annotation)[0] is int:
+            yield "1,wrong"
+        return
+    if choices(field.annotation) or is_of(field, bool) or any(getattr(rule, "pattern", 0) for rule in field.metadata):
+        yield "wr*ng"
+    if any(is_of(field, kind) for kind in (int, float, ByteSize)):
+        yield from ("wrong", "-99999999999", "nan", "5 s")
+    if is_of(field, int):
+        yield "1.5"
+
+
+def refusal(kind: str, name: str, flags: dict[str, Any], environ: dict[str, str]) -> str:
+    fixed = {"role": kind} if kind in ("prefill", "decode") else {}
+    needed = {each: value for each, value in NEEDED.get(kind, {}).items() if each != name}
+    with pytest.raises(ConfigError) as raised:
+        resolve(TABLES[kind], {**needed, **flags}, environ, **fixed)
+    return str(raised.value)
+
+
+def check(message: str, source: str, given: object, field: FieldInfo) -> None:
+    value = "" if given is None else f" = {given!r}"
+    assert message.startswith(f"{source}{value}: must be "), message
+    assert not FOREIGN.search(message) and "\n" not in message and ";" not in message, message
+    if (limits := allowed(field)) and get_origin(field.annotation) is not tuple:
+        assert limits in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flag_or_variable_says_what_it_must_be(kind: str) -> None:
+    num_checked = 0
+    for name, field in fields(kind):
+        for text in wrong_texts(field):
+            given = text.rpartition(",")[2]  # of a list, what is wrong in it
+            if field.annotation is not bool:  # the parser gives switches their values
+                check(refusal(kind, name, {name: text}, {}), flag_names(name)[0], given, field)
+            variable = f"KVRELAY_{name.upper()}"
+            check(refusal(kind, name, {}, {variable: text}), variable, given, field)
+            num_checked += 1
+    assert num_checked > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_field_of_the_file_says_what_it_must_be(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "kvrelay.toml"
+    for name, field in fields(kind):
+        is_list = get_origin(field.annotation) is tuple
+        path.write_text(f"[{kind}]\n{name} = {{ a = 1 }}\n")
+        given = None if name in SECRETS else {"a": 1}
+        message = refusal(kind, name, {"config": str(path)}, {})
+        check(message, f"{path}: [{kind}] {name}", given, field)
+        assert not is_list or "must be a list of " in message
+
+
+def test_the_flag_is_named_as_it_was_given() -> None:
+    for argv, message in (
+        (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization = '2': must be a number, more than 0, at most 1"),
+        (["--memory-utilization=2"], "--memory-utilization = '2': must be a number"),
+        (["--page-size=x"], "--page-size = 'x': must be a whole number, 8 to 128"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_config(TABLES["decode"], argv, environ={}, role="decode")
+    with pytest.raises(ConfigError, match=r"^--redis = 'none': kvrelay up needs Redis"):
+        resolve(UpConfig, parse_up_flags(["--redis=none"]), {})
+
+
+# -- flags of commands that have no configuration ----------------------------------------------------------------------
+
+
+def parsers() -> Iterator[FlagParser]:
+    yield from (command.flag_parser() for command in COMMANDS.values())
+    yield programs_parser()
+
+
+@pytest.mark.parametrize("parser", list(parsers()), ids=lambda parser: parser.prog)
+def test_a_flag_of_any_command_says_what_it_must_be(parser: FlagParser, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*argv: str) -> str:
+        with pytest.raises(SystemExit) as raised:
+            parser.parse(argv)
+        line = capsys.readouterr().err
+        assert raised.value.code == 2 and line.count("\n") == 1, line
+        assert line.startswith(f"{parser.prog}: "), line
+        assert not FOREIGN.search(line.replace("expected 2 arguments", "")), line
+        return line
+
+    for action in parser._actions:
+        for flag in action.option_strings:
+            if isinstance(action, argparse.BooleanOptionalAction):
+                assert f"{flag} takes no value, and 'wrong' was given" in told(f"{flag}=wrong")
+            elif action.nargs is None:
+                assert f"{flag} needs a value" in told(flag)
+                is_text = action.type in (None, Path) or action.metavar == "LIST"
+                if action.choices is not None or not is_text:
+                    line = told(f"{flag}=wr*ng")
+                    assert line.startswith(f"{parser.prog}: {flag}: 'wr*ng' ") and re.search(
+                        "must be |is not JSON", line
+                    )
+
+
+# -- other files, and the engine in Python -----------------------------------------------------------------------------
+
+
+def test_settings_of_the_embedded_engine() -> None:
+    for name in SETTINGS:
+        field = TABLES["decode"].model_fields[name]
+        with pytest.raises(ValueError) as raised:
+            engine_config("org/model", {name: {"a": 1}})
+        check(str(raised.value), name, {"a": 1}, field)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[[key]]\nkey = "secret"\nburst = 0\n', "number 1: burst: must be a whole number, 1 to 1048576"),
+        ('[[key]]\nkey = "secret"\nburts = 1\n', "number 1: burts: is not a known field; did you mean burst?"),
+        ('[[key]]\nkey = "secret"\ntenant = "a b"\n', "number 1: tenant: must be 1 to 64 of the characters"),
+        ("[[key]]\nburst = 1\n", "number 1: key: is needed"),
+    ],
+)
+def test_limits_of_keys(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        load_config(RouterConfig, [f"--key-limits-file={path}"], environ={"KVRELAY_API_KEYS": "secret"})
+    assert message in str(raised.value) and "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[[fleet]]\nmodel = "m"\n', "number 1: served_model_name: is needed"),
+        ('[[fleet]]\nmodel = ""\nserved_model_name = "n"\n', "number 1: model: must be text that is not empty"),
+        (
+            '[[fleet]]\nmodle = "m"\nmodel = "m"\nserved_model_name = "n"\n',
+            "modle: is not a known field; did you mean model",
+        ),
+    ],
+)
+def test_entries_of_fleets(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "fleets.toml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_fleets(path)

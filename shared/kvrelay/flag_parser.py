@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -86,6 +87,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with status 2 and one line."""
+        message = message.replace("the following arguments are required: ", "needs ")
         end = "--help-all lists all flags" if self._further else "--help lists the flags"
         self.exit(2, f"{self.prog}: {message} ({self.prog} {end})\n")
 
@@ -118,6 +120,8 @@ def _explained(error: argparse.ArgumentError, given: Sequence[str]) -> str:
     name = next((each for each in names if each in flags), names[0])
     if message == "expected one argument":
         return f"{name} needs a value"
+    if found := re.fullmatch(r"expected (\d+) arguments", message):
+        return f"{name} needs {found[1]} values"
     if (value := message.removeprefix("ignored explicit argument ")) != message:
         return f"{name} takes no value, and {value} was given"
     return f"{name}: {message}"

@@ -1,18 +1,32 @@
-"""Types of flags: numbers within bounds, lists, times with a unit, service-level objectives. Each raises
-argparse.ArgumentTypeError with the text and what is allowed."""
+"""Types of flags: numbers within bounds, lists, times with a unit, service-level objectives, files to write. Each
+raises argparse.ArgumentTypeError with the text and what is allowed."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"([0-9]*\.?[0-9]+)(us|ms|s|min|h)")
 
 ValueT = TypeVar("ValueT")
+
+
+def result_file(text: str) -> Path:
+    """A file that a command writes at its end: found to be impossible before it begins."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file, and is a directory")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be in a directory that exists: there is no {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file that can be written: permission denied")
+    return path
 
 
 def number(least: float, most: float) -> Callable[[str], float]:

@@ -15,6 +15,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvrelay.cli.url_errors import cause, start_one
 from kvrelay.process import event_loop_factory
 from kvrelay_bench.flags import BenchFlagError, BenchPlan, read_flags
 from kvrelay_bench.http import BadUrl, Client, ConnectionLost
@@ -163,7 +164,7 @@ async def _first_model(client: Client) -> str:
         answer = orjson.loads(await client.get("models", MODELS_TIMEOUT_S))
         return str(answer["data"][0]["id"])
     except (OSError, TimeoutError, ConnectionLost) as error:
-        raise CannotRun(f"{client.endpoint.url} does not answer: {error}") from error
+        raise CannotRun(f"{client.endpoint.url} does not answer ({cause(error)}); {start_one()}") from error
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
         raise CannotRun(f"{client.endpoint.url} lists no model at /v1/models: give --model, or a key") from error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.flag_parser import FlagParser
-from kvrelay.flag_values import list_of, number, objective, seconds, whole
+from kvrelay.flag_values import list_of, number, objective, result_file, seconds, whole
 from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_bench.http import Endpoint
 from kvrelay_bench.load_figures import BenchSlo
@@ -262,9 +262,9 @@ def bench_parser() -> FlagParser:
         metavar="NAME=TIME",
         help="ttft, tpot or e2e, as in ttft=500ms; repeat for several",
     )
-    result("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    result("--json", type=result_file, metavar="FILE", help="write all figures to this file")
     result("--save-requests", action="store_true", help="also write the times of every request to it")
-    result("--plot", type=Path, metavar="FILE", help="draw the figures (.svg, .png, .pdf)")
+    result("--plot", type=result_file, metavar="FILE", help="draw the figures (.svg, .png, .pdf)")
     return parser
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.flag_parser import FlagParser
-from kvrelay.flag_values import whole
+from kvrelay.flag_values import result_file, whole
 from kvrelay_bench.report import MAX_COLUMNS
 from kvrelay_programs import Endpoint, State
 from kvrelay_programs.workloads import Workload, find_workload, workloads
@@ -215,5 +215,5 @@ def programs_parser() -> FlagParser:
     add("--seed", type=whole(0, 1 << 31), default=0, metavar="N", help="seed of the programs' texts (default: 0)")
     add("--model", metavar="NAME", help="(default: the first one that /v1/models names)")
     add("--api-key-file", type=Path, metavar="FILE", help="(default: KVRELAY_API_KEY, if set)")
-    add("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    add("--json", type=result_file, metavar="FILE", help="write all figures to this file")
     return parser

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvrelay.config.field_values import explanations
+from kvrelay.config.field_values import explanations, sentence
 from kvrelay.config.worker import WorkerConfig
 
 SETTINGS = (
@@ -35,4 +35,4 @@ def engine_config(model: str | None, settings: Mapping[str, Any]) -> WorkerConfi
         return WorkerConfig(role="decode", prefix_index=False, **named, **settings)
     except ValidationError as error:
         name, given, fault = next(explanations(WorkerConfig, error))
-        raise ValueError(f"{name} = {given!r}: {fault}" if name else fault) from None
+        raise ValueError(sentence(f"{name} = {given!r}" if name else "", fault)) from None

@@ -62,7 +62,7 @@ def read_conversations(path: Path, flag: str = "--trace") -> list[Conversation]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadTrace(f"{flag} {path}: {error}") from error
+        raise BadTrace(f"{flag}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     found: list[Conversation] = []
     for place, entry in _entries(f"{flag} {path}", text):
         try:

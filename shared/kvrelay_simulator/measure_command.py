@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ from kvrelay.config import ConfigError, WorkerConfig
 from kvrelay.config.loader import config_parser, resolve
 from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
 from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_values import result_file
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.step_cost import CostSample, StepCost, fit, pairs
@@ -64,7 +64,7 @@ def measure_parser() -> FlagParser:
         "Measures a profile of this machine and model for kvrelay simulate --profile FILE.",
         usage="kvrelay measure FILE [flags of kvrelay prefill]",
     )
-    parser.add_argument("FILE", type=Path, help="where the profile is written")
+    parser.add_argument("FILE", type=result_file, help="where the profile is written")
     return parser
 
 

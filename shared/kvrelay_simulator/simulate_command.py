@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvrelay.flag_parser import FlagParser
-from kvrelay.flag_values import number, objective, whole
+from kvrelay.flag_values import number, objective, result_file, whole
 from kvrelay.scheduling.policies.scheduler_registry import UnknownScheduler, check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.simulated.profiles import BUILT_IN, Profile, UnknownProfile, find_profile
@@ -329,8 +329,8 @@ def simulate_parser() -> FlagParser:
         metavar="NAME=TIME",
         help="bound of a good request: ttft or tpot, as in ttft=2s; repeat for both (default: ttft=2s and tpot=50ms)",
     )
-    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    add("--plot", type=Path, metavar="FILE", help="also draw the figures (.svg, .png, .pdf); needs matplotlib")
+    add("--json", type=result_file, metavar="FILE", help="also write the figures to this file")
+    add("--plot", type=result_file, metavar="FILE", help="also draw the figures (.svg, .png, .pdf); needs matplotlib")
     return parser
 
 

@@ -81,7 +81,7 @@ def read_trace(
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadTrace(f"--trace {path}: {error}") from error
+        raise BadTrace(f"--trace: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if holds_conversations(text):
         return conversation_trace(read_conversations(path), rate or 1.0, num_requests, seed)
     if rate is not None:

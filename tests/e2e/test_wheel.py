@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import urllib.request
@@ -66,6 +67,11 @@ def test_the_wheel_serves_from_any_directory(tmp_path: Path) -> None:
     try:
         url = re.search(r"Serving kvrelay-demo at (http://\S+)/v1", said)
         assert url is not None, said
+        named = re.search(r"^  terminal +(.+)$", said, re.MULTILINE)
+        assert named is not None, said
+        top = [*shlex.split(named[1]), "--once"]  # as it stands: `kvrelay` is not on the PATH here
+        shown = subprocess.run(top, cwd=elsewhere, env=environment, check=True, capture_output=True, text=True).stdout
+        assert "decode-0" in shown
         body = {
             "model": "kvrelay-demo",
             "messages": [{"role": "user", "content": "What is an otter?"}],

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvrelay.cli.stack_state import NoStack, add_stack_flags, named_stack
+from kvrelay.cli.stack_state import NO_STACK, STATE_DIR, NoStack, add_stack_flags, named_stack
 from kvrelay.config.common import CommonConfig
 from kvrelay.config.loader import ConfigError, add_config_flag, add_flags, resolve
 from kvrelay.config.router import RouterConfig
@@ -27,7 +27,8 @@ def drain(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit status: 0, 1 for a failure, 2 for invalid flags."""
     arguments = drain_parser().parse(argv)
     try:
-        config = resolve(RouterConfig, {**vars(arguments), **_of_stack(arguments)}, os.environ)
+        found = _of_stack(arguments)
+        config = resolve(RouterConfig, {**vars(arguments), **found}, os.environ)
     except NoStack as error:
         print(f"kvrelay drain: {error}", file=sys.stderr)
         return 1
@@ -44,7 +45,9 @@ def drain(argv: Sequence[str]) -> int:
     try:
         return asyncio.run(_drain(config, arguments))
     except RegistryError as error:
-        print(f"kvrelay drain: {error}", file=sys.stderr)
+        is_guessed = "redis_url" not in found and not _names_redis(arguments)
+        hint = f"; {NO_STACK} {STATE_DIR}: name its --state-dir, or --redis" if is_guessed else ""
+        print(f"kvrelay drain: {str(error).rstrip('.')}{hint}", file=sys.stderr)
         return 1
 
 
@@ -67,7 +70,7 @@ def drain_parser() -> FlagParser:
 def _of_stack(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of the stack of `kvrelay up` that is named, or that runs here if nothing names a Redis. Raises NoStack."""
     is_named = arguments.port is not None or arguments.state_dir is not None
-    if not is_named and (_STACK_FIELDS & vars(arguments).keys() or any(map(os.environ.get, _STACK_VARIABLES))):
+    if not is_named and _names_redis(arguments):
         return {"port": 0}
     stack = named_stack(arguments)
     if stack is None:
@@ -78,6 +81,10 @@ def _of_stack(arguments: argparse.Namespace) -> dict[str, Any]:
         "redis_prefix": stack.redis_prefix,
         "served_model_name": stack.model,
     }
+
+
+def _names_redis(arguments: argparse.Namespace) -> bool:
+    return bool(_STACK_FIELDS & vars(arguments).keys()) or any(map(os.environ.get, _STACK_VARIABLES))
 
 
 async def _drain(config: RouterConfig, arguments: argparse.Namespace) -> int:

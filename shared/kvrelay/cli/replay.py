@@ -94,7 +94,7 @@ def replay(arguments: Sequence[str]) -> int:
             for number, text in enumerate(path.read_bytes().splitlines(), 1)
         ]
     except OSError as error:
-        sys.stderr.write(f"kvrelay replay: {error}\n")
+        sys.stderr.write(f"kvrelay replay: cannot read {error.filename}: {error.strerror}\n")
         return 2
     found = replay_lines(lines)
     for difference in found.differences:

@@ -13,6 +13,7 @@ from kvrelay.config.up_config import UpConfig
 from kvrelay.flag_values import whole
 
 STATE_DIR = Path(str(UpConfig.model_fields["state_dir"].default))
+NO_STACK = "no stack of kvrelay up runs in"
 _FILE = "stack.json"
 
 
@@ -81,7 +82,7 @@ def find_stack(state_dir: Path, port: int | None) -> StackState:
         raise NoStack(f"several stacks run in {state_dir}, on ports {ports}: choose one with --port")
     if stacks:
         raise NoStack(f"no stack runs on port {port} in {state_dir}; there are: {ports}")
-    raise NoStack(f"no stack of kvrelay up runs in {state_dir}; name its directory with --state-dir")
+    raise NoStack(f"{NO_STACK} {state_dir}; name its directory with --state-dir")
 
 
 def add_stack_flags(parser: argparse.ArgumentParser) -> None:

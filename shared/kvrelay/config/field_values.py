@@ -131,7 +131,14 @@ def _fault(model_class: type[BaseModel], name: str, kind: str, message: str) -> 
 def first_fault(model_class: type[BaseModel], error: ValidationError) -> str:
     """The first explanation as one text that does not contain the value, which may be a secret."""
     name, _, fault = next(explanations(model_class, error))
-    return f"{name}: {fault}" if name else fault
+    return sentence(name, fault)
+
+
+def sentence(subject: str, fault: str) -> str:
+    """The fault of a field, whose name may be "": `burst: must be ...`, `burts is not a known field`."""
+    if not subject:
+        return fault
+    return f"{subject} {fault}" if fault.startswith("is ") else f"{subject}: {fault}"
 
 
 def extra(field: FieldInfo) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 
-from kvrelay.config.field_values import allowed, choices, explanations, extra, is_of, size
+from kvrelay.config.field_values import allowed, choices, explanations, extra, is_of, sentence, size
 from kvrelay.config.other_servers import ADVICE, RENAMED
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
@@ -338,4 +338,4 @@ def _explanations(config_class: type[BaseModel], error: ValidationError, sources
             yield fault
             continue
         given = "" if value is None or name in _SECRETS else f" = {value!r}"
-        yield f"{sources.get(name, flag_names(name)[0])}{given}: {fault}"
+        yield sentence(f"{sources.get(name, flag_names(name)[0])}{given}", fault)

@@ -49,4 +49,4 @@ def test_drain_marks_waits_and_takes_back(redis_server: EmbeddedRedis, capsys: p
 def test_the_wait_must_be_a_time(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         drain(["w0", f"--wait={text}"])
-    assert error.value.code == 2 and "0 or more" in capsys.readouterr().err
+    assert error.value.code == 2 and "must be a number from 0 to 86400" in capsys.readouterr().err

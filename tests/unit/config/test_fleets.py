@@ -84,7 +84,7 @@ FLEET = '[[fleet]]\nmodel = "org/m"\nserved_model_name = '
         ("fleet = 3\n", "must hold 1 to 63"),
         ('x = 1\n[[fleet]]\nmodel = "org/m"\nserved_model_name = "m"\n', "nothing else"),
         ("[[fleet]\n", "not valid TOML"),
-        ('[[fleet]]\nmodel = "org/m"\n', "number 1: served_model_name: is needed"),
+        ('[[fleet]]\nmodel = "org/m"\n', "number 1: served_model_name is needed"),
         (f'{FLEET}"m"\nnum_blocks = 4\n', "number 1: num_blocks"),
         (f'{FLEET}"m, "\n', "1 to 200 characters"),
         (f'{FLEET}"org/first"\n', "'org/first' is the name of org/first and of org/m"),

@@ -58,7 +58,7 @@ def test_an_address_of_the_worker(engine: str) -> None:
         ({"engine": "10.0.0.1", "rank": "1"}, "--engine = '10.0.0.1'"),
         ({"engine": "tcp://10.0.0.1:1", "rank": "1"}, "--engine"),
         ({"engine": "10.0.0.1:1", "rank": "0"}, r"--rank = '0'.*must be a whole number, 1 to 63"),
-        ({"engine": "10.0.0.1:1"}, "--rank: is needed"),
+        ({"engine": "10.0.0.1:1"}, "--rank is needed"),
         ({"engine": "10.0.0.1:1", "rank": "1", "curve_key_file": "/nowhere"}, "cannot read /nowhere"),
     ],
 )

@@ -68,6 +68,6 @@ def test_bad_flags_end_with_a_message(capsys: pytest.CaptureFixture[str]) -> Non
     assert "data_parallel_size = 2: measure one of the workers alone" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([])
-    assert "the following arguments are required: FILE" in capsys.readouterr().err
+    assert "kvrelay measure: needs FILE (kvrelay measure --help lists the flags)" in capsys.readouterr().err
     assert main(["out.json", "--block-size", "7"]) == 2
     assert "block-size" in capsys.readouterr().err

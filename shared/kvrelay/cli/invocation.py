@@ -9,11 +9,12 @@ from pathlib import Path
 
 
 def own_command() -> str:
-    """What runs `kvrelay` from the current directory: its name if it is on the PATH, else its path in this environment,
+    """What runs `kvrelay` from the current directory: its name if the PATH leads to this installation, else its path,
     such as `.venv/bin/kvrelay`."""
-    if shutil.which("kvrelay"):
-        return "kvrelay"
     python = Path(sys.executable)
+    found = shutil.which("kvrelay")
+    if found is not None and Path(found).resolve().parent == python.parent.resolve():
+        return "kvrelay"
     script = python.with_name("kvrelay")
     command = [script] if script.exists() else [python, "-m", "kvrelay"]
     here = Path.cwd()

@@ -126,8 +126,13 @@ def test_the_greeting_names_commands_as_they_are_found_from_here(
     (bin_of_venv / "kvrelay").chmod(0o755)
     monkeypatch.setenv("PATH", str(bin_of_venv))
     assert "terminal   kvrelay top --port 8123\n" in greeting(plan)
+    (tmp_path / "elsewhere" / "kvrelay").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))  # another installation
+    assert f"terminal   '{bin_of_venv / 'kvrelay'}' top" in greeting(plan)
     assert "is a small model for trials" not in greeting(plan)
-    assert "kvrelay-demo is a small model for trials; another: kvrelay up MODEL\n" in greeting(make_plan({}, {}))
+    assert f"kvrelay-demo is a small model for trials; another: '{bin_of_venv / 'kvrelay'}' up" in greeting(
+        make_plan({}, {})
+    )
 
 
 def test_the_router_gets_its_processes_and_nobody_else_does() -> None:
@@ -153,7 +158,7 @@ def test_a_cut_length_is_noted(tmp_path: Path) -> None:
 
 
 def test_a_detached_stack_names_no_key_to_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("kvrelay.cli.up.own_command", lambda: "kvrelay")
     assert "(Ctrl-C stops it)" in greeting(make_plan({"port": "8123"}, ENVIRON))
     monkeypatch.setenv("KVRELAY_INHERITED_DETACHED", "1")
     assert "(kvrelay stop --port 8123 stops it)" in greeting(make_plan({"port": "8123"}, ENVIRON))

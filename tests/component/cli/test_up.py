@@ -7,12 +7,15 @@ import re
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvrelay.cli.instance_lock import InstanceLock
+from kvrelay.cli.up import up as run_up
 from kvrelay.config.demo import demo_model_path
 from kvrelay.config.loader import ConfigError
 from kvrelay.fleet.embedded import EmbeddedRedis
@@ -20,6 +23,14 @@ from tests.fakes.up import GREETING, Up
 from tests.fakes.waiting import PATIENCE_S, wait_until
 
 Start = Callable[..., Up]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A running `kvrelay up`, and what its services had logged when it was ready, by file."""
+
+    up: Up
+    logs: Mapping[str, str]
 
 
 @pytest.fixture
@@ -35,16 +46,45 @@ def start(tmp_path: Path) -> Iterator[Start]:
         up.end()
 
 
-def test_says_what_starts_and_is_ready_then_the_url_and_a_request_to_paste(start: Start) -> None:
-    up = start("--prefill", "2", "--decode", "1")
-    up.wait_ready()
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack for tests that only look at it."""
+    state_dir = tmp_path_factory.mktemp("up") / "state"
+    flags = ("--token-budget=1024", "--no-prefix-cache", "--max-attempts=7", "--threads=1", "--prefill-nice=3")
+    running = Up(["--port=0", "--prefill=2", *flags], state_dir, {})
+    try:
+        running.wait_ready()
+        yield Stack(running, {path.name: path.read_text() for path in state_dir.glob("*/*.log")})
+    finally:
+        running.end()
+
+
+def test_says_what_starts_and_is_ready_then_the_url_and_a_request_to_paste(stack: Stack) -> None:
+    output = stack.up.output
     for name in ("redis", "prefill-0", "prefill-1", "decode-0", "router"):
-        assert re.search(rf"^{name} +ready", up.output, re.M), up.output
-    (url,) = set(re.findall(r"http://[\d.:]+", up.output))
-    assert f"curl {url}/v1/chat/completions" in up.output
-    assert '"What is an otter?"' in up.output
+        assert re.search(rf"^{name} +ready", output, re.M), output
+    (url,) = set(re.findall(r"http://[\d.:]+", output))
+    assert f"curl {url}/v1/chat/completions" in output
+    assert '"What is an otter?"' in output
     port = int(url.rsplit(":", 1)[1])
     socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
+
+
+def test_flags_reach_the_services_and_passwords_do_not_show(stack: Stack) -> None:
+    logs = stack.logs
+    assert "'token_budget': 1024" in logs["prefill-0.log"]
+    assert "'prefix_cache': False" in logs["decode-0.log"]
+    assert "'threads': 1" in logs["decode-0.log"]
+    assert "'max_attempts': 7" in logs["router.log"]
+    (password,) = re.findall(r"redis://:(\w+)@", stack.up.child("kvrelay_router").environ()["KVRELAY_REDIS_URL"])
+    commands = " ".join(" ".join(child.cmdline()) for child in stack.up.family)
+    assert password not in stack.up.output + "".join(logs.values()) + commands
+    assert stack.up.child("--worker-id=prefill-0").nice() == min(19, stack.up.child("kvrelay_decode").nice() + 3)
+
+
+def test_logs_go_to_files(stack: Stack) -> None:
+    assert "decode runs with" in stack.logs["decode-0.log"]
+    assert "decode runs with" not in stack.up.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -173,27 +213,35 @@ def test_a_second_one_that_would_share_the_logs_is_refused(tmp_path: Path) -> No
     InstanceLock(20001, directory).close()
 
 
-@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--token-budget=0"], "--token-budget = '0': must be a whole number, 1 to 1048576"),
+        (["--prefill", "-1"], "--prefill = '-1'"),
         (["--decode=0"], "--decode = '0'"),
         (["--max-attempts=x"], "--max-attempts = 'x'"),
+        (["--dtype=float64"], "--dtype = 'float64': must be one of auto, float32, bfloat16"),
+        (["--block-size=12"], "--block-size = '12': must be a power of two"),
+        (["--max-running=1000"], "max_running (1000) must be at most token_budget (512)"),
         (["--model=/no/such/model"], "there is no directory /no/such/model"),
         (["--model=/"], "/ is not a model directory: it has no config.json"),
         (["--kv-memory-bytes=1TiB"], "take 2048.0 GiB and their swap spaces 256.0 GiB"),
         (["--host=192.0.2.1"], "192.0.2.1 is not an address of this machine"),
+        (["--redis=http://127.0.0.1"], "redis://"),
         (["--prefil=2"], "unknown flag --prefil; did you mean --prefill?"),
     ],
 )
 def test_a_bad_value_for_any_service_is_found_before_anything_starts(
-    start: Start, flags: list[str], message: str
+    tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    up = start(*flags)
-    assert up.wait_exit() == 2
-    assert message in up.output
-    assert "starting" not in up.output
+    try:
+        status: object = run_up(["--port=0", f"--state-dir={tmp_path}", *flags])
+    except SystemExit as error:  # of the parser
+        status = error.code
+    told = capsys.readouterr()
+    assert (status, told.out) == (2, "")
+    assert told.err.startswith("kvrelay up: ") and message in told.err and told.err.count("\n") == 1
+    assert psutil.Process().children() == []
 
 
 def test_without_prefill_workers_decode_serves_alone(start: Start) -> None:
@@ -223,29 +271,10 @@ def test_an_unreachable_redis_is_said(start: Start) -> None:
     assert "Redis does not answer" in up.output
 
 
-def test_logs_go_to_files_or_to_the_terminal(start: Start, tmp_path: Path) -> None:
-    quiet = start()
-    quiet.wait_ready()
-    (log,) = (tmp_path / "state").glob("*/decode-0.log")
-    assert "decode runs with" in log.read_text()
-    assert "decode runs with" not in quiet.output
+def test_logs_go_to_the_terminal(start: Start) -> None:
     loud = start("--verbose")
     loud.wait_ready()
     loud.wait_for("decode runs with")
-
-
-def test_flags_reach_the_services_and_passwords_do_not_show(start: Start, tmp_path: Path) -> None:
-    up = start("--token-budget=1024", "--no-prefix-cache", "--max-attempts=7", "--threads=1", "--prefill-nice=3")
-    up.wait_ready()
-    logs = {path.name: path.read_text() for path in (tmp_path / "state").glob("*/*.log")}
-    assert "'token_budget': 1024" in logs["prefill-0.log"]
-    assert "'prefix_cache': False" in logs["decode-0.log"]
-    assert "'threads': 1" in logs["decode-0.log"]
-    assert "'max_attempts': 7" in logs["router.log"]
-    (password,) = re.findall(r"redis://:(\w+)@", up.child("kvrelay_router").environ()["KVRELAY_REDIS_URL"])
-    shown = up.output + "".join(logs.values()) + " ".join(" ".join(child.cmdline()) for child in up.family)
-    assert password not in shown
-    assert up.child("kvrelay_prefill").nice() == min(19, up.child("kvrelay_decode").nice() + 3)
 
 
 def test_a_cached_model_of_the_hub_needs_no_network(start: Start, tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def _bench_programs(argv: Sequence[str]) -> int:
     try:
         from kvrelay_bench import program_bench
     except ModuleNotFoundError as error:  # httpx, of an extra
-        print(f"kvrelay bench: --workload needs {error.name}: pip install 'kvrelay[programs]'", file=sys.stderr)
+        install = f"{sys.executable} -m pip install {error.name}"
+        print(f"kvrelay bench: --workload needs {error.name}: {install}", file=sys.stderr)
         return 2
     return program_bench.main(argv)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise NoMatplotlib("--plot needs matplotlib: pip install 'kvrelay[bench]'") from error
+        raise NoMatplotlib(f"--plot needs matplotlib: {sys.executable} -m pip install matplotlib") from error
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--plot {path}: must end in .svg, .png or .pdf")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvrelay.cli.chat import chat
 from kvrelay.cli.drain import drain
 from kvrelay.cli.router_url import DEFAULT_URL
 from kvrelay.cli.stack_state import NoStack, StackState, find_stack, running_stacks, start_of
@@ -61,7 +62,7 @@ def test_status_drain_and_stop_find_the_stack(start: Start, tmp_path: Path, caps
     assert drain(["decode-0", "--undo", "--port", str(stack.port), *here]) == 0
     assert drain(["nobody", *here]) == 1
     assert re.search("there are: (decode-0, prefill-0|prefill-0, decode-0)$", capsys.readouterr().err, re.MULTILINE)
-    for command in (drain, top, stop):
+    for command in (drain, top, chat, stop):
         argv = ["decode-0"] if command is drain else []
         assert command([*argv, "--port=1", *here]) == 1
         assert f"no stack runs on port 1 in {state_dir}; there are: {stack.port}" in capsys.readouterr().err

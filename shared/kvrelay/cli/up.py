@@ -318,7 +318,8 @@ def greeting(plan: LaunchPlan) -> str:
         lines += ["", f"{model} is a small model for trials; another: {command} up MODEL"]
     if not plan.up.state_dir.is_absolute():
         state_dir = shlex.quote(str(plan.up.state_dir.absolute()))
-        lines += ["", f"These commands work from this directory; from another one, with --state-dir {state_dir}."]
+        elsewhere = f"{own_command(from_anywhere=True)} top --port {plan.up.port} --state-dir {state_dir}"
+        lines += ["", f"From another directory: {elsewhere}"]
     return "\n".join([*lines, ""])
 
 

@@ -117,12 +117,13 @@ def test_the_greeting_names_commands_as_they_are_found_from_here(
     text = greeting(plan)
     for line in ("terminal   .venv/bin/kvrelay top --port 8123\n", "logs       .kvrelay/8123\n"):
         assert line in text
-    assert f"from another one, with --state-dir '{tmp_path / 'my clone' / '.kvrelay'}'" in text
+    full = f"'{bin_of_venv / 'kvrelay'}' top --port 8123 --state-dir '{tmp_path / 'my clone' / '.kvrelay'}'"
+    assert f"From another directory: {full}\n" in text
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert f"chat       '{bin_of_venv / 'kvrelay'}' chat --port 8123\n" in greeting(plan)
     absolute = greeting(make_plan({"port": "8123", "state_dir": str(tmp_path / "state")}, ENVIRON))
-    assert "from another" not in absolute and f"logs       {tmp_path / 'state' / '8123'}" in absolute
+    assert "From another" not in absolute and f"logs       {tmp_path / 'state' / '8123'}" in absolute
     (bin_of_venv / "kvrelay").chmod(0o755)
     monkeypatch.setenv("PATH", str(bin_of_venv))
     assert "terminal   kvrelay top --port 8123\n" in greeting(plan)

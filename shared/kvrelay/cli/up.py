@@ -25,7 +25,7 @@ from kvrelay.cli.readiness import RouterReady, WorkerReady
 from kvrelay.cli.stack_state import StackState, remove_state, start_of
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
 from kvrelay.cli.up_flags import parse_up_flags
-from kvrelay.config.common import is_wildcard
+from kvrelay.config.common import is_wildcard, mask_password
 from kvrelay.config.demo import DEMO_MODEL_NAME
 from kvrelay.config.loader import (
     ConfigError,
@@ -69,6 +69,11 @@ def up(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 2
+    except RegistryUnavailable as error:
+        url = f"--redis {mask_password(plan.up.redis_url)}: " if plan.up.redis_url else ""
+        hint = "; start it, or leave --redis out: kvrelay up then starts its own" if url else ""
+        print(f"kvrelay up: {url}{str(error).rstrip('.')}{hint}", file=sys.stderr)
+        return 1
     except (EmbeddedRedisError, RegistryError, ServiceStartFailed) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 1

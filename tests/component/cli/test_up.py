@@ -234,6 +234,7 @@ def test_a_second_one_that_would_share_the_logs_is_refused(tmp_path: Path) -> No
 def test_a_bad_value_for_any_service_is_found_before_anything_starts(
     tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    children = psutil.Process().children()
     try:
         status: object = run_up(["--port=0", f"--state-dir={tmp_path}", *flags])
     except SystemExit as error:  # of the parser
@@ -241,7 +242,7 @@ def test_a_bad_value_for_any_service_is_found_before_anything_starts(
     told = capsys.readouterr()
     assert (status, told.out) == (2, "")
     assert told.err.startswith("kvrelay up: ") and message in told.err and told.err.count("\n") == 1
-    assert psutil.Process().children() == []
+    assert psutil.Process().children() == children
 
 
 def test_without_prefill_workers_decode_serves_alone(start: Start) -> None:
@@ -268,7 +269,8 @@ def test_a_redis_of_others_is_used_and_left_alone(start: Start) -> None:
 def test_an_unreachable_redis_is_said(start: Start) -> None:
     up = start("--redis=redis://127.0.0.1:1")
     assert up.wait_exit() == 1
-    assert "Redis does not answer" in up.output
+    assert "--redis redis://127.0.0.1:1: Redis does not answer: " in up.output
+    assert "; start it, or leave --redis out" in up.output and up.output.count("\n") == 0
 
 
 def test_logs_go_to_the_terminal(start: Start) -> None:

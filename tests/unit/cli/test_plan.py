@@ -159,7 +159,7 @@ def test_a_cut_length_is_noted(tmp_path: Path) -> None:
 
 
 def test_a_detached_stack_names_no_key_to_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.cli.up.own_command", lambda: "kvrelay")
+    monkeypatch.setattr("kvrelay.cli.up.own_command", lambda **_: "kvrelay")
     assert "(Ctrl-C stops it)" in greeting(make_plan({"port": "8123"}, ENVIRON))
     monkeypatch.setenv("KVRELAY_INHERITED_DETACHED", "1")
     assert "(kvrelay stop --port 8123 stops it)" in greeting(make_plan({"port": "8123"}, ENVIRON))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cli.chat import chat
+from kvrelay.cli.invocation import own_command
 
 ASKED: list[dict[str, Any]] = []
 
@@ -85,4 +86,4 @@ def test_a_failed_request_is_said(
 def test_no_server_is_said_with_what_to_do(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, "hello")
     assert chat(["http://127.0.0.1:1"]) == 1
-    assert "start one with `kvrelay up`, or name its URL" in capsys.readouterr().err
+    assert f"start one with `{own_command()} up`, or name its URL" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvrelay.cli.invocation import own_command
 from kvrelay.cli.top import top, view
 from tests.fakes.waiting import PATIENCE_S
 
@@ -99,7 +100,8 @@ def test_it_says_what_is_wrong(
     assert top([router, "--once"]) == 1
     assert "401; set KVRELAY_API_KEY" in capsys.readouterr().err
     assert top(["http://127.0.0.1:1", "--once"]) == 1
-    expected = "kvrelay top: http://127.0.0.1:1 does not answer (Connection refused); start one with `kvrelay up`"
+    how = f"start one with `{own_command()} up`"
+    expected = f"kvrelay top: http://127.0.0.1:1 does not answer (Connection refused); {how}"
     assert expected in capsys.readouterr().err
     for wrong in (["localhost:80"], ["--interval=0"], ["--interval=nan"]):
         with pytest.raises(SystemExit) as raised:

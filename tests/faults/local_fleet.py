@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import Literal
 from unittest.mock import patch
 
@@ -44,6 +45,7 @@ class Job:
     num_sequences: int
     leave_after: int | None
     expected: list[list[int]]
+    opening: tuple[int, ...] = ()  # as if a grammar forced the first tokens of all its sequences
 
 
 def make_job(number: int, rng: random.Random, *, leaving: float = 0.2) -> Job:
@@ -59,7 +61,10 @@ def make_job(number: int, rng: random.Random, *, leaving: float = 0.2) -> Job:
     num_sequences = rng.choice([1, 1, 1, 3])
     expected = [expected_tokens(prompt, sampling, MAX_MODEL_LEN, index) for index in range(num_sequences)]
     leave_after = rng.randint(0, 20) if rng.random() < leaving else None
-    return Job(f"job-{number}", prompt, sampling, num_sequences, leave_after, expected)
+    num_forced = rng.choice([0, 0, rng.randint(1, 20)])
+    same = takewhile(lambda tokens: len({*tokens}) == 1 and tokens[0] != EOS_TOKEN_ID, zip(*expected, strict=False))
+    opening = tuple(tokens[0] for tokens in islice(same, min(num_forced, sampling.max_tokens - 1)))
+    return Job(f"job-{number}", prompt, sampling, num_sequences, leave_after, expected, opening)
 
 
 @dataclass
@@ -163,7 +168,11 @@ class LocalFleet:
 
     async def _run(self, job: Job) -> None:
         request = GenerateRequest(
-            request_id=job.name, prompt_ids=job.prompt, sampling=job.sampling, num_sequences=job.num_sequences
+            request_id=job.name,
+            prompt_ids=job.prompt,
+            sampling=job.sampling,
+            num_sequences=job.num_sequences,
+            opening=job.opening,
         )
         while True:
             try:

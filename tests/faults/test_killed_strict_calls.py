@@ -60,7 +60,7 @@ class Storm:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._begun: dict[str, int] = {}  # request ids of the calls whose arguments have begun, with their seeds
+        self._begun: dict[str, int] = {}  # request ids of the calls whose arguments come from decode, with their seeds
         self._is_over = threading.Event()
         self.calls: dict[int, tuple[str, str]] = {}  # name and arguments by seed
         self.kills: Counter[str] = Counter()
@@ -68,10 +68,11 @@ class Storm:
 
     def call(self, seed: int) -> None:
         body = strict_call(self._stack.model, seed)
-        call = CallSoFar("", "", "", "")
+        call, first = CallSoFar("", "", "", ""), ""
         try:
             for call in streamed_call(self._stack, body):
-                if call.arguments and not call.finish:
+                first = first or call.arguments  # may come from prefill, with what the grammar forces before it
+                if call.arguments != first and not call.finish:
                     self._begun[call.request_id] = seed
         finally:
             self._begun.pop(call.request_id, None)

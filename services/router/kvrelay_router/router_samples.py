@@ -21,6 +21,7 @@ def router_samples(figures: dict[str, Any]) -> MetricSamples:
         "kvrelay.retries": single_sample(requests["retries"]),
         "kvrelay.protocol_errors": single_sample(requests["protocol_errors"]),
         "kvrelay.placements": samples_by("kind", figures["placements"]),
+        "kvrelay.grammar.opening_tokens": single_sample(figures["opening_tokens"]),
         "kvrelay.fallback.requests": single_sample(figures["fallback"]["decode_alone_requests"]),
         "kvrelay.fallback.active": single_sample(int(figures["fallback"]["active"])),
         "kvrelay.prompt.tokens": single_sample(cache["prompt_tokens"]),

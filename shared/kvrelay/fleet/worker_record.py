@@ -39,6 +39,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Maximum running sequences; 0 from an older version, which has no beam search either."""
     group_samples: bool = False
     """Whether it runs the samples of a request together; false from an older version."""
+    jump_forward: bool = False
+    """Whether tokens that a grammar forces join without being sampled; false from an older version."""
     slot: int = NO_SLOT
     draining: bool = False
     load: dict[str, float] = {}

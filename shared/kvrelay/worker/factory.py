@@ -79,6 +79,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
         vocab_size=spec.vocab_size,
         max_running=config.max_running,
         group_samples=config.group_samples,
+        jump_forward=config.jump_forward,
         block_bytes=spec.total_block_bytes,
         token_budget=config.token_budget,
         device=spec.device,

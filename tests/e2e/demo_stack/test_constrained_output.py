@@ -109,6 +109,28 @@ def test_forced_tokens_are_those_that_are_sampled_with_logprobs(demo_stack: Stac
         check(ahead["text"])
 
 
+def test_what_a_grammar_forces_first_comes_with_the_first_token(demo_stack: Stack) -> None:
+    outputs = {"json": SCHEMA, "whitespace_pattern": ""}
+    fields = {"model": demo_stack.model, "prompt": "An animal:", "max_tokens": 150, "structured_outputs": outputs}
+    before = demo_stack.http.get("/fleet").json()["opening_tokens"]
+    with demo_stack.http.stream("POST", "/v1/completions", json={**fields, "stream": True}) as answer:
+        first = next(json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+    assert first["choices"][0]["text"].startswith('{"name":"')
+    assert demo_stack.http.get("/fleet").json()["opening_tokens"] > before
+    # The prompt's tokens are those of the request, also if the opening is in the cache with them.
+    usages = [
+        demo_stack.http.post("/v1/completions", json={**fields, "prompt": [7] * 64, "temperature": 0.0, "n": n}).json()
+        for n in (1, 1, 2)
+    ]
+    for usage in (each["usage"] for each in usages):
+        assert usage["prompt_tokens"] == 64
+        assert usage["prompt_tokens_details"]["cached_tokens"] <= 64
+    for limit in range(1, 8):
+        (cut,) = complete(demo_stack, "An animal:", max_tokens=limit, structured_outputs=outputs, return_token_ids=True)
+        assert len(cut["token_ids"]) == limit and cut["finish_reason"] == "length"
+        assert '{"name":"'.startswith(cut["text"]) or cut["text"].startswith('{"name":"')
+
+
 @pytest.mark.parametrize("stop", [["kind"], ['":"o', "ages"], ["me"]])
 def test_a_stop_string_within_forced_tokens_ends_the_text(demo_stack: Stack, stop: list[str]) -> None:
     outputs = {"json": SCHEMA, "whitespace_pattern": ""}

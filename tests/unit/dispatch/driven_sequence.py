@@ -65,6 +65,7 @@ class DrivenSequence:
             spec.sequence,
             is_beam_search=spec.sampling.beams is not None,
             num_scores=0 if spec.sampling.prompt_logprobs is None else spec.num_prompt_tokens - 1,
+            opening=spec.opening,
         )
         self.handle_event: Callable[[Event], list[Instruction]] = self.attempts.handle
         self.handle_entry: Callable[[TokenEntry | ScoresReceived], SequenceDelta | None] = self.intake.handle

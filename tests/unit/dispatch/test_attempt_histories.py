@@ -16,7 +16,9 @@ from tests.unit.dispatch.world import World, spec, true_token
 WORLDS = st.builds(
     World,
     seed=st.integers(0, 2**32),
-    spec=st.builds(spec, max_tokens=st.integers(0, 12), max_attempts=st.sampled_from([1, 3, 50])),
+    spec=st.builds(
+        spec, max_tokens=st.integers(0, 12), max_attempts=st.sampled_from([1, 3, 50]), num_forced=st.integers(0, 5)
+    ),
     num_prefill=st.integers(0, 3),
     num_decode=st.integers(1, 3),
     mischief=st.sampled_from([0.0, 0.05, 0.2]),

@@ -64,12 +64,16 @@ def peer(name: str, incarnation: int = 1) -> PeerRef:
     return PeerRef(name, f"{incarnation:016x}", f"tcp://{name}")
 
 
-def spec(max_tokens: int = 8, max_attempts: int = 3, prompt_logprobs: int | None = None) -> SequenceSpec:
+def spec(
+    max_tokens: int = 8, max_attempts: int = 3, prompt_logprobs: int | None = None, num_forced: int = 0
+) -> SequenceSpec:
+    """`num_forced`: length of the opening, as far as `max_tokens` leave room for another token."""
     return SequenceSpec(
         sequence=0,
         prompt=b"".join(token.to_bytes(4, "little") for token in PROMPT),
         num_prompt_tokens=len(PROMPT),
         sampling=Sampling(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
+        opening=tuple(true_token(index) for index in range(min(num_forced, max_tokens - 1))),
         max_attempts=max_attempts,
     )
 

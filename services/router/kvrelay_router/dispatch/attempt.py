@@ -78,7 +78,7 @@ class SequenceAttempts:
         self.spec = spec
         self.state = AttemptState.WAITING
         self.attempt = 1
-        self.num_resumed = 0  # tokens that earlier attempts delivered
+        self.num_resumed = len(spec.opening)  # output tokens that the attempt got with the prompt
         self.is_streaming = False  # STREAMING, and a token of this attempt was delivered
         self._has_tokens = False  # a token of this attempt was delivered
         self._budget = RetryBudget(spec.max_attempts)

@@ -88,6 +88,7 @@ class RouterDispatcher:
         self._running: dict[RunningRequest, ActiveRequest] = {}
         self._sequences: dict[tuple[str, int], ActiveSequence] = {}
         self._counts = RequestCounts()
+        self._num_opening_tokens = 0
         self._pushes = PushQueue()
         self._inbox = Inbox(
             self._sequences,
@@ -200,7 +201,8 @@ class RouterDispatcher:
             decision = self._placement.place(
                 request.request_id,
                 prompt=prompt,
-                needs_decode=request.sampling.max_tokens > 1,
+                num_output=len(request.opening),
+                needs_decode=request.sampling.max_tokens - len(request.opening) > 1,
                 deadline_s=deadline_s,
             )
         except TooLate:
@@ -280,6 +282,7 @@ class RouterDispatcher:
                 "reason": fallbacks.reason,
             },
             "placements": self._placement.num_placed,
+            "opening_tokens": self._num_opening_tokens,
             "cache": self._driver.cache.as_json(),
             "prefix_index": self._index.describe() if self._index is not None else {"state": "off"},
         }
@@ -342,6 +345,7 @@ class RouterDispatcher:
                 session=request.session_key,
                 text_owner=request.text_owner,
                 num_samples=request.num_sequences,
+                opening=request.opening,
                 max_attempts=self.settings.max_attempts,
             )
             sequence = self._make_sequence(spec, running)
@@ -349,16 +353,19 @@ class RouterDispatcher:
         self._running[handle] = running
         self._records.add(record)
         self._counts.add("submitted", request.owner)
+        self._num_opening_tokens += request.num_sequences * len(request.opening)
         return running
 
     def _make_sequence(self, spec: SequenceSpec, running: ActiveRequest) -> ActiveSequence:
         is_beam_search = spec.sampling.beams is not None
         num_scores = spec.sampling.num_prompt_scores(spec.num_prompt_tokens)
         attempts = SequenceAttempts(spec)
-        intake = TokenIntake(spec.sequence, is_beam_search=is_beam_search, num_scores=num_scores)
+        opening = spec.opening
+        intake = TokenIntake(spec.sequence, is_beam_search=is_beam_search, num_scores=num_scores, opening=opening)
         key = running.record.request_id, 0, spec.sequence
         handle_event = recorded(self._events, "attempts", key, attempts, spec)
-        handle_entry = recorded(self._events, "intake", key, intake, spec.sequence, is_beam_search, num_scores)
+        given = spec.sequence, is_beam_search, num_scores, opening
+        handle_entry = recorded(self._events, "intake", key, intake, *given)
         history = running.record.sequences[spec.sequence]
         return ActiveSequence(spec.sequence, attempts, intake, handle_event, handle_entry, running, history)
 

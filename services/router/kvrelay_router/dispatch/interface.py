@@ -60,6 +60,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # gets a fair share by `weight`
     weight: float = 1.0
     text_owner: str | None = None  # drafts may come from earlier outputs of the same owner; None: from none
+    # Every output begins with these tokens, because the grammar forces them. Fewer than `sampling.max_tokens`. They go
+    # to workers with the prompt, as the output of an earlier attempt would, and to the client with the first token
+    # that a worker brings.
+    opening: tuple[int, ...] = ()
 
     @property
     def session_key(self) -> str:
@@ -195,6 +199,7 @@ class ModelLimits:
 
     `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 where there is
     none, or an older worker that knows no beam search. `group_samples`: whether they run a request's samples at once.
+    `jump_forward`: whether all workers let forced tokens join without being sampled.
     """
 
     max_model_len: int
@@ -203,6 +208,7 @@ class ModelLimits:
     num_blocks: int = 0
     block_size: int = 0
     group_samples: bool = False
+    jump_forward: bool = False
 
 
 class PreparedPrompt(Protocol):

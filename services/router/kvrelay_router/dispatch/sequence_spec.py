@@ -22,10 +22,12 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     text_owner: str | None = None
     num_samples: int = 1  # sequences of the request
+    opening: tuple[int, ...] = ()  # see `GenerateRequest`
     max_attempts: int = 3  # only attempts that count, see `RetryBudget`
 
     def prompt_after(self, output: list[int], timeout_s: float) -> Prompt:
-        """Returns the prompt of an attempt that goes on after these output tokens of earlier attempts."""
+        """Returns the prompt of an attempt that goes on after these output tokens, of earlier attempts or of
+        the opening."""
         sampling, scores_in_parts = self.sampling, self.sampling.prompt_logprobs is not None
         if output and scores_in_parts:  # the scores were delivered with the first token
             sampling, scores_in_parts = msgspec.structs.replace(sampling, prompt_logprobs=None), False

@@ -14,6 +14,7 @@ from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_size import AnswerShape, check_answer
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.forced_opening import with_openings
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.request_validation import (
     RequestedOutput,
@@ -94,6 +95,7 @@ async def plan_generation(
         await share.pause()
     token_ids = [prompt.token_ids for prompt in prompts]
     generates = make_requests(names, service.settings, request, token_ids, samplings)
+    generates = with_openings(generates, limits, service.text.grammars)
     service.aliases.remember(names, generates)
     runs: list[PromptRun] = []
     for number, (generate, prompt) in enumerate(zip(generates, prompts, strict=True)):

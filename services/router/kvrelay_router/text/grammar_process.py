@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import islice, takewhile
 from pathlib import Path
 from threading import Lock
 from typing import IO, TypeVar
@@ -25,6 +26,7 @@ import numpy as np
 
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.messages import pack_tokens
 
 MAX_MEMORY_BYTES = 128 << 20
 """Memory that the compilation of one grammar may take."""
@@ -33,8 +35,11 @@ LONGEST_WAIT_S = 60.0
 TOO_LONG = "it takes more than {:g} s of CPU time to compile"
 TOO_LARGE = "it takes too much memory or is nested too deeply to compile"
 
+MAX_OPENING_TOKENS = 64
+"""As many as join an output at once on a worker."""
+
 _LENGTH_BYTES = 4
-_PIPE_BYTES = 32_768  # so much a pipe takes before it is read
+_MAX_REFUSAL_BYTES = 32_768  # with the rest of a verdict less than a pipe takes before it is read
 _FIRST = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"object","properties":{"a":{"pattern":"b"}}}')
 
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -48,9 +53,15 @@ class CompilerSpec(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`refusal`: why the grammar is refused; empty if it can be followed."""
+    """`refusal`: why the grammar is refused; empty if it can be followed. `opening`: packed tokens that every output
+    begins with, without the end; not more than `MAX_OPENING_TOKENS`."""
 
     refusal: str = ""
+    opening: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.refusal.encode()) + len(self.opening)
 
 
 class GrammarProcess:
@@ -154,40 +165,42 @@ def _read(pipe: IO[bytes], kind: type[Message]) -> Message:
         raise BrokenPipeError(f"the other process has ended: {error}") from None
 
 
-def _refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
+def _verdict(compiler: GrammarCompiler, grammar: Grammar, end_token_ids: tuple[int, ...]) -> Verdict:
     try:
         # Some limits are only met by the first mask or run.
         matcher = compiler.compile(grammar)
         matcher.fill(np.zeros(compiler.mask_words, np.int32))
-        matcher.forced()
+        forced = takewhile(lambda token_id: token_id not in end_token_ids, matcher.forced())
+        return Verdict(opening=pack_tokens(list(islice(forced, MAX_OPENING_TOKENS))))
     except GrammarError as error:
-        return str(error)
+        return Verdict(str(error))
     except MemoryError:
-        return TOO_LARGE
+        return Verdict(TOO_LARGE)
     except BaseException as error:  # panics of the library are no Exceptions
-        return f"it cannot be compiled: {type(error).__name__}: {str(error)[:200]}"
-    return ""
+        return Verdict(f"it cannot be compiled: {type(error).__name__}: {str(error)[:200]}")
 
 
-def _refusal_of_fork(compiler: GrammarCompiler, grammar: Grammar, max_cpu_s: float) -> str:
+def _verdict_of_fork(compiler: GrammarCompiler, grammar: Grammar, spec: CompilerSpec) -> Verdict:
     source, target = os.pipe()
     child = os.fork()
     if child == 0:
         status = os.EX_SOFTWARE  # also if there is no memory for an error's text: no text would mean no refusal
         try:
-            _limit(max_cpu_s)
-            os.write(target, _refusal(compiler, grammar).encode(errors="replace")[:_PIPE_BYTES])
+            _limit(spec.max_cpu_s)
+            verdict = _verdict(compiler, grammar, spec.end_token_ids)
+            refusal = verdict.refusal.encode(errors="replace")[:_MAX_REFUSAL_BYTES].decode(errors="ignore")
+            os.write(target, msgspec.msgpack.encode(msgspec.structs.replace(verdict, refusal=refusal)))
             status = os.EX_OK
         finally:
             os._exit(status)
     os.close(target)
     with open(source, "rb") as pipe:
-        refusal = pipe.read().decode(errors="replace")
+        answer = pipe.read()
     _, status = os.waitpid(child, 0)
     if status == 0:
-        return refusal
+        return msgspec.msgpack.decode(answer, type=Verdict)
     is_too_long = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-    return TOO_LONG.format(max_cpu_s) if is_too_long else TOO_LARGE
+    return Verdict(TOO_LONG.format(spec.max_cpu_s) if is_too_long else TOO_LARGE)
 
 
 def _limit(max_cpu_s: float) -> None:
@@ -210,7 +223,7 @@ def main() -> None:
     compiler, reason = None, ""
     try:
         compiler = LLGuidanceCompiler(spec.tokenizer_json, spec.vocab_size, spec.end_token_ids)
-        _refusal(compiler, _FIRST)  # what the library makes at the first use is made once
+        _verdict(compiler, _FIRST, spec.end_token_ids)  # what the library makes at the first use is made once
     except GrammarError as error:
         reason = str(error)
     gc.disable()
@@ -218,8 +231,7 @@ def main() -> None:
     with suppress(BrokenPipeError):
         while True:
             grammar = _read(source, Grammar)
-            refusal = reason if compiler is None else _refusal_of_fork(compiler, grammar, spec.max_cpu_s)
-            _write(target, Verdict(refusal))
+            _write(target, Verdict(reason) if compiler is None else _verdict_of_fork(compiler, grammar, spec))
 
 
 if __name__ == "__main__":

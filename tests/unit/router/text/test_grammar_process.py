@@ -149,13 +149,13 @@ COMPILERS = {
 SCRIPT = """
 import os, sys
 from kvrelay.grammar.grammar_compiler import GrammarError
-from kvrelay_router.text.grammar_process import _refusal_of_fork
+from kvrelay_router.text.grammar_process import CompilerSpec, _verdict_of_fork
 def raise_(error): raise error
 class Unprintable(Exception):
     def __str__(self): raise MemoryError
 class Compiler:
     def compile(self, grammar): {action}
-print(_refusal_of_fork(Compiler(), None, 0.1)[:80])
+print(_verdict_of_fork(Compiler(), None, CompilerSpec("", 1, (0,), 0.1)).refusal[:80])
 """
 
 

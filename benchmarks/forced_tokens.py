@@ -5,6 +5,9 @@ one follows each that ends. Batches that differ in `RUNS_PART` of `step_planner`
 constrained rows take turns of `TURN` steps in one process. A row's gap is the time of a step, which also computes the
 prompts of new sequences.
 
+Such a batch does more work the faster its programs end. So others get constrained sequences at the rate at which those
+of masks alone end, beside as many unconstrained ones: what forced tokens cost these if the load is the same.
+
 Usage: python -m benchmarks.forced_tokens --model DIR [--seconds 100] [--write benchmarks/results/forced_tokens.md]
 """
 
@@ -36,28 +39,42 @@ MAX_TOKENS = 400
 TOKEN_BUDGET = 512
 TURN = 8
 NUM_WARM = 12
-PARTS = (1, 4, 8, 16, 32, 64)
+PARTS = (1, 8, 16, 32, 64)
+PARTS_AT_RATE = (8, 32, 64)
+FIRST_AT_RATE = 5  # constrained sequences at the start, about as many as there are then at a time
 
 
 class Batch:
-    """A closed loop of sequences on a runner of its own."""
+    """A loop of sequences on a runner of its own. It is closed, or constrained ones arrive as those of another end."""
 
-    def __init__(self, model: CausalModel, num_constrained: int, runs_part: int, *, jumps: bool) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        num_constrained: int,
+        runs_part: int,
+        *,
+        jumps: bool,
+        num_others: int | None = None,
+        rate_of: Batch | None = None,
+    ) -> None:
         self.runner = TransformersRunner(model, NUM_BLOCKS)
         spec, pool = self.runner.spec, BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         limits = SchedulerLimits(TOKEN_BUDGET, BATCH, spec.max_model_len, frozenset(spec.eos_token_ids))
         settings = SchedulerSettings(jump_forward=jumps)
         self.scheduler = make_scheduler(DEFAULT_SCHEDULER, limits, pool, PrefixCache(pool), settings)
         self.times_s: list[float] = []
-        self.num_programs = self.num_others = self._number = 0
+        self.forward_s: list[float] = []
+        self.num_tokens = self.num_programs = self.num_others = self._number = 0
+        self._rate_of, self._num_arrived = rate_of, 0
         self._runs_part = runs_part
         self._rng = np.random.default_rng(1)
-        for number in range(BATCH):
+        for number in range(num_constrained + (BATCH - num_constrained if num_others is None else num_others)):
             self._add(is_constrained=number < num_constrained)
         for _ in range(NUM_WARM):
             self.step()
         self.times_s.clear()
-        self.num_programs = self.num_others = 0
+        self.forward_s.clear()
+        self.num_tokens = self.num_programs = self.num_others = self._num_arrived = 0
 
     def _add(self, *, is_constrained: bool) -> None:
         schema = list(SCHEMAS.values())[self._number % len(SCHEMAS)]
@@ -73,8 +90,11 @@ class Batch:
         step_planner.RUNS_PART = self._runs_part
         started = time.perf_counter()
         plan = self.scheduler.schedule()
-        outputs = self.scheduler.commit(plan, self.runner.execute(worker_batch(plan)))
+        result = self.runner.execute(worker_batch(plan))
+        outputs = self.scheduler.commit(plan, result)
         self.times_s.append(time.perf_counter() - started)
+        self.forward_s.append(result.forward_s)
+        self.num_tokens += sum(row.num_tokens for row in plan.rows)
         for output in outputs:
             sequence = output.sequence
             is_constrained = sequence.sampling.grammar is not None
@@ -82,14 +102,25 @@ class Batch:
             if output.finish is not None:
                 self.num_programs += is_constrained
                 self.runner.drop_sequence(sequence.key)
-                self._add(is_constrained=is_constrained)
+                if not is_constrained or self._rate_of is None:
+                    self._add(is_constrained=is_constrained)
+        if self._rate_of is not None:
+            self._let_arrive(self._rate_of)
+
+    def _let_arrive(self, other: Batch) -> None:
+        """As many constrained sequences as had ended in the other batch after as long a time."""
+        rate = other.num_programs / max(sum(other.times_s), 1e-3)
+        while self._num_arrived < rate * sum(self.times_s):
+            self._num_arrived += 1
+            self._add(is_constrained=True)
 
 
 def line(name: str, batch: Batch, plain: Batch) -> str:
     times, plain_times = np.array(batch.times_s) * 1e3, np.array(plain.times_s) * 1e3
     seconds = sum(batch.times_s)
     return (
-        f"| {name} | {np.median(times):.1f} | {np.median(times) / np.median(plain_times):.2f} | "
+        f"| {name} | {batch.num_tokens / len(times):.0f} | {np.median(times):.1f} | "
+        f"{np.median(batch.forward_s) * 1e3:.1f} | {np.mean(times) / np.mean(plain_times):.2f} | "
         f"{np.quantile(times, 0.99):.1f} | {batch.num_others / seconds:.0f} | {batch.num_programs / seconds:.1f} |"
     )
 
@@ -102,6 +133,11 @@ def compare(model: CausalModel, seconds: float) -> list[str]:
     for part in PARTS:
         chosen = " (chosen)" if part == CHOSEN else ""
         batches[f"up to {TOKEN_BUDGET // part}{chosen}"] = Batch(model, BATCH // 2, part, jumps=True)
+    masks = batches["masks alone"]
+    for part in PARTS_AT_RATE:
+        batches[f"up to {TOKEN_BUDGET // part}, programs at the rate of masks alone"] = Batch(
+            model, FIRST_AT_RATE, part, jumps=True, num_others=BATCH // 2, rate_of=masks
+        )
     end, names = time.monotonic() + seconds, list(batches)
     while time.monotonic() < end:
         for name in names:
@@ -134,9 +170,9 @@ def main() -> None:
             f"budget of {TOKEN_BUDGET}, CPython {platform.python_version()}. Repeat with "
             "`python -m benchmarks.forced_tokens`; the script's head says what is measured.",
             "",
-            "| forced tokens in a step | step, ms | over none constrained | p99, ms | unconstrained tokens/s | "
-            "programs/s |",
-            "|---|---:|---:|---:|---:|---:|",
+            "| forced tokens in a step | tokens in a step | step, ms | its forward | mean, over none constrained | "
+            "p99, ms | unconstrained tokens/s | programs/s |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|",
             *rows,
             "",
         ]

@@ -99,6 +99,25 @@ def test_the_cached_part_of_a_prompt_is_not_computed_to_score_the_rest(small: tu
     stack.wait_until_clean()
 
 
+@pytest.mark.parametrize("start", [149, 140, 1])
+def test_prompts_of_a_request_are_scored_behind_what_they_share(small: tuple[Path, Stack], start: int) -> None:
+    """They differ within a block, whose first part is computed once and copied."""
+    model, stack = small
+    size = reference.vocab_size(model)
+    prefix = prompt_of(150, size, seed=7000 + start)
+    prompts = [[*prefix, *prompt_of(1 + number % 5, size, seed=number)] for number in range(12)]
+    body = {"model": stack.model, "prompt": prompts, "max_tokens": 0, "prompt_logprobs": 1, "logprob_start_len": start}
+    answer = stack.http.post("/v1/completions", json=body).raise_for_status().json()
+    for choice, prompt in zip(answer["choices"], prompts, strict=True):
+        expected, scores = reference.logprobs(model, prompt, 1), choice["prompt_logprobs"]
+        assert scores[:start] == [None] * start and len(scores) == len(prompt)
+        for row, (token_id, entry) in enumerate(zip(prompt[start:], scores[start:], strict=True), start=start - 1):
+            assert abs(entry[str(token_id)]["logprob"] - float(expected[row, token_id])) < 1e-4
+    # The first computes all, the others nothing but the last common token and what follows it.
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 11 * 149
+    stack.wait_until_clean()
+
+
 def test_many_at_once_with_staggered_arrivals_and_early_stops(small: tuple[Path, Stack]) -> None:
     model, stack = small
     rng = random.Random(3)

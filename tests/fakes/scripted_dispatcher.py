@@ -155,7 +155,8 @@ class ScriptedHandle:
             token_ids, finish = token_ids[: sampling.max_tokens], FinishReason.LENGTH
         prompt_logprobs = []
         if sampling.prompt_logprobs is not None:
-            prompt_logprobs = [score(token, sampling.prompt_logprobs, -1.0) for token in self.request.prompt_ids[1:]]
+            scored = self.request.prompt_ids[sampling.logprob_start_len :]
+            prompt_logprobs = [score(token, sampling.prompt_logprobs, -1.0) for token in scored]
         cuts = range(0, max(1, len(token_ids)), script.per_delta)
         plan = []
         for cut in cuts:

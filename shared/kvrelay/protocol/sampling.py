@@ -111,6 +111,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: NumLogprobs | None = None  # as `logprobs`, for prompt tokens from `logprob_start_len` on
     # Position of the first prompt token that is scored. Cached blocks before it are reused. Token 0 follows nothing.
     logprob_start_len: PositiveIndex = 1
+    # Of a prompt that is only scored: so many of its first tokens are those of other prompts of the request, too. Their
+    # KV is computed once, also that of a part of a block. 0: not known.
+    num_shared: Index = 0
     max_tokens: Index = 16  # output tokens, counting those of earlier attempts; 0 scores the prompt only
     # No end-of-sequence or stop token before that many output tokens, unless a grammar or limits leave no other token.
     min_tokens: Index = 0

@@ -95,6 +95,11 @@ class SequenceLifecycle:
         if self.blocks.shares_prefixes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
+            if sequence.tail_end:
+                tail = self.blocks.tails.to_compute(sequence, sequence.num_computed)
+                if tail is not None:
+                    sequence.computes_tail = True
+                    self.in_progress.promise_tail(sequence.key, tail)
 
     def received(self, sequence: Sequence) -> None:
         """A handoff is complete: the sequence runs."""
@@ -112,6 +117,14 @@ class SequenceLifecycle:
         published = self.blocks.publish(sequence)
         self.in_progress.kept(sequence.key, len(published))
         self.waiting.prefixes_changed(published)
+
+    def publish_tail(self, sequence: Sequence) -> None:
+        """A chunk that ends at the sequence's `tail_end` was committed. Sequences that wait for the tail are listed
+        again. One of them computes it if no block is left for a copy."""
+        sequence.computes_tail = False
+        if self.blocks.num_available > self.num_reserved_blocks:
+            self.blocks.tails.publish(sequence)
+        self.waiting.prefixes_changed(self.in_progress.tail_ended(sequence.key))
 
     def row_ended(self, row: PlannedRow) -> bool:
         """The row's step has ended or will not run. Returns False if its sequence had ended before.

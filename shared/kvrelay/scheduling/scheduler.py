@@ -313,7 +313,7 @@ class BatchScheduler:
             still_here = [sequence for sequence in self._admitted_ahead if sequence.state is SequenceState.RUNNING]
             draft.admitted = [*still_here, *draft.admitted]
             self._admitted_ahead = []
-        copies = self.blocks.copies.plan(_blocks_of_beams(draft))
+        copies = self.blocks.copies.plan(_blocks_with_copies(draft))
         swaps = self.swaps.seal(draft)
         plan = draft.finish(self._step, swaps, copies, self.remote.take_reservations())
         if self.prefill_gate is not None:
@@ -442,10 +442,10 @@ def _leader(row: PlannedRow) -> Sequence:
     return row.sequence if row.sequence.beams is None else row.sequence.beams.leader
 
 
-def _blocks_of_beams(draft: PlanDraft) -> Iterator[int]:
-    """Yields the blocks that the rows of beams write."""
+def _blocks_with_copies(draft: PlanDraft) -> Iterator[int]:
+    """Yields the blocks that are written and may have to be copied before: those of beams and of prompts with tails."""
     for row in draft.rows:
-        if row.sequence.beams is not None:
+        if row.sequence.beams is not None or row.sequence.tail_end:
             table, end = row.sequence.table, row.position + row.num_tokens
             first, stop = row.position // table.block_size, blocks_for(end, table.block_size)
             # All blocks, not only the first: a prefix whose step failed is computed again, up to a block whose copy was

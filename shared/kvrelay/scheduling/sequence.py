@@ -148,6 +148,11 @@ class Sequence:
     sample_group: str = ""  # admitted, preempted and resumed together; empty: none
     beams: BeamGroup | None = None  # the beam search that it belongs to
     num_borrowed: int = 0  # first blocks of its table, which its beam group holds
+    # Other prompts of its request have the same tokens up to this position within a block, and only these, so the
+    # first part of that block is shared by copies (`memory/block_tails.py`). 0: there are none.
+    tail_end: int = 0
+    computes_tail: bool = False  # for the others too: a chunk of it ends at `tail_end`
+    num_unneeded: int = 0  # last tokens whose KV nothing reads: 1 for a prompt that is only scored
 
     @property
     def num_tokens(self) -> int:
@@ -166,8 +171,15 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Number of tokens without KV that are not planned; 1 for a decoding sequence without forced tokens."""
-        return self.tokens.num_tokens + self.num_expected - self.num_computed - self.num_planned
+        """Number of tokens that need KV and are not planned; 1 for a decoding sequence without forced tokens."""
+        num_tokens = self.tokens.num_tokens - self.num_unneeded
+        return num_tokens + self.num_expected - self.num_computed - self.num_planned
+
+    @property
+    def num_before_stop(self) -> int:
+        """Number of tokens that the next chunks may compute: up to `tail_end` if it computes that for others, too, and
+        what follows once that step is committed."""
+        return self.tail_end - self.num_computed - self.num_planned if self.computes_tail else self.num_remaining
 
     @property
     def num_slots(self) -> int:

@@ -149,8 +149,8 @@ class SequenceAdmission:
     def _admit_prompt(
         self, sequence: Sequence, followers: Mapping[Sequence, int], draft: PlanDraft, beyond_budget: bool
     ) -> str:
-        position = self._blocks.num_cached_blocks(sequence) * self._blocks.pool.block_size
-        num_tokens = self._chunks.size(sequence.num_tokens - position, position, draft)
+        position = self._blocks.num_cached_tokens(sequence)
+        num_tokens = self._chunks.size(self._blocks.first_stop(sequence, position) - position, position, draft)
         if not num_tokens and not beyond_budget:
             return "budget spent"
         if not self._give_blocks(sequence, position + num_tokens, followers):

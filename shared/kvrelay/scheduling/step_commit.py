@@ -51,7 +51,7 @@ class StepCommit:
                 lifecycle.leave(sequence)
                 continue
             # Not `row.is_prefill`: the last token of a resumed prompt, alone in its step, looks like a decode.
-            prefilled = sequence.block_state is computing and num_computed == tokens.num_tokens
+            prefilled = sequence.block_state is computing and num_computed >= tokens.num_tokens - sequence.num_unneeded
             token_ids, logprobs, finish = given.token_ids, given.logprobs, None
             start = end = tokens.num_tokens
             for token_id in token_ids:
@@ -73,6 +73,8 @@ class StepCommit:
                 sequence.is_behind = True
             if num_computed - sequence.num_published * block_size >= block_size:
                 lifecycle.publish(sequence)
+            if sequence.computes_tail and num_computed == sequence.tail_end:
+                lifecycle.publish_tail(sequence)
             if prefilled:
                 finish = self._prefilled(sequence, finish)
             if finish:

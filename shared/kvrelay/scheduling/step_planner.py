@@ -195,12 +195,13 @@ class StepPlanner:
     def _plan_chunks(self, prompting: Iterable[Sequence], draft: PlanDraft) -> None:
         """Adds the next chunk of each sequence, until the budget is used."""
         for sequence in prompting:
-            if not sequence.num_remaining or (sequence.num_planned and not self._goes_on(sequence)):
+            num_remaining = sequence.num_before_stop
+            if not num_remaining or (sequence.num_planned and not self._goes_on(sequence)):
                 continue
             if sequence.state is SequenceState.RUNNING:
                 self._leave_room_for_light_tenants(sequence, draft)
                 paused = self._pause_decodes_of_others(sequence, draft)
-                num_tokens = self._chunks.size(sequence.num_remaining, sequence.next_position, draft)
+                num_tokens = self._chunks.size(num_remaining, sequence.next_position, draft)
                 num_tokens = self._room_for_chunk(sequence, num_tokens, draft)
                 if num_tokens:
                     draft.add_chunk(sequence, num_tokens)

@@ -32,6 +32,7 @@ from kvrelay_router.openai.request_validation import (
     stop_rules,
 )
 from kvrelay_router.openai.schema.beam_fields import BeamFields
+from kvrelay_router.openai.shared_scores import share_scores
 from kvrelay_router.text.service import DecodedPrompt
 
 
@@ -94,6 +95,8 @@ async def plan_generation(
         samplings.append(msgspec.structs.replace(sampling, bad_words=bad_words) if bad_words else sampling)
         await share.pause()
     token_ids = [prompt.token_ids for prompt in prompts]
+    if fields.scores_in_choices and _only_scores(request, fields, shape.max_tokens):
+        samplings = await share_scores(token_ids, samplings)
     generates = make_requests(names, service.settings, request, token_ids, samplings)
     generates = with_openings(generates, limits, service.text.grammars)
     service.aliases.remember(names, generates)
@@ -102,6 +105,12 @@ async def plan_generation(
         runs.append(PromptRun(generate, _choices(service, request, fields, prompt, number * request.num_sequences)))
         await share.pause()
     return Plan(runs, shape)
+
+
+def _only_scores(request: BeamFields, fields: EndpointFields, max_tokens: Sequence[int]) -> bool:
+    """Returns whether the answer is nothing but the log-probabilities of the prompts, in one choice each."""
+    is_scored = request.prompt_logprobs is not None and not fields.has_echo
+    return is_scored and request.num_sequences == 1 and not any(max_tokens)
 
 
 def _shape(

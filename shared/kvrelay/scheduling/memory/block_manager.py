@@ -16,6 +16,7 @@ from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.session_blocks import SessionBlocks
 from kvrelay.kv.table import blocks_for
+from kvrelay.scheduling.memory.block_tails import BlockTails
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies
 from kvrelay.scheduling.sequence import Sequence
 
@@ -48,6 +49,7 @@ class BlockManager:
         self._replaced: list[tuple[int, list[int]]] = []
         self._num_uncommitted = 0
         self._sessions = SessionBlocks(most_blocks=2 * pool.num_blocks)
+        self.tails = BlockTails(pool, cache, self.copies, self._sessions)
         self.shares_prefixes = not isinstance(cache, NullCache)
 
     @property
@@ -83,10 +85,27 @@ class BlockManager:
         return self.first_missing(sequence)[0]
 
     def first_missing(self, sequence: Sequence) -> tuple[int, BlockHash | None]:
-        """The number of cached blocks, and the hash of the next one that could be there; not a use. O(log blocks)."""
+        """The number of cached blocks, and the hash of the next one that could be there, which may be the sequence's
+        tail; not a use. O(log blocks)."""
         hashes = sequence.block_hashes(self._num_reusable(sequence))
         num_cached = self.cache.peek(hashes)
-        return num_cached, hashes[num_cached] if num_cached < len(hashes) else None
+        if num_cached < len(hashes):
+            return num_cached, hashes[num_cached]
+        tail = self.tails.usable(sequence) if sequence.tail_end else None
+        return num_cached, None if tail is None or self.tails.is_cached(tail) else tail
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Returns the number of tokens that an admission would find, with its tail. Does not count as a use."""
+        num_cached, missing = self.first_missing(sequence)
+        if missing is None and sequence.tail_end and self.tails.usable(sequence) is not None:
+            return sequence.tail_end
+        return num_cached * self.pool.block_size
+
+    def first_stop(self, sequence: Sequence, position: int) -> int:
+        """Returns where the first chunks end of a sequence that is admitted with `position` tokens computed."""
+        if sequence.tail_end and self.tails.to_compute(sequence, position) is not None:
+            return sequence.tail_end
+        return sequence.num_tokens - sequence.num_unneeded
 
     def num_missing(self, sequence: Sequence, num_computed: int) -> int:
         """Returns the least number of blocks that `readmit` takes. Does not count as a use. O(log blocks)."""
@@ -150,10 +169,8 @@ class BlockManager:
         must be available besides.
         """
         num_tokens = sequence.num_tokens if num_next is None else self._num_at_admission(sequence, num_next)
-        if not self._take(sequence, state, self._num_reusable(sequence), num_tokens, headroom):
-            return False
-        sequence.num_computed = sequence.num_published * self.pool.block_size
-        return True
+        tail = self.tails.usable(sequence) if sequence.tail_end else None
+        return self._take(sequence, state, self._num_reusable(sequence), num_tokens, headroom, tail)
 
     def readmit(
         self, sequence: Sequence, state: BlockState, num_computed: int, num_next: int, headroom: int = 0
@@ -168,24 +185,41 @@ class BlockManager:
         sequence.num_computed = num_computed
         return True
 
-    def _take(self, sequence: Sequence, state: BlockState, num_reusable: int, num_tokens: int, headroom: int) -> bool:
-        """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache. All or nothing."""
+    def _take(
+        self,
+        sequence: Sequence,
+        state: BlockState,
+        num_reusable: int,
+        num_tokens: int,
+        headroom: int,
+        tail: BlockHash | None = None,
+    ) -> bool:
+        """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache, and behind these a copy of the
+        block with this tail if that is cached. All or nothing. What the cache has counts as computed."""
         pool = self.pool
         hashes = sequence.block_hashes(num_reusable)
         num_cached = self.cache.peek(hashes)
         num_missing = max(0, blocks_for(num_tokens, pool.block_size) - num_cached)
         if num_missing + headroom > pool.num_available:
             return False
-        shared = list(self.cache.match(hashes[:num_cached])) if num_cached else []
+        found = hashes[:num_cached]
+        if has_tail := tail is not None and num_cached == num_reusable and self.tails.is_cached(tail):
+            found.append(tail)
+        shared = list(self.cache.match(found)) if found else []
         if shared:
             pool.hold(shared, state)
-            self._sessions.matched(sequence.session, hashes[:num_cached])
+            self._sessions.matched(sequence.session, found)
         if num_missing + headroom > pool.num_available:  # again, now that shared blocks are held and cannot be evicted
             pool.release(shared, state)
             return False
         sequence.block_state = state
         sequence.num_published = num_cached
-        sequence.table.append(shared + pool.allocate(num_missing, state))
+        sequence.num_computed = num_cached * pool.block_size
+        own = pool.allocate(num_missing, state)
+        if has_tail:
+            self.copies.add(shared.pop(), own[0], state)
+            sequence.num_computed = sequence.tail_end
+        sequence.table.append(shared + own)
         return True
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
@@ -319,6 +353,7 @@ class BlockManager:
         self.copies.drop(blocks)
         self.pool.release(blocks, sequence.block_state)
         sequence.num_borrowed = 0
+        sequence.computes_tail = False
         sequence.num_computed = 0
         sequence.num_published = 0
 

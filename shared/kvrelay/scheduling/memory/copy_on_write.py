@@ -46,6 +46,13 @@ class BlockCopies:
         """Replaces a shared block of a table by a new one, held as `state`. Raises OutOfBlocks."""
         copy = copy_on_write(self._pool, table, index, state)
         assert copy is not None
+        self._add(copy)
+
+    def add(self, source: int, target: int, state: BlockState) -> None:
+        """Has a block copied into a new one. Both are held as `state`, the source for this copy only."""
+        self._add(CopyInstruction(source, target, state))
+
+    def _add(self, copy: CopyInstruction) -> None:
         self._needed[copy.target] = copy
         self._sources[copy.source] += 1
 

@@ -1,4 +1,5 @@
-"""Blocks that running prompts are about to publish, so that no other sequence computes the same prefix."""
+"""Blocks that running prompts are about to publish, so that no other sequence computes the same prefix. At most one of
+a prompt's is a tail (`memory/block_tails.py`), beside the chain of its full blocks."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ class PrefixesInProgress:
         self._num_promised: dict[BlockHash, int] = {}
         self._promises: dict[SequenceKey, Seq[BlockHash]] = {}
         self._num_kept: dict[SequenceKey, int] = {}
+        self._tails: dict[SequenceKey, BlockHash] = {}
 
     def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._num_promised
@@ -32,6 +34,19 @@ class PrefixesInProgress:
         for block_hash in hashes:
             self._num_promised[block_hash] = self._num_promised.get(block_hash, 0) + 1
 
+    def promise_tail(self, key: SequenceKey, tail: BlockHash) -> None:
+        """A sequence starts to compute this tail."""
+        self._tails[key] = tail
+        self._num_promised[tail] = self._num_promised.get(tail, 0) + 1
+
+    def tail_ended(self, key: SequenceKey) -> Seq[BlockHash]:
+        """A sequence has computed its tail, or stops. Returns the tail, if it had promised one."""
+        tail = self._tails.pop(key, None)
+        if tail is None:
+            return ()
+        self._drop((tail,))
+        return (tail,)
+
     def kept(self, key: SequenceKey, num_blocks: int) -> None:
         """A sequence has published the next `num_blocks` of the blocks that it promised."""
         hashes = self._promises.get(key)
@@ -45,12 +60,13 @@ class PrefixesInProgress:
 
     def withdraw(self, key: SequenceKey) -> Seq[BlockHash]:
         """A sequence stops. Returns the blocks that it had promised and not published."""
+        tail = self.tail_ended(key)
         hashes = self._promises.pop(key, None)
         if hashes is None:
-            return ()
+            return tail
         rest = hashes[self._num_kept.pop(key) :]
         self._drop(rest)
-        return rest
+        return [*rest, *tail] if tail else rest
 
     def _drop(self, hashes: Seq[BlockHash]) -> None:
         counts = self._num_promised

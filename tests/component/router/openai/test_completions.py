@@ -200,6 +200,43 @@ async def test_a_prompt_is_scored_from_a_position_on(router: Router) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompts", "start", "sent"),
+    [
+        ([[5, 6, 7, 8], [5, 6, 7, 9, 4], [5, 6, 7, 9]], 2, [(2, 2), (3, 2), (3, 2)]),
+        ([[5, 6, 7, 8], [5, 6, 7, 9, 4]], 3, [(3, 2), (3, 2)]),
+        ([[5, 6, 7, 8, 9], [5, 4, 7, 8, 9]], 3, [(3, 1), (3, 1)]),
+        ([[5, 6, 7], [5, 6, 7, 9]], 1, [(1, 1), (2, 1)]),  # one is the other's beginning
+        ([[5, 6, 7], [5, 6, 7]], 1, [(1, 1), (2, 1)]),
+        ([[4, 6, 7], [5, 6, 7]], 1, [(1, 0), (1, 0)]),
+        ([[5, 6, 7]], 1, [(1, 0)]),
+    ],
+)
+async def test_what_prompts_have_in_common_is_scored_once(
+    router: Router, prompts: list[list[int]], start: int, sent: list[tuple[int, int]]
+) -> None:
+    router.dispatcher.script = lambda request, sequence: Script([], FinishReason.LENGTH)
+    answer = await router.post(
+        "/v1/completions", prompt=prompts, max_tokens=0, prompt_logprobs=0, logprob_start_len=start
+    )
+    samplings = [request.sampling for request in router.dispatcher.requests]
+    assert [(sampling.logprob_start_len, sampling.num_shared) for sampling in samplings] == sent
+    for prompt, choice in zip(prompts, answer.json()["choices"], strict=True):
+        named = [None if entry is None else list(entry) for entry in choice["prompt_logprobs"]]
+        assert named == [None] * start + [[str(token_id)] for token_id in prompt[start:]]
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 1}, {"n": 2}, {"echo": True}])
+async def test_prompts_that_are_not_only_scored_each_score_all_their_tokens(
+    router: Router, fields: dict[str, Any]
+) -> None:
+    router.dispatcher.script = lambda request, sequence: Script([7] * request.sampling.max_tokens, FinishReason.LENGTH)
+    body = {"max_tokens": 0, "prompt_logprobs": 0, "logprob_start_len": 1, "temperature": 1} | fields
+    await router.post("/v1/completions", prompt=[[5, 6, 7, 8], [5, 6, 7, 9]], **body)
+    samplings = [request.sampling for request in router.dispatcher.requests]
+    assert [(sampling.logprob_start_len, sampling.num_shared) for sampling in samplings] == [(1, 0)] * 2
+
+
+@pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"logprob_start_len": 1}, "it needs 'prompt_logprobs'"),

@@ -137,7 +137,7 @@ class CompletionAnswer(DocumentFormat):
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         contents: list[dict[str, Any]] = []
         for run in self._runs:
-            scores = self._scores.of(run) if self._scores is not None else None
+            scores = self._scores.of(run, self._runs[0]) if self._scores is not None else None
             for choice in self._best(run):
                 contents.append(self._content(run, choice, len(contents)))
                 if scores is not None:

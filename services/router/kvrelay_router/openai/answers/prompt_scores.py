@@ -28,17 +28,24 @@ class PromptScores:
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
 
-    def of(self, run: PromptRun) -> Rows:
+    def of(self, run: PromptRun, first_run: PromptRun | None = None) -> Rows:
         """Returns one object per token, with token ids as keys, and None for tokens that are not scored: the first one,
-        which follows nothing, and those before `logprob_start_len`."""
-        entries = run.prompt_logprobs
-        first = run.request.sampling.logprob_start_len
+        which follows nothing, and those before `logprob_start_len`. `first_run` has scored what the request's prompts
+        have in common (`shared_scores`)."""
+        before = run if first_run is None else first_run
+        first, own_first = before.request.sampling.logprob_start_len, run.request.sampling.logprob_start_len
+
+        def entries(start: int, stop: int) -> list[TokenLogprobs]:
+            return [
+                *before.prompt_logprobs[max(0, start - first) : max(0, min(stop, own_first) - first)],
+                *run.prompt_logprobs[max(0, start - own_first) : max(0, stop - own_first)],
+            ]
 
         def objects(start: int, stop: int) -> list[Any]:
             unscored = [None] * (min(first, stop) - start)
-            return [*unscored, *map(self._of_token, entries[max(0, start - first) : max(0, stop - first)])]
+            return [*unscored, *map(self._of_token, entries(start, stop))]
 
-        return Rows(first + len(entries), objects, 2 * (self._num_top + 1))
+        return Rows(own_first + len(run.prompt_logprobs), objects, 2 * (self._num_top + 1))
 
     def _of_token(self, entry: TokenLogprobs) -> dict[str, Any]:
         """The most likely tokens, and the prompt's own token, whose rank is known only if it is one of them."""

@@ -25,11 +25,15 @@ SERVERS: Mapping[str, tuple[str, ...]] = {
     "random": ("--queue-order", "random"),
     "no jump-forward": ("--queue-order", "lpm", "--no-jump-forward"),
     "decode may prefill": ("--queue-order", "lpm"),
+    "decode prefills": ("--queue-order", "lpm"),
 }
-ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {"decode may prefill": {"KVRELAY_LOCAL_PREFILL_TOKENS": ""}}
+ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
+    "decode may prefill": {"KVRELAY_LOCAL_PREFILL_TOKENS": ""},
+    "decode prefills": {"KVRELAY_LOCAL_PREFILL_TOKENS": "1000000"},
+}
 """Variables of `SERVERS` that have some. Of "decode may prefill": the default, by which a decode worker computes
-prompts that it is expected to compute sooner, as it has more of them cached. On the other servers, all prompts are
-handed over."""
+prompts that it is expected to compute sooner, as it has more of them cached. Of "decode prefills": it computes all
+prompts that need output. On the other servers, all prompts are handed over."""
 CONSTRAINED = frozenset(("self-consistency", "react", "generative-agents", "json"))
 FEWER_PROGRAMS = {"multi-turn-long": 4}
 ALL_ON, RAW, RAW_NO_CACHE = "all on", "raw calls", "raw calls, no cache"
@@ -58,6 +62,7 @@ VARIANTS = (
     Variant("no parallel calls", "all on", is_parallel=False),
     Variant("no jump-forward", "no jump-forward"),
     Variant("prompts on decode if that is faster", "decode may prefill"),
+    Variant("prompts on decode", "decode prefills"),
     Variant(RAW, "all on", is_raw=True, has_hint=False, is_parallel=False),
     Variant(RAW_NO_CACHE, "no cache", is_raw=True, has_hint=False, is_parallel=False),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.kv_trees import BLOCK_SIZE, ROOT, Clock, serve
@@ -14,13 +14,14 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay_programs import Endpoint
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller
-from kvrelay_programs.scoring import ScoredTokens
+from kvrelay_programs.scoring import ScoredTokens, num_common
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One prompt of a request. Without `add_generation_prompt`, `messages` are continued or end as they stand.
-    `first_scored`: position of the first token whose log-probability was asked for. `output` has the answer's text.
+    `first_scored`: position of the first token whose log-probability was asked for. `number`: its place in the request.
+    `output` has the answer's text.
     """
 
     text: str = ""
@@ -29,6 +30,7 @@ class Call:
     is_continued: bool = False
     has_generation_prompt: bool = True
     first_scored: int | None = None
+    number: int = 0
     output: str = ""
 
 
@@ -94,6 +96,7 @@ def _calls_of(path: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> 
             text=prompt if isinstance(prompt, str) else "",
             token_ids=() if isinstance(prompt, str) else prompt,
             first_scored=first,
+            number=number,
             output="" if first is not None or number not in choices else choices[number]["text"],
         )
         for number, prompt in enumerate(prompts)
@@ -103,19 +106,38 @@ def _calls_of(path: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> 
 @dataclass(frozen=True, slots=True)
 class TokenizedCall:
     """`hashes` are of the blocks of prompt and answer, without the last token, whose KV is not computed.
-    `num_reusable`: the most tokens of the prompt that a cache can have."""
+    `num_reusable`: the most tokens of the prompt that a cache can have. `num_shared`: those of them that an earlier
+    prompt of the same request has, too, if all are only scored: they need not fill blocks."""
 
     num_prompt: int
     num_reusable: int
     hashes: Sequence[BlockHash]
+    num_shared: int = 0
 
 
 def tokenized(calls: Sequence[Call], tokenizer: Any) -> list[TokenizedCall]:
     """Tokens of prompts and answers, as this tokenizer of `transformers` gives them."""
-    return [_tokenized(call, tokenizer) for call in calls]
+    found: list[TokenizedCall] = []
+    scored: list[list[int]] = []  # the prompts of the newest request
+    for call in calls:
+        prompt, each = _tokenized(call, tokenizer)
+        if not call.number:
+            scored = []
+        if call.first_scored is not None:
+            scored.append(prompt)
+        if len(scored) > 1:
+            each = replace(each, num_shared=_num_shared(scored, call.first_scored or 0))
+        found.append(each)
+    return found
 
 
-def _tokenized(call: Call, tokenizer: Any) -> TokenizedCall:
+def _num_shared(prompts: Sequence[list[int]], first_scored: int) -> int:
+    others = [num_common(prompts[0], prompt) for prompt in prompts[1:]]
+    common = min(*others, min(map(len, prompts)) - 1)
+    return max(0, min(common, max(first_scored, common) - 1))
+
+
+def _tokenized(call: Call, tokenizer: Any) -> tuple[list[int], TokenizedCall]:
     prompt = list(call.token_ids)
     text = call.text
     if call.messages:
@@ -130,7 +152,7 @@ def _tokenized(call: Call, tokenizer: Any) -> TokenizedCall:
     whole = tokenizer.encode(text + call.output, add_special_tokens=not call.messages) if call.output else prompt
     most = len(prompt) - 1 if call.first_scored is None else min(len(prompt), call.first_scored) - 1
     hashes = hash_blocks(ROOT, whole[: max(len(whole) - 1, len(prompt))], BLOCK_SIZE)
-    return TokenizedCall(len(prompt), max(most, 0) // BLOCK_SIZE * BLOCK_SIZE, hashes)
+    return prompt, TokenizedCall(len(prompt), max(most, 0) // BLOCK_SIZE * BLOCK_SIZE, hashes)
 
 
 def best_possible_hits(calls: Sequence[TokenizedCall]) -> int:
@@ -140,7 +162,7 @@ def best_possible_hits(calls: Sequence[TokenizedCall]) -> int:
     num_hits = 0
     for call in calls:
         held = next((at for at, each in enumerate(call.hashes) if each not in known), len(call.hashes))
-        num_hits += min(held * BLOCK_SIZE, call.num_reusable)
+        num_hits += max(min(held * BLOCK_SIZE, call.num_reusable), call.num_shared)
         known.update(call.hashes)
     return num_hits
 

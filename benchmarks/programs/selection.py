@@ -1,4 +1,4 @@
-"""Time of a `select` by its number of choices, behind a prefix that is cached."""
+"""Time of a `select` by its number of choices, behind a prefix that is cached: one long choice, and shorter ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvrelay_programs.workloads.sentences import sentence, text
 from tests.fakes.stack import Stack
 
 NUM_CHOICES = (1, 2, 4, 16, 64)
-LONG_WORDS, SHORT_WORDS = 12, 4
+LONG_WORDS = 12
+SHORT_WORDS = (4, 1)
 
 
 @program
@@ -26,25 +27,38 @@ def choose(s: State, prefix: str, choices: list[str]) -> None:
 
 
 def lines(stack: Stack, repeats: int = 7) -> list[str]:
-    """A table: one choice of 12 words, and others of 4 words beside it. Medians."""
+    """A table: one choice of 12 words, and others of 4 words or of one beside it. Medians."""
     endpoint = Endpoint(stack.base_url, model=stack.model)
-    found: dict[int, list[tuple[float, float]]] = {number: [] for number in NUM_CHOICES}
+    rows = [
+        "| words of others | choices | tokens computed | ms | over the longest alone | CPU ms | over that alone |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for num_words in SHORT_WORDS:
+        found = _measured(stack, endpoint, num_words, repeats)
+        _, alone_s, alone_cpu_s = found[1]
+        for number, (num_tokens, wall_s, used_s) in found.items():
+            wall, used = (
+                f"{1e3 * wall_s:.0f} | {wall_s / alone_s:.2f}",
+                f"{1e3 * used_s:.0f} | {used_s / alone_cpu_s:.2f}",
+            )
+            rows.append(f"| {num_words} | {number} | {num_tokens:.0f} | {wall} | {used} |")
+    return rows
+
+
+def _measured(stack: Stack, endpoint: Endpoint, num_words: int, repeats: int) -> dict[int, tuple[float, float, float]]:
+    """By number of choices: prompt tokens that were not cached, seconds, and seconds of CPU time. Medians."""
+    found: dict[int, list[tuple[float, float, float]]] = {number: [] for number in NUM_CHOICES}
     for repeat in range(-1, repeats):
-        draw = random.Random(repeat)
+        draw = random.Random(f"{num_words} {repeat}")
         for number in NUM_CHOICES:
             prefix = text(draw, 600)
             longest = f" {sentence(draw, LONG_WORDS)}"
-            others = [f" {number:02} {sentence(draw, SHORT_WORDS)}" for number in range(number - 1)]
+            others = [f" {number:02} {sentence(draw, num_words)}" for number in range(number - 1)]
             begin.run(prefix=prefix, endpoint=endpoint, sampling={"temperature": 0})
             cpu_before_s = cpu_s(stack)
             state = choose.run(prefix=prefix, choices=[longest, *others], endpoint=endpoint)
             if repeat >= 0:  # the first one is for code that runs for the first time
-                found[number].append((state.elapsed_s or 0.0, cpu_s(stack) - cpu_before_s))
-    alone = [median(values) for values in zip(*found[1], strict=True)]
-    rows = []
-    for number, measured in found.items():
-        wall_s, used_s = (median(values) for values in zip(*measured, strict=True))
-        wall, used = f"{1e3 * wall_s:.0f} | {wall_s / alone[0]:.2f}", f"{1e3 * used_s:.0f} | {used_s / alone[1]:.2f}"
-        rows.append(f"| {number} | {wall} | {used} |")
-    head = "| choices | ms | over the longest alone | CPU ms | over the longest alone |"
-    return [head, "|---:|---:|---:|---:|---:|", *rows]
+                num_tokens = state.usage.prompt_tokens - state.usage.cached_tokens
+                found[number].append((num_tokens, state.elapsed_s or 0.0, cpu_s(stack) - cpu_before_s))
+    medians = {number: tuple(map(median, zip(*values, strict=True))) for number, values in found.items()}
+    return {number: (values[0], values[1], values[2]) for number, values in medians.items()}

@@ -179,7 +179,7 @@ class Endpoint:
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         if any(choice.get("prompt_logprobs") is None or "prompt_token_ids" not in choice for choice in choices):
             raise self._cannot_score()
-        return [_scored(choice["prompt_token_ids"], choice["prompt_logprobs"]) for choice in choices]
+        return [_scored(choice["prompt_token_ids"], choice["prompt_logprobs"], first) for choice in choices]
 
     def _cannot_score(self) -> CannotScore:
         return CannotScore(f"{self.base_url} does not score prompts")
@@ -306,10 +306,14 @@ def _generated(answer: Mapping[str, Any], is_chat: bool) -> Generated:
     )
 
 
-def _scored(token_ids: list[int], entries: Sequence[Mapping[str, Mapping[str, Any]] | None]) -> ScoredTokens:
-    """Of each token its own log-probability; NaN where the endpoint gave none."""
+def _scored(
+    token_ids: list[int], entries: Sequence[Mapping[str, Mapping[str, Any]] | None], first: int
+) -> ScoredTokens:
+    """Of each token from `first` on its own log-probability; NaN where the endpoint gave none."""
+    if len(entries) != len(token_ids):
+        raise EndpointError(f"{len(entries)} log-probabilities for a prompt of {len(token_ids)} tokens")
     logprobs = [
         math.nan if entry is None else float(entry[str(token)]["logprob"])
-        for token, entry in zip(token_ids, entries, strict=True)
+        for token, entry in zip(token_ids[first:], entries[first:], strict=True)
     ]
     return ScoredTokens(token_ids, logprobs)

@@ -11,25 +11,30 @@ from kvrelay_programs.results import ChoiceScore, Selected
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Tokens and the log-probability of each, given those before."""
+    """Tokens and the log-probabilities of the last of them, or all, each given the tokens before."""
 
     token_ids: list[int]
     logprobs: list[float]
 
     def behind(self, first: int) -> ScoredTokens:
         """Tokens from position `first` on. Raises ValueError if one of them has no log-probability."""
-        cut = ScoredTokens(self.token_ids[first:], self.logprobs[first:])
-        if any(math.isnan(logprob) for logprob in cut.logprobs):
+        num_unscored = len(self.token_ids) - len(self.logprobs)
+        cut = ScoredTokens(self.token_ids[first:], self.logprobs[max(0, first - num_unscored) :])
+        if first < num_unscored or any(math.isnan(logprob) for logprob in cut.logprobs):
             raise ValueError("a token has no log-probability")
         return cut
 
 
 def num_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Number of tokens at the beginning that are the same."""
-    for position, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return position
-    return min(len(left), len(right))
+    """Number of tokens at the beginning that are the same. Compares slices, as select does so for each choice."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def best_choice(

@@ -12,13 +12,23 @@ import argparse
 import asyncio
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from kvrelay.kv.shard_map import ShardShape
-from kvrelay.transfer.base import BlockPush, Landed, ReceiverEvent, SenderEvent, TransferFailed
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
+from kvrelay.transfer.base import (
+    BlockPush,
+    Landed,
+    ReceiverEvent,
+    SenderEvent,
+    TransferFailed,
+    TransferReceiver,
+    TransferSender,
+)
+from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
 from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
+from kvrelay.transfer.ucx_devices import devices_for
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
 
@@ -26,7 +36,20 @@ NUM_LAYERS, NUM_HEADS, HEAD_BYTES = 28, 8, 16 * 128 * 2  # of 16 tokens of a hea
 NUM_BLOCKS, PUSHED = 64, 32
 GIVE_UP_S = 60.0
 SIZES = ((1, 1), (2, 2), (2, 1), (1, 2), (4, 1), (1, 4), (4, 4))
-SENDERS, RECEIVERS = {"zmq": ZmqSender, "nixl": NixlSender}, {"zmq": ZmqReceiver, "nixl": NixlReceiver}
+HOST = "127.0.0.1"
+"""Of all workers. NIXL is restricted to its device, as by a worker: with several, UCX sometimes hangs."""
+
+
+def nixl_sender(pool: Bytes) -> NixlSender:
+    return NixlSender(pool, settings=NixlSettings(ucx_devices=devices_for(HOST)))
+
+
+def nixl_receiver(pool: Bytes) -> NixlReceiver:
+    return NixlReceiver(pool, ucx_devices=devices_for(HOST))
+
+
+SENDERS: dict[str, Callable[[Bytes], TransferSender]] = {"zmq": ZmqSender, "nixl": nixl_sender}
+RECEIVERS: dict[str, Callable[[Bytes], TransferReceiver]] = {"zmq": ZmqReceiver, "nixl": nixl_receiver}
 
 
 def pools(shape: ShardShape) -> list[Bytes]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import select
 from functools import cache
@@ -65,9 +66,13 @@ class ProcessMemory:
         """
         if self._has_ended():
             raise self._ended()
-        for first in range(0, len(sources), _MOST_RUNS):
-            runs = slice(first, first + _MOST_RUNS)
-            _write(self._process_id, _iovecs(sources[runs], num_bytes), _iovecs(targets[runs], num_bytes))
+        if not len(sources):
+            return
+        local, remote = _iovecs(sources, num_bytes), _iovecs(targets, num_bytes)
+        num_left = len(sources)
+        for ours, theirs in zip(local, remote, strict=True):
+            _write(self._process_id, ours, theirs, min(_MOST_RUNS, num_left) * num_bytes)
+            num_left -= _MOST_RUNS
 
     def close(self) -> None:
         """Nothing can be written afterwards. Idempotent."""
@@ -83,24 +88,31 @@ class ProcessMemory:
         return ProcessLookupError(errno.ESRCH, f"no process {self._process!r} here")
 
 
-def _write(process_id: int, local: Addresses, remote: Addresses) -> None:
-    wanted = int(remote[:, 1].sum())
+def _write(process_id: int, local: Addresses, remote: Addresses, num_bytes: int) -> None:
     written = _system_call()(process_id, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
     if written < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"process_vm_writev: {os.strerror(code)}")
-    if written != wanted:
-        raise OSError(errno.EFAULT, f"process_vm_writev wrote {written} of {wanted} bytes")
+    if written != num_bytes:
+        raise OSError(errno.EFAULT, f"process_vm_writev wrote {written} of {num_bytes} bytes")
 
 
-def _iovecs(addresses: Addresses, num_bytes: int) -> Addresses:
-    """`struct iovec` for the addresses in their order, [runs, 2]. Neighbours become one, since Linux locks the pages of
-    each run of the other process for itself."""
-    starts = np.flatnonzero(np.append(True, np.diff(addresses) != num_bytes))
+def _iovecs(addresses: Addresses, num_bytes: int) -> list[Addresses]:
+    """`struct iovec` for the addresses in their order, [runs, 2], for each `_MOST_RUNS` of them. Neighbours become one,
+    since Linux locks the pages of each run of the other process for itself."""
+    is_start = np.empty(len(addresses), np.bool_)
+    np.not_equal(addresses[1:] - addresses[:-1], np.uint64(num_bytes), out=is_start[1:])
+    is_start[::_MOST_RUNS] = True
+    starts = np.flatnonzero(is_start)
     rows = np.empty((len(starts), 2), np.uint64)
     rows[:, 0] = addresses[starts]
-    rows[:, 1] = np.diff(starts, append=len(addresses)) * num_bytes
-    return rows
+    rows[:-1, 1] = starts[1:] - starts[:-1]
+    rows[-1, 1] = len(addresses) - starts[-1]
+    rows[:, 1] *= np.uint64(num_bytes)
+    if len(addresses) <= _MOST_RUNS:
+        return [rows]
+    cuts = np.searchsorted(starts, range(0, len(addresses), _MOST_RUNS)).tolist()
+    return [rows[first:last] for first, last in itertools.pairwise([*cuts, len(rows)])]
 
 
 @cache

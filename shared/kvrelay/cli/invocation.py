@@ -1,4 +1,4 @@
-"""How the user calls this command."""
+"""Finds the command line by which a user runs kvrelay again."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from pathlib import Path
 
 
 def own_command(*, from_anywhere: bool = False) -> str:
-    """What runs `kvrelay` from the current directory: its name if the PATH leads to this installation, else its path,
-    such as `.venv/bin/kvrelay`; from any directory its whole path."""
+    """Returns `kvrelay` if the PATH leads to this installation, else the path of the script for a shell, such as
+    `.venv/bin/kvrelay`: relative to the current directory if the script lies below it, unless `from_anywhere`."""
     python = Path(sys.executable)
     found = shutil.which("kvrelay")
     if found is not None and Path(found).resolve().parent == python.parent.resolve():
         return "kvrelay"
     script = python.with_name("kvrelay")
-    command = [script] if script.exists() else [python, "-m", "kvrelay"]
-    here = Path.cwd()
-    return shlex.join(
-        str(each.relative_to(here))
-        if isinstance(each, Path) and each.is_relative_to(here) and not from_anywhere
-        else str(each)
-        for each in command
-    )
+    program, arguments = (script, []) if script.exists() else (python, ["-m", "kvrelay"])
+    if not from_anywhere and program.is_relative_to(here := Path.cwd()):
+        program = program.relative_to(here)
+    return shlex.join([str(program), *arguments])

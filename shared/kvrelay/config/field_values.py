@@ -42,8 +42,8 @@ def size(number: int) -> str:
 
 def allowed(field: FieldInfo) -> str:
     """The choices, range or form of a field's values, or "" if it has none."""
-    if isinstance(field.json_schema_extra, dict) and "form" in field.json_schema_extra:
-        return str(field.json_schema_extra["form"])
+    if "form" in extra(field):
+        return str(extra(field)["form"])
     return ", ".join(choices(field.annotation)) or _range(field)
 
 

@@ -1,4 +1,4 @@
-"""A wrong value of any option, wherever it comes from, is one line of ours: the name, the value, what it must be."""
+"""Every refused value, whatever its source, gets one line with its name, the value and the allowed values."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_flag_or_variable_says_what_it_must_be(kind: str) -> None:
     num_checked = 0
     for name, field in fields(kind):
         for text in wrong_texts(field):
-            given = text.rpartition(",")[2]  # of a list, what is wrong in it
+            given = text.rpartition(",")[2]  # the wrong element of a list
             if field.annotation is not bool:  # the parser gives switches their values
                 check(refusal(kind, name, {name: text}, {}), flag_names(name)[0], given, field)
             variable = f"KVRELAY_{name.upper()}"

@@ -170,7 +170,7 @@ def main() -> None:
             f"budget of {TOKEN_BUDGET}, CPython {platform.python_version()}. Repeat with "
             "`python -m benchmarks.forced_tokens`; the script's head says what is measured.",
             "",
-            "| forced tokens in a step | tokens in a step | step, ms | its forward | mean, over none constrained | "
+            "| forced tokens in a step | tokens in a step | step, ms | in the engine | mean, over none constrained | "
             "p99, ms | unconstrained tokens/s | programs/s |",
             "|---|---:|---:|---:|---:|---:|---:|---:|",
             *rows,

@@ -246,6 +246,13 @@ class WorkerConfig(RankedConfig):
         description="in constrained output, append the tokens that the grammar forces without sampling them, and "
         "compute them in one step; off: sample each token under the grammar's mask",
     )
+    max_shared_forced_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=1 << 20,
+        description="maximum forced tokens in a step with unconstrained sequences; fewer shorten the gaps between "
+        "their tokens, and slow down constrained output (default: an eighth of token_budget)",
+    )
 
     speculation: SpeculationMethod = Field(
         default="off",
@@ -398,6 +405,7 @@ class WorkerConfig(RankedConfig):
             preemption=self.preemption,
             group_samples=self.group_samples,
             jump_forward=self.jump_forward,
+            max_shared_forced_tokens=self.max_shared_forced_tokens,
             num_stages=self._num_stages,
             speculation=SpeculationSettings(
                 self.speculation,

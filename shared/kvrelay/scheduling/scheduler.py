@@ -97,7 +97,9 @@ class BatchScheduler:
         )
         self.turns = DecodeTurns(self.shares)
         self._planner = StepPlanner(
-            self.lifecycle, self._admission, self.preemptor, self.chunks, self.turns, num_stages=settings.num_stages
+            *(self.lifecycle, self._admission, self.preemptor, self.chunks, self.turns),
+            max_shared_forced_tokens=settings.max_shared_forced_tokens,
+            num_stages=settings.num_stages,
         )
         self._commit = StepCommit(self.lifecycle)
         self._step = 0

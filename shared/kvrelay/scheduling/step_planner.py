@@ -23,7 +23,8 @@ MAX_PAUSED_STEPS = 2
 """Steps in a row in which decodes may be paused for prompts of tenants that were served less."""
 
 RUNS_PART = 8
-"""The part of the token budget that forced tokens take, at most, if unconstrained rows share the step."""
+"""The part of the token budget that forced tokens take, at most, if unconstrained rows share the step and the settings
+name no number."""
 
 DRAFTS_PART = 4
 """The part of the token budget that drafts take, at most, while prompts run or wait."""
@@ -40,10 +41,11 @@ class StepPlanner:
         chunks: Chunks,
         turns: DecodeTurns,
         *,
+        max_shared_forced_tokens: int | None = None,
         num_stages: int = 1,
     ) -> None:
-        """`num_stages`: stages of the model's pipeline. With several, decodes are divided into as many groups, whose
-        steps are in flight at the same time."""
+        """`max_shared_forced_tokens`: see `SchedulerSettings`. `num_stages`: stages of the model's pipeline. With
+        several, decodes are divided into as many groups, whose steps are in flight at the same time."""
         self._lifecycle = lifecycle
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
@@ -53,6 +55,7 @@ class StepPlanner:
         self._preemptor = preemptor
         self._chunks = chunks
         self._turns = turns
+        self._max_shared_forced_tokens = max_shared_forced_tokens
         self._num_stages = num_stages
         self._has_paused = False  # decodes, in the latest step
         self._num_paused_steps = 0  # consecutive ones
@@ -146,7 +149,8 @@ class StepPlanner:
         """
         num_spare = draft.budget_left - len(self._running)
         if has_others:
-            num_spare = min(num_spare, draft.budget_left // RUNS_PART)
+            most = self._max_shared_forced_tokens
+            num_spare = min(num_spare, draft.budget_left // RUNS_PART if most is None else most)
         runs: dict[Sequence, int] = {}
         for place in places:
             row, num_remaining = rows[place], rows[place].sequence.num_remaining

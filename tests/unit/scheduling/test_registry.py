@@ -93,7 +93,7 @@ def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
 
 
 def test_the_configuration_reaches_the_policy() -> None:
-    flags = (
+    flags: tuple[str, ...] = (
         "--queue-order",
         "lpm",
         "--queue-starvation-bound",
@@ -103,8 +103,11 @@ def test_the_configuration_reaches_the_policy() -> None:
         "--new-token-ratio",
         "0.4",
     )
-    settings = config(*flags, "--retraction", "least_progress").scheduler_settings
-    assert settings == SchedulerSettings("lpm", 9, "dynamic", "least_progress", 0.4, jump_forward=True)
+    flags = (*flags, "--retraction", "least_progress", "--max-shared-forced-tokens", "16")
+    expected = SchedulerSettings(
+        "lpm", 9, "dynamic", "least_progress", 0.4, jump_forward=True, max_shared_forced_tokens=16
+    )
+    assert config(*flags).scheduler_settings == expected
     assert config().scheduler_settings == SchedulerSettings(jump_forward=True)
 
 

@@ -79,11 +79,18 @@ def test_outcomes_are_those_of_one_token_a_step_and_cached_blocks_are_among_them
 class Fleetless:
     """Sequences on a scheduler and the hash model, step by step."""
 
-    def __init__(self, samplings: list[Sampling], token_budget: int = 32, *, prefill_only: bool = False) -> None:
+    def __init__(
+        self,
+        samplings: list[Sampling],
+        token_budget: int = 32,
+        *,
+        prefill_only: bool = False,
+        max_shared: int | None = None,
+    ) -> None:
         self.runner = HashRunner(64, 4, 64)
         limits = SchedulerLimits(token_budget, 4, 64, frozenset())
         pool = BlockPool(64, 4)
-        chosen = SchedulerSettings(jump_forward=True)
+        chosen = SchedulerSettings(jump_forward=True, max_shared_forced_tokens=max_shared)
         self.scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), chosen)
         self.sequences = [self._add(number, each, prefill_only) for number, each in enumerate(samplings)]
         self.plans: list[StepPlan] = []
@@ -129,11 +136,12 @@ def test_runs_stay_within_the_token_budget_and_leave_a_token_to_every_decode() -
     assert any(not row.sample and not row.is_prefill for plan in world.plans for row in plan.rows), "a run was cut"
 
 
-def test_runs_take_a_part_of_the_budget_beside_unconstrained_rows() -> None:
+@pytest.mark.parametrize("max_shared", [None, 0, 1, 3])
+def test_runs_take_a_part_of_the_budget_beside_unconstrained_rows(max_shared: int | None) -> None:
     """So that a step, and with it the gap between the tokens of these rows, is bounded."""
     free, budget = msgspec.structs.replace(CONSTRAINED, grammar=None, max_tokens=6), 2 * RUNS_PART
     samplings = [CONSTRAINED, CONSTRAINED, free, CONSTRAINED]
-    world = Fleetless(samplings, token_budget=budget)
+    world = Fleetless(samplings, token_budget=budget, max_shared=max_shared)
     outputs = world.run()
     assert outputs == [expected_tokens(PROMPT, each, 64) for each in samplings]
     beside: list[int] = []
@@ -142,7 +150,7 @@ def test_runs_take_a_part_of_the_budget_beside_unconstrained_rows() -> None:
         decodes = [row for row in plan.rows if not row.is_prefill]
         has_others = any(row.sequence is world.sequences[2] for row in decodes)
         (beside if has_others else alone).append(sum(row.num_tokens for row in decodes) - len(decodes))
-    assert max(beside) == budget // RUNS_PART < max(alone)
+    assert max(beside) == (budget // RUNS_PART if max_shared is None else max_shared) < max(alone)
     rows = [sum(row.sequence is world.sequences[2] for row in plan.rows) for plan in world.plans]
     assert sum(rows) == 6, "the unconstrained row gets a token in each step"
 

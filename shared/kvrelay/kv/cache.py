@@ -28,7 +28,8 @@ CacheEvent = Stored | Removed
 
 
 class Cache(Protocol):
-    """Remembers which blocks hold which prefix. Only full blocks are named."""
+    """Remembers which blocks hold which prefix. Full blocks are named, and first parts of blocks if nothing follows
+    them."""
 
     @property
     def num_cached(self) -> int:

@@ -12,9 +12,10 @@ from kvrelay.kv.hashing import BlockHash, hash_blocks
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay_programs import Endpoint
+from kvrelay_programs.beginnings import num_common
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller
-from kvrelay_programs.scoring import ScoredTokens, num_common
+from kvrelay_programs.scoring import ScoredTokens
 
 
 @dataclass(frozen=True, slots=True)

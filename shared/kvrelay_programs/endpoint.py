@@ -14,12 +14,13 @@ from urllib.parse import urlencode
 
 import httpx
 
+from kvrelay_programs.beginnings import num_common
 from kvrelay_programs.connections import Connections
 from kvrelay_programs.content import Content, chat_fields
 from kvrelay_programs.errors import CannotScore, EndpointError
 from kvrelay_programs.greedy_choice import top_tokens_of
 from kvrelay_programs.results import Generated, Usage
-from kvrelay_programs.scoring import ScoredTokens, num_common
+from kvrelay_programs.scoring import ScoredTokens
 from kvrelay_programs.sent_texts import SentTexts
 from kvrelay_programs.session_ends import SessionEnds
 

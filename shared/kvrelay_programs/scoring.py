@@ -25,18 +25,6 @@ class ScoredTokens:
         return cut
 
 
-def num_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Number of tokens at the beginning that are the same. Compares slices, as select does so for each choice."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def best_choice(
     choices: Sequence[str],
     scored: Sequence[ScoredTokens],

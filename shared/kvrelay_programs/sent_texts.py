@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from kvrelay_programs.beginnings import num_common
+
 MOST_KEPT = 16
 
 
@@ -22,17 +24,5 @@ class SentTexts:
         for known in self._texts:
             # Most texts of a batch differ in what is behind the longest beginning found so far, or before.
             if known[: longest + 1] == text[: longest + 1]:
-                longest = _num_common(known, text, longest)
+                longest = num_common(known, text, longest)
         return longest
-
-
-def _num_common(one: str, other: str, least: int) -> int:
-    """Bisects, as comparing slices is much faster than comparing characters. `least` of them are the same."""
-    most = min(len(one), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvrelay.config.common import CommonConfig
+from kvrelay.config.common import NAME_FORM, NAME_PATTERN, CommonConfig
 from kvrelay.config.field_values import first_fault
 from kvrelay.config.fleets import read_fleets
 from kvrelay.protocol.messages import LEAST_WEIGHT, MOST_WEIGHT
@@ -49,8 +49,8 @@ class OwnKeyLimits(BaseModel):
     least_priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     tenant: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        json_schema_extra={"form": "1 to 64 of the characters A-Z a-z 0-9 _ . -"},
+        pattern=NAME_PATTERN,
+        json_schema_extra={"form": NAME_FORM},
     )
     weight: float = Field(default=1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
 
@@ -60,9 +60,9 @@ class RouterConfig(CommonConfig):
 
     router_id: str = Field(
         default_factory=lambda: f"router-{secrets.token_hex(4)}",
-        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        pattern=NAME_PATTERN,
         description="name of this router, unique in the fleet (default: router and random digits)",
-        json_schema_extra={"form": "1 to 64 of the characters A-Z a-z 0-9 _ . -"},
+        json_schema_extra={"form": NAME_FORM},
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
     processes: int = Field(

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
+from kvrelay.config.common import NAME_FORM, NAME_PATTERN
 from kvrelay.config.ranks import DEVICE_FORM, RankedConfig
 from kvrelay.engine.graph_sizes import default_sizes, largest_size
 from kvrelay.protocol.sampling import SpeculationMethod
@@ -31,9 +32,9 @@ class WorkerConfig(RankedConfig):
     role: Role = Field(description="set by the service itself", json_schema_extra={"flags": None})
     worker_id: str = Field(
         default_factory=default_worker_id,
-        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        pattern=NAME_PATTERN,
         description="name of this worker, unique in the fleet (default: role and random digits)",
-        json_schema_extra={"form": "1 to 64 of the characters A-Z a-z 0-9 _ . -"},
+        json_schema_extra={"form": NAME_FORM},
     )
     num_workers: int = Field(
         default=1,

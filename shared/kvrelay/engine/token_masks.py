@@ -15,7 +15,7 @@ the masks at their places allow. So the tokens of an output are those of samplin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from time import perf_counter
@@ -207,8 +207,7 @@ class TokenMasks:
             with self._waiting():
                 while waiting := [state for state in states.values() if not state.is_done and not _hangs(state)]:
                     self._wait(waiting, LONGEST_WAIT_S / 10)
-        if any(state.error is not None or not state.is_done for state in states.values()):
-            _check([keys[row] for row in states], [*states.values()])
+        _check(keys, states)
         masks = {row: state.mask for row, state in states.items()}
         if drafts is not None:
             for row, state in states.items():
@@ -288,14 +287,14 @@ class TokenMasks:
         return matcher
 
 
-def _check(keys: Sequence[SequenceKey], states: Sequence[GrammarState]) -> None:
-    """Raises GrammarFailed for masks that are not there."""
+def _check(keys: Sequence[SequenceKey], states: Mapping[int, GrammarState]) -> None:
+    """Raises GrammarFailed for masks that are not there. `states` are those of the rows that have one, by row."""
     failed: dict[SequenceKey, str] = {}
-    for key, state in zip(keys, states, strict=True):
+    for row, state in states.items():
         if not state.is_done:
-            failed[key] = _TOO_LONG.format(LONGEST_WAIT_S)
+            failed[keys[row]] = _TOO_LONG.format(LONGEST_WAIT_S)
         elif isinstance(state.error, GrammarError):
-            failed[key] = str(state.error)
+            failed[keys[row]] = str(state.error)
         elif state.error is not None:
             raise state.error
     if failed:

@@ -34,7 +34,7 @@ class TokenIntake:
         self, sequence: int, *, is_beam_search: bool = False, num_scores: int = 0, opening: tuple[int, ...] = ()
     ) -> None:
         self.output: list[int] = list(opening)  # tokens delivered, over all attempts, and the opening
-        self._opening = list(opening)  # until it is delivered
+        self._opening = opening  # until it is delivered
         self.lacks_scores = num_scores > 0  # some of the prompt's log-probabilities are still to come
         self._scores_due = self.lacks_scores  # until they are delivered
         self._num_scores = num_scores
@@ -42,14 +42,13 @@ class TokenIntake:
         self._sequence = sequence
         self._is_beam_search = is_beam_search
         self._attempt = 1
-        self._num_resumed = len(self._opening)  # output tokens that the attempt got with the prompt
+        self._num_resumed = len(opening)  # output tokens that the attempt got with the prompt
         self._held: dict[int, TokenEntry] = {}  # entries behind a gap, by the index of their first token
         self._usage: SequenceUsage | None = None  # sent with the next delta, then None
         self._cached_tokens: int | None = None  # sent with the next delta, then None
         self._cached_tokens_reported = False
-        self._has_details = (
-            is_beam_search or self._scores_due or bool(opening)
-        )  # the next delta brings more than tokens
+        # The next delta brings more than an entry's tokens.
+        self._has_details = is_beam_search or self._scores_due or bool(opening)
 
     def handle(self, entry: TokenEntry | ScoresReceived) -> SequenceDelta | None:
         """Returns the tokens that can be delivered now, in one delta. Nothing follows a delta with a finish reason.
@@ -110,10 +109,10 @@ class TokenIntake:
     def _delta_with_details(
         self, entry: TokenEntry, token_ids: list[int], logprobs: list[TokenLogprobs], finish: FinishReason | None
     ) -> SequenceDelta:
-        opening, self._opening = self._opening, []
+        opening, self._opening = self._opening, ()
         delta = SequenceDelta(
             self._sequence,
-            opening + token_ids if opening else token_ids,
+            [*opening, *token_ids] if opening else token_ids,
             logprobs,
             (entry.prompt_logprobs or self._scores) if self._scores_due else (),
             self._cached_tokens,

@@ -34,8 +34,6 @@ async def _num_common(prompts: Sequence[list[int]]) -> int:
     common = len(first)
     for prompt in prompts[1:]:
         low, high = 0, min(common, len(prompt))
-        if first[:high] == prompt[:high]:
-            low = high
         while low < high:
             middle = (low + high + 1) // 2
             if first[low:middle] == prompt[low:middle]:

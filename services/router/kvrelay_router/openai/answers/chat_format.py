@@ -91,6 +91,13 @@ class ChatStream(PartedEventFormat):
             return self._keep_large(self._in_parts(opening, choice, delta, details, usage))
         return opening + self._event(choice, delta, b"," + dump_at_once(details)[1:-1], usage)
 
+    def _event_without_tokens(self, run: PromptRun, choice: Choice, delta: bytes) -> bytes:
+        """The tokens behind `delta` are left to a later event."""
+        details: dict[str, Any] = {"logprobs": _logprobs(self._tokenizer, self._request, []), "finish_reason": None}
+        if self._request.return_token_ids:
+            details["token_ids"] = []
+        return self._event(choice, delta, b"," + dump_at_once(details)[1:-1], self._usage.field(run, choice, 0))
+
     def _in_parts(
         self, opening: bytes, choice: Choice, delta: bytes, details: dict[str, Any], usage: bytes
     ) -> Iterator[bytes]:

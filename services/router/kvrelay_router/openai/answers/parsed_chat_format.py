@@ -92,6 +92,10 @@ class ParsedChatStream(ChatStream):
         opening = b"" if choice.index in self._opened else self._open(run, choice)
         if not fields and choice.finish_reason is None:
             return opening
+        if "tool_calls" in fields and choice.finish_reason is not None:
+            # OpenAI's client reports the last call as complete only if an earlier chunk began it.
+            opening += self._event_without_tokens(run, choice, orjson.dumps(fields))
+            fields = {}
         return self._event_with_details(run, choice, orjson.dumps(fields), opening)
 
     def _finish_reason(self, choice: Choice) -> str | None:

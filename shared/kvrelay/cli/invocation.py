@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,6 +18,8 @@ def own_command(*, from_anywhere: bool = False) -> str:
         return "kvrelay"
     script = python.with_name("kvrelay")
     program, arguments = (script, []) if script.exists() else (python, ["-m", "kvrelay"])
-    if not from_anywhere and program.is_relative_to(here := Path.cwd()):
-        program = program.relative_to(here)
+    if not from_anywhere:
+        with suppress(FileNotFoundError):  # the current directory was deleted
+            here = Path.cwd()
+            program = program.relative_to(here) if program.is_relative_to(here) else program
     return shlex.join([str(program), *arguments])

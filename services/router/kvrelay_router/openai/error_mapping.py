@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 def model_not_found(model: str) -> ApiError:
     """404 for a model that is not served here."""
-    return ApiError(f"The model '{model}' does not exist", status=404, param="model", code="model_not_found")
+    message = f"The model '{model}' does not exist; GET /v1/models lists the names that are served"
+    return ApiError(message, status=404, param="model", code="model_not_found")
 
 
 def context_length_exceeded(message: str, param: str) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ import psutil
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.process import deferred_collection
 from tests.fakes import zmq_contexts
+from tests.fakes.shared_ssl_contexts import share_ssl_contexts
 from tests.thoroughness import device_of, mark_slow_cases, register_profiles
 
 pytest_plugins = ["tests.time_budget", "tests.time_limit"]
@@ -35,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     zmq_contexts.watch()
+    share_ssl_contexts()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,6 +48,16 @@ def pytest_xdist_auto_num_workers() -> int | None:
         return None
     num_fitting = int(psutil.virtual_memory().available // BYTES_PER_PROCESS)
     return max(1, min(len(os.sched_getaffinity(0)) + 1, num_fitting))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Imports make a million objects that stay. Scanning them takes most of a second, in every collection that a test
+    asks for, in those that Python makes by itself, and at the end of the process."""
+    with deferred_collection():
+        yield
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

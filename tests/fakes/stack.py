@@ -47,6 +47,9 @@ class Stack:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
         # Most tests are about handoffs of short prompts, which would otherwise stay on decode once speeds are measured.
         environment["KVRELAY_LOCAL_PREFILL_TOKENS"] = "0"
+        if not {"simulated", "cuda"} & set(flags):
+            # A worker takes its pool from the system as it starts, 1 GiB by default: a second of CPU time.
+            environment["KVRELAY_KV_MEMORY_BYTES"] = "256MiB"
         environment |= environ
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

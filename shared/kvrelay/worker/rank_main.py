@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from kvrelay.config.ranks import RankConfig
-from kvrelay.process import end_with_parent
+from kvrelay.process import deferred_collection, end_with_parent, settle_garbage
 from kvrelay.ranks.messages import RANK_PROTOCOL, RankSettings, Software
 from kvrelay.ranks.rank_member import FollowingRunner, MemberOptions, RankEnds, RankMember, Report
 from kvrelay.ranks.rank_process import PARENT_VARIABLE
@@ -40,7 +40,10 @@ def run_rank(config: RankConfig) -> int:
     setup_logging(config.log_level, config.log_format, rank=str(config.rank))
 
     def load(settings: RankSettings, rank: int, report: Report) -> FollowingRunner:
-        return load_part(config, settings, report)
+        with deferred_collection():
+            runner = load_part(config, settings, report)
+        settle_garbage()
+        return runner
 
     def open_transports(settings: TransferSettings, pool: PoolLike) -> Mapping[str, PartSender | PartReceiver]:
         return make_transports(config, settings, pool)

@@ -9,7 +9,7 @@ from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.loader import DESCRIPTIONS
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
-from kvrelay.process import end_with_parent, service_main
+from kvrelay.process import deferred_collection, end_with_parent, service_main, settle_garbage
 from kvrelay.ranks.rank_process import PARENT_VARIABLE
 from kvrelay.simulated.simulated_runner import make_simulated_runner
 from kvrelay.worker.host import run_workers
@@ -30,14 +30,25 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
         prog,
         f"{role} worker",
         lambda: load_config(WorkerConfig, prog=prog, description=DESCRIPTIONS[role], role=role),
-        lambda config: run_workers(config, make_role, load_runner),
+        lambda config: run_workers(config, make_role, _load_and_settle),
         lambda config: {"worker_id": config.worker_id},
     )
+
+
+def _load_and_settle(config: WorkerConfig) -> ModelRunner:
+    runner = load_runner(config)
+    settle_garbage()
+    return runner
 
 
 def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner:
     """Returns a runner: the loaded model with its pool, or a simulated device. Imports torch only here, because that
     takes seconds."""
+    with deferred_collection():
+        return _make_runner(config, hands_over=hands_over)
+
+
+def _make_runner(config: WorkerConfig, *, hands_over: bool) -> ModelRunner:
     if config.backend == "simulated":
         return make_simulated_runner(config)
     if config.data_parallel_size > 1:

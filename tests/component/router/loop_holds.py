@@ -41,7 +41,6 @@ class LoopHolds:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_open = False
-        gc.unfreeze()
 
     def _turn(self) -> None:
         now = thread_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -165,6 +166,7 @@ def _add_metrics(app: FastAPI, metrics_page: Callable[[], Page]) -> None:
         app.add_api_route("/metrics", metrics, methods=[method], response_model=None, include_in_schema=method == "GET")
 
 
+@functools.cache  # a schema takes 5 to 20 ms
 def _body_schema(model: type[RequestModel]) -> dict[str, Any]:
     """The OpenAPI entry of a body. FastAPI cannot derive it, because the endpoints read bodies themselves."""
     schema = model.model_json_schema()

@@ -69,7 +69,7 @@ class HttpServer:
         if self._listener is not None:
             self._listener.close()
         await asyncio.sleep(SETTLE_S)
-        self._server.should_exit = True
+        self._server.end()
         await self._task
 
 

@@ -28,6 +28,7 @@ from kvrelay_router.http.connection_passing import PassedConnections
 from kvrelay_router.http.connection_policy import ConnectionPolicy
 from kvrelay_router.http.wire_forms import plain_head
 
+TICK_S = 0.1
 CLOSING_TICKS = 100
 """Connections that are closing are checked every 10 s."""
 LAST_REQUEST_S = 0.5
@@ -355,15 +356,30 @@ class EmbeddedServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, passed: PassedConnections | None) -> None:
         super().__init__(config)
         self._passed = passed
+        self._is_ending = asyncio.Event()
 
     @property
     def open_connections(self) -> list[UvicornConnection]:
         return [cast("UvicornConnection", each) for each in self.server_state.connections]
 
     def stop_listening(self) -> None:
-        """At once: uvicorn looks at `should_exit` every 0.1 s."""
+        """Accepts no more connections."""
         for server in self.servers:
             server.close()
+
+    def end(self) -> None:
+        """Ends `serve` once open connections are served, or after the graceful timeout."""
+        self._is_ending.set()
+
+    async def main_loop(self) -> None:
+        """As uvicorn's, which would notice the end up to a tick later."""
+        counter = 0
+        while not self._is_ending.is_set():
+            await self.on_tick(counter)
+            counter += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._is_ending.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self._passed is None:
@@ -385,7 +401,14 @@ class EmbeddedServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._passed is not None:
             self._passed.stop()
-        await super().shutdown(sockets)
+        state = self.server_state
+        if self._passed is not None or state.connections or state.tasks:
+            await super().shutdown(sockets)
+            return
+        # uvicorn would wait a tick for the connections to notice. There are none, and no new ones come.
+        self.stop_listening()
+        for server in self.servers:
+            await server.wait_closed()
 
     def _make_connection(self) -> asyncio.Protocol:
         made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]

@@ -75,7 +75,7 @@ OVERRIDDEN = {
 """Methods of an `HttpToolsProtocol` that `UvicornConnection` overrides."""
 
 SERVER = {"config", "lifespan", "server_state", "servers", "started"}
-SERVER_OVERRIDDEN = {"capture_signals", "on_tick", "shutdown", "startup"}
+SERVER_OVERRIDDEN = {"capture_signals", "main_loop", "on_tick", "shutdown", "startup"}
 
 
 def protocol() -> HttpToolsProtocol:

@@ -29,6 +29,7 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 BODIES: dict[str, dict[str, Any]] = GENERATIONS | {
     "/v1/chat/completions/batch": {"messages": [HELLO]},
     "/v1/messages/count_tokens": {"messages": HELLO},
+    "/v1/responses/input_tokens": {"input": "otter"},
     "/tokenize": {"prompt": "otter"},
     "/detokenize": {"tokens": [1]},
 }

@@ -114,6 +114,7 @@ def _add_posts(app: FastAPI, models: ServedModels, store: ResponseStore | None) 
         ("/v1/messages", messages.serve, MessagesRequest),
         ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
         ("/v1/responses", responses.serve, ResponsesRequest),
+        ("/v1/responses/input_tokens", responses.count_tokens, ResponsesRequest),
         ("/tokenize", tokens.tokenize, TokenizeText),
         ("/detokenize", tokens.detokenize, DetokenizeTokens),
     ]

@@ -55,6 +55,8 @@ async def plan_parsed_chats(
         plan = await _plan(service, names, requests, fields)
         return ParsedPlan(plan, ParsedChoices(is_plain=True))
     plan = await _plan(service, names, requests, msgspec.structs.replace(fields, is_parsed=True))
+    if request.joins_reasoning:
+        dialect = dialect.without_reasoning or dialect
     for each, run in zip(requests, plan.runs, strict=True):
         begins_inside = _begins_inside_reasoning(service, each, run.request.prompt_ids)
         prompt_end = service.text.prompt_end(run.request.prompt_ids)
@@ -117,6 +119,8 @@ def _reasoning_before(
 
 
 def _check_reasoning(service: ApiService, request: ChatRequest) -> None:
+    if request.joins_reasoning and service.text.dialect.without_reasoning is None:
+        raise wrong("separate_reasoning", "this model's reasoning is a message of its own", "unsupported_parameter")
     if request.thinking_token_budget is None:
         return
     if not service.text.can_limit_reasoning:

@@ -80,9 +80,8 @@ class TokenRoutes:
             "count": len(token_ids),
             "max_model_len": limits.max_model_len if limits else None,
             "tokens": _rows(token_ids),
+            "token_strs": _rows(await service.text.spell(token_ids)) if request.return_token_strs else None,
         }
-        if request.return_token_strs:
-            answer["token_strs"] = _rows(await service.text.spell(token_ids))
         if len(token_ids) > MANY_TOKENS:
             return PartsResponse(answer)
         return Response(dump_at_once(answer), media_type="application/json")

@@ -78,6 +78,11 @@ class Dialect(Protocol):
         """Whether parsers must see the end of the prompt."""
         ...
 
+    @property
+    def without_reasoning(self) -> Dialect | None:
+        """The same formats with reasoning and its markers as content. None if reasoning is a message of its own."""
+        ...
+
     def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool, prompt_end: str = "") -> OutputParser:
         """The parser for an output. `tools`: those that may be called."""
         ...
@@ -130,6 +135,10 @@ class MarkedDialect(msgspec.Struct, frozen=True):
     def reads_prompt(self) -> bool:
         return False
 
+    @property
+    def without_reasoning(self) -> Dialect:
+        return msgspec.structs.replace(self, reasoning=None)
+
     def is_closed_by(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.end)
 
@@ -179,6 +188,7 @@ class HarmonyDialect(msgspec.Struct, frozen=True):
     is_plain: bool = False
     has_channels: bool = True
     reads_prompt: bool = False
+    without_reasoning: None = None
 
     @property
     def reasoning_markers(self) -> tuple[str, str] | None:
@@ -220,6 +230,7 @@ class TemplateDialect(msgspec.Struct, frozen=True):
     is_plain: bool = False
     has_channels: bool = False
     reads_prompt: bool = True
+    without_reasoning: None = None
 
     @property
     def calls_tools(self) -> bool:

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and GET and DELETE of stored ones."""
+"""POST /v1/responses and /v1/responses/input_tokens, and GET and DELETE of stored responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay_router.http.json_parts import dump_at_once
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.chat_planning import plan_parsed_chat
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.request_validation import RequestedOutput
+from kvrelay_router.openai.request_validation import RequestedOutput, check_model
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
@@ -46,10 +46,7 @@ class ResponsesEndpoint:
         service, content = await self._models.read(http)
         names, owner = service.names(http), self._owner(http)
         request = parse_response(content)
-        items, earlier = (
-            await self._with_stored(as_items(request.input), owner),
-            await self._earlier_items(request, owner),
-        )
+        items, earlier = await self._items(request, owner)
         messages = await input_messages(items, await _parsed(earlier))
         output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
         with fields_named(FIELD_NAMES):
@@ -67,6 +64,21 @@ class ResponsesEndpoint:
         answer = ResponseStream if request.stream else ResponseAnswer
         return GenerationResponse(service, planned.plan, answer(response, run, items_of_output))
 
+    async def count_tokens(self, http: Request) -> Response:
+        """Counts the tokens of a response's prompt, special tokens included."""
+        service, content = await self._models.read(http)
+        request = parse_response(content)
+        check_model(service.settings, request.model)
+        service.take_turns_as(service.names(http))
+        items, earlier = await self._items(request, self._owner(http))
+        messages = await input_messages(items, await _parsed(earlier))
+        with fields_named(FIELD_NAMES):
+            chat = await _chat_content(request, messages)
+            chat_request = parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
+            encoding = service.encode_chat(chat_request.messages, chat_request.options)
+            token_ids = await while_connected(http, service.settings.request_timeout_s, encoding)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
     async def get(self, http: Request, response_id: str) -> Response:
         """Returns a stored response, or 404."""
         stored = None if self._store is None else await self._store.get(self._owner(http), response_id)
@@ -82,6 +94,11 @@ class ResponsesEndpoint:
     def _owner(self, http: Request) -> str:
         service = self._models.first
         return service.settings.tenants.of(service.names(http).key).owner
+
+    async def _items(self, request: ResponsesRequest, owner: str) -> tuple[list[Any], tuple[bytes, ...]]:
+        """The request's own items, and those of the conversation that it continues. Raises ApiError."""
+        items = await self._with_stored(as_items(request.input), owner)
+        return items, await self._earlier_items(request, owner)
 
     async def _with_stored(self, items: list[Any], owner: str) -> list[Any]:
         """The items, with stored ones in place of references. Raises ApiError."""

@@ -20,6 +20,8 @@ FIELD_NAMES = {"response_format": "text.format", "response_format.json_schema": 
 REFUSED = ("background", "conversation", "prompt", "max_tool_calls")
 """Fields that would change the answer, and are not supported."""
 
+FURTHER_EXTENSIONS = ("include_stop_str_in_output", "stop", "top_k")
+
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -89,7 +91,7 @@ def _check_repeated(request: ResponsesRequest) -> None:
 
 def generation_fields(request: ResponsesRequest, content: dict[str, Any]) -> dict[str, Any]:
     """The fields of a chat completion that determine the output. `content`: the body of the request."""
-    fields = extension_fields(content)
+    fields = extension_fields(content, FURTHER_EXTENSIONS)
     fields |= {"temperature": request.temperature, "top_p": request.top_p, "user": request.user}
     fields["reasoning_effort"] = (request.reasoning or {}).get("effort")
     fields["response_format"] = _response_format(request.text_format)

@@ -87,6 +87,8 @@ async def test_tokenize_and_back(router: Router) -> None:
     answer = (await router.http.post("/tokenize", json={"prompt": "Grüße 🦦", "return_token_strs": True})).json()
     assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (tokens, len(tokens), 512)
     assert len(answer["token_strs"]) == len(tokens)
+    plain = (await router.http.post("/tokenize", json={"prompt": "Grüße 🦦"})).json()
+    assert plain == {**answer, "token_strs": None}
     text = (await router.http.post("/detokenize", json={"model": MODEL, "tokens": tokens})).json()
     assert text == {"prompt": "Grüße 🦦"}
     assert (await router.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []

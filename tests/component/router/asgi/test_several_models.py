@@ -31,6 +31,7 @@ GENERATIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages/count_tokens", CHAT),
+    ("/v1/responses/input_tokens", {"input": "otter"}),
     ("/tokenize", {"prompt": "otter"}),
     ("/tokenize", CHAT),
     ("/detokenize", {"tokens": [1]}),
@@ -104,6 +105,8 @@ async def test_a_prompt_is_rendered_and_tokenized_for_its_model(pair: Pair) -> N
         assert (answer["tokens"], answer["max_model_len"]) == (expected, context)
         counted = await pair.router.post("/v1/messages/count_tokens", **CHAT, model=model)
         assert counted.json() == {"input_tokens": len(expected)}
+        counted = await pair.router.post("/v1/responses/input_tokens", input=CHAT["messages"], model=model)
+        assert counted.json()["input_tokens"] == len(expected)
         prompts.append(expected)
     assert prompts[0] != prompts[1]
 

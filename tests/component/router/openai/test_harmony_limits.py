@@ -138,3 +138,9 @@ async def test_errors_name_the_field_of_the_constraint(router: Router) -> None:
     bad = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string", "pattern": "("}}}
     answer = await router.post(CHAT, messages=HELLO, response_format=bad)
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("response_format")
+
+
+async def test_reasoning_in_channels_cannot_be_a_part_of_the_content(router: Router) -> None:
+    answer = await router.post(CHAT, messages=HELLO, separate_reasoning=False)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "separate_reasoning", "unsupported_parameter")

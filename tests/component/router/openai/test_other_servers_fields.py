@@ -147,6 +147,7 @@ async def test_truncations_that_make_no_sense(router: Router, path: str, field: 
         ("input_ids", [5], None),
         ("input_embeds", [[0.5]], None),
         ("session_params", {"id": "x"}, {}),
+        ("packed_top_logprobs", True, False),
     ],
 )
 async def test_what_would_change_the_answer_and_is_not_supported(
@@ -156,6 +157,34 @@ async def test_what_would_change_the_answer_and_is_not_supported(
     assert answer.status_code == 400
     assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (field, "unsupported_parameter")
     assert (await router.post(path, prompt="x", messages=HELLO, **{field: harmless})).status_code == 200
+
+
+async def test_tokens_in_place_of_messages(router: Router) -> None:
+    answer = await router.post("/v1/chat/completions", messages=[], prompt_token_ids=[1, 2])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_token_ids")
+    assert (await router.post("/v1/chat/completions", messages=HELLO, prompt_token_ids=None)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses", "/v1/messages"])
+async def test_an_empty_salt_is_a_mistake(router: Router, path: str) -> None:
+    """A gateway that sends one meant to separate its users."""
+    body: dict[str, Any] = {"messages": HELLO, "input": "x", "max_tokens": 3}
+    if path == "/v1/completions":
+        body["prompt"] = "x"
+    refused = await router.post(path, **body, cache_salt="")
+    assert refused.status_code == 400 and "cache_salt" in refused.json()["error"]["message"]
+    assert (await router.post(path, **body, cache_salt=None)).status_code == 200
+    assert (await router.post(path, **body, cache_salt="a")).status_code == 200
+    assert [request.cache_salt for request in router.dispatcher.requests] == ["", "a"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_no_budget_for_reasoning(router: Router, path: str) -> None:
+    for none in (-1, None):
+        assert (await router.post(path, prompt="x", messages=HELLO, thinking_token_budget=none)).status_code == 200
+    for wrong in (-2, True, 0.5):
+        answer = await router.post(path, prompt="x", messages=HELLO, thinking_token_budget=wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 3])

@@ -65,6 +65,16 @@ async def test_a_grammar_begins_behind_the_reasoning(router: Router) -> None:
     assert opened.grammar == free.grammar and opened.reasoning == span_of(router, is_open=True, token_budget=3)
 
 
+async def test_usage_has_the_tokens_of_reasoning_that_is_a_part_of_the_content(router: Router) -> None:
+    router.answers("<think>Hm 🦦</think>It rains.")
+    joined = (await router.post(CHAT, messages=HELLO, separate_reasoning=False)).json()
+    separate = (await router.post(CHAT, messages=HELLO)).json()
+    assert joined["choices"][0]["message"]["content"] == "<think>Hm 🦦</think>It rains."
+    assert separate["choices"][0]["message"]["content"] == "It rains."
+    assert joined["usage"] == separate["usage"]
+    assert joined["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
 async def test_a_continued_message_has_reasoning_only_if_it_is_open_there(router: Router) -> None:
     more: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False, **SCHEMA}
     for content, reasoning in (("<think>Hm", span_of(router, is_open=True)), ("<think>Hm</think>A", None), ("A", None)):
@@ -92,7 +102,7 @@ async def test_the_other_apis_take_it(router: Router) -> None:
 
 
 async def test_budgets_that_are_wrong_are_refused(router: Router) -> None:
-    for value in (-1, 2**31, 1.5, "many", True):
+    for value in (-2, 2**31, 1.5, "many", True):
         answer = await router.post(CHAT, messages=HELLO, thinking_token_budget=value)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget"), value
     beams = await router.post(CHAT, messages=HELLO, thinking_token_budget=3, use_beam_search=True)

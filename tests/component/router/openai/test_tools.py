@@ -99,6 +99,34 @@ async def test_reasoning_can_be_left_out(router: Router) -> None:
     assert "Hm" not in streamed.text and "reasoning" not in streamed.text
 
 
+@pytest.mark.parametrize("per_delta", [1, 1000])
+async def test_reasoning_can_be_a_part_of_the_content(router: Router, per_delta: int) -> None:
+    router.answers(f"{THINKING}It rains.{CALL}", per_delta=per_delta)
+    joined = options(separate_reasoning=False)
+    answer = (await router.post("/v1/chat/completions", **joined)).json()
+    message = answer["choices"][0]["message"]
+    assert message["content"] == f"{THINKING}It rains." and "reasoning_content" not in message
+    assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    chunks = [
+        chunk
+        async for chunk in await router.openai.chat.completions.create(
+            model=MODEL,
+            messages=joined["messages"],
+            tools=joined["tools"],
+            stream=True,
+            extra_body={"separate_reasoning": False},
+        )
+    ]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message["content"]
+
+
+async def test_hidden_reasoning_is_no_part_of_the_content(router: Router) -> None:
+    router.answers(f"{THINKING}It rains.")
+    fields = options(include_reasoning=False, separate_reasoning=False)
+    answer = (await router.post("/v1/chat/completions", **fields)).json()
+    assert answer["choices"][0]["message"]["content"] == "It rains."
+
+
 async def test_several_choices_are_parsed_apart(router: Router) -> None:
     texts = [CALL, f"{THINKING}It rains.", "It is sunny."]
     router.dispatcher.script = lambda request, sequence: Script([*router.tokens(texts[sequence]), 2])

@@ -128,6 +128,17 @@ async def test_logprobs(router: Router) -> None:
     assert of_deltas == scores[: len(of_deltas)] and len(of_deltas) >= len(scores) - 1
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_stop_strings_and_sampling_that_openai_lacks(router: Router, is_kept: bool) -> None:
+    body: dict[str, Any] = {"stop": [" is"], "include_stop_str_in_output": is_kept, "top_k": 5, "min_p": 0.25}
+    plain = await router.openai.responses.create(model=MODEL, input=QUESTION, extra_body=body)
+    last = (await streamed(router, **body))[-1]["response"]
+    text = "An otter is" if is_kept else "An otter"
+    assert plain.output_text == last["output"][0]["content"][0]["text"] == text
+    assert plain.status == last["status"] == "completed"
+    assert [(each.sampling.top_k, each.sampling.min_p) for each in router.dispatcher.requests] == [(5, 0.25)] * 2
+
+
 async def test_a_failure_within_a_stream_is_its_last_event(router: Router) -> None:
     router.answers("An otter", fail_after=2, failure=RequestFailed("lost", FailureKind.WORKER_LOST))
     last = (await streamed(router))[-1]
@@ -145,6 +156,8 @@ async def test_a_failure_within_a_stream_is_its_last_event(router: Router) -> No
         ({"max_output_tokens": 100_000}, "max_output_tokens", "context_length_exceeded"),
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"top_k": 1.5}, "top_k", "invalid_type"),
+        ({"stop": ""}, "stop", "invalid_value"),
         ({"background": True}, "background", "unsupported_parameter"),
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),

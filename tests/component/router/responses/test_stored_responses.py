@@ -48,6 +48,16 @@ async def test_a_response_is_continued(router: Router, stream: bool) -> None:
     assert (second.previous_response_id, third.previous_response_id) == (first.id, second.id)
 
 
+async def test_the_tokens_of_an_input_are_counted(router: Router) -> None:
+    first = await answered(router, instructions="Be brief.")
+    count = router.openai.responses.input_tokens.count
+    alone = await count(model=MODEL, input=QUESTION, instructions="Be brief.")
+    continued = await count(model=MODEL, input="Where?", previous_response_id=first.id)
+    assert (alone.object, alone.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    assert continued.input_tokens == len(router.tokens(SECOND))
+    assert len(router.dispatcher.requests) == 1
+
+
 @pytest.mark.parametrize("reference", [{"type": "item_reference"}, {}], ids=["typed", "by id alone"])
 async def test_an_item_of_an_earlier_output_is_referred_to(router: Router, reference: dict[str, str]) -> None:
     first = await answered(router)

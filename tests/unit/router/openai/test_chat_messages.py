@@ -123,6 +123,11 @@ def test_templates_get_an_object_as_arguments_whatever_the_model_has_written(sen
             {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
             {"reasoning_effort": "low", "enable_thinking": True},
         ),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}},
+            {"reasoning_effort": "none", "enable_thinking": False, "thinking": True},
+        ),
     ],
 )
 def test_the_effort_of_reasoning_is_the_templates_variable(fields: dict[str, Any], variables: dict[str, Any]) -> None:

@@ -26,6 +26,9 @@ PASSED_ON = ("name", "tool_call_id")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with an earlier answer's reasoning, in different servers. Templates read the first two."""
 
+REASONING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates that switch reasoning off: of Qwen and GLM, and of DeepSeek."""
+
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of text parts; the latter two are those of responses, which clients for both send here as well."""
 
@@ -162,6 +165,11 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
     return value
 
 
+def _budget(value: Any) -> Any:
+    """-1 is no limit, as in vLLM."""
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
 class ChatFields(ToolFields):
     """The fields that determine the prompt. POST /tokenize has them as well."""
 
@@ -195,7 +203,8 @@ class ChatFields(ToolFields):
         """The template's variables. `chat_template_kwargs` has precedence over `reasoning_effort`."""
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
-        return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
+        switches = dict.fromkeys(REASONING_SWITCHES, False) if self.reasoning_effort == "none" else {}
+        return {"reasoning_effort": self.reasoning_effort, **switches, **self.chat_template_kwargs}
 
 
 class ChatRequest(ChatFields, BeamFields):
@@ -203,8 +212,14 @@ class ChatRequest(ChatFields, BeamFields):
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
     include_reasoning: FlagOn = True
+    separate_reasoning: FlagOn = True
     echo: Flag = False
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    thinking_token_budget: Annotated[Annotated[int, Field(ge=0, lt=2**31)] | None, BeforeValidator(_budget)] = None
+
+    @property
+    def joins_reasoning(self) -> bool:
+        """True if reasoning and its markers are to be part of the content, as the model writes them."""
+        return self.include_reasoning and not self.separate_reasoning
 
     @property
     def echoed(self) -> str:

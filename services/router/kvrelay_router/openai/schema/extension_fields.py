@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 EXTENSIONS = (
@@ -27,6 +28,6 @@ EXTENSIONS = (
 )
 
 
-def extension_fields(content: dict[str, Any]) -> dict[str, Any]:
-    """Those fields of a body that are set."""
-    return {name: content[name] for name in EXTENSIONS if content.get(name) is not None}
+def extension_fields(content: dict[str, Any], further: Sequence[str] = ()) -> dict[str, Any]:
+    """Those fields of a body that are set, and `further` ones that only this API lacks."""
+    return {name: content[name] for name in (*EXTENSIONS, *further) if content.get(name) is not None}

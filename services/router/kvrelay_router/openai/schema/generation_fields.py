@@ -85,6 +85,12 @@ def _not_zero(value: Any) -> Any:
     return value
 
 
+def _salt(value: Any) -> Any:
+    if value == "":
+        raise invalid("it must not be empty; a request without it shares cached blocks")
+    return "" if value is None else value
+
+
 def _side(value: Any, _: Any) -> Any:
     """Accepts None, "left" or "right" and reports one error; pydantic would report one for each literal."""
     if value in (None, "left", "right"):
@@ -147,7 +153,7 @@ class GenerationFields(RequestModel):
     skip_special_tokens: FlagOn = True
     return_token_ids: Flag = False
     return_tokens_as_token_ids: Flag = False
-    cache_salt: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    cache_salt: Annotated[str, Field(max_length=1024), BeforeValidator(_salt)] = ""
     user: Annotated[str, Field(max_length=1024), or_default("")] = ""
     logprob_token_ids: LogprobTokenIds = Field(default_factory=list)
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

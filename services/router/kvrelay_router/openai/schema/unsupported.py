@@ -53,9 +53,10 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "input_embeds": NOTHING,
     "session_params": NOTHING,
     "kv_transfer_params": NOTHING,
+    "packed_top_logprobs": NOTHING,
 }
 
-COMPLETION: dict[str, tuple[Any, ...]] = {**COMMON, "thinking_token_budget": (None,)}
+COMPLETION: dict[str, tuple[Any, ...]] = {**COMMON, "thinking_token_budget": (None, -1)}
 
 CHAT: dict[str, tuple[Any, ...]] = {
     **COMMON,
@@ -66,6 +67,7 @@ CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "documents": NOTHING,
     "chat_template": NOTHING,
+    "prompt_token_ids": NOTHING,
 }
 
 

@@ -7,8 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -162,7 +163,21 @@ def test_ranks_with_other_settings_are_refused_by_name(tiny_model: Callable[[str
 
 def test_a_rank_that_cannot_start_ends_the_group(tiny_model: Callable[[str], Path]) -> None:
     """Its port is taken: http_port of rank 1 is the next one."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        logged = last_words(start(tiny_model("llama"), "--data-parallel-size=2", f"--http-port={port - 1}"))
+    with port_before_a_taken_one() as port:
+        logged = last_words(start(tiny_model("llama"), "--data-parallel-size=2", f"--http-port={port}"))
     assert "rank 1 exited with status 1" in logged
+
+
+@contextmanager
+def port_before_a_taken_one() -> Iterator[int]:
+    """A port that a service may take, while another server has the next one."""
+    while True:
+        held = HeldPort()
+        try:
+            server = socket.create_server(("127.0.0.1", held.port + 1))
+        except (OSError, OverflowError):
+            held.release()
+            continue
+        with held, server:
+            yield held.port
+        return

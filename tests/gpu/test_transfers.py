@@ -22,6 +22,8 @@ from tests.component.transfer.rig import ReceivingEnd, Rig, SendingEnd
 from tests.component.transfer.transports import NO_NIXL, Transport, zmq_sender
 from tests.fakes.pretended_cuda import DeviceTensor
 
+pytestmark = pytest.mark.everyday(4)  # of each test and device: tests/component/transfer runs all over arrays
+
 Key = int | list[int] | slice
 
 

@@ -71,7 +71,7 @@ def test_two_endpoints_side_by_side_and_a_picture(demo_stack: Stack, tmp_path: P
 
 def test_programs_are_measured_with_and_without_what_the_language_adds(demo_stack: Stack, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    flags = ["--workload", "judge,react", "--programs", "2", "--rounds", "2", "--without", "fork-hint,parallel"]
+    flags = ["--workload", "judge,react", "--programs", "1", "--rounds", "2", "--without", "fork-hint,parallel"]
     command = [sys.executable, "-m", "kvrelay", "bench", demo_stack.base_url, *flags, "--json", str(out)]
     before = demo_stack.fleet()["requests"]["finished"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
@@ -84,7 +84,7 @@ def test_programs_are_measured_with_and_without_what_the_language_adds(demo_stac
         assert [row["variant"] for row in rows] == variants + variants[::-1], "in turns"
         assert all(row["num_failed"] == 0 and row["programs_per_s"] > 0 for row in rows)
         calls = [with_hint, without_hint, with_hint, without_hint]
-        assert [row["calls"] for row in rows] == [2 * each for each in calls + calls[::-1]]
+        assert [row["calls"] for row in rows] == calls + calls[::-1]
     assert "judge" in done.stdout and "hit rate" in done.stdout
     assert demo_stack.fleet()["requests"]["finished"] > before
 

@@ -23,12 +23,14 @@ class Refusals:
         self.num_lingering = 0
 
     def answer(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, error: ApiError, path: str) -> None:
-        """Writes the error, in the form of the API to which the path belongs, and closes the connection after
+        """Writes the error, in the form of the API to which the path belongs, and its end. Closes the connection after
         `LINGER_S`."""
         if self.num_lingering >= MAX_LINGERING:
             transport.close()
             return
         transport.write(_raw_answer(error, path))
+        if transport.can_write_eof():
+            transport.write_eof()
         self.num_lingering += 1
         loop.call_later(LINGER_S, self._close, transport)
 

@@ -64,7 +64,11 @@ async def plan_parsed_chats(
             choice.count_reasoning(service.text.reasoning_counter(begins_inside=begins_inside))
             parser = dialect.new_parser(request.callable_tools, begins_inside=begins_inside, prompt_end=prompt_end)
             choice.parse_with(ParsedText(parser, hides_reasoning=not request.include_reasoning))
-    parsed = ParsedChoices(parallel_calls=request.parallel_tool_calls, include_reasoning=request.include_reasoning)
+    parsed = ParsedChoices(
+        parallel_calls=request.parallel_tool_calls,
+        include_reasoning=request.include_reasoning,
+        only_calls=request.choice.mode == "required",
+    )
     return ParsedPlan(plan, parsed)
 
 

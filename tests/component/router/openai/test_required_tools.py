@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import Router, running_router
-from tests.component.router.tools import CALL, HELLO, PARAMETERS, TOOL
+from tests.component.router.tools import CALL, HELLO, PARAMETERS, THINKING, TOOL
 
 NAMED = {"type": "function", "function": {"name": "weather"}}
 OTHER: Any = {"type": "function", "function": {"name": "now"}}
@@ -122,6 +123,23 @@ async def test_a_required_call_ends_with_tool_calls(router: Router, stream: bool
         answer = await router.openai.chat.completions.create(**fields)
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+@pytest.mark.parametrize("num_chars", [1, 11, 22])
+async def test_a_required_call_that_is_cut_before_its_name_is_no_content(
+    router: Router, num_chars: int, tool_choice: Any
+) -> None:
+    router.answers(f"{THINKING}{CALL[:num_chars]}", finish=FinishReason.LENGTH)
+    fields: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "tool_choice": tool_choice}
+    (choice,) = (await router.post("/v1/chat/completions", **fields)).json()["choices"]
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"], message["reasoning"]) == ("length", None, "Hm 🦦")
+    assert "tool_calls" not in message
+    streamed = (await router.post("/v1/chat/completions", **fields, stream=True)).text
+    chunks = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if "{" in line]
+    assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ async def test_a_call(router: Router) -> None:
     answer = await router.openai.chat.completions.create(**options())
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
-    assert choice.message.model_dump()["reasoning_content"] == "Hm 🦦"
+    message = choice.message.model_dump()
+    assert message["reasoning_content"] == message["reasoning"] == "Hm 🦦"
     first, second = choice.message.tool_calls or []
     assert first.type == "function" and first.id != second.id
     assert (first.function.name, first.function.arguments) == ("weather", ARGUMENTS)
@@ -39,7 +40,8 @@ async def test_a_stream_says_what_the_whole_answer_says(router: Router) -> None:
     router.answers(f"{THINKING}I look. {CALL}\n{CALL}")
     chunks = [chunk async for chunk in await router.openai.chat.completions.create(**options(stream=True))]
     deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
-    assert "".join([each.get("reasoning_content", "") for each in deltas]) == "Hm 🦦"
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join([each.get(name, "") for each in deltas]) == "Hm 🦦"
     assert "".join([each.get("content") or "" for each in deltas]) == "I look."
     calls: dict[int, Any] = {}
     for call in [call for each in deltas for call in each.get("tool_calls", [])]:

@@ -35,6 +35,13 @@ def chat_format(
     return ParsedChatAnswer(head, tokenizer, request, runs, scores, parsed)
 
 
+def reasoning_fields(texts: Sequence[str]) -> dict[str, Any]:
+    """Reasoning under both of its names: clients of SGLang and DeepSeek read the first one, of vLLM and OpenRouter the
+    second one."""
+    text = "".join(texts)
+    return {"reasoning_content": text, "reasoning": text}
+
+
 class Delta:
     """Joins the events of one chunk, or of a whole message."""
 
@@ -70,7 +77,7 @@ class Delta:
         """The fields of a chunk's `delta`. Empty if there were no events."""
         fields: dict[str, Any] = {}
         if self.reasoning:
-            fields["reasoning_content"] = "".join(self.reasoning)
+            fields |= reasoning_fields(self.reasoning)
         if self.content:
             fields["content"] = "".join(self.content)
         if self.calls:
@@ -128,7 +135,7 @@ class ParsedChatAnswer(ChatAnswer):
         calls = [{name: call[name] for name in call if name != "index"} for call in message.tool_calls()]
         fields: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
         if message.reasoning:
-            fields["reasoning_content"] = "".join(message.reasoning)
+            fields |= reasoning_fields(message.reasoning)
         if calls:
             fields["tool_calls"] = calls
         elif not message.reasoning:

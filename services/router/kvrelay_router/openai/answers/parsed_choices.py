@@ -17,13 +17,22 @@ class ParsedChoices:
     """Selects the events that the answer shows, and remembers which choices have calls.
 
     `parallel_calls`: an output may have several calls; otherwise those behind the first are dropped. `is_plain`: all
-    text is content.
+    text is content. `only_calls`: the output has calls and no content, so what looks like content is a call that was
+    cut before its name. It is dropped.
     """
 
-    def __init__(self, *, is_plain: bool = False, parallel_calls: bool = True, include_reasoning: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        is_plain: bool = False,
+        parallel_calls: bool = True,
+        include_reasoning: bool = True,
+        only_calls: bool = False,
+    ) -> None:
         self.is_plain = is_plain
         self.include_reasoning = include_reasoning
         self._parallel_calls = parallel_calls
+        self._only_calls = only_calls
         self._have_calls: set[int] = set()
 
     def events(self, choice: Choice, text: str) -> list[Event]:
@@ -31,6 +40,8 @@ class ParsedChoices:
         events = choice.take_events(text)
         if not self.include_reasoning:
             events = [each for each in events if not isinstance(each, ReasoningText)]
+        if self._only_calls:
+            events = [each for each in events if not isinstance(each, ContentText)]
         if not self._parallel_calls:
             events = [each for each in events if isinstance(each, ContentText | ReasoningText) or each.index == 0]
         if any(isinstance(each, ToolCallBegun) for each in events):

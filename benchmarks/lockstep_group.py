@@ -1,13 +1,14 @@
-"""The prefill delayer in a group of four processes with data-parallel attention, on and off, over HTTP.
+"""The prefill delayer in a group of processes with data-parallel attention, on and off, over HTTP.
 
-`kvrelay up --prefill 0 --decode-data-parallel-size 4`, one thread for each rank, on this machine, with the demo model.
-On fewer than five cores the ranks share cores: a step then lasts as long as all ranks' rows together, not as the
-slowest rank's, so the delayer gains less than on devices of their own. benchmarks/data_parallel.py simulates those.
+`kvrelay up --prefill 0 --decode-data-parallel-size SIZE`, one thread for each rank, on this machine, with the demo
+model. If cores are fewer than ranks, the ranks share them: a step then lasts as long as all ranks' rows together, not
+as the slowest rank's, so the delayer gains less than on devices of their own. benchmarks/data_parallel.py simulates
+those.
 
 Requests arrive by a Poisson process, singly or in bursts of four, at a router that places them. Prompts and outputs are
 log-normal. The requests are the same in all variants, which take turns.
 
-Usage: python -m benchmarks.lockstep_group [--rate 4] [--requests 120] [--repeats 2] [--write FILE]
+Usage: python -m benchmarks.lockstep_group [--size 4] [--rate 4] [--requests 120] [--repeats 2] [--write FILE]
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from benchmarks.client import Request, run_load
 from benchmarks.simulated_runs import publish
 from tests.fakes.stack import Stack
 
-SIZE = 4
 FLAGS = (
-    *("--prefill=0", f"--decode-data-parallel-size={SIZE}", "--threads=1", "--dtype=float32"),
+    *("--prefill=0", "--threads=1", "--dtype=float32"),
     *("--num-blocks=2048", "--token-budget=512", "--max-running=32"),
 )
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -86,11 +86,12 @@ def passes_of(stack: Stack) -> Counter[str]:
 def run_variant(flags: Sequence[str], arguments: argparse.Namespace, seed: int) -> dict[str, Outcome]:
     """Starts a group and runs each load on it."""
     found = {}
+    flags = (*FLAGS, f"--decode-data-parallel-size={arguments.size}", *flags)
     with (
         tempfile.TemporaryDirectory() as directory,
-        Stack(arguments.model, Path(directory) / "state", *FLAGS, *flags) as stack,
+        Stack(arguments.model, Path(directory) / "state", *flags) as stack,
     ):
-        warm_up = uneven_load(2 * SIZE, 20.0, 1, seed=1)
+        warm_up = uneven_load(2 * arguments.size, 20.0, 1, seed=1)
         asyncio.run(run_load(stack.base_url, stack.model, warm_up, lambda _: None))
         for name, burst in BURSTS.items():
             before = passes_of(stack)
@@ -129,6 +130,7 @@ def row(name: str, outcome: Outcome) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(__file__).resolve().parents[1] / "models" / "demo")
+    parser.add_argument("--size", type=int, default=4, help="ranks of the group")
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--repeats", type=int, default=2)
@@ -142,7 +144,8 @@ def main() -> None:
                 rows[load].append(row(name, outcome))
                 print(f"{load}: {rows[load][-1]}", flush=True)
     parts = [
-        f"{arguments.requests} requests at {arguments.rate:g} per second, {arguments.repeats} repeats in turns. "
+        f"{arguments.size} ranks, {arguments.requests} requests at {arguments.rate:g} per second, "
+        f"{arguments.repeats} repeats in turns. "
         f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores."
     ]
     parts += [f"\n## Arrivals {load}\n\n{HEAD}\n" + "\n".join(lines) for load, lines in rows.items()]

@@ -1,25 +1,35 @@
-"""Transfers between workers with equal and unequal numbers of ranks, in one process.
+"""Transfers between workers with equal and unequal numbers of ranks.
 
-Run: python -m benchmarks.sharded_transfer [--repeats 9] [--transport zmq]
+Run: python -m benchmarks.sharded_transfer [--repeats 9] [--transport zmq] [--processes]
 One push of scattered blocks, from the call of `push` to the last `Landed`, of the shape of Qwen3-0.6B in bfloat16. The
-blocks have 1.75 MiB in all, whatever the ranks. Sizes take turns. Prints the median GB/s, its share of that between
-workers which both have as many ranks as the larger one, and messages and runs per block.
+blocks have 1.75 MiB in all, whatever the ranks. Sizes take turns. With `--processes` each rank is a process, as in a
+worker; otherwise all ranks are in this one. Prints the median GB/s with its quartiles, its share of that between
+workers which both have as many ranks as the larger one, messages and runs per block, and with `--processes` the CPU
+time of all ranks of a worker for one push.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
+import os
+import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
+from benchmarks.rank_processes import RankProcesses
 from kvrelay.kv.shard_map import ShardShape
+from kvrelay.ranks.remote_transfers import RemoteReceiver, RemoteSender
 from kvrelay.transfer.base import (
     BlockPush,
     Landed,
+    PartReceiver,
+    PartSender,
     ReceiverEvent,
     SenderEvent,
     TransferFailed,
@@ -40,32 +50,52 @@ HOST = "127.0.0.1"
 """Of all workers. NIXL is restricted to its device, as by a worker: with several, UCX sometimes hangs."""
 
 
-def nixl_sender(pool: Bytes) -> NixlSender:
-    return NixlSender(pool, settings=NixlSettings(ucx_devices=devices_for(HOST)))
+ADMISSION_WAIT_S = 5.0
+"""A rank's process may have a block before its call to admit it."""
 
 
-def nixl_receiver(pool: Bytes) -> NixlReceiver:
-    return NixlReceiver(pool, ucx_devices=devices_for(HOST))
+def pool_of(block_bytes: int) -> Bytes:
+    """A rank's pool."""
+    return np.ones((NUM_BLOCKS, block_bytes), np.uint8)
 
 
-SENDERS: dict[str, Callable[[Bytes], TransferSender]] = {"zmq": ZmqSender, "nixl": nixl_sender}
-RECEIVERS: dict[str, Callable[[Bytes], TransferReceiver]] = {"zmq": ZmqReceiver, "nixl": nixl_receiver}
+def make_sender(transport: str, block_bytes: int) -> PartSender:
+    if transport == "zmq":
+        return ZmqSender(pool_of(block_bytes))
+    return NixlSender(pool_of(block_bytes), settings=NixlSettings(ucx_devices=devices_for(HOST)))
 
 
-def pools(shape: ShardShape) -> list[Bytes]:
-    """A pool for each rank."""
-    block_bytes = 2 * NUM_LAYERS * shape.heads_per_rank * HEAD_BYTES
-    return [np.ones((NUM_BLOCKS, block_bytes), np.uint8) for _ in range(shape.size)]
+def make_receiver(transport: str, block_bytes: int) -> PartReceiver:
+    if transport == "zmq":
+        return ZmqReceiver(pool_of(block_bytes), admission_wait_s=ADMISSION_WAIT_S)
+    return NixlReceiver(pool_of(block_bytes), ucx_devices=devices_for(HOST), admission_wait_s=ADMISSION_WAIT_S)
 
 
 class Pair:
-    """Two workers."""
+    """Two workers. `processes`: those of their ranks, if each rank has its own."""
 
-    def __init__(self, sizes: tuple[int, int], transport: str) -> None:
+    def __init__(self, sizes: tuple[int, int], transport: str, *, in_processes: bool = False) -> None:
         self._source, target = (ShardShape(size, NUM_HEADS) for size in sizes)
         layouts = [ShardLayout(shape, NUM_LAYERS, HEAD_BYTES) for shape in (self._source, target)]
-        self.sender = ShardedSender([SENDERS[transport](pool) for pool in pools(self._source)], layouts[0])
-        self.receiver = ShardedReceiver([RECEIVERS[transport](pool) for pool in pools(target)], layouts[1])
+        makes = partial(make_sender, transport), partial(make_receiver, transport)
+        senders: Sequence[TransferSender]
+        receivers: Sequence[TransferReceiver]
+        self.processes: list[RankProcesses] = []
+        if in_processes:
+            self.processes = [
+                RankProcesses(sizes[0], makes[0], block_bytes_of(self._source)),
+                RankProcesses(sizes[1], makes[1], block_bytes_of(target)),
+            ]
+            senders = [RemoteSender(rank, self.processes[0], transport) for rank in range(sizes[0])]
+            receivers = [
+                RemoteReceiver(rank, self.processes[1], transport, needs_quarantine=transport == "nixl")
+                for rank in range(sizes[1])
+            ]
+        else:
+            senders = [makes[0](block_bytes_of(self._source)) for _ in range(sizes[0])]
+            receivers = [makes[1](block_bytes_of(target)) for _ in range(sizes[1])]
+        self.sender = ShardedSender(senders, layouts[0])
+        self.receiver = ShardedReceiver(receivers, layouts[1])
         self._num_landed = 0
         self._failure: TransferFailed | None = None
         self._done = asyncio.Event()
@@ -100,37 +130,63 @@ class Pair:
         self.receiver.release(name)
         return taken
 
+    def cpu_s(self) -> list[float]:
+        """CPU seconds of the ranks of each worker so far. Empty if they are in this process."""
+        return [each.cpu_s() for each in self.processes]
 
-async def run(repeats: int, transport: str) -> None:
-    pairs = {sizes: Pair(sizes, transport) for sizes in SIZES}
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        for each in self.processes:
+            each.close()
+
+
+def block_bytes_of(shape: ShardShape) -> int:
+    """The bytes of a rank's block."""
+    return 2 * NUM_LAYERS * shape.heads_per_rank * HEAD_BYTES
+
+
+async def run(repeats: int, transport: str, *, in_processes: bool = False) -> str:
+    """Returns the table."""
+    pairs = {sizes: Pair(sizes, transport, in_processes=in_processes) for sizes in SIZES}
     taken: dict[tuple[int, int], list[float]] = {sizes: [] for sizes in SIZES}
+    cpu: dict[tuple[int, int], np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     for repeat in range(repeats + 1):
         for sizes, pair in pairs.items():
             taken[sizes].append(await pair.push(f"r{repeat}"))
+        if not repeat:  # connected, and all pages are there
+            cpu = {sizes: np.array(pair.cpu_s()) for sizes, pair in pairs.items()}
+    used = {sizes: 1e3 * (np.array(pair.cpu_s()) - cpu[sizes]) / repeats for sizes, pair in pairs.items()}
     num_bytes = PUSHED * 2 * NUM_LAYERS * NUM_HEADS * HEAD_BYTES
-    speeds = {sizes: num_bytes / statistics.median(each[1:]) / 1e9 for sizes, each in taken.items()}
-    print(
-        f"{transport}\n\n| ranks | GB/s | of equal sizes | messages per block | runs per block |\n|---|---|---|---|---|"
-    )
+    speeds = {sizes: [num_bytes / each / 1e9 for each in times[1:]] for sizes, times in taken.items()}
+    names = ["Ranks", "GB/s", "Of equal sizes", "Messages per block", "Runs per block"]
+    names += ["CPU of senders, ms", "Of receivers, ms"] if in_processes else []
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for sizes, pair in pairs.items():
-        speed = speeds[sizes]
-        share = speed / speeds[max(sizes), max(sizes)]
+        speed, equal = (statistics.median(speeds[each]) for each in (sizes, (max(sizes), max(sizes))))
+        low, high = np.percentile(speeds[sizes], (25, 75))
         messages, runs = (
             sum(getattr(each, name) for each in pair.sender.counters) / PUSHED / (repeats + 1)
             for name in ("num_messages", "num_runs")
         )
-        print(f"| {sizes[0]}:{sizes[1]} | {speed:.2f} | {share:.2f} | {messages:.2f} | {runs:.2f} |")
-        pair.sender.close()
-        pair.receiver.close()
+        cells = [f"{sizes[0]}:{sizes[1]}", f"{speed:.2f} ({low:.2f}-{high:.2f})", f"{speed / equal:.2f}"]
+        cells += [f"{messages:.2f}", f"{runs:.2f}", *(f"{each:.1f}" for each in used[sizes])]
+        lines.append(f"| {' | '.join(cells)} |")
+        pair.close()
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--transport", choices=sorted(SENDERS), default="zmq")
+    parser.add_argument("--transport", choices=("zmq", "nixl"), default="zmq")
+    parser.add_argument("--processes", action="store_true", help="each rank is a process")
     arguments = parser.parse_args()
-    asyncio.run(run(arguments.repeats, arguments.transport))
+    multiprocessing.set_forkserver_preload(["benchmarks.rank_processes", "kvrelay.transfer.nixl_transport"])
+    where = "each rank in a process" if arguments.processes else "all ranks in one process"
+    print(f"{arguments.transport}, {where}; {platform.machine()}, {len(os.sched_getaffinity(0))} cores.\n")
+    print(asyncio.run(run(arguments.repeats, arguments.transport, in_processes=arguments.processes)))
 
 
 if __name__ == "__main__":

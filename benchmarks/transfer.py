@@ -6,7 +6,8 @@ One push of scattered blocks, from the call of `push` in the one process to the 
 yardstick copies as many blocks, one by one, out of a pool that both processes map; the others send a copy of it that
 lies in ordinary memory, as a worker's pool does. The first run of each is thrown away, and runs of all contenders take
 turns, so that a busy machine is unfair to all alike. NIXL takes part where it is installed, as this transport uses it
-and as its examples do (`naive_nixl.py`). With checksums, both ends take a CRC-32 of every block.
+and as its examples do (`naive_nixl.py`), both over the loopback device alone unless UCX_NET_DEVICES says otherwise:
+with several devices UCX sometimes hangs. With checksums, both ends take a CRC-32 of every block.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvrelay.transfer.base import BlockPush, Landed, ReceiverEvent, TransferRece
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_agent import import_api
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, TransportUnavailable
+from kvrelay.transfer.ucx_devices import VARIABLE, devices_for
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
 
@@ -288,6 +290,8 @@ def main() -> None:
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     contenders = ZMQ + NIXL if has_nixl() else ZMQ
+    if NIXL[0] in contenders and VARIABLE not in os.environ:
+        os.environ[VARIABLE] = devices_for("127.0.0.1")  # of the sending processes too
     rows = [asyncio.run(measure(kib, arguments.repeats, contenders)) for kib in BLOCK_SIZES_KIB]
     page = table(rows, arguments.repeats, load)
     sys.stdout.write(page)

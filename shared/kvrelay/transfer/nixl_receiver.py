@@ -4,8 +4,8 @@ A write has no sender identity and cannot be refused: any process that has the e
 after `release`. Only the notification can be refused: a block counts as landed if its reservation is admitted, and
 once. Therefore slots stay in quarantine until the sender has reported Drained or its process has ended.
 
-NIXL has no descriptor to wait for, so a thread polls: every 0.2 ms while blocks arrive, every 0.5 ms while a
-reservation is open, and every 50 ms otherwise, unless `admit` wakes it. UCX transports that copy on this side do so
+NIXL has no descriptor to wait for, so a thread polls while a reservation is open: every 0.5 ms, and every 0.2 ms while
+blocks arrive. Otherwise it polls every 50 ms, until `admit` wakes it. UCX transports that copy on this side do so
 during a poll.
 
 Checksums are computed from the slots when the notification is read, so they also detect a write to a wrong slot.
@@ -103,10 +103,8 @@ class NixlReceiver(ReceiverThread):
             self._pause(is_busy=now < busy_until)
 
     def _pause(self, *, is_busy: bool) -> None:
-        if is_busy:
-            time.sleep(BUSY_POLL_S)
-        elif len(self._permits):
-            time.sleep(OPEN_POLL_S)
+        if len(self._permits):
+            time.sleep(BUSY_POLL_S if is_busy else OPEN_POLL_S)
         else:
             self._wake.wait(IDLE_POLL_S)
             self._wake.clear()

@@ -7,7 +7,6 @@ sleeps. A rank that gets work then wakes the others.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
@@ -15,10 +14,9 @@ from typing import Any, Protocol
 from kvrelay.engine.batch import DeviceLost
 from kvrelay.protocol.messages import PeerRef, WakeRank
 from kvrelay.scheduling.queue.prefill_delay import NO_LOAD, RankLoad
+from kvrelay.worker.failed_steps import log_failed_step
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.step_loop import PlannedStep, StepCallbacks, StepLoop
-
-log = logging.getLogger(__name__)
 
 
 class LockstepGroup(Protocol):
@@ -157,7 +155,7 @@ class LockstepLoop(StepLoop):
     def _failed(self, step: PlannedStep, error: Exception, callbacks: StepCallbacks) -> None:
         if self._stopping and isinstance(error, DeviceLost):
             return
-        log.exception("step %d failed", step.plan.step)
+        log_failed_step(step.plan.step, error)
         if step.plan.has_work:
             self._fail(step, error, callbacks)
 

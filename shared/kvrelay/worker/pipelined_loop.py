@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from kvrelay.engine.batch import DeviceLost, StepResult
+from kvrelay.worker.failed_steps import log_failed_step
 from kvrelay.worker.step_loop import PlannedStep, StepCallbacks, StepLoop
-
-log = logging.getLogger(__name__)
 
 
 class PipelinedStepLoop(StepLoop):
@@ -78,7 +76,7 @@ class PipelinedStepLoop(StepLoop):
         """Raises DeviceLost."""
         if not isinstance(error, Exception):
             raise error
-        log.error("step %d failed", step.plan.step, exc_info=error)
+        log_failed_step(step.plan.step, error)
         lost = await self._cancel_all(behind)
         self._last_planned = step.plan.step
         self._fail(step, error, callbacks)

@@ -13,7 +13,6 @@ because it may still write into its blocks, and drops its result. Only then is t
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections import deque
@@ -44,10 +43,9 @@ from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.telemetry.step_trace import Mark, StepEventName
+from kvrelay.worker.failed_steps import log_failed_step
 from kvrelay.worker.launch import Flight, MakeLauncher, ThreadLauncher
 from kvrelay.worker.load_report import SpeedMeter
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -283,7 +281,7 @@ class StepLoop:
             try:
                 result = await flight.land()
             except Exception as error:
-                log.exception("step %d failed", step.plan.step)
+                log_failed_step(step.plan.step, error)
                 lost = await self._cancel(following, step)
                 self._fail(step, error, callbacks)
                 if isinstance(error, DeviceLost):

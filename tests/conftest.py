@@ -62,7 +62,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test is of the kind that its folder says; but one of `gpu` whose parameter `device` is no GPU is a component
-    test, which proves the test's own code. In several processes the longest go first, to end together."""
+    test, which proves the test's own code. In several processes files of all folders run side by side."""
     num_requests = config.getoption("--requests")
     for item in items:
         if num_requests and item.get_closest_marker("sends_requests"):
@@ -73,7 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(kind_of(item))
     mark_slow_cases(items)
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: KINDS.index(kind_of(item)) if kind_of(item) in KINDS else 0, reverse=True)
+        from tests.each_test_once import places  # imports pytest-xdist, which need not be there
+
+        place = places(item.path for item in items)
+        items.sort(key=lambda item: place[item.path])
 
 
 def runs_on_cpu(item: pytest.Item) -> bool:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 NUM_KNOWN_TESTS = 2
 SHARED_STACKS = ("/demo_stack/",)
 """Folders whose files use one stack. It lives as long as its process."""
+TESTS = Path(__file__).parent
+ENDS = {"e2e": 0.7, "gpu": 0.8, "component": 0.9}
+"""The part of a run in which the files of a folder begin; those of others, which are short, begin until its end."""
+
+
+def places(files: Iterable[Path]) -> dict[Path, float]:
+    """When each file begins: files that share a stack first, as they are the longest job, then those of all folders
+    side by side. Tests of `component` wait more than half of their time, and those of `unit` compute."""
+    folders: dict[str, list[Path]] = defaultdict(list)
+    for file in dict.fromkeys(files):
+        folders[file.relative_to(TESTS).parts[0]].append(file)
+    found = {}
+    for folder, inside in folders.items():
+        for number, file in enumerate(inside):
+            has_stack = any(shared in file.as_posix() for shared in SHARED_STACKS)
+            found[file] = -1.0 if has_stack else ENDS.get(folder, 1.0) * number / len(inside)
+    return found
 
 
 class EachTestOnce(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types

@@ -10,6 +10,7 @@ from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.schema.extension_fields import extension_fields
 from kvrelay_router.openai.schema.generation_fields import Flag, Stop
 from kvrelay_router.openai.schema.parsing import RequestModel
+from kvrelay_router.openai.schema.unsupported import COMMON, refuse_unsupported
 
 FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")
 """The fields of a message, by those of the chat completion that it is converted to, if they differ."""
@@ -50,6 +51,7 @@ def generation_fields(request: MessagesRequest, content: dict[str, Any]) -> dict
     for name in REFUSED:
         if content.get(name):
             raise wrong(name, "it is not supported")
+    refuse_unsupported(content, COMMON)
     fields = extension_fields(content)
     fields |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
     fields |= {"stop": request.stop_sequences, "stream": request.stream, "max_tokens": request.max_tokens}

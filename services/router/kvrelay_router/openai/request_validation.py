@@ -248,9 +248,7 @@ def make_sampling(
 
 def stop_rules(fields: GenerationFields) -> StopRules:
     """Stop conditions that the router applies to a text."""
-    return StopRules(
-        fields.stop, frozenset(fields.stop_token_ids), fields.min_tokens, fields.include_stop_str_in_output
-    )
+    return StopRules(fields.stop, frozenset(fields.stop_token_ids), fields.min_tokens, fields.keeps_stop_string)
 
 
 def _or(value: Number | None, default: Number) -> Number:
@@ -285,7 +283,7 @@ def make_requests(
             prompt_ids=prompt_ids,
             sampling=sampling,
             num_sequences=1 if fields.use_beam_search else fields.num_sequences,
-            cache_salt=f"{tenant.cache_salt}{fields.cache_salt}",
+            cache_salt=f"{tenant.cache_salt}{fields.salt}",
             session=session or fields.user,
             priority=fields.priority,
             timeout_s=timeout_s,

@@ -13,14 +13,23 @@ from kvrelay_router.openai.schema.extension_fields import extension_fields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, or_default
 from kvrelay_router.openai.schema.parsing import RequestModel, parse
 from kvrelay_router.openai.schema.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
+from kvrelay_router.openai.schema.unsupported import COMMON, refuse_unsupported
 
 FIELD_NAMES = {"response_format": "text.format", "response_format.json_schema": "text.format", "messages": "input"}
 """The fields of a response, by those of the chat completion that it is converted to."""
 
-REFUSED = ("background", "conversation", "prompt", "max_tool_calls")
+REFUSED = (
+    "background",
+    "conversation",
+    "prompt",
+    "max_tool_calls",
+    # Of vLLM: the conversation so far, in other forms than items.
+    "previous_input_messages",
+    "previous_response",
+)
 """Fields that would change the answer, and are not supported."""
 
-FURTHER_EXTENSIONS = ("include_stop_str_in_output", "stop", "top_k")
+FURTHER_EXTENSIONS = ("include_stop_str_in_output", "no_stop_trim", "stop", "top_k")
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
@@ -70,6 +79,7 @@ def parse_response(content: dict[str, Any]) -> ResponsesRequest:
     for name in REFUSED:
         if content.get(name):
             raise ApiError(f"The parameter '{name}' is not supported", param=name, code="unsupported_parameter")
+    refuse_unsupported(content, COMMON)
     request = parse(ResponsesRequest, content)
     _check_repeated(request)
     return request

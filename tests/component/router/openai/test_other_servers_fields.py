@@ -148,6 +148,9 @@ async def test_truncations_that_make_no_sense(router: Router, path: str, field: 
         ("input_embeds", [[0.5]], None),
         ("session_params", {"id": "x"}, {}),
         ("packed_top_logprobs", True, False),
+        ("repetition_detection", {"max_pattern_size": 3}, None),
+        ("return_routed_experts", True, False),
+        ("watermarking", True, False),
     ],
 )
 async def test_what_would_change_the_answer_and_is_not_supported(
@@ -157,6 +160,10 @@ async def test_what_would_change_the_answer_and_is_not_supported(
     assert answer.status_code == 400
     assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (field, "unsupported_parameter")
     assert (await router.post(path, prompt="x", messages=HELLO, **{field: harmless})).status_code == 200
+    for other in ("/v1/responses", "/v1/messages"):
+        body: dict[str, Any] = {"messages": HELLO, "input": "x", "max_tokens": 3}
+        assert (await router.post(other, **body, **{field: value})).status_code == 400
+        assert (await router.post(other, **body, **{field: harmless})).status_code == 200
 
 
 async def test_tokens_in_place_of_messages(router: Router) -> None:
@@ -176,6 +183,32 @@ async def test_an_empty_salt_is_a_mistake(router: Router, path: str) -> None:
     assert (await router.post(path, **body, cache_salt=None)).status_code == 200
     assert (await router.post(path, **body, cache_salt="a")).status_code == 200
     assert [request.cache_salt for request in router.dispatcher.requests] == ["", "a"]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses", "/v1/messages"])
+async def test_extra_keys_separate_caches(router: Router, path: str) -> None:
+    body: dict[str, Any] = {"messages": HELLO, "input": "x", "max_tokens": 3}
+    if path == "/v1/completions":
+        body["prompt"] = "x"
+    salts = [{}, {"extra_key": "b"}, {"cache_salt": "b"}, {"cache_salt": "a", "extra_key": "b"}]
+    salts += [{"cache_salt": "ab"}, {"extra_key": "ab"}, {"cache_salt": "ab", "extra_key": "c"}]
+    for salt in salts:
+        assert (await router.post(path, **body, **salt)).status_code == 200
+    assert len({request.cache_salt for request in router.dispatcher.requests}) == len(salts)
+    assert (await router.post(path, **body, extra_key=["a"])).status_code == 400
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_no_stop_trim_keeps_the_stop_string(router: Router, path: str) -> None:
+    for fields, ends in (
+        ({}, "An otter"),
+        ({"no_stop_trim": True}, "An otter is"),
+        ({"no_stop_trim": None}, "An otter"),
+    ):
+        answer = await router.post(path, prompt="x", messages=HELLO, stop=" is", **fields)
+        (choice,) = answer.json()["choices"]
+        assert (choice["message"]["content"] if "chat" in path else choice["text"]) == ends
+        assert choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -160,6 +160,8 @@ async def test_a_failure_within_a_stream_is_its_last_event(router: Router) -> No
         ({"stop": ""}, "stop", "invalid_value"),
         ({"background": True}, "background", "unsupported_parameter"),
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
+        ({"previous_response": {"id": "resp_1"}}, "previous_response", "unsupported_parameter"),
+        ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages", "unsupported_parameter"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "invalid_value"),

@@ -10,6 +10,7 @@ EXTENSIONS = (
     "bad_words",
     "cache_salt",
     "chat_template_kwargs",
+    "extra_key",
     "frequency_penalty",
     "guided_whitespace_pattern",
     "ignore_eos",

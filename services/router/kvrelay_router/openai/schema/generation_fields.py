@@ -149,11 +149,13 @@ class GenerationFields(RequestModel):
     stop: Stop = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
     include_stop_str_in_output: Flag = False
+    no_stop_trim: Flag = False  # SGLang's name of the same
     ignore_eos: Flag = False
     skip_special_tokens: FlagOn = True
     return_token_ids: Flag = False
     return_tokens_as_token_ids: Flag = False
     cache_salt: Annotated[str, Field(max_length=1024), BeforeValidator(_salt)] = ""
+    extra_key: Annotated[str, Field(max_length=1024), or_default("")] = ""
     user: Annotated[str, Field(max_length=1024), or_default("")] = ""
     logprob_token_ids: LogprobTokenIds = Field(default_factory=list)
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -162,6 +164,17 @@ class GenerationFields(RequestModel):
     truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
     speculation: SpeculationMethod | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
+
+    @property
+    def keeps_stop_string(self) -> bool:
+        return self.include_stop_str_in_output or self.no_stop_trim
+
+    @property
+    def salt(self) -> str:
+        """Prompts share cached blocks only if it is equal: `cache_salt`, with SGLang's `extra_key` behind it."""
+        if not self.extra_key:
+            return self.cache_salt
+        return f"{len(self.cache_salt)}:{self.cache_salt}{self.extra_key}"
 
     @property
     def include_usage(self) -> bool:

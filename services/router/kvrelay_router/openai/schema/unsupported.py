@@ -54,6 +54,9 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "session_params": NOTHING,
     "kv_transfer_params": NOTHING,
     "packed_top_logprobs": NOTHING,
+    "repetition_detection": NOTHING,
+    "return_routed_experts": NOTHING,
+    "watermarking": NOTHING,
 }
 
 COMPLETION: dict[str, tuple[Any, ...]] = {**COMMON, "thinking_token_budget": (None, -1)}

@@ -18,8 +18,11 @@ class InvocationsEndpoint:
         self._models, self._chat, self._completions = models, chat, completions
 
     async def serve(self, http: Request) -> Response:
-        """A body with `messages` is a chat completion, one with `prompt` a text completion."""
+        """A body with `messages` is a chat completion, one with `prompt` a text completion. Without `model` it is for
+        the router's first one: such a platform has one model behind a path."""
         content = await read_json_object(http, self._models.settings.max_body_bytes)
+        if content.get("model") is None:
+            content["model"] = self._models.settings.model_name
         if "messages" in content:
             return await self._chat.answer(http, content)
         if "prompt" in content:

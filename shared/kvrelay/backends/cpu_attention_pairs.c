@@ -6,6 +6,7 @@
  * panels (see cpu_panels.c) for all rows of an item.
  */
 #define KEY_TILE 64
+#define SCORE_ROW (KEY_TILE + LANES) /* scores are stored several at a time, also past a tile's end */
 #define PROMPT_ROWS TILE_ROOM /* rows of a prompt's item that go through scores, softmax and values at a time */
 #define PROMPT_KEYS 128 /* keys that they meet at a time */
 
@@ -15,17 +16,24 @@ typedef struct {
     float *output;    /* decoding: the same shape; prompts: [head_dim / PANEL, rows, PANEL] */
     float *max;       /* [rows] or [heads, group] */
     float *sum;       /* the same, LANES partial sums each */
-    float *score;     /* [PROMPT_KEYS / PANEL, PROMPT_ROWS, PANEL], or [group padded to 4, KEY_TILE] */
-    uint16_t *weight; /* [PROMPT_ROWS, PROMPT_KEYS], or [group, KEY_TILE] */
+    float *shrink;    /* [heads, group]: by how much earlier results shrink */
+    float *score;     /* [PROMPT_KEYS / PANEL, PROMPT_ROWS, PANEL], or [heads, group, SCORE_ROW] */
+    uint16_t *weight; /* [PROMPT_ROWS, PROMPT_KEYS], or [heads, group, KEY_TILE] */
     char *keys;       /* [PROMPT_KEYS / PANEL] panels of head_dim rows */
     char *values;     /* [head_dim / PANEL] panels of PROMPT_KEYS rows */
 } PairScratch;
 
 INLINE int64_t padded_dim(int64_t dim) { return rounded_up(dim, PANEL); }
 
+/* Scores of PROMPT_ROWS rows of a prompt, or of all rows of a decoding item, and as many weights. */
+INLINE int64_t score_room(const Attention *a) {
+    return at_least(PROMPT_ROWS * PROMPT_KEYS, rounded_up(a->max_states, PROMPT_ROWS) * SCORE_ROW);
+}
+
 static int64_t pair_scratch_bytes(const Attention *a) {
     const int64_t states = rounded_up(a->max_states, PROMPT_ROWS), dim = padded_dim(a->head_dim);
-    return states * (dim * 6 + (1 + LANES) * 4) + PROMPT_ROWS * PROMPT_KEYS * 6 + 2 * PROMPT_KEYS * dim * 2 + 8 * 64;
+    const int64_t scores = score_room(a);
+    return states * (dim * 6 + (2 + LANES) * 4) + scores * 6 + 2 * PROMPT_KEYS * dim * 2 + 9 * 64;
 }
 
 static char *take_bytes(char **free_space, int64_t count) {
@@ -41,8 +49,9 @@ static PairScratch lay_out_pairs(const Attention *a, char *space) {
     s.output = (float *)take_bytes(&space, states * dim * 4);
     s.max = (float *)take_bytes(&space, states * 4);
     s.sum = (float *)take_bytes(&space, states * LANES * 4);
-    s.score = (float *)take_bytes(&space, PROMPT_ROWS * PROMPT_KEYS * 4);
-    s.weight = (uint16_t *)take_bytes(&space, PROMPT_ROWS * PROMPT_KEYS * 2);
+    s.shrink = (float *)take_bytes(&space, states * 4);
+    s.score = (float *)take_bytes(&space, score_room(a) * 4);
+    s.weight = (uint16_t *)take_bytes(&space, score_room(a) * 2);
     s.keys = take_bytes(&space, PROMPT_KEYS * dim * 2);
     s.values = take_bytes(&space, PROMPT_KEYS * dim * 2);
     return s;
@@ -89,56 +98,77 @@ INLINE float soften_pairs(const Attention *a, const float *score, int64_t visibl
 
 /* ---- decoding ---- */
 
-/* The tile that is read after the current one. Its lines are fetched a few at a time between computations, in the order in
- * which they lie in memory, over all heads of the item: that is twice as fast as in the order of their use, head by head,
- * and more at once than the CPU can wait for would hold up everything behind them. */
+/* Keys of a tile that lie side by side in one block. Their values lie `key_to_value` behind them. */
 typedef struct {
-    const char *keys; /* of the item's first head, in block 0 */
-    int64_t heads, head_bytes, value_bytes, token_bytes; /* of the item; strides, from keys to values */
-    int64_t offsets[KEY_TILE], count, block_size;
-    /* The next line: `first` and `tokens` are the tile's keys in a block, whose runs are each head's keys, then values. */
-    int64_t first, tokens, run, byte;
-} Ahead;
+    const char *keys; /* of the item's first head */
+    int64_t first, count; /* of the tile's keys */
+} Run;
 
-INLINE int nothing_ahead(const Ahead *ahead) { return ahead->first >= ahead->count; }
+typedef struct {
+    int64_t num_runs;
+    Run runs[KEY_TILE];
+} TileRuns;
 
-INLINE void fetch_ahead(Ahead *ahead, int64_t bytes) {
-    while (bytes > 0 && !nothing_ahead(ahead)) {
-        const int64_t head = ahead->run < ahead->heads ? ahead->run : ahead->run - ahead->heads;
-        const char *run = ahead->keys + ahead->offsets[ahead->first] * 2 + head * ahead->head_bytes +
-                          (ahead->run < ahead->heads ? 0 : ahead->value_bytes);
-        const int64_t run_bytes = ahead->tokens * ahead->token_bytes, some = at_most(bytes, run_bytes - ahead->byte);
-        for (int64_t byte = 0; byte < some; byte += 64) __builtin_prefetch(run + ahead->byte + byte, 0, 2);
-        bytes -= some, ahead->byte += some;
-        if (ahead->byte < run_bytes) continue;
-        ahead->byte = 0;
-        if (++ahead->run < 2 * ahead->heads) continue;
-        ahead->run = 0, ahead->first += ahead->tokens;
-        ahead->tokens = at_most(ahead->block_size, ahead->count - ahead->first);
+/* The runs of a tile of an item's keys, in the order of the keys. */
+INLINE void find_runs(const Attention *a, const Item *item, int64_t begin, int64_t count, TileRuns *tile) {
+    const int32_t *table = a->block_tables + item->row * a->table_stride;
+    const char *keys = a->pool + item->head_begin * a->stride.head * 2;
+    int64_t block = begin / a->block_size, slot = begin % a->block_size;
+    tile->num_runs = 0;
+    for (int64_t first = 0, some; first < count; first += some, block++, slot = 0) {
+        some = at_most(a->block_size - slot, count - first);
+        tile->runs[tile->num_runs++] = (Run){keys + (table[block] * a->stride.block + slot * a->stride.token) * 2, first, some};
     }
 }
 
-/* score[m][0 .. KEY_TILE) = query[m] . key, for `together` rows of the group at a time. */
-INLINE void pair_scores(const char *keys, const int64_t *offsets, Ahead *ahead, const uint16_t *query, float *score,
-                        const int64_t dim, const int together) {
+/* How far behind a run of keys, or of values, the bytes lie that are read FETCHED_BYTES or more after it: keys of a tile
+ * are followed by its values, and these by the next tile. Fetching them in the order in which they are read keeps the
+ * hardware's own prefetcher going, which follows long runs alone. */
+enum { FETCHED_BYTES = 32768 };
+
+INLINE int64_t fetch_distance(const TileRuns *tile, const TileRuns *next, int64_t run, int are_values, int64_t value_bytes,
+                              int64_t num_ahead) {
+    const int64_t at = run + are_values * tile->num_runs + num_ahead - 2 * tile->num_runs;
+    const char *from = tile->runs[run].keys + are_values * value_bytes;
+    if (at < -tile->num_runs) return tile->runs[at + 2 * tile->num_runs].keys - from;
+    if (at < 0) return tile->runs[at + tile->num_runs].keys + value_bytes - from;
+    return at < next->num_runs ? next->runs[at].keys - from : 0;
+}
+
+INLINE void fetch(const char *from, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+}
+
+/* score[m][0 .. at_once) = query[m] . key, for `together` rows of the group. Keys from `count` on repeat the last one. */
+INLINE void scores_at_once(const char *keys, int64_t token_bytes, int64_t count, const uint16_t *query, float *score,
+                           const int64_t dim, const int together, const int whole) {
     const int at_once = LANES / together;
-    for (int first = 0; first < KEY_TILE; first += at_once) {
-        fetch_ahead(ahead, at_once * dim * 2);
-        vfloat sums[LANES] = {};
-        for (int64_t d = 0; d < dim; d += 32) {
-            const __mmask32 mask = dim - d >= 32 ? 0xffffffff : 0xffff;
-            __m512i q[4];
-            UNROLL for (int r = 0; r < together; r++) q[r] = _mm512_maskz_loadu_epi16(mask, query + r * dim + d);
-            UNROLL for (int k = 0; k < at_once; k++) {
-                const __m512i key = _mm512_maskz_loadu_epi16(mask, keys + (offsets[first + k] + d) * 2);
-                UNROLL for (int r = 0; r < together; r++)
-                    sums[r * at_once + k] =
-                        (vfloat)_mm512_dpbf16_ps((__m512)sums[r * at_once + k], (__m512bh)key, (__m512bh)q[r]);
-            }
+    vfloat sums[LANES] = {};
+    for (int64_t d = 0; d < dim; d += 32) {
+        const __mmask32 mask = dim - d >= 32 ? 0xffffffff : 0xffff;
+        __m512i q[4];
+        UNROLL for (int r = 0; r < together; r++) q[r] = _mm512_maskz_loadu_epi16(mask, query + r * dim + d);
+        UNROLL for (int k = 0; k < at_once; k++) {
+            const int64_t place = whole ? k : at_most(k, count - 1);
+            const __m512i key = _mm512_maskz_loadu_epi16(mask, keys + place * token_bytes + d * 2);
+            UNROLL for (int r = 0; r < together; r++)
+                sums[r * at_once + k] =
+                    (vfloat)_mm512_dpbf16_ps((__m512)sums[r * at_once + k], (__m512bh)key, (__m512bh)q[r]);
         }
-        const vfloat dots = sum_each(sums);
-        UNROLL for (int r = 0; r < together; r++)
-            memcpy(score + r * KEY_TILE + first, (const char *)&dots + r * at_once * 4, at_once * 4);
+    }
+    const vfloat dots = sum_each(sums);
+    UNROLL for (int r = 0; r < together; r++)
+        memcpy(score + r * SCORE_ROW, (const char *)&dots + r * at_once * 4, at_once * 4);
+}
+
+/* Scores of `together` rows and a run of `count` keys of one head, and some more that don't count. */
+INLINE void run_scores(const char *keys, int64_t token_bytes, int64_t count, int64_t distance, const uint16_t *query,
+                       float *score, const int64_t dim, const int together) {
+    const int at_once = LANES / together;
+    for (int64_t k = 0; k < count; k += at_once, keys += at_once * token_bytes) {
+        if (distance) fetch(keys + distance, at_once * token_bytes);
+        if (count - k >= at_once) scores_at_once(keys, token_bytes, at_once, query, score + k, dim, together, 1);
+        else scores_at_once(keys, token_bytes, count - k, query, score + k, dim, together, 0);
     }
 }
 
@@ -151,27 +181,34 @@ INLINE void interleave(__m512i a, __m512i b, __m512i *first, __m512i *second) {
     *second = _mm512_permutex2var_epi16(a, high, b);
 }
 
-/* output[m][d ..) = shrink[m] * output[m][d ..) + weight[m] . values, for `rows` rows and `wide` vectors of the head. */
-INLINE void add_pair_values(const char *values, const int64_t *offsets, Ahead *ahead, int64_t count,
-                            const uint16_t *weight, const float *shrink, float *output, int64_t d, const int64_t dim,
-                            const int rows, const int wide) {
-    vfloat sums[4][4];
+/* output[m][d ..) = shrink[m] * output[m][d ..) + weight[m] . values, for `rows` rows, `wide` vectors of the head and a run
+ * of `count` values. */
+INLINE void add_run_values(const char *values, int64_t token_bytes, int64_t count, int64_t distance, const uint16_t *weight,
+                           const float *shrink, float *output, int64_t d, const int64_t dim, const int rows, const int wide) {
+    vfloat sums[4][8];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < wide; i++)
             sums[r][i] = load((const char *)(output + r * dim), d + i * LANES, FLOAT32) * shrink[r];
-    for (int64_t k = 0; k < count; k += 2) {
-        __m512i pairs[4];
-        fetch_ahead(ahead, 2 * wide * LANES * 2);
+    values += d * 2;
+    for (int64_t k = 0; k < count; k += 2, values += 2 * token_bytes) {
+        const int alone = k + 1 == count;
+        const char *second = values + (alone ? 0 : token_bytes);
+        if (distance) {
+            fetch(values + distance, wide * LANES * 2);
+            fetch(values + token_bytes + distance, wide * LANES * 2);
+        }
+        __m512i pairs[8];
         UNROLL for (int i = 0; i < wide; i += 2) {
             const __mmask32 mask = wide - i >= 2 ? 0xffffffff : 0xffff;
-            const __m512i one = _mm512_maskz_loadu_epi16(mask, values + (offsets[k] + d + i * LANES) * 2);
-            const __m512i other = _mm512_maskz_loadu_epi16(mask, values + (offsets[k + 1] + d + i * LANES) * 2);
+            const __m512i one = _mm512_maskz_loadu_epi16(mask, values + i * LANES * 2);
+            const __m512i other = _mm512_maskz_loadu_epi16(mask, second + i * LANES * 2);
             __m512i unused;
             interleave(one, other, &pairs[i], i + 1 < wide ? &pairs[i + 1] : &unused);
         }
         UNROLL for (int r = 0; r < rows; r++) {
             uint32_t w;
             memcpy(&w, weight + r * KEY_TILE + k, sizeof w);
+            if (alone) w &= 0xffff;
             UNROLL for (int i = 0; i < wide; i++) sums[r][i] = add_pair(sums[r][i], w, (vuint)pairs[i]);
         }
     }
@@ -179,32 +216,54 @@ INLINE void add_pair_values(const char *values, const int64_t *offsets, Ahead *a
         UNROLL for (int i = 0; i < wide; i++) memcpy(output + r * dim + d + i * LANES, &sums[r][i], sizeof(vfloat));
 }
 
-/* One tile of keys for one KV head and `rows` query heads of its group, 1 to 4. */
-INLINE void decode_rows(const Attention *a, const PairScratch *s, int64_t state, int64_t head, int64_t start, int64_t count,
-                        const int64_t *offsets, Ahead *ahead, const int64_t dim, const int rows) {
-    const char *keys = a->pool + head * a->stride.head * 2, *values = keys + a->stride.key_to_value * 2;
-    float shrink[4];
-    pair_scores(keys, offsets, ahead, s->query + state * dim, s->score, dim, rows == 3 ? 4 : rows);
-    for (int r = 0; r < rows; r++)
-        shrink[r] = soften_pairs(a, s->score + r * KEY_TILE, start, count, s->weight + r * KEY_TILE,
-                                 s->max + state + r, s->sum + (state + r) * LANES);
-    float *output = s->output + state * dim;
+INLINE void run_values(const char *values, int64_t token_bytes, int64_t count, int64_t distance, const uint16_t *weight,
+                       const float *shrink, float *output, const int64_t dim, const int rows) {
     int64_t d = 0;
+    if (rows <= 2)
+        for (; d + 8 * LANES <= dim; d += 8 * LANES)
+            add_run_values(values, token_bytes, count, distance, weight, shrink, output, d, dim, rows, 8);
     for (; d + 4 * LANES <= dim; d += 4 * LANES)
-        add_pair_values(values, offsets, ahead, count, s->weight, shrink, output, d, dim, rows, 4);
+        add_run_values(values, token_bytes, count, distance, weight, shrink, output, d, dim, rows, 4);
     for (; d + 2 * LANES <= dim; d += 2 * LANES)
-        add_pair_values(values, offsets, ahead, count, s->weight, shrink, output, d, dim, rows, 2);
-    if (d < dim) add_pair_values(values, offsets, ahead, count, s->weight, shrink, output, d, dim, rows, 1);
+        add_run_values(values, token_bytes, count, distance, weight, shrink, output, d, dim, rows, 2);
+    if (d < dim) add_run_values(values, token_bytes, count, distance, weight, shrink, output, d, dim, rows, 1);
 }
 
-INLINE void decode_tile(const Attention *a, const PairScratch *s, int64_t state, int64_t head, int64_t start, int64_t count,
-                        const int64_t *offsets, Ahead *ahead, const int64_t dim) {
-    for (int64_t r = 0; r < a->group; r += 4) switch (a->group - r) {
-        case 1: decode_rows(a, s, state + r, head, start, count, offsets, ahead, dim, 1); break;
-        case 2: decode_rows(a, s, state + r, head, start, count, offsets, ahead, dim, 2); break;
-        case 3: decode_rows(a, s, state + r, head, start, count, offsets, ahead, dim, 3); break;
-        default: decode_rows(a, s, state + r, head, start, count, offsets, ahead, dim, 4);
+/* A case for each number of rows of the group that remain, of which 4 are taken together. */
+#define BY_ROWS(remaining, take) \
+    switch (remaining) {         \
+        case 1: take(1) break;   \
+        case 2: take(2) break;   \
+        case 3: take(3) break;   \
+        default: take(4)         \
     }
+
+/* Scores of all heads of an item and a run of keys, in the order in which the keys lie in memory. */
+INLINE void score_run(const Attention *a, const PairScratch *s, const Run *run, int64_t heads, int64_t distance,
+                      const int64_t dim) {
+    for (int64_t head = 0; head < heads; head++)
+        for (int64_t r = 0; r < a->group; r += 4) {
+            const int64_t state = head * a->group + r;
+#define SCORE_ROWS(rows)                                                                                              \
+    run_scores(run->keys + head * a->stride.head * 2, a->stride.token * 2, run->count, r ? 0 : distance,              \
+               s->query + state * dim, s->score + state * SCORE_ROW + run->first, dim, rows == 3 ? 4 : rows);
+            BY_ROWS(a->group - r, SCORE_ROWS)
+        }
+}
+
+/* Adds values of a run to the output of all heads of an item. */
+INLINE void add_run(const Attention *a, const PairScratch *s, const Run *run, int64_t heads, int64_t distance,
+                    const int64_t dim) {
+    static const float as_it_is[4] = {1, 1, 1, 1};
+    for (int64_t head = 0; head < heads; head++)
+        for (int64_t r = 0; r < a->group; r += 4) {
+            const int64_t state = head * a->group + r;
+            const float *shrink = run->first ? as_it_is : s->shrink + state;
+#define ADD_ROWS(rows)                                                                                                \
+    run_values(run->keys + (head * a->stride.head + a->stride.key_to_value) * 2, a->stride.token * 2, run->count,     \
+               r ? 0 : distance, s->weight + state * KEY_TILE + run->first, shrink, s->output + state * dim, dim, rows);
+            BY_ROWS(a->group - r, ADD_ROWS)
+        }
 }
 
 /* The first key that a decoding item reads, and the end of its keys. */
@@ -217,26 +276,18 @@ INLINE int64_t end_key(const Attention *a, const Item *item) {
     return at_most(item->key_end, a->positions[item->row] + item->query_begin + 1);
 }
 
-/* Looks ahead to the tile of an item that begins at a key, if there is one. */
-INLINE void look_ahead(const Attention *a, const Item *item, int64_t begin, const int64_t dim, Ahead *ahead) {
-    const int64_t end = end_key(a, item);
-    ahead->first = ahead->run = ahead->byte = ahead->count = 0;
-    if (begin >= end) return;
-    ahead->count = at_most(KEY_TILE, end - begin);
-    find_tile(a, item->row, begin, ahead->count, ahead->offsets);
-    ahead->keys = a->pool + item->head_begin * a->stride.head * 2;
-    ahead->heads = item->head_end - item->head_begin;
-    ahead->head_bytes = a->stride.head * 2, ahead->value_bytes = a->stride.key_to_value * 2, ahead->token_bytes = dim * 2;
-    ahead->block_size = a->block_size;
-    ahead->tokens = at_most(ahead->count, a->block_size - begin % a->block_size);
+/* The runs of an item's tile that begins at a key; none if the item ends before. */
+INLINE void find_item_runs(const Attention *a, const Item *item, int64_t begin, TileRuns *tile) {
+    find_runs(a, item, begin, at_most(KEY_TILE, end_key(a, item) - begin), tile);
 }
 
 /* One query token of one row: some heads, some keys. `following` is the item that this thread is likely to take next, or
- * null. */
+ * null. A tile's keys of all heads are read before its values, each as they lie in memory. */
 INLINE void decode_item(const Attention *a, const PairScratch *s, const Item *item, const Item *following, const int64_t dim) {
     const int64_t token = a->query_starts[item->row] + item->query_begin, position = a->positions[item->row] + item->query_begin;
-    const int64_t states = (item->head_end - item->head_begin) * a->group, end = end_key(a, item);
+    const int64_t heads = item->head_end - item->head_begin, states = heads * a->group, end = end_key(a, item);
     const int64_t visible = a->window ? at_least(0, position + 1 - a->window) : 0;
+    const int64_t value_bytes = a->stride.key_to_value * 2, run_bytes = heads * at_most(a->block_size, KEY_TILE) * dim * 2;
     int64_t begin = first_key(a, item);
     for (int64_t state = 0; state < states; state++) {
         const int64_t query_head = item->head_begin * a->group + state;
@@ -245,16 +296,22 @@ INLINE void decode_item(const Attention *a, const PairScratch *s, const Item *it
     }
     memset(s->output, 0, states * dim * sizeof *s->output);
     memset(s->sum, 0, states * LANES * sizeof *s->sum);
-    int64_t offsets[KEY_TILE];
-    if (begin < end) find_tile(a, item->row, begin, at_most(KEY_TILE, end - begin), offsets);
+    TileRuns tiles[2], *tile = &tiles[0], *next = &tiles[1];
+    find_item_runs(a, item, begin, tile);
     for (; begin < end; begin += KEY_TILE) {
         const int64_t count = at_most(KEY_TILE, end - begin), start = at_least(0, visible - begin);
-        Ahead ahead;
-        look_ahead(a, item, begin + KEY_TILE, dim, &ahead);
-        if (nothing_ahead(&ahead) && following) look_ahead(a, following, first_key(a, following), dim, &ahead);
-        for (int64_t head = item->head_begin; head < item->head_end; head++)
-            decode_tile(a, s, (head - item->head_begin) * a->group, head, start, count, offsets, &ahead, dim);
-        if (begin + KEY_TILE < end) memcpy(offsets, ahead.offsets, sizeof offsets);
+        const int64_t num_ahead = at_most(tile->num_runs, rounded_up(FETCHED_BYTES, run_bytes) / run_bytes);
+        find_item_runs(a, item, begin + KEY_TILE, next);
+        if (!next->num_runs && following) find_item_runs(a, following, first_key(a, following), next);
+        for (int64_t i = 0; i < tile->num_runs; i++)
+            score_run(a, s, &tile->runs[i], heads, fetch_distance(tile, next, i, 0, value_bytes, num_ahead), dim);
+        for (int64_t state = 0; state < states; state++)
+            s->shrink[state] = soften_pairs(a, s->score + state * SCORE_ROW, start, count, s->weight + state * KEY_TILE,
+                                            s->max + state, s->sum + state * LANES);
+        for (int64_t i = 0; i < tile->num_runs; i++)
+            add_run(a, s, &tile->runs[i], heads, fetch_distance(tile, next, i, 1, value_bytes, num_ahead), dim);
+        TileRuns *const done = tile;
+        tile = next, next = done;
     }
     for (int64_t state = 0; state < states; state++) {
         const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(s->sum + state * LANES));

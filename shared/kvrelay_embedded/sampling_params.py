@@ -53,7 +53,7 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] | None = None
     speculation: Literal["off", "ngram", "suffix"] | None = None
     priority: int = 0
-    cache_salt: str = ""
+    cache_salt: str | None = None
     add_special_tokens: bool = True
     request: CompletionRequest = field(init=False, repr=False, compare=False)
     """The checked fields."""

@@ -242,6 +242,11 @@ INPUTS: dict[str, Case] = {
         200,
     ),
     "input items": (RESPONSES, lambda: repeated(b'"max_output_tokens":1,"input":[', MESSAGE, b"]}", NUM_OBJECTS), 200),
+    "input items to count": (
+        f"{RESPONSES}/input_tokens",
+        lambda: repeated(b'"input":[', MESSAGE, b"]}", NUM_OBJECTS),
+        200,
+    ),
     "content parts of an item": (
         RESPONSES,
         lambda: repeated(

@@ -2,17 +2,16 @@
 
 The event loop only puts commands into a queue. The thread carries them out, reports completed sends, and submits the
 next piece of the outbox to the transport driver. It looks at the queue between two pieces, so that an abort does not
-wait for a long push. It waits for nothing but that queue.
+wait for a long push. It waits for nothing but a command.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from threading import Thread
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Protocol
 
 from kvrelay.transfer.base import BlockPush, SenderEvent, TransferFailed
@@ -97,6 +96,7 @@ class SenderThread:
         self._num_blocks = num_blocks
         self._make_driver = make_driver
         self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._has_commands = Event()
         self._thread: Thread | None = None
 
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
@@ -113,21 +113,21 @@ class SenderThread:
         source outside the pool. No copies, no event.
         """
         if copies:
-            self._commands.put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks)))
+            self._put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks)))
 
     def push_part(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush], part: PartCopy) -> None:
         """Pushes a part of each block; see `push`."""
         if copies:
-            self._commands.put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks), part))
+            self._put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks), part))
 
     def abort(self, reservation: str) -> None:
         """Drops what is queued; `SenderDrained` follows, always, also for an unknown reservation."""
-        self._commands.put(_Abort(reservation))
+        self._put(_Abort(reservation))
 
     def close(self) -> None:
         """Stops the thread and waits for it, not for ever; once it `has_ended` the pool is not read. Idempotent."""
         if self._thread is not None:
-            self._commands.put(_Close())
+            self._put(_Close())
             ended_in_time(self._thread)
 
     @property
@@ -136,7 +136,11 @@ class SenderThread:
         return self._thread is None or not self._thread.is_alive()
 
     def _wake(self) -> None:
-        self._commands.put(_Wake())
+        self._put(_Wake())
+
+    def _put(self, command: _Command) -> None:
+        self._commands.put(command)
+        self._has_commands.set()
 
     def _run(self, port: LoopPort[SenderEvent]) -> None:
         try:
@@ -164,12 +168,12 @@ class SenderThread:
 
     def _take_commands(self, wait_s: float | None) -> list[_Command]:
         """Returns the commands that are queued now and no later ones, so that many commands do not delay the pieces."""
-        commands: list[_Command] = []
+        # Not by `SimpleQueue.get` with a timeout: if the thread is preempted while that computes the time that is left,
+        # the result is negative, and it waits for ever (CPython 3.11). Sends must be collected and expired in time.
         if wait_s is None or wait_s > 0:
-            with suppress(Empty):
-                commands.append(self._commands.get(timeout=wait_s))
-        commands += [self._commands.get_nowait() for _ in range(self._commands.qsize())]
-        return commands
+            self._has_commands.wait(wait_s)
+        self._has_commands.clear()  # before the queue is read: a command that comes now sets it again
+        return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
 
     @staticmethod
     def _carry_out(driver: TransportDriver, command: Push | _Abort | _Wake) -> list[SenderEvent]:

@@ -15,14 +15,17 @@ from kvrelay_programs import Endpoint
 from kvrelay_programs.beginnings import num_common
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller
+from kvrelay_programs.expressions import Select
+from kvrelay_programs.results import Selected
 from kvrelay_programs.scoring import ScoredTokens
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One prompt of a request. Without `add_generation_prompt`, `messages` are continued or end as they stand.
+    """One prompt of a request. Without `has_generation_prompt`, `messages` are continued or end as they stand.
     `first_scored`: position of the first token whose log-probability was asked for. `number`: its place in the request.
-    `output` has the answer's text.
+    `output` has the tokens of the answer as they were sampled: its text may have others. `choices` of a selection stand
+    behind the prompt.
     """
 
     text: str = ""
@@ -32,7 +35,8 @@ class Call:
     has_generation_prompt: bool = True
     first_scored: int | None = None
     number: int = 0
-    output: str = ""
+    output: Sequence[int] = ()
+    choices: Sequence[str] = ()
 
 
 class KeptCalls(Endpoint):
@@ -49,6 +53,8 @@ class KeptCalls(Endpoint):
         answer: dict[str, Any] = {}
         if path != "/tokenize":
             body = {**body, "cache_salt": self.salt} if self.salt else body
+            if body.get("max_tokens") != 0 and path != "/v1/select":
+                body = {**body, "return_token_ids": True}
             self._sent.append((path, body, answer))
         answer |= await super()._post(path, body, caller)
         return answer
@@ -68,6 +74,9 @@ class RawCalls(KeptCalls):
     async def end_session(self, session: str) -> None:
         pass
 
+    async def select(self, content: Content, step: Select, caller: Caller) -> Selected:
+        return await self._by_prompts(content, step, caller)
+
     async def _post(self, path: str, body: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
         return await super()._post(path, body, Caller("", caller.time_left_s, caller.usage))
 
@@ -77,19 +86,18 @@ class RawCalls(KeptCalls):
 
 
 def _calls_of(path: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> list[Call]:
-    choices = {int(choice["index"]): choice for choice in answer.get("choices", ())}
-    if path == "/v1/chat/completions":
-        output = (choices[0]["message"]["content"] or "") if choices else ""
-        has_generation_prompt = body.get("add_generation_prompt", True)
-        is_continued = body.get("continue_final_message", False)
-        return [
-            Call(
-                messages=body["messages"],
-                is_continued=is_continued,
-                has_generation_prompt=has_generation_prompt,
-                output=output,
-            )
-        ]
+    sampled = {int(choice["index"]): choice.get("token_ids", ()) for choice in answer.get("choices", ())}
+    if "messages" in body:
+        call = Call(
+            messages=body["messages"],
+            is_continued=body.get("continue_final_message", False),
+            has_generation_prompt=body.get("add_generation_prompt", True),
+            output=sampled.get(0, ()),
+            choices=body.get("choices", ()),
+        )
+        return [call, *_unconditional(body)]
+    if path == "/v1/select":
+        return [Call(text=body["prompt"], choices=body["choices"]), *_unconditional(body)]
     first = body.get("logprob_start_len") if "prompt_logprobs" in body else None
     prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
     return [
@@ -98,17 +106,24 @@ def _calls_of(path: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> 
             token_ids=() if isinstance(prompt, str) else prompt,
             first_scored=first,
             number=number,
-            output="" if first is not None or number not in choices else choices[number]["text"],
+            output=sampled.get(number, ()),
         )
         for number, prompt in enumerate(prompts)
     ]
 
 
+def _unconditional(body: Mapping[str, Any]) -> list[Call]:
+    if body.get("normalization") != "unconditional":
+        return []
+    return [Call(text=body["unconditional_prompt"], choices=body["choices"])]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizedCall:
     """`hashes` are of the blocks of prompt and answer, without the last token, whose KV is not computed.
-    `num_reusable`: the most tokens of the prompt that a cache can have. `num_shared`: those of them that an earlier
-    prompt of the same request has, too, if all are only scored: they need not fill blocks."""
+    `num_prompt`: the prompt's tokens as the server's usage counts them. `num_reusable`: the most of them that a cache
+    can have. `num_shared`: those of them that an earlier prompt of the same request has, too, if all are only scored:
+    they need not fill blocks."""
 
     num_prompt: int
     num_reusable: int
@@ -121,6 +136,9 @@ def tokenized(calls: Sequence[Call], tokenizer: Any) -> list[TokenizedCall]:
     found: list[TokenizedCall] = []
     scored: list[list[int]] = []  # the prompts of the newest request
     for call in calls:
+        if call.choices:
+            found += _selection(call, tokenizer)
+            continue
         prompt, each = _tokenized(call, tokenizer)
         if not call.number:
             scored = []
@@ -139,21 +157,47 @@ def _num_shared(prompts: Sequence[list[int]], first_scored: int) -> int:
 
 
 def _tokenized(call: Call, tokenizer: Any) -> tuple[list[int], TokenizedCall]:
-    prompt = list(call.token_ids)
-    text = call.text
-    if call.messages:
-        text = tokenizer.apply_chat_template(
-            list(call.messages),
-            tokenize=False,
-            add_generation_prompt=call.has_generation_prompt,
-            continue_final_message=call.is_continued,
-        )
-    if not prompt:
-        prompt = tokenizer.encode(text, add_special_tokens=not call.messages)
-    whole = tokenizer.encode(text + call.output, add_special_tokens=not call.messages) if call.output else prompt
+    prompt = list(call.token_ids) or _prompt(call, tokenizer)
+    whole = [*prompt, *call.output]
     most = len(prompt) - 1 if call.first_scored is None else min(len(prompt), call.first_scored) - 1
     hashes = hash_blocks(ROOT, whole[: max(len(whole) - 1, len(prompt))], BLOCK_SIZE)
     return prompt, TokenizedCall(len(prompt), max(most, 0) // BLOCK_SIZE * BLOCK_SIZE, hashes)
+
+
+def _prompt(call: Call, tokenizer: Any, choice: str = "") -> list[int]:
+    """The tokens of a prompt, with a choice behind it if there is one."""
+    if not call.messages:
+        ids: list[int] = tokenizer.encode(call.text + choice)
+        return ids
+    messages = [dict(message) for message in call.messages]
+    if choice and not call.is_continued:
+        messages.append({"role": "assistant", "content": choice})
+    elif choice:
+        messages[-1]["content"] += choice
+    text = tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=call.has_generation_prompt and not choice,
+        continue_final_message=call.is_continued or bool(choice),
+    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return list(ids)
+
+
+def _selection(call: Call, tokenizer: Any) -> list[TokenizedCall]:
+    """A prompt for each choice. What all begin with counts in the first one, as the server's usage has it."""
+    alone = _prompt(call, tokenizer)
+    prompts = [_prompt(call, tokenizer, choice) for choice in call.choices]
+    first = max(1, min(num_common(alone, prompt) for prompt in prompts))
+    common = min([len(prompt) - 1 for prompt in prompts] + [num_common(prompts[0], each) for each in prompts[1:]])
+    found: list[TokenizedCall] = []
+    for number, prompt in enumerate(prompts):
+        hashes = hash_blocks(ROOT, prompt, BLOCK_SIZE)
+        if number:
+            found.append(TokenizedCall(len(prompt) - common, 0, hashes))
+        else:
+            found.append(TokenizedCall(len(prompt), (first - 1) // BLOCK_SIZE * BLOCK_SIZE, hashes))
+    return found
 
 
 def best_possible_hits(calls: Sequence[TokenizedCall]) -> int:

@@ -18,9 +18,10 @@ from kvrelay_programs.beginnings import num_common
 from kvrelay_programs.connections import Connections
 from kvrelay_programs.content import Content, chat_fields
 from kvrelay_programs.errors import CannotScore, EndpointError
+from kvrelay_programs.expressions import Select
 from kvrelay_programs.greedy_choice import top_tokens_of
-from kvrelay_programs.results import Generated, Usage
-from kvrelay_programs.scoring import ScoredTokens
+from kvrelay_programs.results import ChoiceScore, Generated, Selected, Usage
+from kvrelay_programs.scoring import ScoredTokens, best_choice
 from kvrelay_programs.sent_texts import SentTexts
 from kvrelay_programs.session_ends import SessionEnds
 
@@ -84,6 +85,33 @@ class Endpoint:
             return await self._streamed(path, body, caller, on_text)
         return _generated(await self._post(path, body, caller), content.is_chat)
 
+    async def select(self, content: Content, step: Select, caller: Caller) -> Selected:
+        """The likeliest choice behind `content`. Raises CannotScore if the endpoint does not score prompts."""
+        await self._served_model()
+        return await (self._in_one_request if self._is_kvrelay else self._by_prompts)(content, step, caller)
+
+    async def _in_one_request(self, content: Content, step: Select, caller: Caller) -> Selected:
+        body = {
+            "model": await self._served_model(),
+            **(chat_fields(content) if content.is_chat else {"prompt": content.text}),
+            "choices": step.choices,
+            "normalization": step.normalization,
+            "unconditional_prompt": step.unconditional_prefix,
+        }
+        answer = await self._post("/v1/select", body, caller)
+        scores = tuple(
+            ChoiceScore(choice, found["logprob"], found["num_tokens"], found["score"])
+            for choice, found in zip(step.choices, answer["scores"], strict=True)
+        )
+        return Selected(step.choices[answer["selected"]], scores)
+
+    async def _by_prompts(self, content: Content, step: Select, caller: Caller) -> Selected:
+        scored, unconditional = await self.score(content, step.choices, caller), None
+        if step.normalization == "unconditional":
+            unconditional = await self.score(Content(text=step.unconditional_prefix), step.choices, caller)
+        by_tokens = step.normalization == "tokens"
+        return best_choice(step.choices, scored, by_tokens=by_tokens, unconditional=unconditional)
+
     async def score(self, content: Content, endings: Sequence[str], caller: Caller) -> list[ScoredTokens]:
         """Log-probabilities of the tokens by which each ending differs from `content` alone, in one request.
 
@@ -99,8 +127,7 @@ class Endpoint:
             self._scores_prompts = False
             raise
         except EndpointError as error:
-            # kvrelay scores prompts: what it refuses is wrong for another reason.
-            if self._is_kvrelay or error.status not in _REFUSED:
+            if error.status not in _REFUSED:
                 raise
             # A bad request may be due to this prompt only.
             self._scores_prompts = error.status not in _NOT_OFFERED
@@ -209,7 +236,7 @@ class Endpoint:
             answer: dict[str, Any] = json.loads(content)
         except ValueError as error:
             raise EndpointError(f"{self.base_url}{path} answered {content[:80]!r}, which is not JSON") from error
-        if caller is not None and "choices" in answer:
+        if caller is not None and "usage" in answer:
             caller.usage.add(answer.get("usage"))
         return answer
 

@@ -16,7 +16,6 @@ from kvrelay_programs.graph import Step, applied
 from kvrelay_programs.greedy_choice import greedy_choice
 from kvrelay_programs.results import Generated, Selected
 from kvrelay_programs.run import Operation, OrderedStream, Run
-from kvrelay_programs.scoring import best_choice
 from kvrelay_programs.surplus import DEFAULT_MAX_TOKENS, Surplus, sampling_of, surplus_of
 from kvrelay_programs.value import TextFeed, Value
 
@@ -176,18 +175,13 @@ class Interpreter:
         return selected
 
     async def _by_likelihood(self, step: Select, content: Content, caller: Caller) -> Selected:
-        endpoint, unconditional = self.run.endpoint, None
+        endpoint = self.run.endpoint
         try:
-            scored = await endpoint.score(content, step.choices, caller)
-            if step.normalization == "unconditional":
-                alone = Content(text=step.unconditional_prefix)
-                unconditional = await endpoint.score(alone, step.choices, caller)
+            return await endpoint.select(content, step, caller)
         except CannotScore:
             if step.normalization == "unconditional":
                 raise
             return await greedy_choice(step.choices, lambda begin: endpoint.top_tokens(content, begin, caller))
-        by_tokens = step.normalization == "tokens"
-        return best_choice(step.choices, scored, by_tokens=by_tokens, unconditional=unconditional)
 
 
 @dataclass(slots=True)

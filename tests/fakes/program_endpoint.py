@@ -11,7 +11,8 @@ from typing import Any
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller, Endpoint
 from kvrelay_programs.errors import EndpointError
-from kvrelay_programs.results import Generated
+from kvrelay_programs.expressions import Select
+from kvrelay_programs.results import Generated, Selected
 from kvrelay_programs.scoring import ScoredTokens
 from kvrelay_programs.sent_texts import SentTexts
 
@@ -61,6 +62,9 @@ class FakeEndpoint(Endpoint):
                 on_text(text[at : at + 2])
                 await asyncio.sleep(0)
         return Generated(text, "stop")
+
+    async def select(self, content: Content, step: Select, caller: Caller) -> Selected:
+        return await self._by_prompts(content, step, caller)
 
     async def score(self, content: Content, endings: Sequence[str], caller: Caller) -> list[ScoredTokens]:
         await self._call(content.whole_text, caller)

@@ -38,6 +38,7 @@ class Script:
     failure: RequestFailed | None = None
     end_silently: bool = False  # the last delta says no finish reason
     logprob: float = -0.5
+    scores_prompt: bool = True  # if that is asked for
     beams: list[BeamResult] = field(default_factory=list)  # of a beam search: in one delta, without tokens
 
 
@@ -45,6 +46,11 @@ def score(token_id: int, num_top: int, logprob: float = -0.5) -> TokenLogprobs:
     """Log-probabilities that a test can foresee: the token itself is the most likely one."""
     top = [token_id, *[other for other in range(1, num_top + 1) if other != token_id]][:num_top]
     return TokenLogprobs(token_id, logprob, top, [logprob - rank for rank in range(len(top))])
+
+
+def prompt_logprob(token_id: int) -> float:
+    """That of a token of an ending, or of what is before it."""
+    return -1.0 - token_id / 1024
 
 
 def wanted(entry: TokenLogprobs, token_ids: Sequence[int]) -> TokenLogprobs:
@@ -147,16 +153,22 @@ class ScriptedHandle:
         await self._taken.wait()
 
     def _plan(self, sequence: int, script: Script) -> list[SequenceDelta]:
-        sampling = self.request.sampling
+        sampling, prompt_ids = self.request.sampling, self.request.prompt_ids
+        if self.request.endings:
+            ending = self.request.endings[sequence]
+            sampling, prompt_ids = ending.sampling, [*prompt_ids, *ending.token_ids]
         if script.beams:
             return [SequenceDelta(sequence, [], cached_tokens=16, finish=script.beams[0].finish, beams=script.beams)]
         token_ids, finish = script.token_ids, script.finish
         if len(token_ids) > sampling.max_tokens:
             token_ids, finish = token_ids[: sampling.max_tokens], FinishReason.LENGTH
         prompt_logprobs = []
-        if sampling.prompt_logprobs is not None:
-            scored = self.request.prompt_ids[sampling.logprob_start_len :]
-            prompt_logprobs = [score(token, sampling.prompt_logprobs, -1.0) for token in scored]
+        if sampling.prompt_logprobs is not None and script.scores_prompt:
+            scored = prompt_ids[sampling.logprob_start_len :]
+            prompt_logprobs = [
+                score(token, sampling.prompt_logprobs, prompt_logprob(token) if self.request.endings else -1.0)
+                for token in scored
+            ]
         cuts = range(0, max(1, len(token_ids)), script.per_delta)
         plan = []
         for cut in cuts:

@@ -45,6 +45,7 @@ from kvrelay.protocol.messages import (
     Stop,
     TokenBatch,
     TokenEntry,
+    unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
 from kvrelay.worker.score_parts import ScoreParts
@@ -256,7 +257,8 @@ class FakePrefill(FakeWorker):
     def _first_token(self, key: Key, prompt: Prompt) -> FirstToken:
         scores = []
         if prompt.sampling.prompt_logprobs is not None:
-            scores = [TokenLogprobs(0, -1.0, [], []) for _ in range(len(prompt.tokens) // 4 - prompt.num_output - 1)]
+            tokens = unpack_tokens(prompt.tokens).tolist()[: prompt.num_tokens - prompt.num_output]
+            scores = [TokenLogprobs(each, -1.0, [], []) for each in tokens[prompt.sampling.logprob_start_len :]]
         is_last = prompt.num_output + 1 >= prompt.sampling.max_tokens
         return FirstToken(
             index=prompt.num_output,

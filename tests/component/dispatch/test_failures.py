@@ -10,10 +10,11 @@ import pytest
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import PeerLost
 from kvrelay.protocol.messages import Cancel, Failed, Generate, NeedDecode, Prefill, Reassign
-from kvrelay_router.dispatch.interface import RequestFailed
+from kvrelay.protocol.sampling import Sampling
+from kvrelay_router.dispatch.interface import Ending, RequestFailed
 from kvrelay_router.dispatch.running_request import RunningRequest
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
-from tests.component.dispatch.rig import PROMPT, Rig, pair, read, two_pairs
+from tests.component.dispatch.rig import PROMPT, Rig, pair, read, read_deltas, two_pairs
 from tests.fakes.waiting import until
 
 MOMENTS = [
@@ -322,4 +323,32 @@ async def test_prefill_that_asks_for_a_decode_worker_after_the_end_is_told_to_le
     key = (handle.request.request_id, 1, 0)
     prefill.send(rig.dispatcher.messenger.me, key, NeedDecode(reason="d0 is lost", excluded=["d0"]))
     await until(lambda: key in [told for told, _ in prefill.got(Cancel)])
+    await rig.nothing_is_left()
+
+
+@pytest.mark.parametrize("num_shared", [0, 5])
+@pytest.mark.parametrize("point", ["start", "first token"])
+async def test_endings_of_a_prompt_are_scored_again_after_a_workers_death(
+    rig: Rig, point: str, num_shared: int
+) -> None:
+    await rig.start(*two_pairs())
+    gates = [worker.hold(point) for worker in rig.workers.values() if worker.role == "prefill"]
+    prompt = PROMPT[:num_shared]
+    # The last one has more scores than come with a first token.
+    token_ids = [[7, 8, 9], [7], list(range(10, 110))]
+    sampling = Sampling(max_tokens=0, prompt_logprobs=0, logprob_start_len=max(1, num_shared))
+    endings = [Ending(each, sampling) for each in token_ids]
+    handle = rig.submit(num_sequences=3, prompt_ids=prompt, endings=endings)
+    await asyncio.wait(
+        [asyncio.create_task(gate.reached.wait()) for gate in gates], return_when=asyncio.FIRST_COMPLETED
+    )
+    assert handle.served_by.prefill is not None
+    rig.workers[handle.served_by.prefill].kill()
+    for gate in gates:
+        gate.open.set()
+    scored = {
+        delta.sequence: [each.token_id for each in delta.prompt_logprobs[:]] for delta in await read_deltas(handle)
+    }
+    assert scored == {index: each if prompt else each[1:] for index, each in enumerate(token_ids)}
+    assert rig.record(handle)["num_prompt_tokens"] == num_shared + 104
     await rig.nothing_is_left()

@@ -66,6 +66,7 @@ def fetch(port: int, path: str) -> bytes:
 
 
 COMPLETION, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
+SELECT = "/v1/select"
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 TEXT = "An otter is a playful animal. "
 USER = b'"max_tokens":1,"messages":[{"role":"user","content":'
@@ -214,6 +215,29 @@ INPUTS: dict[str, Case] = {
         CHAT,
         lambda: repeated(USER + b'"x"}],"chat_template_kwargs":{"a":[', b"{}", b"]}}", NUM_OBJECTS),
         200,
+    ),
+    "choices behind a text": (SELECT, lambda: body_of(prompt=TEXT * 250, choices=[f" {n}." for n in range(1024)]), 200),
+    "choices behind two texts": (
+        SELECT,
+        lambda: body_of(prompt="x", choices=[f" {n}." for n in range(1024)], normalization="unconditional"),
+        200,
+    ),
+    "long choices": (SELECT, lambda: body_of(prompt="x", choices=[f"{n}{TEXT * 250}" for n in range(1024)]), 200),
+    "choices that begin alike": (
+        SELECT,
+        lambda: body_of(prompt="x", choices=[f"{TEXT * 250}{n}" for n in range(1024)]),
+        200,
+    ),
+    "choices behind messages": (
+        SELECT,
+        lambda: body_of(messages=[{"role": "user", "content": TEXT * 250}], choices=[f" {n}." for n in range(1024)]),
+        200,
+    ),
+    "too many choices": (SELECT, lambda: repeated(b'"prompt":"x","choices":[', b'"x"', b"]}", NUM_OBJECTS), 400),
+    "choices behind a text that is too long": (
+        SELECT,
+        lambda: body_of(prompt=TEXT * 30_000, choices=["a"] * 1024),
+        400,
     ),
     "tokenize": ("/tokenize", lambda: body_of(prompt=TEXT * 30_000), 200),
     "tokenize to strings": ("/tokenize", lambda: body_of(prompt=TEXT * 30_000, return_token_strs=True), 200),

@@ -16,6 +16,7 @@ EXAMPLES = {
     "/v1/messages": (
         '{"model": "MODEL", "max_tokens": 64, "messages": [{"role": "user", "content": "What is an otter?"}]}'
     ),
+    "/v1/select": '{"model": "MODEL", "prompt": "An otter is", "choices": [" a bird.", " a mammal."]}',
     "/tokenize": '{"model": "MODEL", "prompt": "An otter"}',
     "/detokenize": '{"model": "MODEL", "tokens": [7, 8]}',
 }

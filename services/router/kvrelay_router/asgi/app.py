@@ -35,6 +35,8 @@ from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetr
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.openai.schema.parsing import RequestModel
+from kvrelay_router.openai.schema.select_request import SelectText
+from kvrelay_router.openai.select_endpoint import SelectEndpoint
 from kvrelay_router.openai.served_models import FurtherModel, ServedModels
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
@@ -115,6 +117,7 @@ def _add_posts(app: FastAPI, models: ServedModels, store: ResponseStore | None) 
         ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
         ("/v1/responses", responses.serve, ResponsesRequest),
         ("/v1/responses/input_tokens", responses.count_tokens, ResponsesRequest),
+        ("/v1/select", SelectEndpoint(models).serve, SelectText),
         ("/tokenize", tokens.tokenize, TokenizeText),
         ("/detokenize", tokens.detokenize, DetokenizeTokens),
     ]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrelay.protocol.packed_logprobs import PackedLogprobs
 from kvrelay.protocol.sampling import TokenLogprobs
@@ -18,6 +20,13 @@ class LogprobRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: slice, /) -> Sequence[TokenLogprobs]: ...
+
+
+def own_logprobs(rows: LogprobRows) -> NDArray[np.float64]:
+    """Each token's own log-probability, without its alternatives."""
+    if isinstance(rows, CollectedLogprobs):
+        return np.frombuffer(b"".join(part.logprobs for part in rows.parts), "<f8")
+    return np.array([entry.logprob for entry in rows[:]], np.float64)
 
 
 class CollectedLogprobs(msgspec.Struct):

@@ -15,6 +15,7 @@ from typing import Any
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import LinkEvent
+from kvrelay.protocol.messages import pack_tokens
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
@@ -201,7 +202,7 @@ class RouterDispatcher:
             decision = self._placement.place(
                 request.request_id,
                 prompt=prompt,
-                num_output=len(request.opening),
+                num_output=len(request.opening) + request.num_prompt_tokens - prompt.num_tokens,
                 needs_decode=request.sampling.max_tokens - len(request.opening) > 1,
                 deadline_s=deadline_s,
             )
@@ -333,18 +334,20 @@ class RouterDispatcher:
         timer = loop.call_later(request.timeout_s, self._deadline_passed, handle)
         running = ActiveRequest(handle, record, time.monotonic() + request.timeout_s, timer, prefixes)
         for index in range(request.num_sequences):
+            ending = request.endings[index] if request.endings else None
             spec = SequenceSpec(
                 sequence=index,
                 prompt=prefixes.packed,
-                num_prompt_tokens=len(request.prompt_ids),
-                sampling=request.sampling,
+                ending=b"" if ending is None else pack_tokens(ending.token_ids),
+                num_prompt_tokens=len(request.prompt_ids) + (0 if ending is None else len(ending.token_ids)),
+                sampling=request.sampling if ending is None else ending.sampling,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 tenant=request.tenant,
                 weight=request.weight,
                 session=request.session_key,
                 text_owner=request.text_owner,
-                num_samples=request.num_sequences,
+                num_samples=1 if request.endings else request.num_sequences,
                 opening=request.opening,
                 max_attempts=self.settings.max_attempts,
             )

@@ -41,16 +41,25 @@ class RequestFailed(Exception):
         self.kind = kind
 
 
+class Ending(msgspec.Struct, frozen=True):
+    """The tokens of a sequence behind the prompt that it shares with the others of its request, and how it is scored:
+    positions in `sampling` count from the beginning of the prompt."""
+
+    token_ids: list[int]
+    sampling: Sampling
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated, tokenized request. Sequence i of `num_sequences` samples with the seed (sampling.seed, i, position).
 
-    A beam search is one sequence, whatever its width.
+    A beam search is one sequence, whatever its width. With `endings` there is a sequence for each of them.
     """
 
     request_id: str
     prompt_ids: list[int]
     sampling: Sampling
     num_sequences: int = 1
+    endings: Sequence[Ending] = ()
     cache_salt: str = ""
     session: str = ""  # the client's name of what this request is part of, such as a program
     priority: int = 0
@@ -64,6 +73,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     # to workers with the prompt, as the output of an earlier attempt would, and to the client with the first token
     # that a worker brings.
     opening: tuple[int, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, and of all endings."""
+        return len(self.prompt_ids) + sum(len(ending.token_ids) for ending in self.endings)
 
     @property
     def session_key(self) -> str:

@@ -111,7 +111,7 @@ class PromptPrefixes:
     @property
     def affinity(self) -> str:
         """Requests with equal affinity go to one worker with the policy `sticky`."""
-        if not self._affinity:
+        if not self._affinity and len(self._prompt_ids):
             beginning = self._prompt_ids[:AFFINITY_TOKENS]
             self._affinity = hash_blocks(root_hash(model="", cache_salt=self._cache_salt), beginning, len(beginning))[
                 0

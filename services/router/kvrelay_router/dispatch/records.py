@@ -88,7 +88,7 @@ class RequestRecord:
         self.request_id = request.request_id
         self.owner = request.owner
         self.session = request.session
-        self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_prompt_tokens = request.num_prompt_tokens
         self.sequences = [SequenceHistory() for _ in range(request.num_sequences)]
         self.submitted_unix_s = time.time()
         self.state = "running"

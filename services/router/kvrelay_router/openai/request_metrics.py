@@ -21,6 +21,7 @@ OPERATION_BY_PATH = {
     "/v1/chat/completions/batch": "chat",
     "/v1/messages": "chat",
     "/v1/responses": "chat",
+    "/v1/select": "select",
     "/invocations": "chat",
 }
 """The measured paths, with the name of their operation in OpenTelemetry's conventions."""
@@ -113,7 +114,7 @@ class RequestMetrics:
             "gen_ai.operation.name": timings.operation,
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": timings.model,
-            "gen_ai.usage.input_tokens": sum(len(run.request.prompt_ids) for run in timings.runs),
+            "gen_ai.usage.input_tokens": sum(run.request.num_prompt_tokens for run in timings.runs),
             "gen_ai.usage.cache_read.input_tokens": sum(run.cached_tokens for run in timings.runs),
             "gen_ai.usage.output_tokens": sum(choice.num_tokens for choice in choices),
             "gen_ai.response.finish_reasons": tuple(choice.finish_reason or "none" for choice in choices),

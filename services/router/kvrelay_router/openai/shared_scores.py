@@ -33,13 +33,18 @@ async def _num_common(prompts: Sequence[list[int]]) -> int:
     first, share = prompts[0], LoopShare()
     common = len(first)
     for prompt in prompts[1:]:
-        low, high = 0, min(common, len(prompt))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if first[low:middle] == prompt[low:middle]:
-                low = middle
-            else:
-                high = middle - 1
-        common = low
+        common = num_equal(first, prompt, common)
         await share.pause()
     return common
+
+
+def num_equal(one: list[int], other: list[int], most: int) -> int:
+    """The number of tokens with which both begin, at most `most`. Compares slices: a loop over tokens is slower."""
+    low, high = 0, min(most, len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

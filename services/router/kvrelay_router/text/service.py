@@ -204,7 +204,7 @@ class TextService:
                 return encode(render(contents))
             return self._contents.encode(render, contents, encode, add_special_tokens=options.add_special_tokens)
 
-        num_chars = _num_chars([*messages, *options.tools], LONG_TEXT_CHARS + 1)
+        num_chars = count_chars([*messages, *options.tools], LONG_TEXT_CHARS + 1)
         short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES and not options.template_kwargs
         is_plain = False  # whether no content spells out a control token
         if short and self._contents is not None:
@@ -344,9 +344,9 @@ def _content_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> ContentToke
     return ContentTokens(tokenizer, {token.content for token in added if token.content in between}, template.source)
 
 
-def _num_chars(value: Any, enough: int) -> int:
+def count_chars(value: Any, enough: int) -> int:
     """Counts the characters of all texts in messages, because templates also render tool calls and reasoning. A number,
-    list or object counts as one character. Stops above `enough`."""
+    list or object counts as one character. Stops at `enough` or a little above."""
     num_chars, values = 0, [value]
     while values and num_chars < enough:
         each = values.pop()

@@ -21,6 +21,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """The token for a single byte in byte-fallback vocabularies."""
 
+LONGEST_TAIL_CHARS = 1024
+LAST_CUT = re.compile(r".*(?<=.)(?= [A-Za-z])", re.DOTALL)
+"""Up to the last cut (b) of `pieces.py`. Its space and letter are behind it, so it is one whatever the text goes on
+with."""
+
 SENTENCE_SPACE = "\u2581"
 
 
@@ -163,6 +168,17 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def divided(self, text: str) -> tuple[str, str]:
+        """Divides a text near its end. The tokens of the first part, followed by those of the second part and of
+        whatever is behind it without special tokens, are the tokens of the whole. The first part is empty if no such
+        place is known."""
+        if self._spans is None or self._around is None or self._around[1]:
+            return "", text
+        start = max(0, len(text) - LONGEST_TAIL_CHARS)
+        if (cut := LAST_CUT.match(text, start)) is None:
+            return "", text
+        return text[: cut.end()], text[cut.end() :]
 
     def encode_marked(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[bool]]:
         """The token ids of a text, and a flag for each that is true if the tokenizer added it to the text."""

@@ -371,3 +371,30 @@ def test_what_a_template_says_twice_is_not_around_it() -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single="$A $A", special_tokens=[])
     assert added_around(tokenizer) is None
     assert piece_cache_of(tokenizer) is None  # the library says it twice without special tokens, too
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.lists(st.sampled_from([*" abcAB1.,'\n\té東🦦", "otter", " the", "<tool>", "  ", " X"]), max_size=12).map(
+        "".join
+    ),
+    ending=st.lists(st.sampled_from([*" abA1.\né", "er", " otter", "[INST]"]), max_size=3).map("".join),
+    kind=st.sampled_from([*SOUND, "byte fallback"]),
+)
+def test_a_divided_text_has_the_tokens_of_the_whole(text: str, ending: str, kind: str) -> None:
+    backend = SOUND.get(kind) or byte_fallback_tokenizer()
+    tokenizer = RouterTokenizer(backend)
+    head, tail = tokenizer.divided(text)
+    assert head + tail == text
+    first = tokenizer.encode(head, add_special_tokens=True) if head else []
+    rest = tokenizer.encode(tail + ending, add_special_tokens=not head)
+    assert [*first, *rest] == _whole(backend, text + ending, add_special_tokens=True)
+
+
+def test_texts_are_divided_near_their_end() -> None:
+    tokenizer = RouterTokenizer(SOUND["llama3"])
+    assert tokenizer.divided("An otter eats fish") == ("An otter eats", " fish")
+    assert tokenizer.divided("An otter eats 12. ") == ("An otter", " eats 12. ")
+    assert tokenizer.divided(" fish") == ("", " fish")
+    assert tokenizer.divided("x" * 5000) == ("", "x" * 5000)
+    assert tokenizer.divided("a " * 5000 + "b")[1] == " b"

@@ -117,6 +117,7 @@ LogprobTokenIds = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), Field(max_length=MAX_LOGPROB_TOKENS), or_default([])
 ]
 BadWords = Annotated[list[str], BeforeValidator(_bad_words)]
+CacheSalt = Annotated[str, Field(max_length=1024), BeforeValidator(_salt)]
 Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 
 
@@ -154,7 +155,7 @@ class GenerationFields(RequestModel):
     skip_special_tokens: FlagOn = True
     return_token_ids: Flag = False
     return_tokens_as_token_ids: Flag = False
-    cache_salt: Annotated[str, Field(max_length=1024), BeforeValidator(_salt)] = ""
+    cache_salt: CacheSalt = ""
     extra_key: Annotated[str, Field(max_length=1024), or_default("")] = ""
     user: Annotated[str, Field(max_length=1024), or_default("")] = ""
     logprob_token_ids: LogprobTokenIds = Field(default_factory=list)

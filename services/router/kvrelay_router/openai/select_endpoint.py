@@ -1,0 +1,216 @@
+"""POST /v1/select: which of several choices is the likeliest behind a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay.protocol.sampling import Sampling
+from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.dispatch.interface import Ending, GenerateRequest, ModelLimits
+from kvrelay_router.http.api_error import wrong
+from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.openai.answer_size import AnswerShape
+from kvrelay_router.openai.answers.choice import Choice
+from kvrelay_router.openai.answers.select_format import ScoredGroup, SelectAnswer
+from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.delivery import GenerationResponse
+from kvrelay_router.openai.error_mapping import prompt_too_long
+from kvrelay_router.openai.generation import PromptRun
+from kvrelay_router.openai.planning import Plan, check_request
+from kvrelay_router.openai.request_validation import (
+    RequestedOutput,
+    allowed_output,
+    check_tokenized,
+    make_requests,
+    make_sampling,
+    stop_rules,
+)
+from kvrelay_router.openai.schema.beam_fields import BeamFields
+from kvrelay_router.openai.schema.chat_request import check_messages
+from kvrelay_router.openai.schema.select_request import SelectChat, SelectText, parse_select
+from kvrelay_router.openai.served_models import ServedModels
+from kvrelay_router.openai.tokenized_choices import TokenizedChoices, tokenize_choices
+from kvrelay_router.openai.while_connected import while_connected
+from kvrelay_router.text.chat_template import Message
+from kvrelay_router.text.service import ChatOptions, count_chars
+from kvrelay_router.text.tokenizer import TextTooLong
+
+MOST_RUN_CHOICES, MOST_RUN_TOKENS = 128, 8192
+"""Choices of one request to the dispatcher, and their tokens: its sequences begin without a pause."""
+
+
+class SelectEndpoint:
+    """Tokenizes and plans selections. The returned response runs them: each choice is a sequence that is only scored,
+    and the text before the choices is their common prompt."""
+
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
+
+    async def serve(self, http: Request) -> Response:
+        """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
+        service, content = await self._models.read(http)
+        names = service.names(http)
+        await check_messages(content)
+        request = parse_select(content, service.settings.max_sequences)
+        fields = request.planned
+        limits = check_request(service, names, fields)
+        planning = _plan(service, names, request, fields, limits)
+        plan, groups = await while_connected(http, service.settings.request_timeout_s, planning)
+        head = service.answer_head(f"select-{names.unique}", "select", request.model)
+        answer = SelectAnswer(head, request.normalization, groups[0], groups[1] if len(groups) > 1 else None)
+        return GenerationResponse(service, plan, answer)
+
+
+async def _plan(
+    service: ApiService,
+    names: RequestNames,
+    request: SelectText | SelectChat,
+    fields: BeamFields,
+    limits: ModelLimits,
+) -> tuple[Plan, list[ScoredGroup]]:
+    if isinstance(request, SelectChat):
+        texts = [await _behind_messages(service, request, limits)]
+    else:
+        special = request.add_special_tokens
+        texts = [await _behind_text(service, request.prompt, "prompt", request.choices, limits, special)]
+    if request.normalization == "unconditional":
+        prompt = request.unconditional_prompt
+        texts.append(await _behind_text(service, prompt, "unconditional_prompt", request.choices, limits, True))
+    sampling = make_sampling(
+        fields, service.text.sampling_defaults, max_tokens=0, logprobs=None, prompt_logprobs=0, seed=0
+    )
+    parts = [_parts(text, sampling) for text in texts]
+    prompts = [text.common for text, own in zip(texts, parts, strict=True) for _ in own]
+    generates = iter(make_requests(names, service.settings, fields, prompts, [sampling] * len(prompts)))
+    groups: list[ScoredGroup] = []
+    index = 0
+    share = LoopShare()
+    for text, own in zip(texts, parts, strict=True):
+        runs: list[PromptRun] = []
+        for endings in own:
+            runs.append(_run(service, fields, next(generates), endings, index))
+            index += len(endings)
+            await share.pause()
+        groups.append(ScoredGroup(runs, index - len(text.endings), len(text.endings), text.first))
+    all_runs = [run for group in groups for run in group.runs]
+    service.aliases.remember(names, [run.request for run in all_runs])
+    shape = AnswerShape(
+        prompt_tokens=[text.num_tokens for text in texts], max_tokens=[0] * len(texts), num_sequences=1, num_returned=1
+    )
+    return Plan(all_runs, shape), groups
+
+
+def _parts(text: TokenizedChoices, sampling: Sampling) -> list[list[Ending]]:
+    """The endings of each run. The first choice also scores what all have in common, the others what only they have."""
+    start = max(text.first, len(text.common))
+    num_shared = min(len(text.common), start - 1) if len(text.endings) > 1 else 0
+    first = msgspec.structs.replace(sampling, logprob_start_len=text.first, num_shared=num_shared)
+    other = msgspec.structs.replace(sampling, logprob_start_len=start, num_shared=num_shared)
+    parts: list[list[Ending]] = []
+    num_tokens = MOST_RUN_TOKENS
+    for token_ids in text.endings:
+        if not parts or len(parts[-1]) == MOST_RUN_CHOICES or num_tokens + len(token_ids) > MOST_RUN_TOKENS:
+            parts.append([])
+            num_tokens = 0
+        parts[-1].append(Ending(token_ids, other if parts[0] else first))
+        num_tokens += len(token_ids)
+    return parts
+
+
+def _run(
+    service: ApiService, fields: BeamFields, generate: GenerateRequest, endings: list[Ending], first_index: int
+) -> PromptRun:
+    stop = stop_rules(fields)
+    # No sequence has a token, so one object is enough.
+    detokenizer = service.text.detokenizer([], skip_special_tokens=True)
+    choices = [Choice(first_index + at, detokenizer, stop, keeps_token_ids=False) for at in range(len(endings))]
+    return PromptRun(msgspec.structs.replace(generate, endings=endings, num_sequences=len(endings)), choices)
+
+
+async def _behind_text(
+    service: ApiService,
+    prompt: str,
+    param: str,
+    choices: Sequence[str],
+    limits: ModelLimits,
+    add_special_tokens: bool,
+) -> TokenizedChoices:
+    text = service.text
+    _check_size(service, len(prompt), choices)
+    head, tail = text.tokenizer.divided(prompt)
+    try:
+        before: list[int] = []
+        if head:
+            before = await text.encode(head, add_special_tokens=add_special_tokens, max_tokens=limits.max_model_len)
+
+        async def encode(choice: str) -> list[int]:
+            return await text.encode(
+                tail + choice,
+                add_special_tokens=add_special_tokens and not head,
+                max_tokens=limits.max_model_len,
+            )
+
+        tokenized = await tokenize_choices(before, encode, choices, param)
+    except TextTooLong as error:
+        raise prompt_too_long(error.max_tokens, param) from None
+    _check_tokens(service, tokenized, limits, param)
+    return tokenized
+
+
+async def _behind_messages(service: ApiService, request: SelectChat, limits: ModelLimits) -> TokenizedChoices:
+    options = request.options
+    num_before = count_chars([*request.messages, *options.tools], service.settings.max_body_bytes)
+    _check_size(service, num_before, request.choices)
+    continuing = ChatOptions(
+        add_generation_prompt=False,
+        continue_final_message=True,
+        add_special_tokens=options.add_special_tokens,
+        template_kwargs=options.template_kwargs,
+        tools=options.tools,
+    )
+
+    async def encode(choice: str) -> list[int]:
+        messages = request.messages
+        if choice:
+            messages = _with_choice(messages, choice, is_begun=options.continue_final_message)
+        return await service.encode_chat(messages, continuing if choice else options, limits.max_model_len)
+
+    tokenized = await tokenize_choices([], encode, request.choices, "messages")
+    _check_tokens(service, tokenized, limits, "messages")
+    return tokenized
+
+
+def _with_choice(messages: list[Message], choice: str, *, is_begun: bool) -> list[Message]:
+    """The choice ends the final message if that is continued, and else is the next one."""
+    if not is_begun:
+        return [*messages, {"role": "assistant", "content": choice}]
+    final = messages[-1]
+    content = final["content"]
+    if not isinstance(content, str):
+        *parts, last = content
+        return [*messages[:-1], {**final, "content": [*parts, {**last, "text": last["text"] + choice}]}]
+    return [*messages[:-1], {**final, "content": content + choice}]
+
+
+def _check_size(service: ApiService, num_before: int, choices: Sequence[str]) -> None:
+    """Raises 400 for choices that, each with the text before it, have more characters than a body may have bytes: a
+    tokenizer may have to encode all of them whole."""
+    total = num_before * len(choices) + sum(map(len, choices))
+    if total > service.settings.max_body_bytes:
+        raise wrong(
+            "choices",
+            f"{len(choices)} choices behind a text of {num_before} characters have {total} together, and at most "
+            f"{service.settings.max_body_bytes} are allowed; compare fewer at once",
+        )
+
+
+def _check_tokens(service: ApiService, text: TokenizedChoices, limits: ModelLimits, param: str) -> None:
+    allowed_output(text.longest, RequestedOutput(asked=0, default=None), limits, param)
+    size = service.text.tokenizer.vocab_size
+    check_tokenized(text.common, size, limits, param)
+    for ending in text.endings:
+        check_tokenized(ending, size, limits, "choices")

@@ -130,37 +130,6 @@ def last_words(process: subprocess.Popen[str]) -> str:
     return logged
 
 
-def test_sizes_that_do_not_divide_mlps_are_refused(tiny_model: Callable[[str], Path]) -> None:
-    process = start(tiny_model("llama"), "--data-parallel-size=7")
-    assert "data_parallel_size = 7: model.layers.0.mlp.gate_proj.weight has" in last_words(process)
-
-
-def test_a_rank_that_never_comes_is_named(tiny_model: Callable[[str], Path]) -> None:
-    with HeldPort() as held:
-        port = held.port
-    flags = ("--data-parallel-size=2", "--local-ranks=0", f"--rank-port={port}", "--rank-timeout-s=1")
-    logged = last_words(start(tiny_model("llama"), *flags))
-    assert f"of 2 ranks, 1 did not come to tcp://127.0.0.1:{port} within 1 s" in logged
-
-
-def test_an_address_that_is_taken_is_named(tiny_model: Callable[[str], Path]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        logged = last_words(start(tiny_model("llama"), "--data-parallel-size=2", f"--rank-port={port}"))
-    assert f"cannot listen for ranks on 127.0.0.1 port {port}: Address already in use" in logged
-
-
-def test_ranks_with_other_settings_are_refused_by_name(tiny_model: Callable[[str], Path]) -> None:
-    model = tiny_model("llama")
-    with HeldPort() as held:
-        flags = ("--data-parallel-size=2", f"--rank-port={held.port}", "--local-ranks=0")
-    first = start(model, *flags, "--token-budget=512")
-    second = start(model, *flags[:2], "--data-parallel-rank=1", "--token-budget=256", "--worker-id=other")
-    expected = "rank 0 has token_budget = 512, and rank 1 of 2 has 256: all ranks of a group need the same"
-    assert expected in last_words(first)
-    assert expected in last_words(second)
-
-
 def test_a_rank_that_cannot_start_ends_the_group(tiny_model: Callable[[str], Path]) -> None:
     """Its port is taken: http_port of rank 1 is the next one."""
     with port_before_a_taken_one() as port:

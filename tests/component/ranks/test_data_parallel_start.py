@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +15,14 @@ import pytest
 
 from kvrelay.config.loader import load_config
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.ports import HeldPort
 from kvrelay.ranks.rank_group import RankCommand, RanksFailed
 from kvrelay.worker import data_parallel
+from kvrelay.worker.data_parallel import load_data_parallel
 from kvrelay.worker.group_workers import GroupWorkers
 from tests.fakes.waiting import PATIENCE_S, wait_until
+from tests.tiny_models import build_model
 
 pytestmark = pytest.mark.component
 
@@ -55,6 +62,52 @@ def test_ranks_with_other_weights_are_named() -> None:
     other = SimpleNamespace(all_texts=lambda text: [text, "other"], size=2)
     with pytest.raises(RanksFailed, match="rank 1 of 2 has other weights than rank 0"):
         data_parallel._check_same_model(other, "one")  # type: ignore[arg-type]
+
+
+# -- whole starts, up to the load -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def start(model: Path, *flags: str) -> object:
+    return load_data_parallel(config(f"--model={model}", "--device=cpu", "--dtype=float32", "--local-ranks=0", *flags))
+
+
+def test_sizes_that_do_not_divide_mlps_are_refused(model: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"size = 7: model\.layers\.0\.mlp\.gate_proj\.weight has"):
+        start(model, "--data-parallel-size=7", "--rank-port=1")  # it does not get as far as to listen
+
+
+def test_a_rank_that_never_comes_is_named(model: Path) -> None:
+    with HeldPort() as held:
+        message = f"of 2 ranks, 1 did not come to tcp://127.0.0.1:{held.port} within 1 s"
+        with pytest.raises(RanksFailed, match=re.escape(message)):
+            start(model, f"--rank-port={held.port}", "--rank-timeout-s=1")
+
+
+def test_an_address_that_is_taken_is_named(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        message = f"cannot listen for ranks on 127.0.0.1 port {port}: Address already in use"
+        with pytest.raises(RanksFailed, match=re.escape(message)):
+            start(model, f"--rank-port={port}")
+
+
+def test_ranks_with_other_settings_are_refused_on_both(model: Path) -> None:
+    message = "rank 0 has token_budget = 512, and rank 1 of 2 has 256: all ranks of a group need the same"
+    with HeldPort() as held, ThreadPoolExecutor(1) as pool:
+        port = f"--rank-port={held.port}"
+        first = pool.submit(start, model, port, "--token-budget=512")
+        with pytest.raises(RanksFailed, match=re.escape(message)):
+            start(model, port, "--data-parallel-rank=1", "--token-budget=256", "--worker-id=other")
+        with pytest.raises(RanksFailed, match=re.escape(message)):
+            first.result(PATIENCE_S)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
 
 
 def workers_of(*programs: str) -> GroupWorkers:

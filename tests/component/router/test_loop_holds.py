@@ -265,6 +265,7 @@ INPUTS: dict[str, Case] = {
         lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", MAX_TEXT_PARTS),
         200,
     ),
+    "tokens of a chat": (CHAT, lambda: repeated(b'"prompt_token_ids":[', b"7", b"]}"), 400),
     "input items": (RESPONSES, lambda: repeated(b'"max_output_tokens":1,"input":[', MESSAGE, b"]}", NUM_OBJECTS), 200),
     "input items to count": (
         f"{RESPONSES}/input_tokens",

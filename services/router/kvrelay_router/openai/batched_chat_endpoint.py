@@ -17,7 +17,7 @@ from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_planning import plan_parsed_chats
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.schema.chat_request import ChatRequest, check_messages, parse_chat
+from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest, check_messages, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
 
@@ -28,6 +28,7 @@ NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
     "prompt_logprobs": (None,),
+    PROMPT_TOKENS: (None, []),
 }
 """Fields that batches refuse, with the values that change nothing."""
 

@@ -15,8 +15,8 @@ from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
 from kvrelay_router.openai.answers.parsed_text import ParsedText
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
-from kvrelay_router.openai.request_validation import RequestedOutput, check_tokenized
-from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.openai.request_validation import RequestedOutput, check_many_token_ids, check_tokenized
+from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest
 from kvrelay_router.openai.tool_grammar import answer_grammar, check_tool_grammar, tool_grammar, wants_tool_grammar
 from kvrelay_router.openai.tool_schemas import check_tool_schemas
 
@@ -101,9 +101,13 @@ async def _plan(
 async def _prompt(
     service: ApiService, request: ChatRequest, fields: EndpointFields, limits: ModelLimits
 ) -> TokenizedPrompt:
-    max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
-    token_ids = await service.encode_chat(request.messages, request.options, max_tokens, fields.prompt_param)
-    check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
+    if request.prompt_token_ids:
+        token_ids = request.prompt_token_ids
+        await check_many_token_ids(token_ids, limits, fields.prompt_param)
+    else:
+        max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
+        token_ids = await service.encode_chat(request.messages, request.options, max_tokens, fields.prompt_param)
+        check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
     token_ids = request.truncated(token_ids, fields.output.prompt_room(limits))
     return TokenizedPrompt(token_ids, reasoning=_reasoning_before(service, request, token_ids))
 
@@ -163,7 +167,7 @@ def _begins_inside_reasoning(service: ApiService, request: ChatRequest, prompt_i
 def _endpoint_fields(request: ChatRequest, output: RequestedOutput | None, prompt_param: str) -> EndpointFields:
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     return EndpointFields(
-        prompt_param=prompt_param,
+        prompt_param=PROMPT_TOKENS if request.prompt_token_ids else prompt_param,
         output=output or RequestedOutput(asked=request.wanted_tokens, default=None, param=param),
         logprobs=request.top_logprobs if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import FailFast, Field, WrapValidator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +13,7 @@ from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.request_validation import check_many_token_ids, check_model, known_limits
 from kvrelay_router.openai.schema.chat_request import ChatFields, check_messages
 from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
-from kvrelay_router.openai.schema.parsing import CheckedIntegers, RequestModel, check_integers, parse
+from kvrelay_router.openai.schema.parsing import NaturalNumbers, RequestModel, check_integers, parse
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
 
@@ -35,15 +33,10 @@ class TokenizeChat(ChatFields):
     return_token_strs: Flag = False
 
 
-def _natural_numbers(value: Any, check_each: Callable[[Any], list[int]]) -> list[int]:
-    """Of a long list the types have been checked, and the range will be."""
-    return value if isinstance(value, CheckedIntegers) else check_each(value)
-
-
 class DetokenizeTokens(RequestModel):
     """The body of POST /detokenize. Special tokens are part of the text by default."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), WrapValidator(_natural_numbers)]
+    tokens: NaturalNumbers
     model: str | None = None
     skip_special_tokens: Flag = False
 

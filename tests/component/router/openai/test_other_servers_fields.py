@@ -166,12 +166,6 @@ async def test_what_would_change_the_answer_and_is_not_supported(
         assert (await router.post(other, **body, **{field: harmless})).status_code == 200
 
 
-async def test_tokens_in_place_of_messages(router: Router) -> None:
-    answer = await router.post("/v1/chat/completions", messages=[], prompt_token_ids=[1, 2])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_token_ids")
-    assert (await router.post("/v1/chat/completions", messages=HELLO, prompt_token_ids=None)).status_code == 200
-
-
 @pytest.mark.parametrize("path", [*PATHS, "/v1/responses", "/v1/messages"])
 async def test_an_empty_salt_is_a_mistake(router: Router, path: str) -> None:
     """A gateway that sends one meant to separate its users."""

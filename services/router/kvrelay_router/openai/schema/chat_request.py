@@ -8,11 +8,18 @@ import orjson
 from pydantic import BeforeValidator, Field, SkipValidation
 from pydantic_core import PydanticCustomError
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
-from kvrelay_router.openai.schema.parsing import invalid, parse, value_error, wrong_type
+from kvrelay_router.openai.schema.parsing import (
+    NaturalNumbers,
+    check_integers,
+    invalid,
+    parse,
+    value_error,
+    wrong_type,
+)
 from kvrelay_router.openai.schema.tool_fields import ToolFields, check_tool_results
 from kvrelay_router.openai.schema.unsupported import CHAT, refuse_unsupported
 from kvrelay_router.text.chat_template import RESERVED_NAMES, Message
@@ -32,6 +39,18 @@ REASONING_SWITCHES = ("enable_thinking", "thinking")
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of text parts; the latter two are those of responses, which clients for both send here as well."""
 
+PROMPT_TOKENS = "prompt_token_ids"
+"""The field with the prompt's tokens, in place of messages."""
+OF_TEMPLATE = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "echo",
+)
+"""Fields that only a prompt of messages can have."""
+
 MAX_PARTS = 16_384
 """Text parts of a message; tool calls likewise."""
 MAX_ARGUMENTS_CHARS = 1 << 20
@@ -45,7 +64,10 @@ class CheckedMessages(list[Message]):
 
 
 async def check_messages(content: dict[str, Any]) -> None:
-    """Checks the messages of a body, if they are many, while other callbacks run. Raises ApiError."""
+    """Checks the messages of a body, or the tokens in place of them, if they are many, while other callbacks run.
+    Raises ApiError."""
+    if PROMPT_TOKENS in content:
+        content[PROMPT_TOKENS] = await check_integers(content[PROMPT_TOKENS], PROMPT_TOKENS)
     messages = content.get("messages")
     if not isinstance(messages, list) or len(messages) <= MANY_MESSAGES:
         return
@@ -211,6 +233,7 @@ class ChatRequest(ChatFields, BeamFields):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
+    prompt_token_ids: Annotated[NaturalNumbers, or_default([])] = Field(default_factory=list)
     include_reasoning: FlagOn = True
     separate_reasoning: FlagOn = True
     echo: Flag = False
@@ -224,8 +247,7 @@ class ChatRequest(ChatFields, BeamFields):
     @property
     def echoed(self) -> str:
         """The text that the answer begins with: that of the last message, if it is the assistant's."""
-        last = self.messages[-1]
-        if not self.echo or last["role"] != "assistant":
+        if not self.echo or (last := self.messages[-1])["role"] != "assistant":
             return ""
         content = last["content"]
         return content if isinstance(content, str) else "".join([part["text"] for part in content])
@@ -239,7 +261,7 @@ class ChatRequest(ChatFields, BeamFields):
 def parse_chat(content: dict[str, Any]) -> ChatRequest:
     """Validates a request body. Raises ApiError."""
     refuse_unsupported(content, CHAT)
-    request = parse(ChatRequest, content)
+    request = parse(ChatRequest, _without_messages(content) if content.get(PROMPT_TOKENS) else content)
     request.check_tools()
     check_tool_results(request.messages)
     if reason := check_stream_options(content):
@@ -258,3 +280,13 @@ def parse_chat(content: dict[str, Any]) -> ChatRequest:
         token_ids = list(dict.fromkeys(request.logprob_token_ids))
         return request.model_copy(update={"logprob_token_ids": token_ids, "top_logprobs": len(token_ids)})
     return request
+
+
+def _without_messages(content: dict[str, Any]) -> dict[str, Any]:
+    """The body of a chat whose prompt is tokens. Raises ApiError for what belongs to messages."""
+    if content.get("messages"):
+        raise wrong(PROMPT_TOKENS, "it stands in place of 'messages', which must be empty")
+    for name in OF_TEMPLATE:
+        if content.get(name):
+            raise wrong(name, f"it belongs to 'messages', and '{PROMPT_TOKENS}' stands in their place")
+    return {**content, "messages": CheckedMessages()}

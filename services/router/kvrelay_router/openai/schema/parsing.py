@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WrapValidator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvrelay_router.http.api_error import ApiError, wrong
@@ -60,6 +61,15 @@ MANY_INTEGERS = 1 << 16
 
 class CheckedIntegers(list[int]):
     """A list with nothing but integers."""
+
+
+def _natural_numbers(value: Any, check_each: Callable[[Any], list[int]]) -> list[int]:
+    """Of a long list the types have been checked, and the range will be."""
+    return value if isinstance(value, CheckedIntegers) else check_each(value)
+
+
+NaturalNumbers = Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), WrapValidator(_natural_numbers)]
+"""Token ids of any number, which `check_integers` has checked if they are many."""
 
 
 async def check_integers(value: Any, param: str) -> Any:

@@ -70,7 +70,6 @@ CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "documents": NOTHING,
     "chat_template": NOTHING,
-    "prompt_token_ids": NOTHING,
 }
 
 

@@ -307,6 +307,31 @@ async def test_the_failure_of_one_rank_is_one_failure_and_drains_once(ends: Ends
     assert pair.decode.landed("r") == []
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=str)
+async def test_a_write_of_one_rank_that_never_ends_fails_the_handoff_which_drains_when_it_has_ended(
+    stack: ExitStack, sizes: tuple[Size, Size]
+) -> None:
+    """The write of the other rank ends. NIXL's agent is a fake."""
+    network = stack.enter_context(fake_network())
+    impatient = NixlSettings(stall_timeout_s=0.2, close_timeout_s=0.1)
+    pair = Pair(Ends(lambda pool: NixlSender(pool, settings=impatient), NixlReceiver), stack, sizes, 4)
+    copies, log = scattered(6), pair.prefill.log
+    pair.admit("good", [copy.slot for copy in copies])
+    pair.push("good", copies)
+    await pair.decode.log.until(lambda: pair.decode.landed("good") == list(range(6)))
+    network.num_good = 1
+    pair.admit("hung", [copy.slot for copy in copies])
+    pair.push("hung", copies)
+    await log.until(lambda: any(isinstance(event, TransferFailed) for event in log.events))
+    pair.sender.abort("hung")
+    await pair.decode.log.until(lambda: len(network.hanging) == 1)
+    assert SenderDrained("hung") not in log.events
+    network.land_late()
+    await log.until(lambda: SenderDrained("hung") in log.events)
+    failures = [event for event in log.events if isinstance(event, TransferFailed)]
+    assert [event.reservation for event in failures] == ["hung"] and "no progress" in failures[0].cause
+
+
 async def test_damage_to_one_ranks_part_is_found_by_its_checksum_and_repaired(stack: ExitStack) -> None:
     if NO_NIXL:
         pytest.skip(NO_NIXL)

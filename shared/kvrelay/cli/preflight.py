@@ -7,10 +7,12 @@ import errno
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from kvrelay.cli.launch_plan import LaunchPlan
 from kvrelay.cli.model_files import find_model
 from kvrelay.config.loader import ConfigError
+from kvrelay.config.model_division import why_not_divided
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.machine_memory import available_memory_bytes
@@ -37,9 +39,17 @@ def find_models(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
 def check_plan(plan: LaunchPlan) -> None:
     """Raises ConfigError if the services of the plan could not start."""
     computing = _computing(plan)
+    check_sizes(computing)
     check_memory([worker for worker in computing if is_on_cpu(worker, plan)], available_memory_bytes())
     check_transfer(plan.workers)
     check_page_ports(plan.router, plan.workers, plan.up.metrics_port)
+
+
+def check_sizes(workers: Sequence[WorkerConfig]) -> None:
+    """Raises ConfigError if the heads or layers of a worker's model do not divide among its ranks."""
+    for worker in workers:
+        if why := why_not_divided(worker.model, worker.tensor_parallel_size, worker.pipeline_parallel_size):
+            raise ConfigError(f"{worker.worker_id}: {Path(worker.model).name} with {why}")
 
 
 def _computing(plan: LaunchPlan) -> list[WorkerConfig]:

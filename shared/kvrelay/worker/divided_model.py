@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvrelay.config.model_division import why_not_divided
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import DeviceLost
 from kvrelay.engine.device import find_device
@@ -35,6 +36,8 @@ def load_divided(config: WorkerConfig, *, hands_over: bool) -> RankedRunner:
 
     Raises RanksFailed, UnsupportedModel and the other errors of `make_runner`. No rank is left running then.
     """
+    if why := why_not_divided(config.model, config.tensor_parallel_size, config.pipeline_parallel_size):
+        raise RanksFailed(f"{config.model} with {why}")
     device = find_device(config.device)
     group = RankGroup(_options(config), lambda engine: _commands(config, engine, device))
     try:

@@ -24,6 +24,9 @@ from kvrelay_programs import (
     system,
     user,
 )
+from kvrelay_programs.content import Content
+from kvrelay_programs.endpoint import Caller
+from kvrelay_programs.expressions import Select
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
@@ -41,6 +44,13 @@ def stack(demo_stack: Stack) -> Stack:
 @pytest.fixture(scope="module")
 def endpoint(stack: Stack) -> Endpoint:
     return Endpoint(stack.base_url)
+
+
+class PromptsOnly(Endpoint):
+    """Selects as on a server that is not kvrelay: by the log-probabilities of a prompt for each choice."""
+
+    async def select(self, content: Content, step: Select, caller: Caller) -> Selected:
+        return await self._by_prompts(content, step, caller)
 
 
 def complete(stack: Stack, prompt: str, max_tokens: int) -> str:
@@ -125,14 +135,15 @@ def expected_scores(prefix: str, choices: Sequence[str]) -> list[list[float]]:
 
 @pytest.mark.parametrize("prefix", [PREFIX, PREFIX + " "], ids=["a boundary", "merged with the choice"])
 @pytest.mark.parametrize("normalization", ["tokens", "none", "unconditional"])
-def test_a_selection_is_that_of_an_oracle(endpoint: Endpoint, prefix: str, normalization: Any) -> None:
+@pytest.mark.parametrize("kind", [Endpoint, PromptsOnly])
+def test_a_selection_is_that_of_an_oracle(stack: Stack, kind: type[Endpoint], prefix: str, normalization: Any) -> None:
     choices = CHOICES if prefix == PREFIX else [choice.strip() for choice in CHOICES]
 
     @program
     def choose(s: State) -> None:
         s += prefix + select("food", choices, normalization=normalization, unconditional_prefix="Answer:")
 
-    selected = choose.run(endpoint=endpoint).value("food")
+    selected = choose.run(endpoint=kind(stack.base_url)).value("food")
     assert isinstance(selected, Selected)
     rows = expected_scores(prefix, choices)
     scores = [math.fsum(row) for row in rows]
@@ -146,7 +157,7 @@ def test_a_selection_is_that_of_an_oracle(endpoint: Endpoint, prefix: str, norma
     assert selected.text == choices[scores.index(max(scores))]
 
 
-def test_a_selection_in_a_chat(endpoint: Endpoint) -> None:
+def test_a_selection_in_a_chat(stack: Stack, endpoint: Endpoint) -> None:
     @program
     def choose(s: State) -> None:
         s += user("What does an otter eat?")
@@ -155,6 +166,13 @@ def test_a_selection_in_a_chat(endpoint: Endpoint) -> None:
     selected = choose.run(endpoint=endpoint, sampling=GREEDY).value("food")
     assert isinstance(selected, Selected) and selected.text in CHOICES
     assert all(score.num_tokens >= 1 and score.total < 0 for score in selected.scores)
+    by_prompts = choose.run(endpoint=PromptsOnly(stack.base_url), sampling=GREEDY).value("food")
+    assert isinstance(by_prompts, Selected) and by_prompts.text == selected.text
+    found, expected = ([(each.total, each.score) for each in one.scores] for one in (selected, by_prompts))
+    assert [value for pair in found for value in pair] == pytest.approx(
+        [value for pair in expected for value in pair], abs=1e-3
+    )
+    assert [each.num_tokens for each in selected.scores] == [each.num_tokens for each in by_prompts.scores]
 
 
 def test_a_selection_computes_the_text_before_it_once(stack: Stack, endpoint: Endpoint) -> None:

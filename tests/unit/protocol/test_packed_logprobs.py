@@ -19,7 +19,7 @@ from kvrelay.protocol.packed_logprobs import (
 )
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.worker.score_parts import ScoreParts
-from kvrelay_router.dispatch.collected_logprobs import CollectedLogprobs
+from kvrelay_router.dispatch.collected_logprobs import CollectedLogprobs, own_logprobs
 from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
@@ -52,6 +52,8 @@ def test_what_steps_brought_arrives_in_slices(steps: list[list[TokenLogprobs]], 
     expected = [entry for step in steps for entry in step]
     assert (len(collected), collected[:]) == (len(expected), expected)
     assert collected[start:stop] == expected[start:stop]
+    for rows in (collected, expected):
+        assert own_logprobs(rows).tolist() == [entry.logprob for entry in expected]
 
 
 @settings(max_examples=examples(50))

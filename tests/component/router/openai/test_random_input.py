@@ -11,6 +11,7 @@ import pytest
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.openai.schema.unsupported import CHAT, COMPLETION
+from tests.component.router.one_connection import OneConnection, one_connection
 from tests.component.router.rig import MODEL, Router
 
 ODD_VALUES: list[Any] = [
@@ -39,26 +40,28 @@ BODIES: dict[str, tuple[list[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_field_with_every_odd_value(router: Router, path: str) -> None:
     fields, base = BODIES[path]
-    for field in dict.fromkeys(fields):
-        for value in ODD_VALUES:
-            await check(router, path, {"model": MODEL, **base, field: value})
+    async with one_connection(router.server.port) as client:
+        for field in dict.fromkeys(fields):
+            for value in ODD_VALUES:
+                await check(client, path, {"model": MODEL, **base, field: value})
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_several_odd_values_at_once(router: Router, path: str) -> None:
     fields, base = BODIES[path]
     draw = random.Random(path)
-    for _ in range(500):
-        odd = {draw.choice(fields): draw.choice(ODD_VALUES) for _ in range(draw.randint(2, 5))}
-        await check(router, path, {"model": MODEL, **base, **odd})
+    async with one_connection(router.server.port) as client:
+        for _ in range(500):
+            odd = {draw.choice(fields): draw.choice(ODD_VALUES) for _ in range(draw.randint(2, 5))}
+            await check(client, path, {"model": MODEL, **base, **odd})
 
 
-async def check(router: Router, path: str, body: dict[str, Any]) -> None:
+async def check(client: OneConnection, path: str, body: dict[str, Any]) -> None:
     """A refusal says why; an answer that is taken ends as it should."""
-    answer = await router.http.post(path, json=body)
-    if answer.status_code != 200:
-        assert 400 <= answer.status_code < 500, (body, answer.text)
-        error = answer.json()["error"]
+    answer = await client.post(path, body)
+    if answer.status != 200:
+        assert 400 <= answer.status < 500, (body, answer.text)
+        error = json.loads(answer.text)["error"]
         assert error["message"] and error["type"] == "invalid_request_error", (body, answer.text)
         return
     assert "error" not in answer.text, body
@@ -67,4 +70,4 @@ async def check(router: Router, path: str, body: dict[str, Any]) -> None:
         *_, last, _ = [event for event in answer.text.split("\n\n") if "finish_reason" in event or "[DONE]" in event]
         assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] in ("stop", "length")
     elif path.startswith("/v1/"):
-        assert all(choice["finish_reason"] in ("stop", "length") for choice in answer.json()["choices"])
+        assert all(choice["finish_reason"] in ("stop", "length") for choice in json.loads(answer.text)["choices"])

@@ -61,6 +61,11 @@ class SampledRows:
     jumps: NDArray[np.bool_]  # tokens that a grammar forces behind the sampled one may join the output with it
     drafts: DraftRows | None = None  # None: no row has drafts, so each sequence has one row
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether all rows are greedy, with neither adjusted logits nor log-probabilities."""
+        return bool(self.parameters["plain"].all())
+
 
 @dataclass(frozen=True, slots=True)
 class ExactSampling:
@@ -258,6 +263,9 @@ class SampledTokens:
         """
         self.share_resampled += _NEWEST_WEIGHT * (changed - self.share_resampled)
         stays = self._state.holds(rows.slots, rows.parameters["life"])
+        if accepted is None and rows.are_plain and stays.all():  # nothing but the newest token is recorded of these
+            self._state.append(rows.slots, token_ids)
+            return {}
         if accepted is not None:
             stays &= accepted
         self._append(rows, np.flatnonzero(stays), token_ids[stays])

@@ -174,6 +174,10 @@ class Sampler:
             RuntimeError: penalties, grammars or bad words would miss tokens that have not landed.
         """
         slots, parameters = self._state.gather(keys)
+        no_jumps = np.zeros(len(keys), np.bool_)
+        rows = SampledRows(tuple(keys), slots, parameters, no_jumps if jumps is None else jumps, drafts)
+        if rows.are_plain and (best := _most_likely(logits, {})) is not None:
+            return PendingTokens(self._sampled, rows, best, None)
         if self._sampled.miss_tokens(parameters):
             raise RuntimeError("penalties, grammars or bad words would miss tokens that have not landed")
         asks_logprobs = bool(
@@ -190,8 +194,6 @@ class Sampler:
         if asks_logprobs:
             with self.waiting():  # a CPU computes them here
                 logprobs = _ask_logprobs(parameters["logprobs"], logits, sampled, self._state.logprob_ids(slots))
-        no_jumps = np.zeros(len(keys), np.bool_)
-        rows = SampledRows(tuple(keys), slots, parameters, no_jumps if jumps is None else jumps, drafts)
         return PendingTokens(self._sampled, rows, sampled, logprobs)
 
     def adjust(

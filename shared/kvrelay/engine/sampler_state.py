@@ -34,6 +34,7 @@ _PARAMETERS = np.dtype(
         ("masked", np.bool_),  # a grammar, allowed tokens or bad words decide which tokens may come next
         ("follows", np.bool_),  # ... and which ones depends on the output
         ("adjusted", np.bool_),  # logits change before sampling: penalties, bias, min_tokens or a mask
+        ("plain", np.bool_),  # greedy, with neither adjusted logits nor log-probabilities
         ("last", np.int64),  # the newest landed token
         ("length", np.int64),  # tokens of prompt and output that have landed
         ("life", np.int64),  # unique for each sequence that ever had the slot; 0: the slot is free
@@ -100,8 +101,10 @@ class SamplerState:
         if sampling.min_tokens:
             ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_token_ids)
             self._end_ids[slot] = np.array([token for token in set(ends) if token < self._vocab_size], np.int64)
+        temperature = sampling.temperature if sampling.temperature >= _MIN_TEMPERATURE else 0.0
+        adjusted = penalised or masked or bool(sampling.logit_bias) or bool(sampling.min_tokens)
         self._parameters[slot] = (
-            sampling.temperature if sampling.temperature >= _MIN_TEMPERATURE else 0.0,
+            temperature,
             sampling.top_p,
             sampling.top_k,
             sampling.min_p,
@@ -115,7 +118,8 @@ class SamplerState:
             counts,
             masked,
             sampling.follows_output,
-            penalised or masked or bool(sampling.logit_bias) or bool(sampling.min_tokens),
+            adjusted,
+            not (temperature or adjusted or sampling.logprobs is not None),
             0,
             len(token_ids),
             next(self._lives),

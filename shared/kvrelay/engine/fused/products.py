@@ -37,6 +37,7 @@ class PanelProducts:
         self._library.kvrelay_linear.restype = None
         self._library.kvrelay_instructions.restype = c_void_p
         self._type = TYPES[dtype]
+        self._needs_room = "AMX" in self.instructions  # its tiles are of a multiple of rows
 
     @property
     def instructions(self) -> str:
@@ -50,11 +51,11 @@ class PanelProducts:
         from some size on.
         """
         mode = _GATED if linear.gated else _STORE_FLOAT if dtype == torch.float32 else _STORE
-        padded = _with_room(x)  # held until the call returns
+        padded = _with_room(x) if self._needs_room else x.contiguous()  # held until the call returns
         out = torch.empty(len(x), linear.num_out // (1 + linear.gated), dtype=dtype or x.dtype)
         self._library.kvrelay_linear(
             *(ctypes.byref(linear_struct(linear)), padded.data_ptr(), len(x), out.data_ptr(), mode),
-            *(self._type, True, torch.get_num_threads()),
+            *(self._type, self._needs_room, torch.get_num_threads()),
         )
         return out
 

@@ -8,7 +8,8 @@
   A stack for each set of server flags runs during the whole section, and variants take turns. Runs on one stack have
   equal texts and different `cache_salt`, so none finds what another one has computed.
 - Hit rate: cached prompt tokens / prompt tokens, of all calls with hints and scores. "Of the best" divides by what one
-  cache without end would have for the same calls in their order, if it had each prompt and answer from the request on.
+  cache without end would have for the same calls in their order, if it had each prompt and the answer's sampled
+  tokens from the request on.
 - CPU: that of all processes of the stack and of the client; "saved" is that of raw calls without cache over it. Other
   programs on the machine do not change it, unlike programs/s and latency.
 - Tree: CPU time of pool and prefix tree for the same calls, one after the other, over the duration of the run.

@@ -158,6 +158,7 @@ def _settings(config: WorkerConfig, port: int, hands_over: bool) -> RankSettings
     transfers = TransferSettings(
         config.role, config.transfer_choice, config.transfer_checksums, config.max_peers, config.nixl_transports
     )
+    swap_bytes = config.swap_bytes
     return RankSettings(
         model=config.model,
         size=config.num_ranks,
@@ -167,9 +168,10 @@ def _settings(config: WorkerConfig, port: int, hands_over: bool) -> RankSettings
         kv_cache_dtype=config.kv_cache_dtype,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
-        kv_memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
+        # Not pydantic's ByteSize, a subclass of int: msgspec encodes plain ones alone.
+        kv_memory_bytes=int(config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES),
         pool_sizing=config.pool_sizing,
-        swap_bytes=config.swap_bytes,
+        swap_bytes=None if swap_bytes is None else int(swap_bytes),
         max_model_len=config.max_model_len,
         cascade_attention=config.cascade_attention,
         fused_layers=config.fused_layers,

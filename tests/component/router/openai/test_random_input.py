@@ -10,6 +10,7 @@ import pytest
 
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
+from kvrelay_router.openai.schema.select_request import SelectChat, SelectText
 from kvrelay_router.openai.schema.unsupported import CHAT, COMPLETION
 from tests.component.router.one_connection import OneConnection, one_connection
 from tests.component.router.rig import MODEL, Router
@@ -30,6 +31,11 @@ BODIES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "/v1/chat/completions": (
         [*ChatRequest.model_fields, *CHAT, "tools"],
         {"messages": [{"role": "user", "content": "x"}]},
+    ),
+    "/v1/select": ([*SelectText.model_fields, *SelectChat.model_fields], {"prompt": "x", "choices": [" y", " z"]}),
+    "/v1/select#messages": (
+        [*SelectChat.model_fields],
+        {"messages": [{"role": "user", "content": "x"}], "choices": [" y", " z"]},
     ),
     "/tokenize": ([*ChatRequest.model_fields, "prompt", "return_token_strs"], {}),
     "/detokenize": (["tokens", "skip_special_tokens"], {"tokens": [5]}),
@@ -58,6 +64,7 @@ async def test_several_odd_values_at_once(router: Router, path: str) -> None:
 
 async def check(client: OneConnection, path: str, body: dict[str, Any]) -> None:
     """A refusal says why; an answer that is taken ends as it should."""
+    path = path.partition("#")[0]
     answer = await client.post(path, body)
     if answer.status != 200:
         assert 400 <= answer.status < 500, (body, answer.text)
@@ -69,5 +76,7 @@ async def check(client: OneConnection, path: str, body: dict[str, Any]) -> None:
         assert answer.text.endswith("data: [DONE]\n\n")
         *_, last, _ = [event for event in answer.text.split("\n\n") if "finish_reason" in event or "[DONE]" in event]
         assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] in ("stop", "length")
+    elif path == "/v1/select":
+        assert len(json.loads(answer.text)["scores"]) == len(body["choices"])
     elif path.startswith("/v1/"):
         assert all(choice["finish_reason"] in ("stop", "length") for choice in json.loads(answer.text)["choices"])

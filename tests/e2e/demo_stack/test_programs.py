@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from kvrelay_programs import (
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller
 from kvrelay_programs.expressions import Select
+from kvrelay_programs.workloads.sentences import sentence, text
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
@@ -173,6 +175,32 @@ def test_a_selection_in_a_chat(stack: Stack, endpoint: Endpoint) -> None:
         [value for pair in expected for value in pair], abs=1e-3
     )
     assert [each.num_tokens for each in selected.scores] == [each.num_tokens for each in by_prompts.scores]
+
+
+def test_random_selections_are_those_of_a_prompt_for_each_choice(stack: Stack) -> None:
+    @program
+    def choose(s: State, prefix: str, choices: list[str]) -> None:
+        s += prefix + select("chosen", choices, normalization="none")
+
+    draw = random.Random(18)
+    common = text(draw, 150)
+    arguments: list[dict[str, Any]] = []
+    for number in range(12):
+        prefix = text(draw, draw.choice((1, 40))) if number % 2 else f"{common} {sentence(draw, 3)}"
+        # The numbers make choices of which none begins another.
+        choices = [
+            f"{draw.choice(('', ' '))}{sentence(draw, draw.choice((1, 6)))}{index:03}"
+            for index in range(draw.choice((1, 2, 7, 140 if number == 0 else 30)))
+        ]
+        arguments.append({"prefix": prefix, "choices": choices})
+    found, expected = (
+        [state.value("chosen") for state in choose.run_batch(arguments, endpoint=endpoint, progress=False)]
+        for endpoint in (Endpoint(stack.base_url), PromptsOnly(stack.base_url))
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, Selected) and isinstance(other, Selected)
+        assert [each.num_tokens for each in one.scores] == [each.num_tokens for each in other.scores]
+        assert [each.total for each in one.scores] == pytest.approx([each.total for each in other.scores], abs=1e-3)
 
 
 def test_a_selection_computes_the_text_before_it_once(stack: Stack, endpoint: Endpoint) -> None:

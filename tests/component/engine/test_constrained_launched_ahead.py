@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvrelay.engine import token_masks
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.in_flight import StepInFlight
@@ -148,8 +149,11 @@ def test_outputs_are_those_of_one_token_after_the_other(
         assert is_whole or drawn[-1] == END
 
 
-def test_a_row_behind_a_step_in_flight_is_sampled_when_that_has_landed(model: CausalModel) -> None:
+def test_a_row_behind_a_step_in_flight_is_sampled_when_that_has_landed(
+    model: CausalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the next launch, or at its own landing."""
+    monkeypatch.setattr(token_masks, "PATIENCE_S", PATIENCE_S)  # a busy machine's masks would be late
     exact = ExactModel(model, None, VOCAB_SIZE)
     exact.eos_token_ids = (END,)
     runner = runner_over(exact, ahead=True)

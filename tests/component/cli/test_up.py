@@ -242,7 +242,7 @@ def test_a_bad_value_for_any_service_is_found_before_anything_starts(
     told = capsys.readouterr()
     assert (status, told.out) == (2, "")
     assert told.err.startswith("kvrelay up: ") and message in told.err and told.err.count("\n") == 1
-    assert psutil.Process().children() == children
+    assert set(psutil.Process().children()) <= set(children)  # some of other tests may end meanwhile
 
 
 def test_without_prefill_workers_decode_serves_alone(start: Start) -> None:

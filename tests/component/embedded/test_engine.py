@@ -24,6 +24,7 @@ from kvrelay_embedded import StepOutput
 from kvrelay_embedded import engine as engine_module
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from tests.e2e import reference
+from tests.fakes.waiting import wait_until
 from tests.thoroughness import examples
 from tests.tiny_models import VOCAB_SIZE, build_model
 
@@ -291,12 +292,16 @@ def test_an_engine_that_does_not_start_leaves_nothing(model: Path, monkeypatch: 
 
     monkeypatch.setattr(engine_module, "load_runner", keep)
     monkeypatch.setattr(engine_module, "_limits", Mock(side_effect=RuntimeError("no such luck")))
-    num_threads = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="no such luck"):
         Engine(str(model), **SMALL)
     gc.collect()
     assert [runner() for runner in runners] == [None]
-    assert threading.active_count() <= num_threads
+
+    def new_threads() -> list[str]:
+        return [thread.name for thread in set(threading.enumerate()) - before if thread.name != "tqdm_monitor"]
+
+    wait_until(lambda: not new_threads())
 
 
 def test_a_failed_step_ends_its_requests_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

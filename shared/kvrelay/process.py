@@ -123,8 +123,8 @@ def describe_exit(status: int) -> str:
 
 @contextmanager
 def deferred_collection() -> Iterator[None]:
-    """Turns garbage collection off. For imports: torch and transformers make half a million objects, and scanning them
-    again and again takes a quarter of the time of their import."""
+    """Turns garbage collection off in the block. Imports of torch and transformers make half a million objects, and
+    scanning them again and again takes a quarter of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -20,6 +20,6 @@ def own_command(*, from_anywhere: bool = False) -> str:
     program, arguments = (script, []) if script.exists() else (python, ["-m", "kvrelay"])
     if not from_anywhere:
         with suppress(FileNotFoundError):  # the current directory was deleted
-            here = Path.cwd()
-            program = program.relative_to(here) if program.is_relative_to(here) else program
+            if program.is_relative_to(here := Path.cwd()):
+                program = program.relative_to(here)
     return shlex.join([str(program), *arguments])

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from kvrelay.kv.shard_map import ShardShape
+
 
 def why_not_divided(model: str, tensor_parallel_size: int, pipeline_parallel_size: int) -> str:
     """Why the heads or layers of the model in this directory do not divide so. Empty if they do, if the config does not
@@ -21,7 +23,7 @@ def why_not_divided(model: str, tensor_parallel_size: int, pipeline_parallel_siz
     size = tensor_parallel_size
     if isinstance(heads, int) and heads % size:
         return f"tensor_parallel_size = {size}: {heads} attention heads do not divide by it"
-    if isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % size and size % kv_heads:
+    if isinstance(kv_heads, int) and kv_heads > 0 and not ShardShape(size, kv_heads).is_even:
         return f"tensor_parallel_size = {size}: {kv_heads} KV heads do not divide by it, nor does it by them"
     if isinstance(layers, int) and layers < pipeline_parallel_size:
         return f"pipeline_parallel_size = {pipeline_parallel_size}: it has {layers} layers, and each stage needs one"

@@ -43,6 +43,7 @@ from kvrelay.engine.graph_sizes import padded_size
 from kvrelay.engine.in_flight import TokensOnDevice
 from kvrelay.engine.waits import Waits
 from kvrelay.kv.table import blocks_for
+from kvrelay.process import deferred_collection
 
 log = logging.getLogger(__name__)
 
@@ -262,15 +263,10 @@ def _checked_forward(model: CausalModel, inputs: torch.Tensor, step: FixedStep) 
 
 @contextmanager
 def _collecting_no_garbage() -> Iterator[None]:
-    """Disables the garbage collector: garbage that holds device memory must not be freed during a capture."""
+    """Garbage that holds device memory must not be freed during a capture."""
     gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with deferred_collection():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _with_progress(sizes: list[int]) -> Iterable[int]:

@@ -26,6 +26,7 @@ from kvrelay_router.dispatch.events import Cancelled, StopMatched, WorkerBack
 from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import (
+    Ending,
     GenerateRequest,
     ModelLimits,
     NoWorkerReady,
@@ -334,13 +335,13 @@ class RouterDispatcher:
         timer = loop.call_later(request.timeout_s, self._deadline_passed, handle)
         running = ActiveRequest(handle, record, time.monotonic() + request.timeout_s, timer, prefixes)
         for index in range(request.num_sequences):
-            ending = request.endings[index] if request.endings else None
+            ending = request.endings[index] if request.endings else Ending([], request.sampling)
             spec = SequenceSpec(
                 sequence=index,
                 prompt=prefixes.packed,
-                ending=b"" if ending is None else pack_tokens(ending.token_ids),
-                num_prompt_tokens=len(request.prompt_ids) + (0 if ending is None else len(ending.token_ids)),
-                sampling=request.sampling if ending is None else ending.sampling,
+                ending=pack_tokens(ending.token_ids),
+                num_prompt_tokens=len(request.prompt_ids) + len(ending.token_ids),
+                sampling=ending.sampling,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 tenant=request.tenant,

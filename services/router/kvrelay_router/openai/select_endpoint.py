@@ -33,6 +33,7 @@ from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.chat_request import check_messages
 from kvrelay_router.openai.schema.select_request import SelectChat, SelectText, parse_select
 from kvrelay_router.openai.served_models import ServedModels
+from kvrelay_router.openai.shared_scores import scored_once
 from kvrelay_router.openai.tokenized_choices import TokenizedChoices, tokenize_choices
 from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.text.chat_template import Message
@@ -106,10 +107,9 @@ async def _plan(
 
 def _parts(text: TokenizedChoices, sampling: Sampling) -> list[list[Ending]]:
     """The endings of each run. The first choice also scores what all have in common, the others what only they have."""
-    start = max(text.first, len(text.common))
-    num_shared = min(len(text.common), start - 1) if len(text.endings) > 1 else 0
-    first = msgspec.structs.replace(sampling, logprob_start_len=text.first, num_shared=num_shared)
-    other = msgspec.structs.replace(sampling, logprob_start_len=start, num_shared=num_shared)
+    first = other = msgspec.structs.replace(sampling, logprob_start_len=text.first)
+    if len(text.endings) > 1:
+        first, other = scored_once([first, other], len(text.common))
     parts: list[list[Ending]] = []
     num_tokens = MOST_RUN_TOKENS
     for token_ids in text.endings:

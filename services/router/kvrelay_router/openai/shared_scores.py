@@ -16,9 +16,11 @@ async def share_scores(prompts: Sequence[list[int]], samplings: list[Sampling]) 
 
     `samplings` score the prompts from the same token on, and generate nothing.
     """
-    if len(prompts) == 1:
-        return samplings
-    num_common = min(await _num_common(prompts), min(map(len, prompts)) - 1)
+    return samplings if len(prompts) == 1 else scored_once(samplings, await num_common(prompts))
+
+
+def scored_once(samplings: Sequence[Sampling], num_common: int) -> list[Sampling]:
+    """As `share_scores`, for prompts of which all begin with the same `num_common` tokens, and none is shorter."""
     start = samplings[0].logprob_start_len
     first = max(start, num_common)
     # The logits of the token before the first scored one are needed.
@@ -28,12 +30,13 @@ async def share_scores(prompts: Sequence[list[int]], samplings: list[Sampling]) 
     return [replace(samplings[0], num_shared=num_shared), *others]
 
 
-async def _num_common(prompts: Sequence[list[int]]) -> int:
-    """The number of tokens that all prompts begin with. O(prompts * length), by comparisons of slices."""
+async def num_common(prompts: Sequence[list[int]]) -> int:
+    """The number of tokens that all prompts begin with, without the last one of the shortest prompt: each keeps a token
+    of its own. O(prompts * length), by comparisons of slices."""
     first, share = prompts[0], LoopShare()
-    common = len(first)
+    common = len(first) - 1
     for prompt in prompts[1:]:
-        common = num_equal(first, prompt, common)
+        common = num_equal(first, prompt, min(common, len(prompt) - 1))
         await share.pause()
     return common
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvrelay_router.http.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.shared_scores import num_equal
+from kvrelay_router.openai.shared_scores import num_common, num_equal
 
 
 class TokenizedChoices(msgspec.Struct, frozen=True):
@@ -51,10 +51,8 @@ async def tokenize_choices(
         rows.append(row)
         await share.pause()
     first = max(1, len(before) + num_alone)
-    num_common = len(rows[0]) - 1
     for index, row in enumerate(rows):
         if len(before) + len(row) <= first:
             raise wrong(f"choices[{index}]", "it adds no token to the text that can be scored")
-        num_common = num_equal(rows[0], row, min(num_common, len(row) - 1))
-        await share.pause()
-    return TokenizedChoices([*before, *rows[0][:num_common]], [row[num_common:] for row in rows], first)
+    common = await num_common(rows)
+    return TokenizedChoices([*before, *rows[0][:common]], [row[common:] for row in rows], first)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.nixl import needs_nixl
+from tests.component.transfer.transports import NO_NIXL
 from tests.faults.storm.bench import Bench, open_bench
 from tests.faults.storm.processes import StackSettings
 
@@ -24,8 +24,8 @@ def settings(transport: str) -> StackSettings:
 
 @pytest.fixture(scope="module", params=["zmq", "nixl"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    if request.param == "nixl":
-        needs_nixl()
+    if request.param == "nixl" and NO_NIXL:
+        pytest.skip(NO_NIXL)
     with open_bench(tmp_path_factory.mktemp("drains"), settings(request.param)) as bench:
         yield bench
 

@@ -99,8 +99,8 @@ def check_transfer(workers: Sequence[WorkerConfig]) -> None:
     wanted = any(worker.transfer_choice == "nixl" for worker in workers)
     if wanted and not any(find_spec(name) for name in PACKAGES):
         raise ConfigError(
-            "--transfer nixl: NIXL is not installed; install the extra `nixl` (in a checkout: scripts/install-nixl), "
-            "or use --transfer auto, which takes zmq without it"
+            "--transfer nixl: NIXL is not installed; install the extra `nixl`, or use --transfer auto, which takes zmq "
+            "without it"
         )
 
 

@@ -1,6 +1,6 @@
 """A typed wrapper around the part of NIXL (https://github.com/ai-dynamo/nixl, UCX backend) that this transport needs.
 
-The library is imported only when an agent is made: it is optional, and loads 60 MB of shared objects.
+The library is imported only when an agent is made: it loads 60 MB of shared objects.
 
 Facts about NIXL 1.5: descriptors of a prepared list that are neighbours on both sides, in list order, become one write
 (a request made in one go, by `initialize_xfer`, is not merged). Within one machine a write is one `process_vm_writev`
@@ -189,7 +189,7 @@ def import_api() -> Any:
                 return importlib.import_module(f"{package}._api")
             except ImportError as error:
                 causes.append(str(error))
-    raise TransportUnavailable(f"NIXL is not installed ({'; '.join(causes)}): run scripts/install-nixl")
+    raise TransportUnavailable(f"NIXL is not installed ({'; '.join(causes)}): install the extra `nixl`")
 
 
 @contextmanager

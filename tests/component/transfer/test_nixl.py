@@ -196,7 +196,7 @@ async def test_a_worker_at_a_loopback_address_listens_on_no_other_interface() ->
 
 async def test_without_the_library_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     without_nixl(monkeypatch)
-    with pytest.raises(TransportUnavailable, match="install-nixl"):
+    with pytest.raises(TransportUnavailable, match="install the extra"):
         NixlSender(source_pool(4, BLOCK_BYTES))
 
 

@@ -46,7 +46,7 @@ def test_zmq_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_does_without_nixl_and_asking_for_it_by_name_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     without_nixl(monkeypatch)
     assert names("auto") == (["zmq"], ["zmq"])
-    with pytest.raises(TransportUnavailable, match="install-nixl"):
+    with pytest.raises(TransportUnavailable, match="install the extra"):
         names("nixl")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from threading import get_ident
 
 import numpy as np
@@ -18,7 +17,7 @@ from kvrelay.simulated.timed_transport import PacedSender
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.nixl_agent import PACKAGES
+from kvrelay.transfer.nixl_agent import PACKAGES, NixlAgent, Region, TransportUnavailable
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
 from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.transfer.wire import Bytes, Indices
@@ -48,7 +47,15 @@ class Transport:
     """Whether every block is copied before it is sent, and may be given up as soon as that is done."""
 
 
-NO_NIXL = "" if any(map(find_spec, PACKAGES)) else "NIXL is not installed (scripts/install-nixl)"
+def _why_no_nixl() -> str:
+    try:
+        NixlAgent(Region.of(np.zeros((2, 4096), np.uint8))).close()
+    except TransportUnavailable as error:
+        return f"NIXL does not work here: {error}"
+    return ""
+
+
+NO_NIXL = _why_no_nixl()
 
 
 FLEET_KEY = CurveKey.new()

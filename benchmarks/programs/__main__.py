@@ -1,7 +1,7 @@
 """Programs of several calls through the whole system (`kvrelay up`, HTTP), each section in one run.
 
-    python -m benchmarks.programs [--sections workloads,compiled,curve,select,surplus,sessions,frontends]
-        [--workloads all] [--sglang-python PATH] [--write benchmarks/results/programs.md]
+    python -m benchmarks.programs [--sections workloads,select] [--workloads all]
+        [--write benchmarks/results/programs.md]
 
 - workloads: those of `kvrelay bench --workload` with every part on, each part off, and the same work as raw API calls:
   requests of one script per program, in turn, without session and hints, and a request for each choice of a `select`.
@@ -12,13 +12,7 @@
   tokens from the request on.
 - CPU: that of all processes of the stack and of the client; "saved" is that of raw calls without cache over it. Other
   programs on the machine do not change it, unlike programs/s and latency.
-- Tree: CPU time of pool and prefix tree for the same calls, one after the other, over the duration of the run.
-- compiled: a program whose forks begin with the same long instructions, interpreted and compiled.
-- curve: few-shot-20, of which a growing share of programs has the same examples.
 - select: time of a selection by its number of choices.
-- surplus: three fields out of one answer, with and without `surplus_tokens`; the demo model only.
-- sessions: hit rates with and without the ends of sessions, replayed without a model.
-- frontends: the same programs by SGLang's frontend (needs an interpreter with `sglang` and `openai`).
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from typing import Any
 
 from benchmarks.interrupts import interruptible
 from benchmarks.peers.machine import commit, machine
-from benchmarks.programs import compiling, curve, extraction, frontends, selection, sessions
+from benchmarks.programs import selection
 from benchmarks.programs.ablation import (
     ALL_ON,
     RAW_NO_CACHE,
@@ -46,12 +40,11 @@ from benchmarks.programs.ablation import (
     running,
     table,
 )
-from benchmarks.programs.calls import KeptCalls
 from kvrelay.config.demo import demo_model_path
 from kvrelay_programs.workloads import find_workload, workloads
 from tests.fakes.stack import Stack
 
-SECTIONS = ("workloads", "compiled", "curve", "select", "surplus", "sessions", "frontends")
+SECTIONS = ("workloads", "select")
 MAIN, NO_CACHE = "all on", "no cache"
 
 
@@ -69,7 +62,8 @@ def main() -> None:
         lines = _head(given, sizes)
         if "workloads" in sections:
             lines += _workloads(given, stacks, sizes)
-        lines += _others(given, stacks[MAIN], sections, sizes)
+        if "select" in sections:
+            lines += ["## Choices of a select", "", *selection.lines(stacks[MAIN]), ""]
     text = "\n".join(lines) + "\n"
     print(text)
     if given.write:
@@ -118,36 +112,10 @@ def _workloads(given: argparse.Namespace, stacks: dict[str, Stack], sizes: Sizes
     return lines
 
 
-def _others(given: argparse.Namespace, stack: Stack, sections: list[str], sizes: Sizes) -> list[str]:
-    endpoint = KeptCalls(stack.base_url, stack.model)
-    lines: list[str] = []
-    if "compiled" in sections:
-        rows = compiling.lines(stack, _tokenizer(given), sizes.num_programs, sizes.concurrency, sizes.rounds)
-        lines += ["## Compiled", "", *rows, ""]
-    if "curve" in sections:
-        found = curve.points(endpoint, 2 * sizes.num_programs, sizes.concurrency, sizes.rounds)
-        endpoint.salt = ""
-        lines += ["## Over the hit rate", "", *curve.lines(found), ""]
-        if given.plot:
-            curve.draw(found, given.plot)
-    if "select" in sections:
-        lines += ["## Choices of a select", "", *selection.lines(stack), ""]
-    if "surplus" in sections:
-        model = given.model or demo_model_path()
-        assert model is not None
-        lines += ["## Surplus text", "", *extraction.lines(endpoint, model), ""]
-    if "sessions" in sections:
-        lines += ["## Ended sessions", "", *sessions.lines(), ""]
-    if "frontends" in sections:
-        rows = frontends.lines(given.sglang_python, stack, sizes.num_programs, sizes.concurrency, sizes.rounds)
-        lines += ["## Frontends", "", *rows, ""]
-    return lines
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="default: the demo model")
-    parser.add_argument("--sections", default="workloads,compiled,curve,select,surplus,sessions")
+    parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--workloads", default="all", metavar="NAME[,NAME]")
     parser.add_argument(
         "--servers", default=",".join(SERVERS), help="sets of server flags; variants on others are left out"
@@ -159,9 +127,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--num-blocks", type=int, default=3000)
     parser.add_argument("--flag", action="append", default=[], help="one more argument of `kvrelay up`; repeatable")
-    parser.add_argument("--sglang-python", help="interpreter of the section frontends")
     parser.add_argument("--json", type=Path, help="keeps the outcomes of the workloads")
-    parser.add_argument("--plot", type=Path, help="SVG of the section curve")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
     if unknown := set(given.sections.split(",")) - set(SECTIONS):
@@ -171,8 +137,6 @@ def _arguments() -> argparse.Namespace:
     names = {each.name for each in VARIANTS} | {"all"}
     if unknown := set(given.variants.split(";")) - names:
         parser.error(f"unknown variants: {'; '.join(sorted(unknown))}")
-    if "frontends" in given.sections.split(",") and not given.sglang_python:
-        parser.error("the section frontends needs --sglang-python")
     return given
 
 

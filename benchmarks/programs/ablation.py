@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.peers.order import turns
-from benchmarks.programs.calls import KeptCalls, RawCalls, best_possible_hits, tokenized, tree_seconds
+from benchmarks.programs.calls import KeptCalls, RawCalls, best_possible_hits, tokenized
 from benchmarks.programs.cpu_time import cpu_s
 from kvrelay_programs import State
 from kvrelay_programs.workloads import Workload
@@ -73,7 +73,7 @@ ALONE = (ALL_ON, "no fork hint", "no parallel calls", RAW, RAW_NO_CACHE)
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One run of a variant. Times in seconds. `num_hits` prompt tokens were found in a cache, of `num_best` that could
-    be; `cpu_s` is the CPU time of server and client, and `tree_s` what the prefix tree takes for the same calls."""
+    be; `cpu_s` is the CPU time of server and client."""
 
     num_programs: int
     seconds: float
@@ -83,7 +83,6 @@ class Outcome:
     num_prompt: int
     num_hits: int
     num_best: int
-    tree_s: float
     texts: Sequence[str]
 
     @property
@@ -189,7 +188,6 @@ class Bench:
             num_prompt=sum(state.usage.prompt_tokens for state in states),
             num_hits=sum(state.usage.cached_tokens for state in states),
             num_best=best_possible_hits(calls),
-            tree_s=tree_seconds(calls, self._sizes.num_blocks),
             texts=[state.text() for state in states],
         )
 
@@ -204,8 +202,8 @@ class Bench:
 
 HEAD = (
     "| variant | programs/s | over raw without cache | CPU s per program | saved | latency alone, s "
-    "| over raw without cache | calls | hit rate | of the best | tree, % of the run | same text |",
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    "| over raw without cache | calls | hit rate | of the best | same text |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
 )
 
 
@@ -237,7 +235,6 @@ def _line(name: str, batch: Mapping[str, Sequence[Outcome]], alone: Mapping[str,
         f"| {median(rate):.2f} ({min(rate):.2f} to {max(rate):.2f}) "
         f"| {each_cpu_s:.2f} | {saved:.2f} | {latency} | {speedup} "
         f"| {outcomes[0].calls} | {num_hits / num_prompt:.3f} | {_share(num_hits, num_best)} "
-        f"| {100 * sum(each.tree_s for each in outcomes) / sum(each.seconds for each in outcomes):.2f} "
         f"| {same} of {num_texts} |"
     )
 

@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.kv_trees import BLOCK_SIZE, ROOT, Clock, serve
-from kvrelay.kv.hashing import BlockHash, hash_blocks
-from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay_programs import Endpoint
 from kvrelay_programs.beginnings import num_common
 from kvrelay_programs.content import Content
@@ -18,6 +15,9 @@ from kvrelay_programs.endpoint import Caller
 from kvrelay_programs.expressions import Select
 from kvrelay_programs.results import Selected
 from kvrelay_programs.scoring import ScoredTokens
+
+BLOCK_SIZE = 16
+ROOT = root_hash(model="benchmark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +210,3 @@ def best_possible_hits(calls: Sequence[TokenizedCall]) -> int:
         num_hits += max(min(held * BLOCK_SIZE, call.num_reusable), call.num_shared)
         known.update(call.hashes)
     return num_hits
-
-
-def tree_seconds(calls: Sequence[TokenizedCall], num_blocks: int) -> float:
-    """CPU time that pool and prefix tree of a worker take for these calls, one after the other."""
-    pool, clock = BlockPool(num_blocks, BLOCK_SIZE), Clock()
-    cache = PrefixCache(pool, record_events=True)
-    for call in calls:
-        serve(pool, cache, list(call.hashes), clock)
-        cache.drain_events()
-    pool.check_integrity()
-    return sum(clock.seconds.values())

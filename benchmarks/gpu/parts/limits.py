@@ -9,10 +9,9 @@ import numpy as np
 from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.part import Part, decoding_batch, interleaved, launching
 from benchmarks.gpu.scale import BLOCK_SIZE
-from benchmarks.swap import prefill_s, swap_s
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.engine.batch import WorkerBatch
+from kvrelay.engine.batch import SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.graphs import DecodeGraphs
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
@@ -28,6 +27,7 @@ _SWAPPED = (256, 1024, 4096, 8000)
 _SHARED = ((16, 1024), (64, 1024), (64, 4096), (256, 1024))  # sequences, tokens of their prefix
 _OWN = 64  # tokens of a sequence behind the prefix
 _REPEATS = 3
+_TOKEN_BUDGET = 512
 _SHARING = "kernel by kernel, shared"
 _FREE = CascadeCosts(row_tokens=0, step_tokens=0)
 
@@ -56,7 +56,7 @@ def _swapping(part: Part, runner: TransformersRunner, length: int) -> None:
     blocks = blocks[: blocks_for(length, BLOCK_SIZE)]
     recomputed, out, back = [], [], []
     for repeat in range(_REPEATS + 1):
-        computed_s, (out_s, back_s) = prefill_s(runner, length, blocks), swap_s(runner, blocks)
+        computed_s, (out_s, back_s) = _prefill_s(runner, length, blocks), _swap_s(runner, blocks)
         if repeat:
             recomputed.append(computed_s)
             out.append(out_s)
@@ -72,6 +72,24 @@ def _swapping(part: Part, runner: TransformersRunner, length: int) -> None:
         swap_GBps=figures([2 * num_bytes / 1e9 / s for s in swapped], 1),
         recompute_over_swap=ratios(recomputed, swapped),
     )
+
+
+def _prefill_s(runner: TransformersRunner, num_tokens: int, blocks: np.ndarray) -> float:
+    """Seconds of a prompt's chunks, nothing beside them."""
+    tokens = np.random.default_rng(num_tokens).integers(5, 2000, num_tokens).astype(np.int32)
+    seconds = 0.0
+    for start in range(0, num_tokens, _TOKEN_BUDGET):
+        part = tokens[start : start + _TOKEN_BUDGET]
+        row = WorkerRow(("recompute", 1, 0), part, start, blocks, sample=False, is_prefill=True)
+        seconds += runner.execute(WorkerBatch(0, [row])).forward_s
+    return seconds
+
+
+def _swap_s(runner: TransformersRunner, blocks: np.ndarray) -> tuple[float, float]:
+    """Seconds out, seconds back."""
+    copies = SwapCopies(tuple(blocks.tolist()), tuple(range(len(blocks))))
+    out = runner.execute(WorkerBatch(0, [], swap_out=copies)).copy_s
+    return out, runner.execute(WorkerBatch(0, [], swap_in=copies)).copy_s
 
 
 def _sharing(part: Part, runner: TransformersRunner, backend: FlashInferBackend, batch: int, prefix: int) -> None:

@@ -57,7 +57,7 @@ def test_a_wrong_flag_command_module_target_and_file_are_found() -> None:
         "kvrelay upp",
         "kvrelay bench http://x --rat 2",
         "python -m benchmarks.no_such_module",
-        "python -m benchmarks.local_prefill --no-such-flag",
+        "python -m benchmarks.disaggregation --no-such-flag",
         "make no-such-target",
         "scripts/no-such-script",
         ".venv/bin/python scripts/docs.py --no-such-flag",

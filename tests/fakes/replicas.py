@@ -9,8 +9,7 @@ import numpy as np
 
 from kvrelay.engine.batch import ModelSpec, WorkerBatch, WorkerRow
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.ranks.step_decoder import StepDecoder
-from kvrelay.ranks.step_input import StepInput
+from kvrelay.ranks.messages import Step, encode, published_decoder
 from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.hash_runner import HashRunner
 
@@ -70,15 +69,16 @@ class ReplicasHere:
 
     def __init__(self, *replicas: HashReplica) -> None:
         self.lost: Future[None] = Future()
-        self.num_bytes = 0
-        self._ranks = [(replica, StepDecoder()) for replica in replicas]
+        self._ranks = replicas
+        self._decoder = published_decoder()
         self._number = 0
 
-    def publish_step(self, step: StepInput) -> int:
-        raw = msgspec.msgpack.encode(step)
-        self.num_bytes += len(raw)
-        for replica, decoder in self._ranks:
-            replica.follow(decoder.decode(msgspec.msgpack.decode(raw, type=StepInput)))
+    def publish_step(self, batch: WorkerBatch) -> int:
+        raw = encode(Step(batch))
+        for replica in self._ranks:
+            step = self._decoder.decode(raw)
+            assert isinstance(step, Step)
+            replica.follow(step.batch)
         self._number += 1
         return self._number
 
@@ -98,7 +98,3 @@ class ReplicasHere:
 
     def close(self) -> None:
         pass
-
-    @property
-    def num_sequences(self) -> list[int]:
-        return [len(decoder) for _, decoder in self._ranks]

@@ -34,7 +34,7 @@ class BeamRow:
     num_prompt: int
 
 
-class WorkerRow(msgspec.Struct, frozen=True, gc=False):
+class WorkerRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One sequence's row of a step: `len(token_ids)` tokens, the first at `position`.
 
     `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens. It holds the K/V of the

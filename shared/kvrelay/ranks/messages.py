@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from kvrelay.ranks.step_input import StepInput
+from kvrelay.engine.batch import WorkerBatch
 from kvrelay.ranks.transfer_messages import TransferReport, TransferSettings
 
-RANK_PROTOCOL = 5
+RANK_PROTOCOL = 6
 """Changes with every change of these messages."""
 MAX_RANKS = 64
 
@@ -84,6 +86,12 @@ class Start(msgspec.Struct, array_like=True, frozen=True, tag="start"):
     settings: RankSettings
 
 
+class Step(msgspec.Struct, array_like=True, frozen=True, tag="step"):
+    """All ranks compute these rows. No row has a placeholder."""
+
+    batch: WorkerBatch
+
+
 class End(msgspec.Struct, array_like=True, frozen=True, tag="end"):
     """The group ends. `reason` is empty if nothing failed."""
 
@@ -97,7 +105,7 @@ class Beat(msgspec.Struct, array_like=True, frozen=True, tag="beat"):
     num_published: int
 
 
-Published = Announce | Start | StepInput | End
+Published = Announce | Start | Step | End
 
 
 # -- pushed by the ranks ----------------------------------------------------------------------------------------------
@@ -158,4 +166,21 @@ STEP_TOPIC, BEAT_TOPIC = b"s", b"b"
 """First frames of published messages. The second one of a numbered message is its number, 8 bytes. The fourth one, of
 steps, has the number of transfer calls that were published before it for each rank, 4 bytes each."""
 
-encode = msgspec.msgpack.Encoder().encode
+
+def _array_bytes(array: object) -> bytes:
+    if isinstance(array, np.ndarray):
+        return array.tobytes()
+    raise NotImplementedError(f"{type(array).__name__} is no part of a message")
+
+
+def _array(_: type, raw: bytes) -> NDArray[np.int32]:
+    """Arrays in messages are int32 in the machine's byte order. A copy, because torch warns of arrays that it cannot
+    write."""
+    return np.frombuffer(raw, np.int32).copy()
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_array_bytes).encode
+
+
+def published_decoder() -> msgspec.msgpack.Decoder[Published]:
+    return msgspec.msgpack.Decoder(Published, dec_hook=_array)

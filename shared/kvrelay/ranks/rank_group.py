@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 
 from kvrelay.curve import CurveKey
-from kvrelay.engine.batch import DeviceLost
+from kvrelay.engine.batch import DeviceLost, WorkerBatch
 from kvrelay.messaging.sockets import tcp_host
 from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.process import describe_exit
@@ -38,10 +38,10 @@ from kvrelay.ranks.messages import (
     Ready,
     Software,
     Start,
+    Step,
     encode,
 )
 from kvrelay.ranks.rank_process import RankProcess
-from kvrelay.ranks.step_input import StepInput
 from kvrelay.ranks.transfer_messages import CALL_TOPIC, TransferCall, TransferReport
 from kvrelay.transfer.endpoints import Endpoint
 
@@ -162,11 +162,11 @@ class RankGroup:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def publish_step(self, step: StepInput) -> int:
+    def publish_step(self, batch: WorkerBatch) -> int:
         """Sends a step to all ranks. Returns the number for `await_done`. Raises DeviceLost if the group has failed."""
         if self._state.phase is Phase.FAILED:
             raise DeviceLost(self._state.failure)
-        return self._publish(step)
+        return self._publish(Step(batch))
 
     def await_done(self, number: int) -> str:
         """Waits until all ranks have ended the step. Returns the error of one that left the ranks in step, or "".

@@ -43,12 +43,12 @@ from kvrelay.ranks.messages import (
     Ready,
     Software,
     Start,
+    Step,
     encode,
+    published_decoder,
 )
 from kvrelay.ranks.rank_group import BEATS_A_SILENCE, LINGER_MS
 from kvrelay.ranks.rank_transfers import RankTransfers
-from kvrelay.ranks.step_decoder import StepDecoder
-from kvrelay.ranks.step_input import OutOfStep, StepInput
 from kvrelay.ranks.transfer_messages import CALL_TOPIC, TransferSettings
 from kvrelay.transfer.base import PartReceiver, PartSender
 from kvrelay.transfer.endpoints import Endpoint
@@ -63,6 +63,10 @@ SETTLED_BEATS = 2
 
 class RankEnds(Exception):
     """The rank cannot go on. The message is for the user."""
+
+
+class OutOfStep(Exception):
+    """A message of the engine was lost. The rank cannot go on."""
 
 
 class FollowingRunner(Protocol):
@@ -129,14 +133,13 @@ class RankMember:
         self._transfers: RankTransfers | None = None
         self._process = secrets.token_hex(8)
         self._context = ZmqContext()
-        self._decoder = msgspec.msgpack.Decoder(Published)
+        self._decoder = published_decoder()
         self._steps = self._subscribe(STEP_TOPIC)
         self._calls = self._subscribe(CALL_TOPIC + bytes([options.rank]))
         self._num_calls_before = 0  # calls published before the last message
         self._num_received = 0  # number of the last published message
         self._waits = False  # True while the main thread waits for a message
         self._runner: FollowingRunner | None = None
-        self._sequences = StepDecoder()
 
     def run(self) -> None:
         """Runs until the engine ends the group. Raises RankEnds."""
@@ -191,8 +194,8 @@ class RankMember:
     def _handle(self, message: Published, announce: Announce) -> bool:
         """Returns False when the group ends."""
         match message:
-            case StepInput():
-                self._run_step(message)
+            case Step(batch):
+                self._run_step(batch)
             case Announce() if message.group != announce.group:
                 raise RankEnds("the engine was restarted")
             case Announce():
@@ -228,13 +231,12 @@ class RankMember:
         """Ends the process, because a thread of it failed. The engine notices that it is gone."""
         _end(reason)
 
-    def _run_step(self, step: StepInput) -> None:
+    def _run_step(self, batch: WorkerBatch) -> None:
         if self._runner is None:
             raise OutOfStep("a step came before the model")
         if self._transfers is not None:
             self._transfers.await_calls(self._num_calls_before)
         began, error, waited_s = time.perf_counter(), "", self._runner.waited_s
-        batch = self._sequences.decode(step)
         try:
             self._runner.follow(batch)
         except IndexError as wrong:

@@ -14,8 +14,6 @@ from kvrelay.engine.batch import DeviceLost, ModelRunner, ModelSpec, StepResult,
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.remote_transfers import RankCalls
-from kvrelay.ranks.step_encoder import StepEncoder
-from kvrelay.ranks.step_input import StepInput
 from kvrelay.transfer.pool_memory import PoolLike
 
 
@@ -47,7 +45,7 @@ class OtherRanks(Protocol):
         """Seconds that each rank computed steps, from rank 1 on."""
         ...
 
-    def publish_step(self, step: StepInput) -> int:
+    def publish_step(self, batch: WorkerBatch) -> int:
         """Sends a step to all ranks. Returns the number for `await_done`."""
         ...
 
@@ -89,8 +87,7 @@ class RankedRunner:
         self._disconnect = disconnect
         self._runner = runner
         self._group = group
-        self._encoder = StepEncoder()
-        self._lock = threading.Lock()  # guards the encoder, the drops and the rows in flight
+        self._lock = threading.Lock()  # guards the drops and the rows in flight
         self._in_flight: Counter[SequenceKey] = Counter()  # steps in flight by sequence
         self._drops: set[SequenceKey] = set()
         self._busy_s = 0.0
@@ -113,8 +110,6 @@ class RankedRunner:
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         self._runner.add_sequence(key, sampling, token_ids, num_prompt)
-        with self._lock:
-            self._encoder.add(key, token_ids)
 
     def drop_sequence(self, key: SequenceKey) -> None:
         """A sequence with a row in a step in flight is dropped when that ends: all ranks compute the same rows."""
@@ -122,7 +117,6 @@ class RankedRunner:
             if self._in_flight[key]:
                 self._drops.add(key)
                 return
-            self._encoder.drop(key)
         self._runner.drop_sequence(key)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
@@ -135,15 +129,13 @@ class RankedRunner:
         return self.launches_ahead and batch.is_plain
 
     def launch(self, batch: WorkerBatch) -> RankedStep:
-        """Publishes the step. Raises KeyError for unknown sequences, and DeviceLost."""
+        """Publishes the step. Raises KeyError for placeholders of unknown sequences, and DeviceLost."""
         keys = [row.key for row in batch.rows]
         with self._lock:
             self._in_flight.update(keys)
         try:
             batch = self._runner.resolve(batch)
-            with self._lock:
-                step = self._encoder.encode(batch)
-            return RankedStep(self, batch, self._group.publish_step(step))
+            return RankedStep(self, batch, self._group.publish_step(batch))
         except BaseException:
             self._ended(keys)
             raise

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
 import pytest
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.ranks.messages import Published, Start, encode
+from kvrelay.ranks.messages import Start, encode, published_decoder
 from kvrelay.worker.divided_model import _settings
 
 pytestmark = pytest.mark.unit
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.unit
 def test_sizes_of_pools_reach_the_ranks(role: Literal["prefill", "decode"], sizes: dict[str, object]) -> None:
     config = WorkerConfig.model_validate({"role": role, "model": "model", "tensor_parallel_size": 2} | sizes)
     settings = _settings(config, 7000, hands_over=True)
-    sent = msgspec.msgpack.Decoder(Published).decode(encode(Start(settings)))
+    sent = published_decoder().decode(encode(Start(settings)))
     assert sent == Start(settings)
     if "kv_memory_bytes" in sizes:
         assert settings.kv_memory_bytes == 64 << 20

@@ -38,11 +38,11 @@ class TwoFleets:
         self.http, self._models = http, models
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start_router(self, port: int, *more: str) -> None:
+    def start_router(self, port: int, *more: str, name: str = "router") -> None:
         fleets = self._directory / "fleets.toml"
         fleets.write_text(f'[[fleet]]\nmodel = "{self._models[TINY]}"\nserved_model_name = "{TINY}, alias"\n')
         flags = ("--fleets-file", str(fleets), "--local-prefill-tokens", "0", "--metrics-on-api-port")
-        self._start("router", DEMO, "router", "--port", str(port), *flags, *more)
+        self._start(name, DEMO, "router", "--port", str(port), *flags, *more)
 
     def start_worker(self, role: str, model: str, *more: str) -> None:
         # Both fleets have workers of these names.
@@ -163,11 +163,11 @@ def test_two_models_behind_one_router(tiny_model: Callable[[str], Path], tmp_pat
         fleets.check_output(DEMO, DEMO, 6)
 
 
-def test_two_processes_serve_static_workers_of_two_models(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_static_workers_of_two_models(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     with ExitStack() as stack:
         places = [(role, model) for model in (DEMO, TINY) for role in ("prefill", "decode")]
         ports = {place: stack.enter_context(HeldPort()).port for place in places}
-        flags = ["--processes", "2"]
+        flags: list[str] = []
         for port in ports.values():
             flags += ["--static-worker", f"http://127.0.0.1:{port}"]
         models = {DEMO: DEMO_MODEL, TINY: tiny_model("qwen3")}
@@ -175,21 +175,12 @@ def test_two_processes_serve_static_workers_of_two_models(tiny_model: Callable[[
         for (role, model), port in ports.items():
             fleets.start_worker(role, model, "--http-port", str(port))
         fleets.wait_until_ready(DEMO, TINY)
-        # Every process serves both models. A new connection goes to the process with the fewest.
-        served: set[tuple[str, str]] = set()
-        with ExitStack() as clients:
-            while len(served) < 4:
-                client = clients.enter_context(httpx.Client(base_url=fleets.http.base_url, timeout=2 * PATIENCE_S))
-                for model in (DEMO, TINY):
-                    fleets.http = client
-                    wait_until(lambda: fleets.ready_models() == {DEMO, TINY})
-                    fleets.check_output(model, model, len(served))
-                    served.add((client.get("/health").headers["x-kvrelay-router"], model))
+        for model in (DEMO, TINY):
+            fleets.check_output(model, model, 1)
         # An address of one fleet comes back with a worker of the other: both notice.
         process = fleets.processes.pop(f"decode of {TINY}")
         process.kill()
         process.wait(PATIENCE_S)
-        fleets.http = stack.enter_context(httpx.Client(base_url=fleets.http.base_url, timeout=2 * PATIENCE_S))
         moved = ("--http-port", str(ports["decode", TINY]), "--worker-id", "decode-1")
         fleets.processes["another decode"] = fleets.processes.pop(f"decode of {DEMO}")
         fleets.start_worker("decode", DEMO, *moved)
@@ -202,32 +193,32 @@ def test_two_processes_serve_static_workers_of_two_models(tiny_model: Callable[[
         assert fleets.complete(DEMO, [1, 2]).status_code == 200
 
 
-def test_processes_share_limits_of_keys_and_stored_responses_of_all_models(
+def test_routers_share_limits_of_keys_and_stored_responses_of_all_models(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    flags = ("--processes", "2", "--key-requests-per-minute", "0.001", "--key-burst", "6")
+    flags = ("--key-requests-per-minute", "0.001", "--key-burst", "6")
     with ExitStack() as stack:
         models = {DEMO: DEMO_MODEL, TINY: tiny_model("qwen3")}
         fleets = stack.enter_context(two_fleets(tmp_path, models, *flags))
         for model in models:
             fleets.start_workers(model)
         fleets.wait_until_ready(DEMO, TINY)
-        by_process: dict[str, httpx.Client] = {}
-        while len(by_process) < 2:  # a new connection goes to the process with the fewest
-            client = stack.enter_context(httpx.Client(base_url=fleets.http.base_url, timeout=2 * PATIENCE_S))
-            by_process.setdefault(client.get("/health").headers["x-kvrelay-router"], client)
-        clients = list(by_process.values())
-        for fleets.http in clients:
-            wait_until(lambda: fleets.ready_models() == {DEMO, TINY})
-        one, other = clients
-        for model in (DEMO, TINY):  # each process continues what the other answered
+        port = stack.enter_context(HeldPort()).port
+        fleets.start_router(port, *flags, name="other router")
+        one, other = (
+            fleets.http,
+            stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=2 * PATIENCE_S)),
+        )
+        fleets.http = other
+        fleets.wait_until_ready(DEMO, TINY)
+        for model in (DEMO, TINY):  # each router continues what the other answered
             first = respond(one, model, input="What is an otter?")
             second = respond(other, model, input="Where?", previous_response_id=first["id"])
             assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
             assert one.get(f"/v1/responses/{second['id']}").json() == second
         statuses = []
         for number in range(6):
-            fleets.http = clients[number % 2]
+            fleets.http = (one, other)[number % 2]
             statuses.append(fleets.complete((DEMO, TINY)[number // 2 % 2], [1, 2]).status_code)
         assert statuses == [200, 200, 429, 429, 429, 429], "four of six were responses"
 

@@ -81,7 +81,7 @@ class Service:
 class Fleet:
     """Two routers and four workers, each a process of its own with an address that it keeps."""
 
-    def __init__(self, directory: Path, num_router_processes: int) -> None:
+    def __init__(self, directory: Path) -> None:
         profile = directory / "quick.json"
         profile.write_text(json.dumps(PROFILE))
         self._redis = EmbeddedRedis()
@@ -94,7 +94,7 @@ class Fleet:
             self._add(directory, name, ports, flags)
         for name in ROUTERS:
             ports = [HeldPort()]
-            flags = ["--router-id", name, "--port", str(ports[0].port), "--processes", str(num_router_processes)]
+            flags = ["--router-id", name, "--port", str(ports[0].port)]
             self._add(directory, name, ports, flags)
 
     def _add(self, directory: Path, name: str, ports: list[HeldPort], flags: list[str]) -> None:
@@ -297,10 +297,8 @@ def other_than(router: str) -> str:
     return ROUTERS[1 - ROUTERS.index(router)]
 
 
-async def undisturbed(
-    directory: Path, disturb: Callable[[Fleet, Load], Awaitable[None]], *, num_router_processes: int = 1
-) -> None:
-    fleet = Fleet(directory, num_router_processes)
+async def undisturbed(directory: Path, disturb: Callable[[Fleet, Load], Awaitable[None]]) -> None:
+    fleet = Fleet(directory)
     try:
         for name in fleet.services:
             fleet.spawn(name)
@@ -331,11 +329,10 @@ def test_every_worker_in_turn_one_of_them_by_kill(tmp_path: Path, killed: str) -
     asyncio.run(undisturbed(tmp_path, disturb))
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_every_router_in_turn(tmp_path: Path, num_processes: int) -> None:
+def test_every_router_in_turn(tmp_path: Path) -> None:
     async def disturb(fleet: Fleet, load: Load) -> None:
         for name in ROUTERS:
             while not await fleet.restart_router(name, load):
                 pass
 
-    asyncio.run(undisturbed(tmp_path, disturb, num_router_processes=num_processes))
+    asyncio.run(undisturbed(tmp_path, disturb))

@@ -5,14 +5,9 @@ from __future__ import annotations
 from kvrelay.config import RouterConfig, load_config
 from kvrelay.config.loader import DESCRIPTIONS
 from kvrelay.process import service_main
-from kvrelay_router.processes import run_processes
 from kvrelay_router.server import run_router
 
 PROG = "kvrelay router"
-
-
-def _run(config: RouterConfig) -> None:
-    (run_router if config.processes == 1 else run_processes)(config)
 
 
 def main() -> int:
@@ -21,7 +16,7 @@ def main() -> int:
         PROG,
         "router",
         lambda: load_config(RouterConfig, prog=PROG, description=DESCRIPTIONS["router"]),
-        _run,
+        run_router,
         lambda config: {"router_id": config.router_id},
     )
 

@@ -28,7 +28,6 @@ from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.openai.served_models import FurtherModel
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.pending_memory import PendingMemory
-from kvrelay_router.processes import inherited_connections
 from kvrelay_router.responses.response_store import OwnResponses, RedisResponses, ResponseStore
 from kvrelay_router.served_fleet import ServedFleet, fleet_samples, start_fleet
 from kvrelay_router.text.chat_template import ChatTemplateError
@@ -65,8 +64,6 @@ class RouterServer:
             except (OSError, ValueError, zmq.ZMQError, TokenizerNotFound, ChatTemplateError) as error:
                 raise StartFailed(str(error)) from error
             settle_garbage()
-            assert self._http is not None
-            self._http.report_ready()
             await self.main_loop()
         finally:
             await self.shutdown()
@@ -97,7 +94,7 @@ class RouterServer:
         export.start(self._metric_samples)
         await self._open_pages()
         await self._meet_workers()
-        source = inherited_connections(config.port) or bind(config.host, config.port)
+        listener = bind(config.host, config.port, reuse_port=config.reuse_port)
         connections = ConnectionLimits(
             max_connections=allowed_connections(
                 config.max_connections, files_for_peers(config.max_peers, transfers_blocks=False)
@@ -105,7 +102,7 @@ class RouterServer:
             max_header_bytes=int(config.max_header_bytes),
         )
         grace_s = config.drain_timeout_s + HTTP_GRACE_S
-        self._http = await serve(app, source, graceful_timeout_s=grace_s, limits=connections, memory=self._memory)
+        self._http = await serve(app, listener, graceful_timeout_s=grace_s, limits=connections, memory=self._memory)
         self._closing.push_async_callback(self._http.stop)
         for fleet in self._fleets:  # closed first: the HTTP server waits for the answers
             self._closing.push_async_callback(fleet.dispatcher.close)
@@ -184,14 +181,10 @@ class RouterServer:
         for fleet in self._fleets:
             fleet.dispatcher.begin_drain()
         hurry = asyncio.create_task(self._hurry.wait(), name="hurry")
-        leaving = asyncio.create_task(http.leave(), name="http-leave")
-        await asyncio.wait([leaving, hurry], return_when=asyncio.FIRST_COMPLETED)
         closing = asyncio.create_task(http.stop(), name="http-stop")
         timeout_s = self.config.drain_timeout_s
         await asyncio.wait([closing, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (leaving, hurry):
-            task.cancel()
-        await asyncio.gather(leaving, hurry, return_exceptions=True)
+        hurry.cancel()
         if self._num_running:
             log.warning("%d requests did not finish in time and are cancelled", self._num_running)
         await asyncio.gather(*(fleet.dispatcher.close() for fleet in self._fleets))

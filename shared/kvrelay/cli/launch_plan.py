@@ -97,7 +97,7 @@ def make_plan(
     else:
         workers = [_with_part_of_memory(worker, len(workers)) for worker in workers]
     router_values = {**passed, **decided, "host": own.host, "port": own.port, "router_id": f"router{suffix}"}
-    router_values |= {"message_host": LOOPBACK, "message_port": 0, "processes": own.router_processes}
+    router_values |= {"message_host": LOOPBACK, "message_port": 0}
     if own.metrics_port is not None:
         router_values["metrics_port"] = own.metrics_port
     router = resolve(RouterConfig, router_values, environ)

@@ -108,12 +108,11 @@ def check_page_ports(router: RouterConfig, workers: Sequence[WorkerConfig], firs
     """Raises ConfigError if a port of the services' pages is in use. `first`: `metrics_port` of `kvrelay up`."""
     wanted: list[tuple[str, int, str]] = []
     if router.metrics_port:
-        numbers = range(router.metrics_port, router.metrics_port + router.processes)
-        wanted += [(router.metrics_host, port, "the router") for port in numbers]
+        wanted.append((router.metrics_host, router.metrics_port, "the router"))
     if first is None:
         wanted += [(worker.http_host, worker.http_port, worker.worker_id) for worker in workers if worker.http_port]
     else:
-        port = first + router.processes
+        port = first + 1
         for worker in workers:
             if len(worker.each_worker()) == 1:
                 wanted.append((worker.http_host, port, worker.worker_id))

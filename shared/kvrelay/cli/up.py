@@ -39,8 +39,6 @@ from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
 from kvrelay.process import describe_exit
 
 REDIS_POLL_S = 0.5
-PROCESSES_GRACE_S = 15.0
-"""Additional time for a router with several processes, which kills those that do not drain in time."""
 
 
 def up(argv: Sequence[str]) -> int:
@@ -189,7 +187,7 @@ class _Run:
         plan = self._plan
         others = []
         leases = self._share_cores()
-        metrics_port = (plan.up.metrics_port or 0) + plan.up.router_processes
+        metrics_port = (plan.up.metrics_port or 0) + 1
         for worker in plan.workers:
             argv = plan.flags_of(worker)
             if plan.up.metrics_port is not None and len(worker.each_worker()) == 1:
@@ -210,10 +208,7 @@ class _Run:
         for worker in plan.workers:
             expected[worker.role] += len(worker.started_worker_ids)
         check_http = RouterReady(host, plan.up.port, expected)
-        drain_timeout_s = plan.router.drain_timeout_s
-        if plan.router.processes > 1:
-            drain_timeout_s += PROCESSES_GRACE_S
-        spec = self._spec("router", "router", plan.router_flags, {}, check_http, drain_timeout_s)
+        spec = self._spec("router", "router", plan.router_flags, {}, check_http, plan.router.drain_timeout_s)
         return Supervisor(Service(spec, self._display), others)
 
     def _share_cores(self) -> SharedLeases | None:

@@ -308,9 +308,9 @@ def _up_layers(path: Path, content: Mapping[str, Mapping[str, Any]]) -> list[tup
     """As `_file_layers`: the endpoint of `kvrelay up` is its router's, so fields of `[router]` set it as well."""
     layers: list[tuple[str, dict[str, Any]]] = []
     for table in ("", "router"):
-        for name, field in UP_FIELDS_OF_ROUTER.items():
+        for name in UP_FIELDS_OF_ROUTER:
             if name in content[table]:
-                layers.append((f"{path}: {f'[{table}] ' if table else ''}{name}", {field: content[table][name]}))
+                layers.append((f"{path}: {f'[{table}] ' if table else ''}{name}", {name: content[table][name]}))
     for table in ("", "up"):
         values = {name: value for name, value in content[table].items() if name in UpConfig.model_fields}
         if not table:

@@ -12,6 +12,7 @@ _SWITCHED_PARSERS = "tools and reasoning are parsed without it; --tool-parser an
 _NO_GRAPHS = "use --no-cuda-graphs"
 _TWO_ROLES = "kvrelay up starts workers of both roles (--prefill N --decode N), which find each other"
 _NO_LORA = "adapters are not supported; merge them into the weights"
+_ROUTERS = "further routers are processes of their own, on other ports or with --reuse-port"
 _OF_REQUESTS = "it is a field of requests"
 _TLS = "put a proxy that ends TLS in front of the router"
 _CODE = "models run in code that is installed; none is loaded from their repositories"
@@ -21,10 +22,8 @@ _DRAFT_MODEL = "drafts come from repeated text (--speculation), not from a secon
 
 ADVICE = {
     **{f"--{old.replace('_', '-')}": f"it is --{new.replace('_', '-')} now" for old, new in RENAMED.items()},
-    "--workers": "the router's processes are --processes (of kvrelay up: --router-processes), workers --prefill and "
-    "--decode",
-    "--router-workers": "use --router-processes",
-    "--api-server-count": "the router's processes are --processes (of kvrelay up: --router-processes)",
+    "--workers": "workers are --prefill and --decode; " + _ROUTERS,
+    "--api-server-count": _ROUTERS,
     "--api-key": "process lists show flags; put keys into a file (--api-keys-file) or into KVRELAY_API_KEYS",
     "--enable-auto-tool-choice": _SWITCHED_PARSERS,
     "--enable-reasoning": _SWITCHED_PARSERS,

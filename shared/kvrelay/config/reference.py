@@ -74,7 +74,7 @@ UP = """\
 `kvrelay up` starts all services on this machine. It takes the fields below and passes flags of the services on to them,
 except those it decides itself (names, ports, addresses, Redis). The services read the same file and environment.
 
-`host`, `port` and `processes` in `[router]` set the endpoint, unless `[up]` has `host`, `port` or `router_processes`.
+`host` and `port` in `[router]` set the endpoint, unless `[up]` has them.
 Fields that `kvrelay up` decides itself are refused in the file by name, as is `[rank]`, and reported in the
 environment."""
 

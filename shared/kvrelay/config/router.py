@@ -32,9 +32,6 @@ LEAST_PER_MINUTE = 0.001
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[^/?#@\s\[\]:]+)(:[0-9]{1,5})?")
 """The `Origin` header as browsers send it."""
 
-MAX_ID_OF_SEVERAL = 61
-"""Maximum length of `router_id` with several processes, which append their numbers."""
-
 
 class OwnKeyLimits(BaseModel):
     """One [[key]] table of key_limits_file. Missing fields use the limits for all keys; a key without `tenant` is a
@@ -65,11 +62,10 @@ class RouterConfig(CommonConfig):
         json_schema_extra={"form": NAME_FORM},
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
-    processes: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="router processes that share the port; their ids end in -0, -1 and so on",
+    reuse_port: bool = Field(
+        default=False,
+        description="share the port with other routers on this machine (SO_REUSEPORT): the kernel divides the "
+        "connections among them, not evenly",
     )
     message_host: str | None = Field(
         default=None, description="address to listen on for workers' messages (default: host)"
@@ -78,19 +74,17 @@ class RouterConfig(CommonConfig):
         default=0,
         ge=0,
         le=65535,
-        description="port for workers' messages; several processes and fleets use the following ports; 0: any free one",
+        description="port for workers' messages; several fleets use the following ports; 0: any free one",
     )
     metrics_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="port of /metrics for Prometheus, /health and /ready; several processes use the following ports; "
-        "0: any free one (default: none)",
+        description="port of /metrics for Prometheus, /health and /ready; 0: any free one (default: none)",
     )
     metrics_on_api_port: bool = Field(
         default=False,
-        description="serve /metrics on port as well; if API keys are set, it needs one; with several processes it has "
-        "the numbers of the one that answers",
+        description="serve /metrics on port as well; if API keys are set, it needs one",
     )
     metrics_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
 
@@ -276,15 +270,9 @@ class RouterConfig(CommonConfig):
         return self
 
     @model_validator(mode="after")
-    def _processes_have_names_and_ports(self) -> Self:
-        if self.processes > 1 and len(self.router_id) > MAX_ID_OF_SEVERAL:
-            raise ValueError(f"router_id may have {MAX_ID_OF_SEVERAL} characters at most with several processes")
-        if self.message_port and self.message_port + self.processes * len(self.fleets()) > 65536:
-            raise ValueError(
-                "message_port and the ports after it, one for each fleet of each process, must be 65535 at most"
-            )
-        if self.metrics_port and self.metrics_port + self.processes > 65536:
-            raise ValueError("metrics_port and the ports after it, one for each of processes, must be 65535 at most")
+    def _fleets_have_ports(self) -> Self:
+        if self.message_port and self.message_port + len(self.fleets()) > 65536:
+            raise ValueError("message_port and the ports after it, one for each fleet, must be 65535 at most")
         return self
 
     @field_validator("fleets_file")

@@ -27,12 +27,6 @@ class UpConfig(BaseModel):
     workers_per_process: int = Field(
         default=1, ge=1, le=1024, description="workers per process, with backend = simulated"
     )
-    router_processes: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="router processes that share its port",
-    )
     port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
     host: str = Field(default="127.0.0.1", min_length=1, description="address of the HTTP endpoint")
     redis_url: str | None = Field(
@@ -45,8 +39,8 @@ class UpConfig(BaseModel):
         default=None,
         ge=1,
         le=65000,
-        description="first port of the services' /metrics pages for Prometheus: one per router process, then one per "
-        "worker, prefill first (default: none)",
+        description="first port of the services' /metrics pages for Prometheus: the router's, then one per worker, "
+        "prefill first (default: none)",
     )
     gpus: tuple[str, ...] = Field(
         default=(),

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-UP_FIELDS_OF_ROUTER = {"host": "host", "port": "port", "processes": "router_processes"}
-"""Fields of the router that `kvrelay up` takes from `[router]` as its own, by the router's name."""
+UP_FIELDS_OF_ROUTER = ("host", "port")
+"""Fields of the router that `kvrelay up` takes from `[router]` as its own."""
 
 _NAMES = "kvrelay up names its services itself"
 _PORTS = "kvrelay up chooses the ports between its services, on the loopback"
@@ -57,7 +57,6 @@ def refused_fields(content: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 def ignored_variables(environ: Mapping[str, str], prefix: str) -> Iterator[str]:
     """Yields a message for each variable of a field that `kvrelay up` sets itself."""
-    reasons = {**DECIDED, "processes": f"set {prefix}ROUTER_PROCESSES"}
-    for name, reason in reasons.items():
+    for name, reason in DECIDED.items():
         if environ.get(variable := f"{prefix}{name.upper()}"):
             yield f"{variable} has no effect with kvrelay up: {reason}"

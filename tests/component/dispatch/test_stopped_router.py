@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
+import httpx
 import psutil
 
+from kvrelay.config.demo import DEMO_MODEL_NAME
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.messages import Cancel, Reserve
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill
-from tests.component.dispatch.test_processes import OpenStream, is_complete
 from tests.component.dispatch.test_server import RouterProcess, registered, running
 from tests.fakes.waiting import PATIENCE_S, until
 
@@ -20,6 +23,30 @@ PEER_TIMEOUT_S = 3.0
 PATIENT = replace(FAST, peer_timeout_s=PEER_TIMEOUT_S, router_timeout_s=120.0)
 FLAGS = ("--router-id", "router", f"--peer-timeout-s={PEER_TIMEOUT_S}", "--peer-interval-s=0.1")
 NUM_STREAMS = 4
+
+
+class OpenStream:
+    """A completion of whose tokens the decode worker holds some back."""
+
+    def __init__(self, router: RouterProcess, max_tokens: int) -> None:
+        body = {"model": DEMO_MODEL_NAME, "prompt": "otter", "max_tokens": max_tokens, "stream": True}
+        self.started = asyncio.Event()
+        self.task = asyncio.create_task(self._read(str(router.client.base_url), body))
+
+    async def _read(self, url: str, body: dict[str, Any]) -> list[str]:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=2 * PATIENCE_S) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            assert answer.status_code == 200, await answer.aread()
+            self.started.set()
+            return [line async for line in answer.aiter_lines() if line]
+
+
+def is_complete(events: list[str]) -> bool:
+    *chunks, done = events
+    reasons = [json.loads(chunk.removeprefix("data: "))["choices"][0]["finish_reason"] for chunk in chunks]
+    return done == "data: [DONE]" and reasons[-1] == "length"
 
 
 @asynccontextmanager
@@ -35,7 +62,7 @@ async def test_streams_go_on_after_their_router_was_stopped(redis_server: Embedd
     async with patient_fleet(redis_server.url, "stopped") as (router, prefill, decode):
         gate = decode.hold("token 3")
         streams = [OpenStream(router, max_tokens=8) for _ in range(NUM_STREAMS)]
-        await asyncio.wait_for(asyncio.gather(*(stream.served_by for stream in streams)), PATIENCE_S)
+        await asyncio.wait_for(asyncio.gather(*(stream.started.wait() for stream in streams)), PATIENCE_S)
         await asyncio.wait_for(gate.reached.wait(), PATIENCE_S)
         process = psutil.Process(router.process.pid)
         process.suspend()

@@ -136,13 +136,6 @@ def test_the_greeting_names_commands_as_they_are_found_from_here(
     )
 
 
-def test_the_router_gets_its_processes_and_nobody_else_does() -> None:
-    plan = make_plan({"router_processes": "3"}, ENVIRON)
-    assert plan.router.processes == 3
-    assert load_config(RouterConfig, plan.router_flags, environ=ENVIRON).processes == 3
-    assert not any("processes" in flag for flag in plan.worker_flags)
-
-
 def test_a_cut_length_is_noted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
     flags = {"model": str(tmp_path)}

@@ -80,8 +80,7 @@ def test_taken_ports_of_pages_are_named() -> None:
         if f"port {port - 1}:" not in str(raised.value):
             break
     assert re.search(rf"metrics_port: .*prefill-0 cannot listen on 127.0.0.1 port {port}: Addr", str(raised.value))
-    environ = {**ENVIRON, "KVRELAY_METRICS_PORT": "20500", "KVRELAY_PROCESSES": "2"}
-    plan = make_plan({"router_processes": "2"}, environ)
+    plan = make_plan({}, {**ENVIRON, "KVRELAY_METRICS_PORT": "20500"})
     check_page_ports(plan.router, plan.workers, plan.up.metrics_port)
 
 

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from kvrelay.config import RouterConfig
 from kvrelay.fleet.key_limits import SharedLimits
-from kvrelay_router.processes import RouterProcesses
 from kvrelay_router.server import _limits
 
 TWO = """
@@ -45,17 +44,8 @@ def test_a_fleet_has_its_own_fields_and_the_routers_others(tmp_path: Path) -> No
     assert {each.max_peers for each in fleets} == {30}
     assert {each.router_id for each in fleets} == {"r"}
     assert {each.message_port for each in config(tmp_path, TWO).fleets()} == {0}
-
-
-def test_processes_of_several_fleets_have_ports_of_their_own(tmp_path: Path) -> None:
-    router = config(tmp_path, TWO, message_port=7000, processes=3)
-    first, last = (
-        next(flag for flag in spec.argv if flag.startswith("--message-port"))
-        for spec in (RouterProcesses(router, [])._spec(number, 80, FakeMember()) for number in (0, 2))  # type: ignore[arg-type]
-    )
-    assert (first, last) == ("--message-port=7000", "--message-port=7006")
-    with pytest.raises(ValidationError, match="each fleet of each process"):
-        config(tmp_path, TWO, message_port=65530, processes=3)
+    with pytest.raises(ValidationError, match="one for each fleet"):
+        config(tmp_path, TWO, message_port=65534)
 
 
 def test_routers_of_the_same_models_count_the_limits_of_keys_together(tmp_path: Path) -> None:
@@ -68,10 +58,6 @@ def test_routers_of_the_same_models_count_the_limits_of_keys_together(tmp_path: 
     keys = [tuple(limits._keys("key")) for each in configs if isinstance(limits := _limits(each), SharedLimits)]
     assert keys[0] == keys[1] and len(set(keys)) == 3
     assert "{org/a}" in keys[2][0], "a router of one model keeps its name"
-
-
-class FakeMember:
-    descriptor = 3
 
 
 FLEET = '[[fleet]]\nmodel = "org/m"\nserved_model_name = '

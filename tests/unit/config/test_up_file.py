@@ -28,9 +28,9 @@ def plan(tmp_path: Path) -> Plan:
 
 
 def test_the_endpoint_comes_from_the_router_s_table(plan: Plan) -> None:
-    made = plan('[router]\nhost = "0.0.0.0"\nport = 9001\nprocesses = 2')
-    assert (made.up.host, made.up.port, made.up.router_processes) == ("0.0.0.0", 9001, 2)
-    assert (made.router.host, made.router.port, made.router.processes) == ("0.0.0.0", 9001, 2)
+    made = plan('[router]\nhost = "0.0.0.0"\nport = 9001')
+    assert (made.up.host, made.up.port) == ("0.0.0.0", 9001)
+    assert (made.router.host, made.router.port) == ("0.0.0.0", 9001)
     assert all(worker.host == "127.0.0.1" and worker.port == 0 for worker in made.workers)
 
 
@@ -39,7 +39,6 @@ def test_the_table_of_up_wins_over_the_router_s_and_that_over_the_top_level(plan
     assert plan("port = 1\n[router]\nport = 2").up.port == 2
     assert plan("port = 1\n[up]\nport = 3").up.port == 3
     assert plan("[router]\nport = 2", port="4").up.port == 4
-    assert plan("processes = 2\n[up]\nrouter_processes = 3").router.processes == 3
     with pytest.raises(ConfigError, match=r"k\.toml: \[router\] port = 70000: must be a whole number, 0 to 65535"):
         plan("[router]\nport = 70000")
 
@@ -146,11 +145,9 @@ def test_variables_of_deployments_and_kubernetes_are_known() -> None:
 
 
 def test_variables_that_up_overrides_are_reported_by_it_alone() -> None:
-    environ = {"KVRELAY_WORKER_ID": "w", "KVRELAY_PROCESSES": "2", "KVRELAY_HOST": "::"}
+    environ = {"KVRELAY_WORKER_ID": "w", "KVRELAY_HOST": "::"}
     assert variable_warnings(environ) == []
-    warnings = variable_warnings(environ, for_up=True)
-    assert [warning.split()[0] for warning in warnings] == ["KVRELAY_WORKER_ID", "KVRELAY_PROCESSES"]
-    assert warnings[1].endswith("set KVRELAY_ROUTER_PROCESSES")
+    assert [each.split()[0] for each in variable_warnings(environ, for_up=True)] == ["KVRELAY_WORKER_ID"]
 
 
 @given(st.sampled_from(sorted({name for each in TABLES.values() for name in each.model_fields})))

@@ -45,11 +45,6 @@ class BoundedConnection:
     def is_refused(self) -> bool:
         return self._is_refused
 
-    @property
-    def is_fresh(self) -> bool:
-        """True if no request has arrived yet."""
-        return self._wire.running is None and not self._is_refused and not self._wire.transport.is_closing()
-
     # -- the connection -----------------------------------------------------------------------------------------------
 
     def connected(self, num_connections: int) -> None:

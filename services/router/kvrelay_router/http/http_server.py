@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from typing import cast
 
@@ -12,13 +11,10 @@ from starlette.types import ASGIApp
 
 from kvrelay_router.http.connection import make_protocol
 from kvrelay_router.http.connection_limits import ConnectionLimits
-from kvrelay_router.http.connection_passing import PassedConnections
 from kvrelay_router.http.uvicorn_internals import EmbeddedServer
 from kvrelay_router.pending_memory import PendingMemory
 
 BACKLOG = 2048
-LEAVE_S = 5.0
-"""Maximum time for the first requests on connections that arrived before a drain."""
 POLL_S = 0.005
 SETTLE_S = 0.02
 """uvicorn learns of new connections within this time; then it announces the end to all of them."""
@@ -28,13 +24,11 @@ DEFAULT_LIMITS = ConnectionLimits()
 class HttpServer:
     """A running server. `port` is the bound port even if the configured one is 0."""
 
-    def __init__(self, config: uvicorn.Config, source: socket.socket | PassedConnections) -> None:
-        self._passed = source if isinstance(source, PassedConnections) else None
-        self._listener = None if isinstance(source, PassedConnections) else source
-        sockets = [] if self._listener is None else [self._listener]
-        self.port: int = source.port if isinstance(source, PassedConnections) else source.getsockname()[1]
-        self._server = EmbeddedServer(config, self._passed)
-        self._task = asyncio.create_task(self._server.serve(sockets=sockets), name="http-server")
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        self._listener = listener
+        self.port: int = listener.getsockname()[1]
+        self._server = EmbeddedServer(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http-server")
 
     async def started(self) -> None:
         """Returns once the server accepts connections. Raises the error that stopped it."""
@@ -48,26 +42,10 @@ class HttpServer:
         """Returns when the server has ended."""
         await asyncio.shield(self._task)
 
-    def report_ready(self) -> None:
-        """Reports to the process that passes connections on, if there is one."""
-        if self._passed is not None:
-            self._passed.report_ready()
-
-    async def leave(self) -> None:
-        """If connections are passed on, gets no new ones, and serves those that just arrived."""
-        if self._passed is None:
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
-                await self._passed.leave()
-                while any(each.policy.is_fresh for each in self._server.open_connections):
-                    await asyncio.sleep(POLL_S)
-
     async def stop(self) -> None:
         """Accepts no more connections, serves open ones until the graceful timeout, then aborts the rest."""
         self._server.stop_listening()
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         await asyncio.sleep(SETTLE_S)
         self._server.end()
         await self._task
@@ -75,13 +53,13 @@ class HttpServer:
 
 async def serve(
     app: ASGIApp,
-    source: socket.socket | PassedConnections,
+    listener: socket.socket,
     *,
     graceful_timeout_s: float = 30.0,
     limits: ConnectionLimits = DEFAULT_LIMITS,
     memory: PendingMemory | None = None,
 ) -> HttpServer:
-    """Serves connections from `source` until `stop`, which also closes a listening socket."""
+    """Serves the listening socket until `stop`, which closes it."""
     config = uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", make_protocol(limits, memory or PendingMemory())),
@@ -96,17 +74,19 @@ async def serve(
         timeout_graceful_shutdown=max(1, round(graceful_timeout_s)),
         backlog=BACKLOG,
     )
-    server = HttpServer(config, source)
+    server = HttpServer(config, listener)
     await server.started()
     return server
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """Returns a listening socket whose connections inherit TCP_NODELAY. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind(address)
         listener.listen(BACKLOG)

@@ -8,7 +8,7 @@ member and fails if a new version of uvicorn lacks one.
   and first events about a tenth of a request each.
 - `UvicornConnection` turns uvicorn's protocol callbacks into calls of a `ConnectionPolicy`. It also serves clients that
   uvicorn does not: offers of HTTP/2, HTTP/1.0, half-closed connections.
-- `EmbeddedServer` runs inside the caller's event loop, also on connections that another process accepted.
+- `EmbeddedServer` runs inside the caller's event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvrelay_router.http.connection_passing import PassedConnections
 from kvrelay_router.http.connection_policy import ConnectionPolicy
 from kvrelay_router.http.wire_forms import plain_head
 
@@ -351,11 +350,10 @@ class UvicornConnection(HttpToolsProtocol):
 
 
 class EmbeddedServer(uvicorn.Server):
-    """Leaves signals to its process. Serves a listening socket or connections that another process passes on."""
+    """Leaves signals to its process."""
 
-    def __init__(self, config: uvicorn.Config, passed: PassedConnections | None) -> None:
+    def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._passed = passed
         self._is_ending = asyncio.Event()
 
     @property
@@ -381,40 +379,22 @@ class EmbeddedServer(uvicorn.Server):
                 async with asyncio.timeout(TICK_S):
                     await self._is_ending.wait()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._passed is None:
-            await super().startup(sockets)
-            return
-        self.servers = []
-        self._passed.start(self._make_connection)
-        self.started = True
-
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
-        if self._passed is not None:
-            self._passed.report_open(len(self.server_state.connections))
         if counter % CLOSING_TICKS == 0:
             for each in self.open_connections:
                 each.policy.check_closing()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._passed is not None:
-            self._passed.stop()
         state = self.server_state
-        if self._passed is not None or state.connections or state.tasks:
+        if state.connections or state.tasks:
             await super().shutdown(sockets)
             return
         # uvicorn would wait a tick for the connections to notice. There are none, and no new ones come.
         self.stop_listening()
         for server in self.servers:
             await server.wait_closed()
-
-    def _make_connection(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -378,9 +378,14 @@ async def test_stopping_ends_what_does_not_finish_with_an_error(router: Router) 
     assert router.dispatcher.handles[0].cancelled_at is not None
 
 
-async def test_a_port_in_use_is_an_error(router: Router) -> None:
+async def test_a_port_in_use_is_an_error_unless_it_is_shared(router: Router) -> None:
     with pytest.raises(OSError, match="in use"):
         bind("127.0.0.1", router.server.port)
+    with (
+        bind("127.0.0.1", 0, reuse_port=True) as first,
+        bind("127.0.0.1", first.getsockname()[1], reuse_port=True) as second,
+    ):
+        assert first.getsockname() == second.getsockname()
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/completions"])

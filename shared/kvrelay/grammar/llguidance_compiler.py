@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, address_of, allow_only
 from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex, shortened
 from kvrelay.grammar.regex_size import check_regex_sizes
-from kvrelay.grammar.schema_narrowing import narrowed
 from kvrelay.grammar.schema_rewrite import rewritten
 from kvrelay.grammar.structural_tag import rewritten_tag, structural_tag_to_lark
 from kvrelay.protocol.grammar import Grammar, GrammarKind
@@ -86,9 +85,8 @@ class LLGuidanceCompiler:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         check_regex_sizes(grammar)
         matcher = self._matcher(grammar)
-        if matcher.is_error():
-            others = (self._matcher(other) for other in _equivalents(grammar))
-            matcher = next((other for other in others if not other.is_error()), matcher)
+        if matcher.is_error() and (other := _rewritten(grammar)) is not None:
+            matcher = self._matcher(other)
         _check(matcher)
         self._keep(grammar, matcher)
         return matcher
@@ -113,16 +111,11 @@ def _estimated_bytes(grammar: Grammar) -> int:
     return COMPILED_BASE_BYTES + COMPILED_BYTES_PER_TEXT_BYTE * len(grammar.text.encode())
 
 
-def _equivalents(grammar: Grammar) -> Iterator[Grammar]:
-    """The grammar in other words, with fewer keywords that the library refuses; at last a narrower one."""
-    in_words = {GrammarKind.JSON_SCHEMA: rewritten, GrammarKind.STRUCTURAL_TAG: rewritten_tag}.get(grammar.kind)
-    if in_words is not None:
-        texts = [in_words(grammar.text, splits_one_of=splits_one_of) for splits_one_of in (False, True)]
-        if grammar.kind is GrammarKind.JSON_SCHEMA:
-            texts += [narrowed(text or grammar.text) for text in texts]
-        for text in dict.fromkeys(texts):
-            if text is not None:
-                yield msgspec.structs.replace(grammar, text=text)
+def _rewritten(grammar: Grammar) -> Grammar | None:
+    """The grammar without keywords that the library refuses; None if no rule changes it."""
+    rewrite = {GrammarKind.JSON_SCHEMA: rewritten, GrammarKind.STRUCTURAL_TAG: rewritten_tag}.get(grammar.kind)
+    text = None if rewrite is None else rewrite(grammar.text)
+    return None if text is None else msgspec.structs.replace(grammar, text=text)
 
 
 class LLGuidanceMatcher:

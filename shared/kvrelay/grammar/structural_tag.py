@@ -37,24 +37,24 @@ def structural_tag_to_lark(text: str, whitespace: str | None = None) -> str:
     return str(StructTag.to_grammar(tags, assume_special=False))
 
 
-def rewritten_tag(text: str, *, splits_one_of: bool = False) -> str | None:
+def rewritten_tag(text: str) -> str | None:
     """A tag of the newer form with its schemas `rewritten`. None if no rule changes any of them."""
     try:
         tag = json.loads(text)
-        num_changed = _rewrite_schemas(tag.get("format"), splits_one_of)
+        num_changed = _rewrite_schemas(tag.get("format"))
     except (AttributeError, ValueError, RecursionError):
         return None
     return json.dumps(tag) if num_changed else None
 
 
-def _rewrite_schemas(tag_format: Any, splits_one_of: bool) -> int:
+def _rewrite_schemas(tag_format: Any) -> int:
     if isinstance(tag_format, list):
-        return sum(_rewrite_schemas(each, splits_one_of) for each in tag_format)
+        return sum(_rewrite_schemas(each) for each in tag_format)
     if not isinstance(tag_format, dict):
         return 0
     if tag_format.get("type") != "json_schema":
-        return sum(_rewrite_schemas(each, splits_one_of) for each in tag_format.values())
-    changed = rewritten(json.dumps(tag_format.get("json_schema")), splits_one_of=splits_one_of)
+        return sum(_rewrite_schemas(each) for each in tag_format.values())
+    changed = rewritten(json.dumps(tag_format.get("json_schema")))
     if changed is None:
         return 0
     tag_format["json_schema"] = json.loads(changed)

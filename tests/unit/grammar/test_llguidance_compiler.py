@@ -306,11 +306,22 @@ def no_mask(compiler: GrammarCompiler) -> TokenMask:
     ("schema", "values"),
     [
         (True, None),
-        ({"type": "string", "maxLength": 2.0}, None),
+        ({"type": "string", "format": "byte", "maxLength": 40}, None),
         ({"type": ["string", "null"], "not": {"type": "string"}}, [None]),
         ({"enum": ["a", "b", 7], "not": {"const": "a"}}, ["b", 7]),
-        ({"enum": [1, 2, 3], "if": {"minimum": 2}, "then": {"const": 3}}, [1, 3]),
-        ({"enum": ["a", "b"], "oneOf": [{"const": "a"}, {"minLength": 1}]}, ["b"]),
+        ({"enum": [1, 2, 3], "if": {"enum": [2, 3]}, "then": {"const": 3}}, [1, 3]),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+                "$defs": {
+                    "cat": {"properties": {"is": {"const": "cat"}}, "required": ["is"], "additionalProperties": False}
+                    | {"type": "object"},
+                    "dog": {"properties": {"is": {"const": "dog"}}, "required": ["is"], "additionalProperties": False}
+                    | {"type": "object"},
+                },
+            },
+            [{"is": "cat"}, {"is": "dog"}],
+        ),
         (
             {
                 "type": "object",

@@ -63,6 +63,7 @@ def check_samples(stack: Stack, model: Path, prompt: list[int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.always
 def test_one_role(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Decode workers that compute prompts as well, one of which loses a rank."""
     model = tiny_model("llama")
@@ -82,7 +83,7 @@ def test_one_role(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.always), "qwen3"])
 def test_stages(architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Decode workers of two stages that compute prompts as well, one of which loses a stage."""
     model = tiny_model(architecture)
@@ -206,7 +207,7 @@ def test_handoffs_while_stages_are_killed(
     ("prefill", "decode", "killed", "architecture", "transfer"),
     [
         (2, 2, (("prefill-0", 0), ("decode-1", 1)), "llama", "auto"),
-        (2, 1, (("prefill-0", 1),), "qwen2", "zmq"),
+        pytest.param(2, 1, (("prefill-0", 1),), "qwen2", "zmq", marks=pytest.mark.always),
         (1, 2, (("decode-1", 0),), "qwen3-moe", "zmq"),
         (4, 1, (("prefill-0", 1), ("prefill-0", 3)), "mistral", "auto"),
         (1, 4, (("decode-1", 2), ("decode-1", 0)), "qwen3", "auto"),

@@ -50,6 +50,7 @@ def body_of(stack: Stack, number: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.always
 def test_streams_go_on_with_the_same_tokens_when_their_decode_worker_is_killed(tmp_path: Path) -> None:
     with Stack(DEMO_MODEL, tmp_path, *FLAGS) as stack:
         bodies = [body_of(stack, number) for number in range(len(SEEDS))]

@@ -57,7 +57,7 @@ def check_and_wait_for_all(stack: Stack, streams: list[Stream], expected: list[l
     wait_until(lambda: len(stack.children()) == 5 and all(each["state"] == "ready" for each in stack.workers()))
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.always), "suffix"])
 def test_drafted_streams_go_on_with_the_same_tokens_when_workers_are_killed(tmp_path: Path, method: str) -> None:
     with Stack(DEMO_MODEL, tmp_path, *FLAGS, "--speculation", method) as stack:
         expected = []

@@ -65,5 +65,16 @@ def test_what_is_marked_always_goes_first_and_is_not_skipped(project: Path) -> N
     assert order == ["test_wheel.py::test_three"] and "10 skipped" in output
 
 
+def test_what_ran_is_counted_by_kind_and_summed_over_runs(project: Path, tmp_path: Path) -> None:
+    counts = tmp_path / "counts"
+    _, output = executed(project, f"--counts={counts}")
+    assert "faults: 6 passed" in output
+    executed(project, f"--counts={counts}", f"--time-budget-s={LONGEST_TEST_S}")
+    command = [sys.executable, "-m", "tests.time_budget", str(counts)]
+    summed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert summed[0] == "faults: 6 passed, 6 left out for time"
+    assert summed[-1] == "8 passed, 0 failed, 8 skipped"
+
+
 def test_the_files_named_exist() -> None:
     assert [name for name in MOST_VALUABLE if not (ROOT / "tests" / "faults" / name).exists()] == []

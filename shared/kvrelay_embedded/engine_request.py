@@ -42,7 +42,8 @@ class EngineRequest:
             return []
         choice = self.choices[output.sequence.key[2]]
         delta = SequenceDelta(choice.index, list(output.token_ids), list(output.logprobs), finish=output.finish)
-        return [self._told(choice, choice.feed(delta))]
+        choice.feed(delta)
+        return [self._told(choice)]
 
     def recomputed(self, key: SequenceKey) -> None:
         """The sequence's prompt is computed again from its beginning, and so are its log-probabilities."""
@@ -55,7 +56,7 @@ class EngineRequest:
         open_choices = [choice for choice in choices if choice.finish_reason is None]
         for choice in open_choices:
             choice.finish_reason = reason
-        return [self._told(choice, "", error) for choice in open_choices]
+        return [self._told(choice, error) for choice in open_choices]
 
     def output(self, texts: Sequence[CompletionOutput]) -> RequestOutput:
         """The answer, of the texts that were collected. A text that was cut short says why."""
@@ -66,12 +67,13 @@ class EngineRequest:
         return RequestOutput(self.request_id, self.prompt, self.prompt_ids, self.prompt_logprobs, list(texts), usage)
 
     def _beam(self, choice: Choice, beam: BeamResult) -> StepOutput:
-        return self._told(choice, choice.feed_beam(beam), beam_score=beam.score)
+        choice.feed_beam(beam)
+        return self._told(choice, beam_score=beam.score)
 
-    def _told(self, choice: Choice, text: str, error: str = "", beam_score: float | None = None) -> StepOutput:
+    def _told(self, choice: Choice, error: str = "", beam_score: float | None = None) -> StepOutput:
         self.num_ended += choice.finish_reason is not None
         records = choice.take_records()
         return StepOutput(
-            self.request_id, choice.index, text, records.token_ids, records.logprobs, choice.finish_reason,
-            choice.stop_reason, error, beam_score,
+            self.request_id, choice.index, choice.take_text(), records.token_ids, records.logprobs,
+            choice.finish_reason, choice.stop_reason, error, beam_score,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from kvrelay_router.anthropic.messages_request import (
 )
 from kvrelay_router.anthropic.tools import tool_fields
 from kvrelay_router.http.api_error import fields_named, json_response
-from kvrelay_router.openai.chat_planning import plan_parsed_chat
+from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput, check_model
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
@@ -48,11 +48,10 @@ class MessagesEndpoint:
         output = RequestedOutput(asked=None, default=request.max_tokens)
         with fields_named(FIELD_NAMES):
             chat_request = parse_chat({**chat, **generation_fields(request, content)})
-            planning = plan_parsed_chat(service, names, chat_request, output)
-            planned = await while_connected(http, service.settings.request_timeout_s, planning)
-        (run,) = planned.plan.runs
-        answer = message_format(f"msg_{names.unique}", chat_request, run, planned.parsed)
-        return GenerationResponse(service, planned.plan, answer)
+            planning = plan_chat(service, names, [chat_request], output)
+            plan = await while_connected(http, service.settings.request_timeout_s, planning)
+        (run,) = plan.runs
+        return GenerationResponse(service, plan, message_format(f"msg_{names.unique}", chat_request, run))
 
     async def count_tokens(self, http: Request) -> Response:
         """Counts the tokens of a prompt, special tokens included."""

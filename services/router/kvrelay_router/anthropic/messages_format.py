@@ -9,8 +9,7 @@ import orjson
 from kvrelay_router.http.anthropic_errors import anthropic_error
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat
-from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.parsed_choices import TOOL_CALLS, ParsedChoices
+from kvrelay_router.openai.answers.choice import TOOL_CALLS, Choice
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest, arguments_of
 from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
@@ -18,19 +17,19 @@ from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Ev
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-def message_format(answer_id: str, request: ChatRequest, run: PromptRun, parsed: ParsedChoices) -> AnswerFormat:
+def message_format(answer_id: str, request: ChatRequest, run: PromptRun) -> AnswerFormat:
     """Returns the format that the request asks for."""
     head = {"id": answer_id, "type": "message", "role": "assistant", "model": request.model}
-    ending = MessageEnding(run, parsed, request.wanted_tokens or 0)
-    return MessageStream(head, ending, parsed) if request.stream else MessageAnswer(head, ending, parsed)
+    ending = MessageEnding(run, request.wanted_tokens or 0)
+    return MessageStream(head, ending) if request.stream else MessageAnswer(head, ending, run.choices[0])
 
 
 class MessageEnding:
     """Usage, and why the output ended. `asked_tokens`: the `max_tokens` of the request, for which the context may lack
     room."""
 
-    def __init__(self, run: PromptRun, parsed: ParsedChoices, asked_tokens: int) -> None:
-        self._run, self._parsed, self._asked_tokens = run, parsed, asked_tokens
+    def __init__(self, run: PromptRun, asked_tokens: int) -> None:
+        self._run, self._asked_tokens = run, asked_tokens
         (self._choice,) = run.choices
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
@@ -45,7 +44,7 @@ class MessageEnding:
 
     def stop_fields(self) -> dict[str, Any]:
         choice = self._choice
-        if self._parsed.finish_reason(choice) == TOOL_CALLS:
+        if choice.finish_reason == TOOL_CALLS:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if choice.finish_reason == "length":
             is_full = choice.num_tokens < self._asked_tokens
@@ -61,19 +60,17 @@ class MessageStream(EventFormat):
     life_sign = PING
     done = b""
 
-    def __init__(self, head: dict[str, Any], ending: MessageEnding, parsed: ParsedChoices) -> None:
-        self._head, self._ending, self._parsed = head, ending, parsed
+    def __init__(self, head: dict[str, Any], ending: MessageEnding) -> None:
+        super().__init__()
+        self._head, self._ending = head, ending
         self._has_started = False
         self._num_blocks = 0
         self._open_type = ""  # type of the open block
         self._around_text = b"", b""  # JSON before and after the text of a delta
 
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Returns the events for new text."""
+    def add(self, run: PromptRun, choice: Choice) -> bytes:
         opening = b"" if self._has_started else self._start()
-        if not self._parsed.is_plain:
-            return opening + b"".join(map(self._part, self._parsed.events(choice, text)))
-        return opening + self._delta("text", "text_delta", "text", text) if text else opening
+        return opening + b"".join(map(self._part, choice.take_events()))
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the events after the last text."""
@@ -135,14 +132,8 @@ class MessageStream(EventFormat):
 class MessageAnswer(DocumentFormat):
     """One JSON object."""
 
-    def __init__(self, head: dict[str, Any], ending: MessageEnding, parsed: ParsedChoices) -> None:
-        self._head, self._ending, self._parsed = head, ending, parsed
-        self._parts: list[Event] = []
-
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Keeps what the text says."""
-        self._parts += self._parsed.events(choice, text)
-        return b""
+    def __init__(self, head: dict[str, Any], ending: MessageEnding, choice: Choice) -> None:
+        self._head, self._ending, self._choice = head, ending, choice
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         content = self._content()
@@ -150,7 +141,7 @@ class MessageAnswer(DocumentFormat):
 
     def _content(self) -> list[dict[str, Any]]:
         blocks: list[tuple[dict[str, Any], list[str]]] = []
-        for part in self._parts:
+        for part in self._choice.take_events():
             match part:
                 case ContentText(text):
                     _texts(blocks, {"type": "text"}).append(text)

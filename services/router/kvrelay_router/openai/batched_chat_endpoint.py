@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -10,13 +9,9 @@ from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.parsed_chat_format import ParsedChatAnswer
-from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
-from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.chat_planning import plan_parsed_chats
+from kvrelay_router.openai.answers.chat_format import chat_format
+from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest, check_messages, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
@@ -47,29 +42,8 @@ class BatchedChatEndpoint:
         service, content = await self._models.read(http)
         names = service.names(http)
         requests = await _requests(content, service.settings.max_sequences)
-        planning = plan_parsed_chats(service, names, requests)
-        chats = await while_connected(http, service.settings.request_timeout_s, planning)
-        answer = BatchedChatAnswer(service, f"chatcmpl-{names.unique}", requests, chats.plan.runs, chats.parsed)
-        return GenerationResponse(service, chats.plan, answer)
-
-
-class BatchedChatAnswer(ParsedChatAnswer):
-    """One JSON object. The index of a choice is that of its conversation."""
-
-    def __init__(
-        self,
-        service: ApiService,
-        answer_id: str,
-        requests: Sequence[ChatRequest],
-        runs: Sequence[PromptRun],
-        parsed: ParsedChoices,
-    ) -> None:
-        head = service.answer_head(answer_id, "chat.completion", requests[0].model)
-        super().__init__(head, service.text.tokenizer, requests[0], runs, None, parsed)
-        self._conversations = requests
-
-    def _echoed(self, choice: Choice) -> str:
-        return self._conversations[choice.index].echoed
+        plan = await while_connected(http, service.settings.request_timeout_s, plan_chat(service, names, requests))
+        return GenerationResponse(service, plan, chat_format(service, f"chatcmpl-{names.unique}", requests, plan.runs))
 
 
 async def _requests(content: dict[str, Any], max_conversations: int) -> list[ChatRequest]:

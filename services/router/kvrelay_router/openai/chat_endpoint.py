@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.body import read_json_object
-from kvrelay_router.openai.answers.parsed_chat_format import chat_format
-from kvrelay_router.openai.chat_planning import plan_parsed_chat
+from kvrelay_router.openai.answers.chat_format import chat_format
+from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
@@ -32,8 +32,5 @@ class ChatEndpoint:
         names = service.names(http)
         await check_messages(content)
         request = parse_chat(content)
-        chat = await while_connected(
-            http, service.settings.request_timeout_s, plan_parsed_chat(service, names, request)
-        )
-        answer = chat_format(service, f"chatcmpl-{names.unique}", request, chat.plan.runs, chat.parsed)
-        return GenerationResponse(service, chat.plan, answer)
+        plan = await while_connected(http, service.settings.request_timeout_s, plan_chat(service, names, [request]))
+        return GenerationResponse(service, plan, chat_format(service, f"chatcmpl-{names.unique}", [request], plan.runs))

@@ -11,7 +11,6 @@ from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
 from kvrelay_router.openai.answers.parsed_text import ParsedText
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
@@ -21,55 +20,37 @@ from kvrelay_router.openai.tool_grammar import answer_grammar, check_tool_gramma
 from kvrelay_router.openai.tool_schemas import check_tool_schemas
 
 
-class ParsedPlan(msgspec.Struct, frozen=True):
-    """A plan with the parsers of its output."""
-
-    plan: Plan
-    parsed: ParsedChoices
-
-
-async def plan_parsed_chat(
+async def plan_chat(
     service: ApiService,
     names: RequestNames,
-    request: ChatRequest,
+    requests: Sequence[ChatRequest],
     output: RequestedOutput | None = None,
     prompt_param: str = "messages",
-) -> ParsedPlan:
-    """`output` replaces the length that the request asks for, and `prompt_param` is the field that errors name.
-
-    Raises ApiError for every mistake in the request.
-    """
-    return await plan_parsed_chats(service, names, [request], _endpoint_fields(request, output, prompt_param))
-
-
-async def plan_parsed_chats(
-    service: ApiService, names: RequestNames, requests: Sequence[ChatRequest], fields: EndpointFields | None = None
-) -> ParsedPlan:
+) -> Plan:
     """A plan with a run for each of `requests`, which differ in their messages alone. Only a single one may have tools.
 
-    Raises ApiError for every mistake in the requests.
+    `output` replaces the length that the request asks for, and `prompt_param` is the field that errors name. Raises
+    ApiError for every mistake in the requests.
     """
     request, dialect = requests[0], service.text.dialect
-    fields = fields or _endpoint_fields(request, None, "messages")
-    if dialect.is_plain and not request.callable_tools:
-        plan = await _plan(service, names, requests, fields)
-        return ParsedPlan(plan, ParsedChoices(is_plain=True))
-    plan = await _plan(service, names, requests, msgspec.structs.replace(fields, is_parsed=True))
+    is_parsed = not dialect.is_plain or bool(request.callable_tools)
+    plan = await _plan(service, names, requests, _endpoint_fields(request, output, prompt_param, is_parsed=is_parsed))
+    if not is_parsed:
+        return plan
     if request.joins_reasoning:
         dialect = dialect.without_reasoning or dialect
     for each, run in zip(requests, plan.runs, strict=True):
         begins_inside = _begins_inside_reasoning(service, each, run.request.prompt_ids)
         prompt_end = service.text.prompt_end(run.request.prompt_ids)
         for choice in run.choices:
-            choice.count_reasoning(service.text.reasoning_counter(begins_inside=begins_inside))
-            parser = dialect.new_parser(request.callable_tools, begins_inside=begins_inside, prompt_end=prompt_end)
-            choice.parse_with(ParsedText(parser, hides_reasoning=not request.include_reasoning))
-    parsed = ParsedChoices(
-        parallel_calls=request.parallel_tool_calls,
-        include_reasoning=request.include_reasoning,
-        only_calls=request.choice.mode == "required",
-    )
-    return ParsedPlan(plan, parsed)
+            parsed = ParsedText(
+                dialect.new_parser(request.callable_tools, begins_inside=begins_inside, prompt_end=prompt_end),
+                hides_reasoning=not request.include_reasoning,
+                parallel_calls=request.parallel_tool_calls,
+                only_calls=request.choice.mode == "required",
+            )
+            choice.parse_with(parsed, service.text.reasoning_counter(begins_inside=begins_inside))
+    return plan
 
 
 async def _plan(
@@ -164,11 +145,14 @@ def _begins_inside_reasoning(service: ApiService, request: ChatRequest, prompt_i
     return service.text.dialect.is_open_in(final)
 
 
-def _endpoint_fields(request: ChatRequest, output: RequestedOutput | None, prompt_param: str) -> EndpointFields:
+def _endpoint_fields(
+    request: ChatRequest, output: RequestedOutput | None, prompt_param: str, *, is_parsed: bool
+) -> EndpointFields:
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     return EndpointFields(
         prompt_param=PROMPT_TOKENS if request.prompt_token_ids else prompt_param,
         output=output or RequestedOutput(asked=request.wanted_tokens, default=None, param=param),
         logprobs=request.top_logprobs if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
+        is_parsed=is_parsed,
     )

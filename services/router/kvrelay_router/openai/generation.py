@@ -46,8 +46,8 @@ class PromptRun:
         self.least_cached = num_tokens if self.least_cached is None else min(self.least_cached, num_tokens)
 
 
-AddText = Callable[[PromptRun, Choice, str], bytes]
-"""Adds a text to the answer and returns the bytes to send now, if any. `AnswerFormat.add` implements it."""
+Add = Callable[[PromptRun, Choice], bytes]
+"""Adds what is new of a choice to the answer, and returns the bytes to send now. `AnswerFormat.add` implements it."""
 
 
 class Generation:
@@ -59,9 +59,9 @@ class Generation:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, runs: Sequence[PromptRun], add: AddText, on_tokens: Callable[[], None]
+        self, dispatcher: Dispatcher, runs: Sequence[PromptRun], add: Add, on_tokens: Callable[[], None]
     ) -> None:
-        """`add` gets all text. `on_tokens` is called whenever `take` has handled tokens, and so for the first ones."""
+        """`add` is called for all tokens, and `on_tokens` whenever `take` has handled some, also for the first."""
         self.runs = runs
         self.on_tokens = on_tokens
         self._dispatcher = dispatcher
@@ -252,7 +252,7 @@ class PromptSink:
         generation: Generation,
         run: PromptRun,
         handle: RequestHandle,
-        add: AddText,
+        add: Add,
         can_push: Callable[[], bool],
         push: Callable[[bytes], None],
     ) -> None:
@@ -286,12 +286,12 @@ class PromptSink:
                     continue
                 if choice.finish_reason is not None:
                     continue
-                text = choice.feed(delta)
+                choice.feed(delta)
                 if choice.finish_reason is not None:
                     self._generation.choices_finished()
                     if delta.finish is None:  # a stop string matched
                         self.handle.stop(delta.sequence)
-                event = self._add(run, choice, text)
+                event = self._add(run, choice)
                 events = events + event if events else event
             if events:
                 self._write(events)
@@ -309,7 +309,8 @@ class PromptSink:
             message = f"the beam search found {num_found} texts, {len(run.choices)} were asked for"
             raise RequestFailed(message, FailureKind.PROTOCOL_ERROR)
         for choice, beam in zip(unfinished, delta.beams, strict=False):
-            events += self._add(run, choice, choice.feed_beam(beam))
+            choice.feed_beam(beam)
+            events += self._add(run, choice)
         self._generation.choices_finished(len(delta.beams))
         return events
 

@@ -11,8 +11,7 @@ from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.http.json_parts import Rows
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import are_large, chat_logprobs
-from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
-from kvrelay_router.openai.answers.token_kinds import TokenKind
+from kvrelay_router.openai.answers.parsed_text import TokenKind
 from kvrelay_router.output_parsing.events import (
     ArgumentsDelta,
     ContentText,
@@ -165,14 +164,14 @@ class OutputItems:
     `namespaces`: those of functions that are in one, by the functions' names.
     """
 
-    def __init__(self, unique: str, parsed: ParsedChoices, scores: TokenScores, namespaces: Mapping[str, str]) -> None:
-        self._unique, self._parsed, self.scores, self._namespaces = unique, parsed, scores, namespaces
+    def __init__(self, unique: str, scores: TokenScores, namespaces: Mapping[str, str]) -> None:
+        self._unique, self.scores, self._namespaces = unique, scores, namespaces
         self._is_open = False
         self.items: list[OutputItem] = []
 
-    def feed(self, choice: Choice, text: str) -> Iterator[Step]:
-        """The steps that a new text makes."""
-        for part in self._parsed.events(choice, text):
+    def feed(self, choice: Choice) -> Iterator[Step]:
+        """The steps that new text makes."""
+        for part in choice.take_events():
             match part:
                 case ContentText(content):
                     if not self._is_in(MessageItem):

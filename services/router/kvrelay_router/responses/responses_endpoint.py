@@ -12,7 +12,7 @@ from starlette.responses import Response
 from kvrelay_router.http.api_error import ApiError, fields_named, json_response, wrong
 from kvrelay_router.http.json_parts import dump_at_once
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.chat_planning import plan_parsed_chat
+from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput, check_model
 from kvrelay_router.openai.schema.chat_request import ChatRequest, check_messages, parse_chat
@@ -51,17 +51,17 @@ class ResponsesEndpoint:
         output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
         with fields_named(FIELD_NAMES):
             chat_request = await _chat_request(request, messages, content)
-            planning = plan_parsed_chat(service, names, chat_request, output, prompt_param="input")
-            planned = await while_connected(http, service.settings.request_timeout_s, planning)
+            planning = plan_chat(service, names, [chat_request], output, prompt_param="input")
+            plan = await while_connected(http, service.settings.request_timeout_s, planning)
         scores = TokenScores(service.text.tokenizer, request.top_logprobs if request.wants_logprobs else None)
-        items_of_output = OutputItems(names.unique, planned.parsed, scores, namespaces(request))
+        items_of_output = OutputItems(names.unique, scores, namespaces(request))
         keep = None
         if request.store and self._store is not None:
             keep = _keep(self._store, owner, (*earlier, *await _dumped(items)), lambda: items_of_output.are_large)
-        (run,) = planned.plan.runs
+        (run,) = plan.runs
         response = ResponseObject(names.unique, request, run, keep)
         answer = ResponseStream if request.stream else ResponseAnswer
-        return GenerationResponse(service, planned.plan, answer(response, run, items_of_output))
+        return GenerationResponse(service, plan, answer(response, run, items_of_output))
 
     async def count_tokens(self, http: Request) -> Response:
         """Counts the tokens of a response's prompt, special tokens included."""

@@ -24,6 +24,7 @@ class ResponseStream(EventFormat):
     done = b""
 
     def __init__(self, response: ResponseObject, run: PromptRun, output: OutputItems) -> None:
+        super().__init__()
         self._response, self._output = response, output
         (self._choice,) = run.choices
         self._num_events = 0
@@ -31,12 +32,10 @@ class ResponseStream(EventFormat):
         self._last_steps: list[Step] = []
         self._end_steps: list[Step] = []
         self._ended: dict[str, Any] = {}
-        self._large: Iterator[bytes] | None = None
 
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Returns the events for new text."""
+    def add(self, run: PromptRun, choice: Choice) -> bytes:
         opening = b"" if self._num_events else self._start()
-        steps = list(self._output.feed(choice, text))
+        steps = list(self._output.feed(choice))
         if choice.finish_reason is not None and self._output.are_large:
             self._last_steps = steps  # `end` has their events written in parts
             return opening
@@ -51,12 +50,7 @@ class ResponseStream(EventFormat):
         last = self._last_events()
         if not self._output.are_large:
             return b"".join(last)
-        self._large = last
-        return b""
-
-    def take_large(self) -> Iterator[bytes] | None:
-        large, self._large = self._large, None
-        return large
+        return self._keep_large(last)
 
     def _last_events(self) -> Iterator[bytes]:
         if not self._num_events:
@@ -146,12 +140,8 @@ class ResponseAnswer(DocumentFormat):
         (self._choice,) = run.choices
         self._ended: dict[str, Any] = {}
 
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Keeps what the text says."""
-        deque(self._output.feed(choice, text), maxlen=0)
-        return b""
-
     async def finish(self) -> None:
+        deque(self._output.feed(self._choice), maxlen=0)
         deque(self._output.end(self._choice), maxlen=0)
         self._ended = await self._response.ended(self._output.fields(self._response.status))
 

@@ -8,20 +8,15 @@ import socket
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.dispatch.interface import ModelLimits, SequenceDelta
+from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.connection import BoundedConnection
 from kvrelay_router.http.connection_limits import allowed_connections
 from kvrelay_router.http.uvicorn_internals import MAX_WAITING, UvicornConnection
-from kvrelay_router.openai.answers.choice import Choice, StopRules
-from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import until
-from tests.thoroughness import examples
 
 NO_TOKEN = -1
 """No detokenizer has a text for it."""
@@ -230,26 +225,6 @@ async def test_every_event_is_whole_whatever_bytes_its_tokens_end_in(router: Rou
     assert await read_answer(reader) == text
     assert len(router.tokens(text)) > len(text)
     writer.close()
-
-
-@settings(max_examples=examples(60))
-@given(content=st.text(max_size=40), data=st.data())
-def test_the_text_does_not_depend_on_how_tokens_were_cut_into_deltas(
-    text: TextService, content: str, data: st.DataObject
-) -> None:
-    token_ids = text.tokenizer.encode(content, add_special_tokens=False)
-    whole = text.tokenizer.decode(token_ids, skip_special_tokens=True)
-    stop = StopRules([], frozenset(), 0, include_in_output=False)
-    choice = Choice(0, text.detokenizer([], skip_special_tokens=True), stop)
-    pieces, rest = [], token_ids
-    while rest:
-        size = data.draw(st.integers(1, len(rest)))
-        pieces.append(choice.feed(SequenceDelta(0, rest[:size])))
-        rest = rest[size:]
-    for piece in pieces:
-        piece.encode()  # no half of a character
-    pieces.append(choice.feed(SequenceDelta(0, [], finish=FinishReason.LENGTH)))
-    assert "".join(pieces) == whole
 
 
 @pytest.mark.parametrize("stream", [False, True])

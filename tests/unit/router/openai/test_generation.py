@@ -46,11 +46,11 @@ class Answer:
         self.pushed: list[bytes] = []
         self.failure: Exception | None = None
 
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+    def add(self, run: PromptRun, choice: Choice) -> bytes:
         if self.failure is not None:
             raise self.failure
-        self.texts.append(text)
-        return text.encode()
+        self.texts.append(choice.take_text())
+        return self.texts[-1].encode()
 
 
 def generation_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,9 +16,7 @@ from hypothesis import strategies as st
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.openai.answers.choice import Choice, StopRules
-from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
-from kvrelay_router.openai.answers.parsed_text import ParsedText
-from kvrelay_router.openai.answers.token_kinds import TokenKind
+from kvrelay_router.openai.answers.parsed_text import ParsedText, TokenKind
 from kvrelay_router.output_parsing.dialect import find_dialect
 from kvrelay_router.output_parsing.events import ContentText, Event
 from kvrelay_router.responses.output_items import CallItem, MessageItem, OutputItems, TokenScores
@@ -81,7 +80,8 @@ def fed(choice: Choice, deltas: Sequence[SequenceDelta]) -> list[Event]:
     events: list[Event] = []
     for delta in deltas:
         if choice.finish_reason is None:
-            events += choice.take_events(choice.feed(delta))
+            choice.feed(delta)
+            events += choice.take_events()
     return events
 
 
@@ -96,7 +96,7 @@ def test_a_stop_string_in_arguments_or_reasoning_is_no_stop(name: str, cuts: lis
     text = family.calls(CALLS) if family.parser == "harmony" else THOUGHT + family.calls(CALLS)
     choice = new_choice(family.parser, ["STOP"])
     events = fed(choice, deltas_of(text, cuts))
-    assert choice.finish_reason == "stop" and choice.stop_reason is None
+    assert choice.finish_reason == "tool_calls" and choice.stop_reason is None
     ((called, arguments),) = calls_of(events)
     assert called == "weather" and arguments.count("STOP") == 2
     if family.parser != "harmony":
@@ -159,26 +159,26 @@ def test_each_score_belongs_to_one_text(name: str, cuts: list[int]) -> None:
 @given(CUTS)
 def test_hidden_reasoning_has_no_scores(cuts: list[int]) -> None:
     choice = new_choice("hermes", hides_reasoning=True)
-    parsed = ParsedChoices(include_reasoning=False)
     scores = []
     for delta in deltas_of(f"{THOUGHT}I look 🦦.", cuts, scored=True):
-        parsed.events(choice, choice.feed(delta))
+        choice.feed(delta)
         scores += choice.take_records().logprobs
     assert bytes(entry.token_id for entry in scores).decode() == "I look 🦦.\0"
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(CUTS, st.booleans())
-def test_messages_of_a_response_have_the_scores_of_their_own_tokens(cuts: list[int], include_reasoning: bool) -> None:
+@given(CUTS, st.booleans(), st.booleans())
+def test_messages_of_a_response_have_the_scores_of_their_own_tokens(
+    cuts: list[int], include_reasoning: bool, is_stream: bool
+) -> None:
     choice = new_choice("hermes", hides_reasoning=not include_reasoning)
-    parsed = ParsedChoices(include_reasoning=include_reasoning)
-    items = OutputItems("x", parsed, TokenScores(TOKENIZER, 0), {})
+    items = OutputItems("x", TokenScores(TOKENIZER, 0), {})
     call = FAMILIES["hermes"].calls(CALLS)
     for delta in deltas_of(f"{THOUGHT}First 🦦.{call}Then é.{call}", cuts, scored=True):
-        for _ in items.feed(choice, choice.feed(delta)):
-            pass
-    for _ in items.end(choice):
-        pass
+        choice.feed(delta)
+        if is_stream:
+            deque(items.feed(choice), maxlen=0)
+    deque([*items.feed(choice), *items.end(choice)], maxlen=0)
     kept: list[Any] = [item for item in items.items if isinstance(item, MessageItem | CallItem)]
     assert [type(item) for item in kept] == [MessageItem, CallItem, MessageItem, CallItem]
     for item, expected in zip(kept[::2], ("First 🦦.", "Then é."), strict=True):

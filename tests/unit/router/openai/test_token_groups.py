@@ -16,10 +16,9 @@ from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestHandle, SequenceDelta
 from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, EventFormat, usage_of
+from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.answers.choice import Choice, StopRules
 from kvrelay_router.openai.answers.completion_format import completion_format
-from kvrelay_router.openai.answers.parsed_chat_format import chat_format
-from kvrelay_router.openai.answers.parsed_choices import ParsedChoices
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import Generation, PromptRun, PromptSink
 from kvrelay_router.openai.schema.chat_request import parse_chat
@@ -87,7 +86,8 @@ def test_a_choice(request: pytest.FixtureRequest, kind: str, case: dict[str, Any
         text = ""
         for delta in deltas_of(case, one_by_one=one_by_one):
             if choice.finish_reason is None:
-                piece = choice.feed(delta)
+                choice.feed(delta)
+                piece = choice.take_text()
                 piece.encode()  # no half of a character
                 text += piece
         ends = choice.finish_reason, choice.stop_reason, choice.num_tokens
@@ -118,7 +118,7 @@ def answer_of(tokenizer: Tokenizer, case: dict[str, Any], api: str, *, stream: b
     answer: AnswerFormat
     if api == "chat":
         body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": case["logprobs"]}
-        answer = chat_format(service, "a", parse_chat(body), [run], ParsedChoices(is_plain=True))
+        answer = chat_format(service, "a", [parse_chat(body)], [run])
     else:
         body |= {"prompt": "x", "echo": echo is not None} | ({"logprobs": 1} if case["logprobs"] else {})
         answer = completion_format(service, "a", parse_completion(body), [run], [echo] if echo is not None else [])

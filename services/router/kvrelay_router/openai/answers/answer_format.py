@@ -23,7 +23,9 @@ class EventFormat(ABC):
     done = b"data: [DONE]\n\n"
     """The end of every stream."""
 
-    _on_large: Callable[[], None] | None = None
+    def __init__(self) -> None:
+        self._large: deque[Iterator[bytes]] = deque()
+        self._on_large: Callable[[], None] | None = None
 
     @contextmanager
     def calling(self, on_large: Callable[[], None]) -> Iterator[None]:
@@ -36,12 +38,19 @@ class EventFormat(ABC):
             self._on_large = None
 
     @abstractmethod
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Takes new text of a choice. Returns the events for it, except for a large one."""
+    def add(self, run: PromptRun, choice: Choice) -> bytes:
+        """Takes what is new of a choice. Returns the events for it, except for a large one."""
+
+    def _keep_large(self, parts: Iterator[bytes]) -> bytes:
+        """Keeps an event for `take_large`. Returns no bytes."""
+        self._large.append(parts)
+        if self._on_large is not None:
+            self._on_large()
+        return b""
 
     def take_large(self) -> Iterator[bytes] | None:
         """Returns the parts of the next event that is too large for `add`, or None."""
-        return None
+        return self._large.popleft() if self._large else None
 
     async def finish(self) -> None:  # noqa: B027 - most answers do nothing here
         """Does what must be done before the last events. Called once, after the last text."""
@@ -55,29 +64,12 @@ class EventFormat(ABC):
         return b"data: " + orjson.dumps(error.body()) + b"\n\n"
 
 
-class PartedEventFormat(EventFormat):
-    """Writes large events in parts."""
-
-    def __init__(self) -> None:
-        self._large: deque[Iterator[bytes]] = deque()
-
-    def _keep_large(self, parts: Iterator[bytes]) -> bytes:
-        """Keeps an event for `take_large`. Returns no bytes."""
-        self._large.append(parts)
-        if self._on_large is not None:
-            self._on_large()
-        return b""
-
-    def take_large(self) -> Iterator[bytes] | None:
-        return self._large.popleft() if self._large else None
-
-
 class DocumentFormat(ABC):
     """Writes an answer in one piece. There is an implementation for each kind of answer."""
 
-    @abstractmethod
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Takes new text of a choice. Returns no bytes."""
+    def add(self, run: PromptRun, choice: Choice) -> bytes:
+        """Returns no bytes: the choices keep what they get."""
+        return b""
 
     async def finish(self) -> None:  # noqa: B027 - most answers do nothing here
         """Does what must be done before `document`. Called once, after the last text."""
@@ -88,19 +80,6 @@ class DocumentFormat(ABC):
 
 
 AnswerFormat = EventFormat | DocumentFormat
-
-
-class CollectedTexts:
-    """The texts of all choices of an answer in one piece."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[int, list[str]] = {}
-
-    def add(self, choice: Choice, text: str) -> None:
-        self._pieces.setdefault(choice.index, []).append(text)
-
-    def of(self, choice: Choice) -> str:
-        return "".join(self._pieces.get(choice.index, ()))
 
 
 def beam_scores(choice: Choice) -> dict[str, Any]:

@@ -10,23 +10,64 @@ import orjson
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import (
-    CollectedTexts,
+    AnswerFormat,
     DocumentFormat,
+    EventFormat,
     EventUsage,
-    PartedEventFormat,
     beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, are_large, chat_logprobs
-from kvrelay_router.openai.answers.prompt_scores import PromptScores
+from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
+from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 from kvrelay_router.text.tokenizer import Tokenizer
 
 NO_DETAILS = b',"logprobs":null,"finish_reason":null'
 
 
-class ChatStream(PartedEventFormat):
+def chat_format(
+    service: ApiService, answer_id: str, requests: Sequence[ChatRequest], runs: Sequence[PromptRun]
+) -> AnswerFormat:
+    """Returns the format that the requests ask for. Several are the conversations of a batch, with one run each."""
+    tokenizer, request = service.text.tokenizer, requests[0]
+    if request.stream:
+        return ChatStream(service.answer_head(answer_id, "chat.completion.chunk", request.model), tokenizer, request)
+    head = service.answer_head(answer_id, "chat.completion", request.model)
+    return ChatAnswer(head, tokenizer, requests, runs, prompt_scores(tokenizer, request))
+
+
+def message_fields(events: Sequence[Event]) -> dict[str, Any]:
+    """The fields of a chunk's `delta`, or of a whole message. Empty if there were no events.
+
+    Reasoning has two names: clients of SGLang and DeepSeek read the first one, of vLLM and OpenRouter the second one.
+    """
+    content = [each.text for each in events if isinstance(each, ContentText)]
+    reasoning = [each.text for each in events if isinstance(each, ReasoningText)]
+    calls: dict[int, dict[str, Any]] = {}
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        match event:
+            case ToolCallBegun(index, call_id, name):
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": {"name": name}}
+            case ArgumentsDelta(index, text):
+                calls.setdefault(index, {"index": index, "function": {}})
+                arguments.setdefault(index, []).append(text)
+    for index, call in calls.items():
+        call["function"]["arguments"] = "".join(arguments.get(index, ()))
+    fields: dict[str, Any] = {}
+    if reasoning:
+        fields |= dict.fromkeys(("reasoning_content", "reasoning"), "".join(reasoning))
+    if content:
+        fields["content"] = "".join(content)
+    if calls:
+        fields["tool_calls"] = list(calls.values())
+    return fields
+
+
+class ChatStream(EventFormat):
     """Sends the role of each choice first, and then its text. `head`: the fields that all events begin with."""
 
     def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, request: ChatRequest) -> None:
@@ -41,16 +82,21 @@ class ChatStream(PartedEventFormat):
         self._prompt_ids = b""  # the field of the first events, once it was written
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # see `_open`
 
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Returns the events for new text of a choice."""
+    def add(self, run: PromptRun, choice: Choice) -> bytes:
+        """All that a piece of text decides goes out in one chunk."""
         around = self._around_text.get(choice.index)
         if around is not None and choice.finish_reason is None:
+            text = choice.take_text()
             return b"".join((around[0], orjson.dumps(text), around[1])) if text else b""
+        fields = message_fields(choice.take_events())
         opening = b"" if choice.index in self._opened else self._open(run, choice)
-        if not text and choice.finish_reason is None:
+        if not fields and choice.finish_reason is None:
             return opening
-        delta = b'{"content":' + orjson.dumps(text) + b"}" if text else b"{}"  # without a dictionary for each event
-        return self._event_with_details(run, choice, delta, opening)
+        if "tool_calls" in fields and choice.finish_reason is not None:
+            # OpenAI's client reports the last call as complete only if an earlier chunk began it.
+            opening += self._event_without_tokens(run, choice, orjson.dumps(fields))
+            fields = {}
+        return self._event_with_details(run, choice, orjson.dumps(fields), opening)
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, if it was asked for."""
@@ -59,7 +105,7 @@ class ChatStream(PartedEventFormat):
     def _open(self, run: PromptRun, choice: Choice) -> bytes:
         self._opened.add(choice.index)
         usage = self._usage.field(run, choice, 0)
-        if not self._has_details and not self._usage.is_continuous:
+        if choice.is_plain and not self._has_details and not self._usage.is_continuous:
             # Events of this choice bring text alone until the last one, so everything around it is written once.
             before = b'%b%d,"delta":{"content":' % (self._prefix, choice.index)
             self._around_text[choice.index] = before, b"}%b}]%b}\n\n" % (NO_DETAILS, usage)
@@ -81,7 +127,7 @@ class ChatStream(PartedEventFormat):
             return opening + self._event(choice, delta, NO_DETAILS, usage)
         details: dict[str, Any] = {
             "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
-            "finish_reason": self._finish_reason(choice),
+            "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **beam_scores(choice),
         }
@@ -108,37 +154,33 @@ class ChatStream(PartedEventFormat):
             yield from json_parts(value)
         yield b"}]%b}\n\n" % usage
 
-    def _finish_reason(self, choice: Choice) -> str | None:
-        return choice.finish_reason
-
     def _event(self, choice: Choice, delta: bytes, details: bytes, end: bytes) -> bytes:
         return b'%b%d,"delta":%b%b}]%b}\n\n' % (self._prefix, choice.index, delta, details, end)
 
 
 class ChatAnswer(DocumentFormat):
-    """One JSON object with all choices. Several runs are conversations of their own, with one choice each."""
+    """One JSON object with all choices. The index of a choice is that of its conversation if there are several."""
 
     def __init__(
         self,
         head: dict[str, Any],
         tokenizer: Tokenizer,
-        request: ChatRequest,
+        requests: Sequence[ChatRequest],
         runs: Sequence[PromptRun],
         scores: PromptScores | None,
     ) -> None:
-        self._head, self._tokenizer, self._request, self._scores = head, tokenizer, request, scores
-        self._runs = runs
-        self._texts = CollectedTexts()
-
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Keeps the text."""
-        self._texts.add(choice, text)
-        return b""
+        self._head, self._tokenizer, self._scores = head, tokenizer, scores
+        self._request, self._runs = requests[0], runs
+        self._echoed = [request.echoed for request in requests]
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {
             **self._head,
-            "choices": [self._choice(choice) for run in self._runs for choice in run.choices],
+            "choices": [
+                self._choice(choice, echoed)
+                for run, echoed in zip(self._runs, self._echoed, strict=True)
+                for choice in run.choices
+            ],
             "usage": usage,
         }
         if len(self._runs) > 1:
@@ -150,13 +192,13 @@ class ChatAnswer(DocumentFormat):
             answer["prompt_logprobs"] = self._scores.of(run)
         return answer
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: Choice, echoed: str) -> dict[str, Any]:
         records = choice.take_records()
         content: dict[str, Any] = {
             "index": choice.index,
-            "message": self._message(choice),
+            "message": _message(choice, echoed),
             "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
-            "finish_reason": self._finish_reason(choice),
+            "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **beam_scores(choice),
         }
@@ -164,14 +206,14 @@ class ChatAnswer(DocumentFormat):
             content["token_ids"] = records.token_ids
         return content
 
-    def _message(self, choice: Choice) -> dict[str, Any]:
-        return {"role": "assistant", "content": self._echoed(choice) + self._texts.of(choice), "refusal": None}
 
-    def _echoed(self, choice: Choice) -> str:
-        return self._request.echoed
-
-    def _finish_reason(self, choice: Choice) -> str | None:
-        return choice.finish_reason
+def _message(choice: Choice, echoed: str) -> dict[str, Any]:
+    fields = message_fields(choice.take_events())
+    content = echoed + fields.pop("content", "")
+    for call in fields.get("tool_calls", ()):
+        del call["index"]
+    # An empty answer is an empty text, but reasoning or calls may stand without one.
+    return {"role": "assistant", "content": content or (None if fields else ""), "refusal": None, **fields}
 
 
 def _logprobs(tokenizer: Tokenizer, request: ChatRequest, entries: list[TokenLogprobs]) -> dict[str, Any] | None:

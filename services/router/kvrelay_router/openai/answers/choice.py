@@ -1,4 +1,4 @@
-"""One choice of an answer: takes tokens, returns text, and keeps the records of the tokens.
+"""One choice of an answer: takes tokens, and gives text or events and the records of the tokens to what writes it.
 
 Text is withheld while it may still change: the bytes of an unfinished character, or the beginning of a stop string. The
 result does not depend on how the tokens were grouped into deltas.
@@ -10,12 +10,14 @@ import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.openai.answers.parsed_text import ParsedText
-from kvrelay_router.openai.answers.token_kinds import TokenKind
+from kvrelay_router.openai.answers.parsed_text import ParsedText, TokenKind
 from kvrelay_router.output_parsing.events import ContentText, Event
 from kvrelay_router.output_parsing.reasoning_counter import TokenCounter
 from kvrelay_router.text.detokenizer import Detokenizer
 from kvrelay_router.text.stop_strings import StopMatcher
+
+TOOL_CALLS = "tool_calls"
+"""The finish reason of a text with calls that was not cut."""
 
 
 class StopRules(msgspec.Struct, frozen=True):
@@ -41,7 +43,7 @@ class TokenRecords(msgspec.Struct):
 
 
 class Choice:
-    """The text of one sequence. `index` is its place in the answer.
+    """The text of one sequence. `index` is its place in the answer. What nothing takes is kept for the end.
 
     `text_offset` is the length of an echoed prompt. Without `keeps_token_ids`, records may lack the ids of tokens that
     have no log-probabilities.
@@ -69,46 +71,48 @@ class Choice:
         self._num_chars = text_offset
         self._keeps_token_ids = keeps_token_ids
         self._records = TokenRecords()
+        self._texts: list[str] = []
         self._reasoning: TokenCounter | None = None
         self._parsed: ParsedText | None = None
 
-    def parse_with(self, parsed: ParsedText) -> None:
-        """Has the text parsed: it comes as the events of `take_events` instead, and stop strings count only in its
-        content."""
-        self._parsed = parsed
+    def parse_with(self, parsed: ParsedText, counter: TokenCounter | None = None) -> None:
+        """Has the text parsed: stop strings count only in its content. `counter`: of the tokens of the reasoning."""
+        self._parsed, self._reasoning = parsed, counter
 
-    def count_reasoning(self, counter: TokenCounter | None) -> None:
-        """Has the tokens of the reasoning counted, if there is a counter."""
-        self._reasoning = counter
+    @property
+    def is_plain(self) -> bool:
+        """All text is content."""
+        return self._parsed is None
 
     @property
     def num_reasoning_tokens(self) -> int | None:
         """None if they are not counted."""
         return None if self._reasoning is None else min(self._reasoning.num_tokens, self.num_tokens)
 
-    def feed(self, delta: SequenceDelta) -> str:
-        """Returns the text that can go out now. The delta's finish reason or a stop string finishes the choice."""
+    def feed(self, delta: SequenceDelta) -> None:
+        """Takes the next tokens. The delta's finish reason or a stop string finishes the choice."""
         token_ids, finish = delta.token_ids, delta.finish
         visible = token_ids if finish is None else self._visible(token_ids, finish)
         if self._reasoning is not None:
             self._reasoning.count(token_ids)
         if self._matcher is not None or delta.logprobs:
-            text = self._feed_each(delta, len(visible))
+            self._feed_each(delta, len(visible))
         else:
             self.num_tokens += len(token_ids)
             if self._keeps_token_ids:
                 self._records.token_ids += token_ids
             text = self._feed_tokens(visible)
-            if self._parsed is not None:
-                text = self._match(text)
-        if finish is None or self.finish_reason is not None:
-            return text
-        return text + self._finish(finish, token_ids)
+            if self._parsed is None:
+                self._texts.append(text)
+            else:
+                self._match(text)
+        if finish is not None and self.finish_reason is None:
+            self._finish(finish, token_ids)
 
-    def feed_beam(self, beam: BeamResult) -> str:
-        """Returns the whole text that a beam search found."""
+    def feed_beam(self, beam: BeamResult) -> None:
+        """Takes the whole sequence that a beam search found."""
         self.beam = beam
-        return self.feed(SequenceDelta(self.index, beam.token_ids, finish=beam.finish))
+        self.feed(SequenceDelta(self.index, beam.token_ids, finish=beam.finish))
 
     def take_records(self) -> TokenRecords:
         """Returns the records of all tokens since the last call. Log-probabilities of a parsed text come once it is
@@ -118,10 +122,18 @@ class Choice:
             records.logprobs, records.kinds = self._parsed.take_scores()
         return records
 
-    def take_events(self, text: str) -> list[Event]:
-        """Returns the events since the last call. `text`: what `feed` returned."""
+    def take_text(self) -> str:
+        """Returns the text since the last call, of a choice that is not parsed."""
+        texts = self._texts
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        texts.clear()
+        return text
+
+    def take_events(self) -> list[Event]:
+        """Returns what the text since the last call says."""
         if self._parsed is not None:
             return self._parsed.take_events()
+        text = self.take_text()
         return [ContentText(text)] if text else []
 
     def _visible(self, token_ids: list[int], finish: FinishReason) -> list[int]:
@@ -129,9 +141,9 @@ class Choice:
         is_hidden = finish is FinishReason.STOP_TOKEN and not self._stop.include_in_output
         return token_ids[:-1] if is_hidden else token_ids
 
-    def _feed_each(self, delta: SequenceDelta, num_visible: int) -> str:
+    def _feed_each(self, delta: SequenceDelta, num_visible: int) -> None:
         """Takes the tokens one by one: offsets and stop strings must not depend on the grouping of tokens."""
-        records, pieces = self._records, []
+        records = self._records
         for position, token_id in enumerate(delta.token_ids):
             records.token_ids.append(token_id)
             self.num_tokens += 1
@@ -145,22 +157,21 @@ class Choice:
                     records.logprobs.append(entry)
                     records.offsets.append(self._num_chars)
             if position < num_visible:
-                pieces.append(self._match(text))
+                self._match(text)
             if self.finish_reason is not None:
                 break  # a stop string: the tokens after it do not count
-        return "".join(pieces)
 
-    def _match(self, text: str) -> str:
-        """Returns what the stop matcher releases of a new text, unless it is parsed. A match finishes the choice."""
+    def _match(self, text: str) -> None:
+        """Keeps what the parser and the stop matcher release of a new text. A match finishes the choice."""
         self._num_chars += len(text)
         if self._parsed is not None:
             self._note_match(self._parsed.feed(text, self._active_matcher))
-            return ""
-        if (matcher := self._active_matcher) is None:
-            return text
-        match = matcher.feed(text)
-        self._note_match(match.matched)
-        return match.text
+        elif (matcher := self._active_matcher) is None:
+            self._texts.append(text)
+        else:
+            match = matcher.feed(text)
+            self._texts.append(match.text)
+            self._note_match(match.matched)
 
     @property
     def _active_matcher(self) -> StopMatcher | None:
@@ -168,24 +179,27 @@ class Choice:
 
     def _note_match(self, matched: str | None) -> None:
         if matched is not None:
-            self.finish_reason = "stop"
+            self.finish_reason = self._stopped
             self.stop_reason = matched
             if self._parsed is not None:
                 self._parsed.kinds.end()
 
-    def _finish(self, finish: FinishReason, token_ids: list[int]) -> str:
+    @property
+    def _stopped(self) -> str:
+        return TOOL_CALLS if self._parsed is not None and self._parsed.has_calls else "stop"
+
+    def _finish(self, finish: FinishReason, token_ids: list[int]) -> None:
         flushed = self._detokenizer.flush()
         if self._parsed is not None:
             self._parsed.kinds.add(None, flushed)
-        text = self._match(flushed)
+        self._match(flushed)
         if self._parsed is not None and self.finish_reason is None:
             self._note_match(self._parsed.finish(self._active_matcher))
             self._parsed.kinds.end()
         if self.finish_reason is not None:
-            return text
+            return
         if self._matcher is not None and self._parsed is None:
-            text += self._matcher.flush()
-        self.finish_reason = "length" if finish is FinishReason.LENGTH else "stop"
+            self._texts.append(self._matcher.flush())
+        self.finish_reason = "length" if finish is FinishReason.LENGTH else self._stopped
         if finish is FinishReason.STOP_TOKEN and token_ids and token_ids[-1] in self._stop.token_ids:
             self.stop_reason = token_ids[-1]
-        return text

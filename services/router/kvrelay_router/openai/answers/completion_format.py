@@ -10,10 +10,9 @@ import orjson
 from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import (
     AnswerFormat,
-    CollectedTexts,
     DocumentFormat,
+    EventFormat,
     EventUsage,
-    PartedEventFormat,
     beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
@@ -55,7 +54,7 @@ def completion_format(
     return CompletionAnswer(head, request, runs, fields, prompt_scores(tokenizer, request))
 
 
-class CompletionStream(PartedEventFormat):
+class CompletionStream(EventFormat):
     """`head`: the fields that all events begin with."""
 
     def __init__(
@@ -79,8 +78,8 @@ class CompletionStream(PartedEventFormat):
         before = b'%b{"index":%d,"text":' % (self._prefix, choice.index)
         return before, b",%b}]%b}\n\n" % (NO_DETAILS, self._usage.field(run, choice, 0))
 
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Returns the event for new text of a choice."""
+    def add(self, run: PromptRun, choice: Choice) -> bytes:
+        text = choice.take_text()
         around = self._around_text.get(choice.index)
         if around is not None and choice.finish_reason is None:
             return b"".join((around[0], orjson.dumps(text), around[1])) if text else b""
@@ -127,19 +126,14 @@ class CompletionAnswer(DocumentFormat):
     ) -> None:
         self._head, self._request, self._runs = head, request, runs
         self._fields, self._scores = fields, scores
-        self._texts = CollectedTexts()
-
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Keeps the text."""
-        self._texts.add(choice, text)
-        return b""
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         contents: list[dict[str, Any]] = []
         for run in self._runs:
             scores = self._scores.of(run, self._runs[0]) if self._scores is not None else None
             for choice in self._best(run):
-                contents.append(self._content(run, choice, len(contents)))
+                text, records = choice.take_text(), choice.take_records()
+                contents.append(self._fields.of(run, choice, len(contents), text, records, is_first=True))
                 if scores is not None:
                     contents[-1]["prompt_logprobs"] = scores
         return {**self._head, "choices": contents, "usage": usage}
@@ -149,10 +143,6 @@ class CompletionAnswer(DocumentFormat):
         if self._request.num_sequences == self._request.n:
             return run.choices
         return sorted(run.choices, key=_mean_logprob, reverse=True)[: self._request.n]
-
-    def _content(self, run: PromptRun, choice: Choice, index: int) -> dict[str, Any]:
-        text, records = self._texts.of(choice), choice.take_records()
-        return self._fields.of(run, choice, index, text, records, is_first=True)
 
 
 class _ChoiceFields:

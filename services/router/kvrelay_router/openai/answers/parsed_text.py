@@ -1,24 +1,152 @@
-"""What the text of one output says: its events, up to a stop string in its content."""
+"""What the text of one output says: its events, up to a stop string in its content, and the kinds of its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import compress
 
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.openai.answers.token_kinds import TokenKind, TokenKinds
-from kvrelay_router.output_parsing.events import ContentText, Event, OutputParser
+from kvrelay_router.output_parsing.events import ContentText, Event, OutputParser, ReasoningText, ToolCallBegun
 from kvrelay_router.text.stop_strings import StopMatcher
 
 
-class ParsedText:
-    """`hides_reasoning`: the answer is to have no reasoning, nor its log-probabilities."""
+class TokenKind(Enum):
+    CONTENT = "content"
+    REASONING = "reasoning"
+    CALL = "call"
 
-    def __init__(self, parser: OutputParser, *, hides_reasoning: bool) -> None:
+
+Group = tuple[list[TokenLogprobs], int]
+"""Tokens that end together, with the position of their end: a character may consist of several tokens."""
+
+
+class TokenKinds:
+    """Parsers withhold text, so the kind of a token is known only once an event has its text, or a later one.
+
+    A marker has the kind of the reasoning or call that it delimits.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[TokenLogprobs] = []
+        self.kinds: list[TokenKind] = []
+        self._last: TokenKind | None = None
+        self._text: list[str] = []
+        self._num_chars = 0
+        self._groups: list[Group] = []
+        self._open: list[TokenLogprobs] = []
+
+    def add(self, entry: TokenLogprobs | None, text: str) -> None:
+        """Takes the next token and the text that it brings; None for text that completes the last token."""
+        if entry is not None:
+            self._open.append(entry)
+        if text:
+            self._text.append(text)
+            self._num_chars += len(text)
+            self._groups.append((self._open, self._num_chars))
+            self._open = []
+
+    def decide(self, events: Sequence[Event]) -> None:
+        """Takes the events of the text that was added last."""
+        if not events or not self._groups:
+            return
+        kinds, num_chars = self._kinds_of_chars(events)
+        num_groups, start = 0, 0
+        for group, end in self._groups:
+            if start >= num_chars:
+                break
+            found = set(kinds[start:end])
+            for each in (TokenKind.CONTENT, TokenKind.REASONING, TokenKind.CALL):
+                if each in found:
+                    self._note(group, each)
+                    break
+            num_groups, start = num_groups + 1, end
+        self._drop(num_groups, start)
+
+    def end(self) -> None:
+        """The tokens that are left have no event: the marker of the end, and whitespace behind the last text."""
+        last = self._last or TokenKind.CONTENT
+        for group, _ in self._groups:
+            self._note(group, last)
+        self._note(self._open, last)
+        self._groups, self._open, self._text, self._num_chars = [], [], [], 0
+
+    def take(self) -> tuple[list[TokenLogprobs], list[TokenKind]]:
+        """Returns the tokens that were decided since the last call."""
+        taken = self.entries, self.kinds
+        self.entries, self.kinds = [], []
+        return taken
+
+    def _kinds_of_chars(self, events: Sequence[Event]) -> tuple[list[TokenKind], int]:
+        """The kind of each character, and how many of them are decided: all up to the end of the last event."""
+        text = "".join(self._text)
+        kinds: list[TokenKind | None] = [None] * len(text)
+        before = num_decided = len(text)
+        for number, event in enumerate(reversed(events)):
+            if not isinstance(event, ContentText | ReasoningText):
+                continue  # arguments may be written in another way
+            start = text.rfind(event.text, 0, before)
+            if start < 0:
+                continue
+            kind = TokenKind.CONTENT if isinstance(event, ContentText) else TokenKind.REASONING
+            end = start + len(event.text)
+            kinds[start:end] = [kind] * len(event.text)
+            before = start
+            if number == 0:
+                num_decided = end
+        is_call = not isinstance(events[-1], ContentText | ReasoningText)
+        return self._filled(kinds[:num_decided], TokenKind.CALL if is_call else None), num_decided
+
+    def _filled(self, kinds: list[TokenKind | None], last: TokenKind | None) -> list[TokenKind]:
+        """Gives the characters between two texts a kind. `last`: of what follows the last text."""
+        filled: list[TokenKind] = []
+        following: list[TokenKind | None] = []
+        for kind in reversed(kinds):
+            last = kind or last
+            following.append(last)
+        previous = self._last
+        for kind, after in zip(kinds, reversed(following), strict=True):
+            filled.append(kind or _between(previous, after))
+            previous = kind or previous
+        return filled
+
+    def _note(self, group: list[TokenLogprobs], kind: TokenKind) -> None:
+        self.entries += group
+        self.kinds += [kind] * len(group)
+        self._last = kind
+
+    def _drop(self, num_groups: int, num_chars: int) -> None:
+        self._text = ["".join(self._text)[num_chars:]]
+        self._groups = [(group, end - num_chars) for group, end in self._groups[num_groups:]]
+        self._num_chars -= num_chars
+
+
+def _between(before: TokenKind | None, after: TokenKind | None) -> TokenKind:
+    if after is TokenKind.CALL:
+        return TokenKind.CALL
+    if TokenKind.REASONING in (before, after):
+        return TokenKind.REASONING
+    return TokenKind.CONTENT if before is TokenKind.CONTENT else TokenKind.CALL
+
+
+class ParsedText:
+    """The events that the answer shows of a text.
+
+    `hides_reasoning`: it shows no reasoning, nor its log-probabilities. `parallel_calls`: an output may have several
+    calls; otherwise those behind the first are dropped. `only_calls`: the output has calls and no content, so what
+    looks like content is a call that was cut before its name. It is dropped.
+    """
+
+    def __init__(
+        self, parser: OutputParser, *, hides_reasoning: bool, parallel_calls: bool = True, only_calls: bool = False
+    ) -> None:
         self.hides_reasoning = hides_reasoning
+        self.has_calls = False
         self.kinds = TokenKinds()
         self._parser = parser
+        self._parallel_calls, self._only_calls = parallel_calls, only_calls
         self._events: list[Event] = []
+        self._content: list[str] = []  # joined to one event
 
     def feed(self, text: str, matcher: StopMatcher | None) -> str | None:
         """Parses new text. Returns the stop string that ends the output, if `matcher` finds one in its content."""
@@ -32,7 +160,8 @@ class ParsedText:
         return matched
 
     def take_events(self) -> list[Event]:
-        """Returns the events since the last call."""
+        """Returns the events since the last call. No two adjacent ones are content."""
+        self._end_content()
         events, self._events = self._events, []
         return events
 
@@ -50,7 +179,7 @@ class ParsedText:
             if not isinstance(event, ContentText):
                 if matcher is not None:  # a stop string may not span a call
                     self._append_content(matcher.flush())
-                self._events.append(event)
+                self._append(event)
             elif matcher is None:
                 self._append_content(event.text)
             else:
@@ -60,10 +189,21 @@ class ParsedText:
                     return match.matched
         return None
 
-    def _append_content(self, text: str) -> None:
-        """Joins texts: consumers count on no two adjacent events with content."""
-        if not text:
+    def _append(self, event: Event) -> None:
+        if isinstance(event, ReasoningText):
+            if self.hides_reasoning:
+                return
+        elif not isinstance(event, ContentText) and event.index and not self._parallel_calls:
             return
-        if self._events and isinstance(last := self._events[-1], ContentText):
-            text, _ = last.text + text, self._events.pop()
-        self._events.append(ContentText(text))
+        self._end_content()
+        self.has_calls |= isinstance(event, ToolCallBegun)
+        self._events.append(event)
+
+    def _append_content(self, text: str) -> None:
+        if text and not self._only_calls:
+            self._content.append(text)
+
+    def _end_content(self) -> None:
+        if self._content:
+            self._events.append(ContentText("".join(self._content)))
+            self._content = []

@@ -53,7 +53,7 @@ class SelectAnswer(DocumentFormat):
         self._sums: dict[int, float] = {}
         self._shared: dict[int, float] = {}  # sums of what all choices of a group have in common
 
-    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+    def add(self, run: PromptRun, choice: Choice) -> bytes:
         """Keeps the sum of the log-probabilities that end a sequence. Raises RequestFailed if some are missing."""
         group = self._group if choice.index < self._group.num_choices else self._unconditional
         assert group is not None

@@ -4,10 +4,10 @@ Virtual time (`kvrelay simulate`): real schedulers, router view, placement and l
 the fleet can serve during the whole run. The light client is measured alone, beside the flood as a tenant of its own,
 and beside the same flood as one tenant with it, which is first come first served for both.
 
-Shares decide who is next, take slots and blocks back, and make the flood's prompts short beside the light client. A
-step that runs is not interrupted, and a step computes the requests of all tenants together: what remains of the
-difference to alone is the rest of the step that runs, and longer decode steps. So each flood is also measured with
-smaller steps: a smaller token budget for prompts, fewer running sequences for outputs.
+Shares decide who is next. A step that runs is not interrupted, nothing is taken back from running sequences, and a step
+computes the requests of all tenants together: what remains of the difference to alone is the rest of the step that
+runs, the wait for a free slot, and longer decode steps. So each flood is also measured with smaller steps: a smaller
+token budget for prompts, fewer running sequences for outputs.
 
 Beside alone, the light client is measured alone on devices of half the speed (steps and transfers take twice as long):
 the equal share of two tenants that do not batch together.

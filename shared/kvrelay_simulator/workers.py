@@ -260,7 +260,7 @@ class SimulatedPrefill(SimulatedWorker):
             if output.finish is None:
                 request.held = output.sequence.table.ids.tolist()
                 self.pool.hold(request.held, BlockState.IN_FLIGHT)
-                self.scheduler.hand_over(output.sequence.key)
+                self.scheduler.abort(output.sequence.key)
                 self._finish_transfer(request)
             request.on_first_token(request)
             if output.finish is not None:
@@ -296,7 +296,6 @@ class SimulatedPrefill(SimulatedWorker):
         request.decode.commit(request)
         self.pool.release(request.held, BlockState.IN_FLIGHT)
         request.held = []
-        self.scheduler.handoff_ended((str(request.number), 1, 0))
         self.wake()
 
 

@@ -12,7 +12,7 @@ States of an entry:
             second process uses its id. After `SETTLE_TICKS`, time for data that sockets still hold to arrive, the
             blocks are free.
 
-Without a proof the blocks stay in quarantine as long as this process runs. `SenderLimits` bounds how many these can be.
+Without a proof the blocks stay in quarantine as long as this process runs.
 """
 
 from __future__ import annotations

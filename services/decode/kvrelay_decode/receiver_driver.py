@@ -302,8 +302,7 @@ class ReceiverDriver:
         if body.num_blocks != num_blocks:
             raise ValueError(f"{body.num_blocks} blocks are offered, the prompt has {num_blocks}")
         transport = self._reservations.choose_transport(prefill, body.transports)
-        is_limited = self._reservations.needs_quarantine(transport)
-        sequence.remote = RemoteKV(prefill, num_to_come=body.num_siblings, is_limited=is_limited)
+        sequence.remote = RemoteKV(prefill, num_to_come=body.num_siblings)
         handoff = ReceiverHandoff()
         return DecodeRequest(
             sequence,

@@ -134,7 +134,7 @@ class SenderDriver:
         key = request.sequence.key
         if message.finish is None:
             self._hold(request, request.handoff.blocks)
-            self._context.scheduler.hand_over(key)
+            self._context.scheduler.abort(key)
         self._context.steps.forget(key)
         self._meter.complete(request.timings)
         self._feed(request, PrefillFinished(message))
@@ -373,7 +373,6 @@ class SenderDriver:
     def _release(self, request: PrefillRequest) -> None:
         self._context.pool.release(list(request.held), BlockState.IN_FLIGHT)
         request.held.clear()
-        self._context.scheduler.handoff_ended(request.sequence.key)
         self._requests.remove(request.sequence.key)
         for reservation in request.reservations:
             self._pushes.forget(reservation)

@@ -9,8 +9,6 @@ from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
 from kvrelay.scheduling.memory.swapping import Swapper
 from kvrelay.scheduling.plan import PlannedRow
-from kvrelay.scheduling.queue.fair_shares import FairShares
-from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
@@ -18,6 +16,7 @@ from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.speculation.drafter import Drafter
+from kvrelay.scheduling.tenants import TenantShares
 
 
 class SequenceLifecycle:
@@ -38,8 +37,7 @@ class SequenceLifecycle:
         swaps: Swapper,
         beams: BeamGroups,
         sample_groups: SampleGroups,
-        shares: FairShares,
-        holdings: HandoffHoldings,
+        shares: TenantShares,
         new_token_ratio: NewTokenRatio,
         drafter: Drafter,
     ) -> None:
@@ -53,7 +51,6 @@ class SequenceLifecycle:
         self.beams = beams
         self.sample_groups = sample_groups
         self.shares = shares
-        self.holdings = holdings
         self.new_token_ratio = new_token_ratio
         self.drafter = drafter
         self._sequences: dict[SequenceKey, Sequence] = {}
@@ -88,8 +85,6 @@ class SequenceLifecycle:
         self.sample_groups.settle(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
-        if sequence.prefill_only:
-            self.holdings.add(sequence)
         if sequence.beams is not None:
             self.beams.admitted(sequence.beams)
         if self.blocks.shares_prefixes:
@@ -147,7 +142,6 @@ class SequenceLifecycle:
     def lose_blocks(self, sequence: Sequence) -> None:
         """A running sequence stops and its blocks are released. The caller queues it again."""
         self._stop_running(sequence)
-        self.holdings.ended(sequence.key)
         self.blocks.free(sequence)
 
     def requeue_swapped(self, sequence: Sequence) -> None:
@@ -190,7 +184,6 @@ class SequenceLifecycle:
             self.waiting.remove(sequence)
         self.swaps.drop(sequence)
         self.drafter.ended(sequence)
-        self.holdings.left(sequence.key)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
         self.shares.leave(sequence)

@@ -151,9 +151,6 @@ class PlanDraft:
         self.preempted: list[Sequence] = []
         self.has_drafts = False  # rows were given drafts; they may have been dropped since
         self.is_short_of_blocks = False  # a running sequence was preempted to free blocks for another one
-        self.is_shortened = False  # the budget was cut, as a light tenant's prompts are in the step
-        self.served: Seq[Sequence] = ()  # sequences for which others are preempted: their copies stay on the host
-        self.has_reclaimed = False  # the head of the queue claimed its tenant's share, at most once per step
         self.recomputed: list[Sequence] = []
         self.leaving: dict[SwapCopy, SwapCopies] = {}
         self.returning: dict[SwapCopy, SwapCopies] = {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft
 from kvrelay.scheduling.scheduler_settings import Retraction
@@ -34,13 +32,8 @@ class Preemptor:
         return True
 
     def _victim(self) -> Sequence:
-        """Returns the latest admitted sequence, or with `least_progress` the one with the least output. If several
-        tenants have sequences here, it is one of the tenant that was served most."""
-        running, shares = self._lifecycle.running.values(), self._lifecycle.shares
-        latest_first: Iterator[Sequence] = reversed(running)
-        if shares.is_contested:
-            tenant = shares.most_served({sequence.tenant for sequence in running})
-            latest_first = (sequence for sequence in latest_first if sequence.tenant == tenant)
+        """Returns the latest admitted sequence, or with `least_progress` the one with the least output."""
+        latest_first = reversed(self._lifecycle.running.values())
         if self._retraction == "latest":
             return next(latest_first)
         return min(latest_first, key=lambda sequence: sequence.num_output)

@@ -30,16 +30,11 @@ from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan, work_of
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
-from kvrelay.scheduling.queue.decode_turns import DecodeTurns
-from kvrelay.scheduling.queue.fair_shares import FairShares
-from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
-from kvrelay.scheduling.queue.sender_limits import SenderLimits
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
-from kvrelay.scheduling.reclaimer import Reclaimer
 from kvrelay.scheduling.scheduler_protocol import PrefillGate
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -48,6 +43,7 @@ from kvrelay.scheduling.speculation.drafter import Drafter
 from kvrelay.scheduling.step_commit import StepCommit
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay.scheduling.step_planner import StepPlanner
+from kvrelay.scheduling.tenants import TenantShares
 
 
 class BatchScheduler:
@@ -62,12 +58,10 @@ class BatchScheduler:
         self.settings = settings
         self.running: dict[SequenceKey, Sequence] = {}
         self.in_progress = PrefixesInProgress()
-        senders = SenderLimits(blocks.pool.num_blocks)
         order, starvation_bound = ORDERS[settings.queue_order], settings.queue_starvation_bound
-        self.shares = FairShares(self.running)
-        self.holdings = holdings = HandoffHoldings(blocks, limits.max_running, self.shares)
-        self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, senders, self.shares, holdings)
-        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, senders, holdings)
+        self.shares = TenantShares(self.running, limits.max_running)
+        self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, self.shares)
+        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress)
         self.swaps = Swapper(blocks, settings)
         self.sample_groups = SampleGroups(blocks, limits)
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
@@ -82,22 +76,18 @@ class BatchScheduler:
             beams=BeamGroups(blocks, self.running),
             sample_groups=self.sample_groups,
             shares=self.shares,
-            holdings=holdings,
             new_token_ratio=self.new_token_ratio,
             drafter=Drafter(settings.speculation),
         )
         self.chunks = policy.make_chunks(limits, settings)
         self.preemptor = Preemptor(self.lifecycle, settings.retraction)
-        self.reclaimer = Reclaimer(self.lifecycle, self.preemptor, priority_first=order.precedes_tenants)
         self._admission = SequenceAdmission(
             self.lifecycle,
             self.chunks,
-            self.reclaimer,
             decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
-        self.turns = DecodeTurns(self.shares)
         self._planner = StepPlanner(
-            *(self.lifecycle, self._admission, self.preemptor, self.chunks, self.turns),
+            *(self.lifecycle, self._admission, self.preemptor, self.chunks),
             max_shared_forced_tokens=settings.max_shared_forced_tokens,
             num_stages=settings.num_stages,
         )
@@ -189,16 +179,6 @@ class BatchScheduler:
         """Ends a sequence without output, after the commit of its step if it is in one. Returns whether it is known."""
         return self.lifecycle.abort(key)
 
-    def hand_over(self, key: SequenceKey) -> None:
-        """A prompt that was computed for a handoff leaves. Its blocks, which the caller holds, count towards its
-        tenant's share until `handoff_ended`."""
-        self.holdings.keep(key)
-        self.lifecycle.abort(key)
-
-    def handoff_ended(self, key: SequenceKey) -> None:
-        """The caller released the blocks of a handoff, or of a sequence that has left."""
-        self.holdings.ended(key)
-
     def get(self, key: SequenceKey) -> Sequence | None:
         """Returns the sequence if it waits, is being received, or runs."""
         return self.lifecycle.get(key)
@@ -222,7 +202,7 @@ class BatchScheduler:
                 f"{num_uncommitted} steps are in flight or planned, 1 to {self.settings.max_uncommitted - 1} can be "
                 f"planned behind"
             )
-        if self._must_commit_first() or self._delays_light_tenants():
+        if self._must_commit_first():
             return None
         self._refresh()
         # Decodes are the last rows.
@@ -285,14 +265,6 @@ class BatchScheduler:
             return False
         return not self.settings.samples_behind or all(sequence.jumps for sequence in sampled)
 
-    def _delays_light_tenants(self) -> bool:
-        """Whether to plan the next step when the one in flight has ended, because a prompt of a light tenant that comes
-        meanwhile would wait for two steps with prompts of others. As long as short steps are made for such tenants."""
-        shares, rows = self.shares, self._uncommitted[0].rows
-        if not (shares.is_contested or shares.has_recent_tenant) or not rows:
-            return False
-        return rows[0].is_prefill or len(self.waiting) > self.waiting.num_remote  # prompt chunks are the first rows
-
     def _expects_drafts(self) -> bool:
         """Returns whether to wait for the tokens of the step in flight, because drafts are likely to follow them."""
         plan, drafter = self._uncommitted[0], self.lifecycle.drafter
@@ -335,7 +307,6 @@ class BatchScheduler:
         self._landed(plan)
         self.blocks.copies.done(plan.copies)
         self.chunks.measured(plan, result.forward_s)
-        self.turns.measured(plan, result.forward_s)
         drafter = self.lifecycle.drafter
         if drafter.is_used and any(row.sequence.drafts is not None for row in plan.rows):
             drafter.measured(*work_of(plan.rows), result.forward_s)

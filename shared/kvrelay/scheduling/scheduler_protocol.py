@@ -162,15 +162,6 @@ class Scheduler(Protocol):
         """Ends a sequence without output, after the commit of its step if it is in one. Returns whether it is known."""
         ...
 
-    def hand_over(self, key: SequenceKey) -> None:
-        """A prompt that was computed for a handoff leaves. Its blocks, which the caller holds, count towards its
-        tenant's share until `handoff_ended`."""
-        ...
-
-    def handoff_ended(self, key: SequenceKey) -> None:
-        """The caller released the blocks of a handoff, or of a sequence that has left."""
-        ...
-
     def get(self, key: SequenceKey) -> Sequence | None:
         """Returns the sequence if it waits, is being received, or runs."""
         ...

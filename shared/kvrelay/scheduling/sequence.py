@@ -98,14 +98,10 @@ class TokenBuffer:
 
 @dataclass(frozen=True, slots=True)
 class RemoteKV:
-    """The transfer that brings a sequence's prompt KV. `num_to_come`: samples of its request that follow later.
-
-    `is_limited`: `sender` writes one-sidedly, so what is reserved for it counts towards its limit.
-    """
+    """The transfer that brings a sequence's prompt KV. `num_to_come`: samples of its request that follow later."""
 
     sender: PeerRef
     num_to_come: int = 0
-    is_limited: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +117,7 @@ class Sequence:
     router: PeerRef
     trace: str = ""
     priority: int = 0
-    tenant: str = ""  # whose share of the worker it uses (`queue/fair_shares.py`), with this weight
+    tenant: str = ""  # whose share of the worker it uses (`tenants.py`), with this weight
     weight: float = 1.0
     session: str = ""  # whose blocks are evicted first once it has ended (`kv/session_blocks.py`); empty: none's
     text_owner: str | None = None  # tenant whose earlier outputs its drafts may come from
@@ -135,7 +131,6 @@ class Sequence:
     num_moot: int = 0  # tokens that uncommitted steps were to sample, and that a grammar forced before
     is_behind: bool = False  # a row in flight computes a token that is not known, as the mask for it was late
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
-    num_charged: int = 0  # output tokens that count towards its tenant's share
     num_published: int = 0  # blocks offered to the cache
     stop_tokens: frozenset[int] = frozenset()  # set by the scheduler, like max_length
     max_length: int = 0  # number of prompt and output tokens at which it ends

@@ -14,7 +14,6 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow
 from kvrelay.scheduling.policies.chunk_sizes import Chunks
-from kvrelay.scheduling.reclaimer import Reclaimer, Room
 from kvrelay.scheduling.scheduler_protocol import PrefillGate
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
@@ -25,9 +24,7 @@ class SequenceAdmission:
     `decodes_beside_prompts`: whether a sequence that was swapped decodes in the step that admits it.
     """
 
-    def __init__(
-        self, lifecycle: SequenceLifecycle, chunks: Chunks, reclaimer: Reclaimer, *, decodes_beside_prompts: bool
-    ) -> None:
+    def __init__(self, lifecycle: SequenceLifecycle, chunks: Chunks, *, decodes_beside_prompts: bool) -> None:
         self.prefill_gate: PrefillGate | None = None
         self._lifecycle = lifecycle
         self._limits = lifecycle.limits
@@ -37,7 +34,6 @@ class SequenceAdmission:
         self._swaps = lifecycle.swaps
         self._groups = lifecycle.sample_groups
         self._chunks = chunks
-        self._reclaimer = reclaimer
         self._decodes_beside_prompts = decodes_beside_prompts
         self._refused: tuple[SequenceKey, int, int] | None = None  # sequence, available blocks and headroom then
 
@@ -55,11 +51,9 @@ class SequenceAdmission:
             return "max_running reached"
         sequence = self._waiting.head()
         if sequence is None:
-            return "its prefix is being computed or sent, or handoffs of its tenant must end first"
+            return "its prefix is being computed or sent"
         if handoffs_only and sequence.remote is None:
             return "a local prompt is next"
-        if draft.has_reclaimed and any(each in draft.preempted for each in self._groups.lost_with(sequence)):
-            return "it was preempted in this step"
         has_reserved_capacity = self._groups.has_reserved_capacity(sequence) or self._remote.has_capacity(sequence)
         followers = self._groups.followers_of(sequence)
         if not has_reserved_capacity:
@@ -89,46 +83,6 @@ class SequenceAdmission:
         if head is None or head.remote is not None or head.state is SequenceState.SWAPPED:
             return False
         return self._lifecycle.num_slots < self._limits.max_running
-
-    def reclaim(self, draft: PlanDraft) -> bool:
-        """The head of the queue was refused: takes what it lacks from tenants that hold more than their share, at most
-        once per step. Returns whether `admit_next` may succeed now."""
-        if draft.is_short_of_blocks or draft.has_reclaimed:
-            return False
-        head = self._waiting.head()
-        if head is None or (head.remote is None and draft.budget_left <= 0):
-            return False
-        if self.prefill_gate is not None and head.remote is None and head.state is not SequenceState.SWAPPED:
-            return False  # the gate may hold it back, and would leave what is taken for it unused
-        if self._groups.has_reserved_capacity(head) or self._remote.has_capacity(head):
-            return False
-        if not self._lifecycle.shares.served_more(head.tenant):
-            return False
-        wanted = self._wanted(head)
-        num_free_slots = self._limits.max_running - self._lifecycle.num_slots
-        headroom = self._lifecycle.num_headroom_blocks if head.remote is None else self._handoff_headroom(head)
-        num_free_blocks = self._blocks.num_available - headroom
-        lacking = Room(wanted.num_slots - num_free_slots, wanted.num_blocks - num_free_blocks)
-        if lacking.num_slots <= 0 and lacking.num_blocks <= 0:
-            return False
-        draft.has_reclaimed = self._reclaimer.make_way(head, wanted, lacking, draft)
-        return draft.has_reclaimed
-
-    def _wanted(self, head: Sequence) -> Room:
-        """Returns the slots and available blocks that the head takes, with its group. Cached blocks that nothing holds
-        are available until the head holds them."""
-        group = self._groups.lost_with(head)
-        if len(group) > 1 and head in group:
-            back = self._groups.plan_return(group)
-            return Room(len(group), back.num_blocks + self._groups.num_evictable(back.given))
-        blocks, followers, num_to_come = self._blocks, self._groups.followers_of(head), self._remote.num_to_come(head)
-        num_blocks = blocks.num_at_admission(head) - blocks.num_cached_blocks(head) + sum(followers.values())
-        num_blocks += self._groups.num_evictable([head])
-        if num_to_come:
-            num_blocks += num_to_come * blocks.num_own(head, head)
-        if head.beams is not None:
-            num_blocks += head.beams.num_reserved_blocks()
-        return Room(head.num_slots + len(followers) + num_to_come, num_blocks)
 
     def _why_not_now(self, sequence: Sequence, num_slots: int, num_wanted: int, draft: PlanDraft) -> str:
         """Returns why a sequence waits whatever blocks are free: too few places among the running sequences for the

@@ -10,17 +10,10 @@ from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import PlanDraft, PlannedRow
-from kvrelay.scheduling.policies.chunk_sizes import MIN_CHUNK, Chunks
+from kvrelay.scheduling.policies.chunk_sizes import Chunks
 from kvrelay.scheduling.preemptor import Preemptor
-from kvrelay.scheduling.queue.decode_turns import DecodeTurns
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
-
-SHARED_STEP_PART = 4
-"""The part of the token budget that a short step has on a prefill worker, if it is more than `PREFILL_SHORT_STEP`."""
-
-MAX_PAUSED_STEPS = 2
-"""Steps in a row in which decodes may be paused for prompts of tenants that were served less."""
 
 RUNS_PART = 8
 """The part of the token budget that forced tokens take, at most, if unconstrained rows share the step and the settings
@@ -39,7 +32,6 @@ class StepPlanner:
         admission: SequenceAdmission,
         preemptor: Preemptor,
         chunks: Chunks,
-        turns: DecodeTurns,
         *,
         max_shared_forced_tokens: int | None = None,
         num_stages: int = 1,
@@ -54,11 +46,8 @@ class StepPlanner:
         self._admission = admission
         self._preemptor = preemptor
         self._chunks = chunks
-        self._turns = turns
         self._max_shared_forced_tokens = max_shared_forced_tokens
         self._num_stages = num_stages
-        self._has_paused = False  # decodes, in the latest step
-        self._num_paused_steps = 0  # consecutive ones
 
     @property
     def running(self) -> Mapping[SequenceKey, Sequence]:
@@ -70,9 +59,6 @@ class StepPlanner:
         """Sequences in the queue."""
         return self._waiting
 
-    def _counter(self, sequence: Sequence) -> float:
-        return self._shares.counter(sequence.tenant)
-
     # -- running sequences --------------------------------------------------------------------------------------------
 
     def plan_decodes(self, draft: PlanDraft) -> None:
@@ -81,23 +67,19 @@ class StepPlanner:
         A row holds one token, behind it the tokens that a grammar forced, as far as the step has room for them, and
         drafts behind these.
         """
-        self._num_paused_steps = self._num_paused_steps + 1 if self._has_paused else 0
-        self._has_paused = False
         rows: list[PlannedRow] = []
         short: list[Sequence] = []  # sequences that need a block
         jumping: list[int] = []  # rows with forced tokens
         has_others = False  # rows that never have any
         speculating: list[int] = []  # rows that may have drafts
         draft.prompting = prompting = []
-        self._turns.plan_step(self._running.values())
-        resting = self._turns.resting
         most_rows = self._most_decodes(draft)
         for sequence in self._running.values():
             is_beam = sequence.beams is not None
             if (is_beam or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding:
                 prompting.append(sequence)
                 continue
-            if sequence in resting or (sequence.num_planned and not self._goes_on(sequence)):
+            if sequence.num_planned and not self._goes_on(sequence):
                 continue
             if len(rows) >= most_rows and not is_beam:  # beams advance together
                 continue
@@ -121,8 +103,6 @@ class StepPlanner:
         if speculating and (not draft.ahead or self._num_stages > 1):
             draft.has_drafts = self._add_drafts(speculating, rows, draft)
         draft.add_decodes(rows, has_runs=draft.has_drafts or bool(runs))
-        if self._turns.is_probe:
-            draft.budget_left = 0  # nor prompts: they are all of the tenant whose decodes rest
 
     def _most_decodes(self, draft: PlanDraft) -> int:
         """The decodes of a step: with a pipeline an equal part of them for each stage, in as many steps at most. More
@@ -193,7 +173,7 @@ class StepPlanner:
         if draft.prompting is None:
             draft.prompting = [s for s in self._running.values() if s.is_prompting]
         if self._shares.is_contested:
-            draft.prompting.sort(key=self._counter)
+            draft.prompting.sort(key=self._shares.counter)
         self._plan_chunks(draft.prompting, draft)
 
     def _plan_chunks(self, prompting: Iterable[Sequence], draft: PlanDraft) -> None:
@@ -203,15 +183,11 @@ class StepPlanner:
             if not num_remaining or (sequence.num_planned and not self._goes_on(sequence)):
                 continue
             if sequence.state is SequenceState.RUNNING:
-                self._leave_room_for_light_tenants(sequence, draft)
-                paused = self._pause_decodes_of_others(sequence, draft)
                 num_tokens = self._chunks.size(num_remaining, sequence.next_position, draft)
                 num_tokens = self._room_for_chunk(sequence, num_tokens, draft)
-                if num_tokens:
-                    draft.add_chunk(sequence, num_tokens)
-                self._return_paused(sequence, paused, draft)
                 if not num_tokens:
                     return
+                draft.add_chunk(sequence, num_tokens)
 
     def _room_for_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> int:
         """Returns how many tokens of the chunk get blocks: as many as fit, and by preemption at least one."""
@@ -229,95 +205,22 @@ class StepPlanner:
         With `beyond_budget` sequences are admitted even if no budget is left; later steps compute their prompts.
         """
         while not draft.held_back:
-            draft.held_back = self._admit_next(draft, beyond_budget=beyond_budget)
-
-    def _admit_next(self, draft: PlanDraft, *, beyond_budget: bool = False) -> str:
-        if not self._shares.is_contested and not self._shares.has_recent_tenant:
-            return self._admission.admit_next(draft, beyond_budget=beyond_budget)
-        paused: Seq[PlannedRow] = ()
-        if (head := self._waiting.head()) is not None and head.remote is None:
-            self._leave_room_for_light_tenants(head, draft)
-            paused = self._pause_decodes_of_others(head, draft)
-        reason = self._admission.admit_next(draft, beyond_budget=beyond_budget)
-        if reason and self._admission.reclaim(draft):
-            reason = self._admission.admit_next(draft, beyond_budget=beyond_budget)
-        if head is not None:
-            self._return_paused(head, paused, draft)
-        return reason
-
-    def _leave_room_for_light_tenants(self, sequence: Sequence, draft: PlanDraft) -> None:
-        """Prompt tokens of `sequence` are next. They make the step longer for light tenants: those that were served
-        less, and have nothing waiting. If there is one, the prompts of others get what its own leave of a short step.
-        Also if a tenant was here lately, since its next request waits for the rest of the step: on a prefill worker
-        within `RECENT_TURNS`, on others within `RETURN_STEPS`."""
-        shares, tenant = self._shares, sequence.tenant
-        may_come_back = shares.has_recent_tenant if sequence.prefill_only else shares.may_return_to(tenant)
-        if draft.is_shortened or not (may_come_back or shares.is_contested):
-            return
-        num_uncharged = 0 if sequence.state is SequenceState.RUNNING else sequence.num_tokens
-        if shares.is_behind(tenant, num_uncharged) or not (may_come_back or shares.has_light_tenant_beside(tenant)):
-            return
-        draft.is_shortened = True
-        if sequence.prefill_only:
-            num_tokens = max(shares.prefill_short_step, self._lifecycle.limits.token_budget // SHARED_STEP_PART)
-        else:
-            num_tokens = shares.decode_short_step - sum(each.tenant == tenant for each in draft.decodes)
-        num_tokens = max(MIN_CHUNK, num_tokens)
-        rest = max(0, num_tokens - sum(row.num_tokens for row in draft.prompts.values()))
-        draft.budget_left = min(draft.budget_left, rest)
-
-    def _pause_decodes_of_others(self, sequence: Sequence, draft: PlanDraft) -> list[PlannedRow]:
-        """The prompt of `sequence` is next. Decodes of tenants that were served more and have more sequences leave the
-        step as far as the prompt needs the token budget, so it takes as many steps as alone. Returns their rows.
-
-        In at most `MAX_PAUSED_STEPS` steps in a row, however long the prompt is. Rows of beams remain, because beams
-        advance together, and rows of several tokens, because they must come first.
-        """
-        shares = self._shares
-        if not shares.is_contested or not draft.decodes or self._num_paused_steps >= MAX_PAUSED_STEPS:
-            return []
-        is_running = sequence.state is SequenceState.RUNNING
-        num_remaining = sequence.num_remaining if is_running else sequence.num_tokens
-        num_lacking = min(num_remaining, self._lifecycle.limits.token_budget) - draft.budget_left
-        if num_lacking <= 0 or draft.is_shortened:
-            return []
-        heavier = shares.heavier_after(sequence.tenant, 0 if is_running else num_remaining)
-        pausable = [
-            row
-            for each, row in draft.decodes.items()
-            if each.tenant in heavier and row.num_computed == 1 and each.beams is None
-        ]
-        paused = pausable[-num_lacking:]
-        for row in paused:
-            draft.drop_row(row.sequence)
-        return paused
-
-    def _return_paused(self, sequence: Sequence, paused: Seq[PlannedRow], draft: PlanDraft) -> None:
-        """Decodes were paused for a prompt: they return to the step if it got no chunk of the prompt."""
-        if not paused:
-            return
-        if sequence in draft.prompts:
-            self._has_paused = True
-        else:
-            draft.add_decodes([row for row in paused if row.sequence.state is SequenceState.RUNNING])
+            draft.held_back = self._admission.admit_next(draft, beyond_budget=beyond_budget)
 
     def admit_neglected(self, draft: PlanDraft) -> None:
         """Admits waiting sequences before the next chunks of running prompts whose tenants were served more, so that
         they do not wait for the rest of a long prompt. Call it after `plan_decodes` and before `plan_prompts`."""
-        prompting = draft.prompting
+        prompting, counter = draft.prompting, self._shares.counter
         if not self._shares.is_contested or not prompting:
             return
-        prompting.sort(key=self._counter)
-        while prompting and not draft.held_back:
-            head = self._waiting.head()
-            if head is None:
-                return
-            num_ahead = bisect_right(prompting, self._counter(head), key=self._counter)
+        prompting.sort(key=counter)
+        while prompting and not draft.held_back and (head := self._waiting.head()) is not None:
+            num_ahead = bisect_right(prompting, counter(head), key=counter)
             if num_ahead == len(prompting):
                 return
             self._plan_chunks(prompting[:num_ahead], draft)
             del prompting[:num_ahead]
-            draft.held_back = self._admit_next(draft)
+            draft.held_back = self._admission.admit_next(draft)
 
     def admit_handoffs(self, draft: PlanDraft) -> None:
         """Admits waiting handoffs in the queue's order, until a local prompt is next or one does not fit."""

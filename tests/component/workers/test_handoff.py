@@ -80,7 +80,6 @@ def test_blocks_that_a_sender_cannot_write_unasked_do_not_count_towards_its_limi
             await until(lambda: f.decode[0].blocks["reserved"])
             scheduler = f.decode[0].started.context.scheduler
             assert isinstance(scheduler, BatchScheduler)
-            assert scheduler.remote.num_limited == 0
             runners[0].go_on()
             await got.finished()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.scheduling.queue.sender_limits import SENDER_SHARE
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench, make_sequence
@@ -51,11 +50,10 @@ class HandoffWorker:
         *,
         token: int = 2,
         sender: int = 0,
-        is_limited: bool = False,
     ) -> Sequence:
         sequence = make_sequence([token] * num_tokens, max_tokens, f"h{len(self.bench.sequences)}")
         sequence.sample_group = group
-        sequence.remote = RemoteKV(SENDERS[sender], num_to_come, is_limited)
+        sequence.remote = RemoteKV(SENDERS[sender], num_to_come)
         self.bench.sequences.append(sequence)
         self.open.append(sequence)
         self.scheduler.add(sequence)
@@ -112,18 +110,7 @@ class HandoffWorker:
             return
         for other in self.open[: self.open.index(sequence)]:
             waits = other.state is SequenceState.WAITING and not other.num_preemptions and not other.sample_group
-            assert not waits or self.is_limited(other), f"{sequence.key} passed {other.key}"
-
-    def is_limited(self, sequence: Sequence) -> bool:
-        """Whether its sender has its share, by a sum over all that it may still write into."""
-        if sequence.remote is None or not sequence.remote.is_limited:
-            return False
-        sender, num_held = sequence.remote.sender, 0
-        for each in self.open:
-            if each.remote is not None and each.remote.is_limited and each.remote.sender == sender:
-                num_held += each.table.num_blocks - each.num_published
-        num_blocks = num_held + blocks_for(sequence.num_tokens, BLOCK_SIZE)
-        return num_held > 0 and num_blocks > SENDER_SHARE * self.bench.pool.num_blocks
+            assert not waits, f"{sequence.key} passed {other.key}"
 
     def run_round(self) -> bool:
         """Returns whether any sequence made progress, or will without an admission."""
@@ -160,7 +147,6 @@ class HandoffWorker:
         assert not self.scheduler.in_progress
         self.scheduler.schedule()  # a pass drops the capacity of groups that are gone
         assert self.scheduler.num_slots == self.scheduler.num_headroom_blocks == 0
-        assert not len(self.scheduler.remote._senders)
 
     @property
     def somebody_moves(self) -> bool:
@@ -177,7 +163,7 @@ class HandoffWorker:
         waiting = [each for each in self.open if each.state in (SequenceState.WAITING, SequenceState.SWAPPED)]
         if any(each.num_preemptions for each in waiting) or any(each.sample_group for each in self.open):
             return
-        following = next((each for each in waiting if not self.is_limited(each)), None)
+        following = next(iter(waiting), None)
         if following is None or following.remote is None:
             return
         holders = [*scheduler.running.values(), *self.lands_at, *self.quarantined]

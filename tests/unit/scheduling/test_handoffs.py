@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.scheduling.queue.queue_orders import ORDERS
-from kvrelay.scheduling.queue.tenant_lane import QueuedSequence
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import SequenceState
 from tests.thoroughness import examples
@@ -170,41 +169,6 @@ def test_where_nothing_runs_somebody_moves(
     assert worker.somebody_moves
 
 
-# -- senders --------------------------------------------------------------------------------------------------------
-
-
-def test_a_sender_that_holds_its_share_lets_others_pass() -> None:
-    """A sender may hold 8 of 16 blocks, and its first reservation whatever its size."""
-    worker = HandoffWorker(max_running=8)
-    first, second = (worker.handoff(16, is_limited=True) for _ in range(2))
-    third = worker.handoff(16, is_limited=True)
-    other, local = worker.handoff(4, is_limited=True, sender=1), worker.local(4)
-    assert worker.reserve() == [first, second, other]
-    assert worker.scheduler.schedule().admitted == [local]
-    assert third.state is SequenceState.WAITING
-
-
-def test_a_sender_may_hold_any_number_of_blocks_that_it_cannot_write_unasked() -> None:
-    worker = HandoffWorker(max_running=8)
-    handoffs = [worker.handoff(12) for _ in range(4)]
-    assert worker.reserve() == handoffs
-
-
-def test_quarantined_blocks_count_towards_their_senders_share_until_they_are_released() -> None:
-    worker = HandoffWorker(max_running=8, settings=SchedulerSettings(queue_starvation_bound=1))
-    worker.handoff(32, is_limited=True)
-    worker.reserve()
-    worker.cancel(0, quarantine_rounds=20)
-    assert worker.scheduler.num_slots == 0
-    limited = worker.handoff(4, is_limited=True)
-    for _ in range(3):  # more than `queue_starvation_bound` pass it
-        other = worker.handoff(4, sender=1, is_limited=True)
-        worker.run_round()
-        assert other in worker.admitted
-    assert limited.state is SequenceState.WAITING
-    worker.run()
-
-
 # -- prefixes -------------------------------------------------------------------------------------------------------
 
 
@@ -351,26 +315,6 @@ def test_samples_that_are_admitted_out_of_their_order_reserve_for_nobody_who_is_
     worker.run()
 
 
-class CountedLooks(dict[QueuedSequence, None]):
-    num_looks = 0
-
-    def __contains__(self, key: object) -> bool:
-        self.num_looks += 1
-        return super().__contains__(key)
-
-
-def test_sequences_of_a_limited_sender_are_not_passed_over_one_by_one() -> None:
-    worker = HandoffWorker(num_blocks=16)
-    for _ in range(200):
-        worker.handoff(12, is_limited=True)
-    worker.reserve()
-    queue = worker.scheduler.waiting
-    queue._limited = counted = CountedLooks(queue._limited)
-    other = worker.handoff(4, sender=1, is_limited=True)
-    assert list(worker.scheduler.reserve()) == [other]
-    assert counted.num_looks < 20
-
-
 def test_if_the_first_sample_is_given_up_the_next_one_is_sent_the_prompt() -> None:
     worker = HandoffWorker(num_blocks=32, cache=True)
     for number in range(3):
@@ -387,7 +331,7 @@ def test_if_the_first_sample_is_given_up_the_next_one_is_sent_the_prompt() -> No
 arrivals = st.lists(
     st.tuples(
         *(st.booleans(), st.integers(1, 24), st.integers(0, 3), st.integers(2, 12), st.integers(0, 3)),
-        *(st.integers(1, 3), st.integers(0, 1), st.booleans()),
+        *(st.integers(1, 3), st.integers(0, 1)),
     ),
     min_size=1,
     max_size=8,
@@ -400,7 +344,7 @@ cancels = st.dictionaries(st.integers(0, 40), st.tuples(st.integers(0, 99), st.i
 @given(arrivals, st.integers(1, 5), st.integers(0, 3), st.booleans(), cancels, st.sampled_from(list(ORDERS)))
 def test_all_are_received_and_run_and_nobody_waits_for_ever(
     scheduler: str,
-    wanted: list[tuple[bool, int, int, int, int, int, int, bool]],
+    wanted: list[tuple[bool, int, int, int, int, int, int]],
     max_running: int,
     num_silent: int,
     cache: bool,
@@ -417,15 +361,13 @@ def test_all_are_received_and_run_and_nobody_waits_for_ever(
             worker.cancel(*cancelled[worker.round])
         worker.run_round()
 
-    for number, (is_handoff, num_tokens, num_others, max_tokens, gap, token, sender, is_limited) in enumerate(wanted):
+    for number, (is_handoff, num_tokens, num_others, max_tokens, gap, token, sender) in enumerate(wanted):
         group = f"g{number}" if num_others else ""
         for left in reversed(range(1 + num_others)):
             if not is_handoff:
                 worker.local(num_tokens, group, max_tokens, token)
             elif left == num_others or left >= num_silent:
-                worker.handoff(
-                    *(num_tokens, group, left, max_tokens), token=token, sender=sender, is_limited=is_limited
-                )
+                worker.handoff(num_tokens, group, left, max_tokens, token=token, sender=sender)
             if is_handoff and left == num_others:
                 for _ in range(gap):
                     run_round()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.scheduling.queue.fair_shares import FairShares
-from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
-from kvrelay.scheduling.queue.sender_limits import SenderLimits
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP, WaitingQueue
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.tenants import TenantShares
 from tests.unit.scheduling.bench import Bench, make_sequence
 
 pytestmark = pytest.mark.unit
@@ -53,9 +51,8 @@ def test_a_queue_that_waits_for_one_block_is_all_there_in_the_step_in_which_it_c
     """More than a step may look at: those are looked at whose turn it is."""
     bench = Bench(64)
     promised = PrefixesInProgress()
-    shares = FairShares({})
-    holdings = HandoffHoldings(bench.blocks, 8, shares)
-    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, 1 << 20, SenderLimits(64), shares, holdings)
+    shares = TenantShares({}, 8)
+    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, 1 << 20, shares)
     waiting = [make_sequence([1] * 9, 1, f"r{n}") for n in range(3 * PROBES_A_STEP)]
     promised.promise(("other", 1, 0), waiting[0].block_hashes(1))
     for sequence in waiting:

@@ -86,7 +86,7 @@ class Swapper:
         self._expected[sequence.key] = (num_shared, num_full)
         preempted = Preempted(sequence.num_computed, num_shared * size, num_new)
         times = estimate(preempted, self.cost.current, self.block_s.value, self.lost_share.value, size)
-        yielding = self._yielding(hashes, num_new, draft.served)
+        yielding = self._yielding(hashes, num_new)
         if yielding is None or not prefers_swap(self._preemption, times, sum(copy.gain_s for copy in yielding)):
             return False
         for copy in yielding:
@@ -101,16 +101,15 @@ class Swapper:
         self._use.num_preemptions += 1
         return True
 
-    def _yielding(self, hashes: Seq[BlockHash | None], num_new: int, kept: Seq[Sequence]) -> list[SwapCopy] | None:
-        """Returns the copies to drop for `num_new` free slots, or None if dropping all copies is not enough. Those of
-        `kept` stay."""
+    def _yielding(self, hashes: Seq[BlockHash | None], num_new: int) -> list[SwapCopy] | None:
+        """Returns the copies to drop for `num_new` free slots, or None if dropping all copies is not enough."""
         missing = num_new - self.space.num_free
         yielding: list[SwapCopy] = []
         for copy in self._copies.values():
             if missing <= 0:
                 break
             # The slots of a copy that is not made are still written by a step in flight, or by this one.
-            if copy.is_made and copy.sequence not in kept:
+            if copy.is_made:
                 yielding.append(copy)
                 missing -= self.space.num_released_by(copy.slots, keep=hashes)
         return yielding if missing <= 0 else None

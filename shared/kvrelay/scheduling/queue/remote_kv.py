@@ -4,8 +4,7 @@
 2. WAITING_FOR_REMOTE_KV  admitted: all its blocks are reserved, the transfer may begin. Counts towards `max_running`.
 3. RUNNING                adopted: all blocks and the first token are here. From now on a sequence like any other: if it
                           is preempted, it waits and is computed here.
-   QUARANTINED            given up while its sender may still write: holds its blocks and counts towards the limit of
-                          its sender, and towards nothing else.
+   QUARANTINED            dropped while its sender may still write: holds its blocks, and counts towards nothing else.
 4. FINISHED               released or ended. Holds nothing.
 
 Samples of one request arrive as handoffs of their own, one after the other; each says how many are still to come. When
@@ -25,9 +24,7 @@ from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
-from kvrelay.scheduling.queue.sender_limits import SenderLimits
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -50,15 +47,11 @@ class RemoteSequences:
         limits: SchedulerLimits,
         waiting: WaitingQueue,
         in_progress: PrefixesInProgress,
-        senders: SenderLimits,
-        holdings: HandoffHoldings,
     ) -> None:
         self._blocks = blocks
         self._limits = limits
         self._waiting = waiting
         self._in_progress = in_progress
-        self._senders = senders
-        self._holdings = holdings
         self.receiving: dict[SequenceKey, Sequence] = {}
         self._expected: dict[str, _Expected] = {}
         self._pending: dict[str, dict[SequenceKey, Sequence]] = {}  # handoffs in the queue, by sample group
@@ -81,11 +74,6 @@ class RemoteSequences:
             if sequence.beams is not None:
                 num_blocks += sequence.beams.num_reserved_blocks()
         return num_blocks
-
-    @property
-    def num_limited(self) -> int:
-        """Sequences whose blocks count towards the limits of their senders."""
-        return len(self._senders)
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -180,14 +168,10 @@ class RemoteSequences:
         sequence.state = SequenceState.WAITING_FOR_REMOTE_KV
         self.receiving[sequence.key] = sequence
         self._num_receiving_slots += sequence.num_slots
-        self._holdings.add(sequence, sequence.num_slots)
         self._announced.append(sequence)
-        num_cached = sequence.num_published
         if self._blocks.shares_prefixes and remote.sender not in self._stalled:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
-            self._in_progress.promise(sequence.key, hashes[num_cached:])
-        if remote.is_limited:
-            self._senders.reserved(sequence.key, remote.sender, sequence.table.num_blocks - num_cached)
+            self._in_progress.promise(sequence.key, hashes[sequence.num_published :])
         if num_to_come:
             self._expected[sequence.sample_group] = _Expected(num_to_come, num_blocks_each)
             self._reserve_for_pending(sequence.sample_group)
@@ -231,7 +215,6 @@ class RemoteSequences:
     def arrived(self, sequence: Sequence) -> None:
         """All KV is here: its sender writes nothing any more."""
         self._end_transfer(sequence)
-        self._release_sender(sequence)
 
     def quarantine(self, sequence: Sequence) -> None:
         """Given up while its sender may still write into its blocks."""
@@ -246,16 +229,9 @@ class RemoteSequences:
             return
         if sequence.state is SequenceState.WAITING_FOR_REMOTE_KV:
             self._end_transfer(sequence)
-        self._release_sender(sequence)
         self._blocks.free(sequence)
 
     def _end_transfer(self, sequence: Sequence) -> None:
         del self.receiving[sequence.key]
         self._num_receiving_slots -= sequence.num_slots
-        self._holdings.ended(sequence.key)
         self._waiting.prefixes_changed(self._in_progress.withdraw(sequence.key))
-
-    def _release_sender(self, sequence: Sequence) -> None:
-        sender = self._senders.released(sequence.key)
-        if sender is not None:
-            self._waiting.sender_changed(sender)

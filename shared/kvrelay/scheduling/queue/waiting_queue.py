@@ -1,6 +1,6 @@
 """The waiting queue: which sequence the scheduler admits next.
 
-Local prompts and handoffs (`remote_kv`) wait in one queue, in one order. A waiting sequence is in one of five places:
+Local prompts and handoffs (`remote_kv`) wait in one queue, in one order. A waiting sequence is in one of four places:
 
 1. RESERVED  capacity is reserved for it (`sample_groups`, `remote_kv`). It is admitted before all others, unless a
              block that it misses is still being computed or sent.
@@ -8,8 +8,6 @@ Local prompts and handoffs (`remote_kv`) wait in one queue, in one order. A wait
 3. LISTED    it is in the heap of its tenant, by (priority, arrival).
 4. PARKED    the first block that it misses is being computed by a running sequence, or sent for another handoff. It is
              listed again when that block is published, or when that computation or transfer ends without it.
-5. LIMITED   its sender holds its share of the pool (`sender_limits`). It is listed again when blocks of that sender are
-             released.
 
 Priorities may be outdated in one direction only. A cached prefix grows when blocks are published, and exactly the
 sequences that miss these blocks (found by hash) get a new priority. It shrinks by eviction, which is noticed when the
@@ -18,37 +16,76 @@ besides the sequences that it admits, a step looks up at most `PROBES_A_STEP` pr
 
 Starvation bound: once `starvation_bound` other sequences of its tenant were admitted since a sequence joined, only
 sequences that joined before it, and preempted ones, may be admitted first. It is not parked from then on. So it is
-admitted after at most the bound plus the queue's length at its arrival. A sample group counts as one. The bound does
-not hold for a sequence while it is LIMITED: a sender that has stopped for good would hold up all others.
+admitted after at most the bound plus the queue's length at its arrival. A sample group counts as one.
 
-Each tenant has a lane of its own. If several wait, the one that was served least is next (`fair_shares`). With the
-order `priority` the lane with the most urgent head is next, and the share decides between equals; a lane that let
+Each tenant has a lane of its own. If several wait, `tenants` says which is next and which holds too much to be. With
+the order `priority` the lane with the most urgent head is next, and the share decides between equals; a lane that let
 `starvation_bound` admissions of others pass is next whatever its priority.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.kv.table import blocks_for
-from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.queue.fair_shares import FairShares
-from kvrelay.scheduling.queue.handoff_holdings import HandoffHoldings
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import QueueOrder, depth_first
-from kvrelay.scheduling.queue.sender_limits import SenderLimits
-from kvrelay.scheduling.queue.tenant_lane import GONE, LAST, QueuedSequence, TenantLane
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.tenants import TenantShare, TenantShares
 
 PROBES_A_STEP = 64
 REARRANGE_STEPS = 8
 REARRANGE_WINDOW = 256
 """At most every `REARRANGE_STEPS` steps, the oldest `REARRANGE_WINDOW` sequences are put in depth-first order."""
+
+
+LAST = 1 << 62
+GONE = -1
+
+
+@dataclass(slots=True, eq=False)
+class QueuedSequence:
+    """A sequence in its tenant's lane. `joined`: admissions of its tenant before it joined."""
+
+    sequence: Sequence
+    lane: Lane
+    arrival: int
+    joined: int
+    priority: int = LAST
+    version: int = GONE  # matches its only valid place in the heap; GONE if there is none
+    missing: BlockHash | None = None  # the first block that is not cached, as far as was looked
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """The waiting sequences of one tenant. `since`: admissions of all tenants when one of this tenant was admitted
+    last, or when it began to wait."""
+
+    share: TenantShare
+    since: int
+    resumed: deque[Sequence] = field(default_factory=deque)
+    entries: OrderedDict[SequenceKey, QueuedSequence] = field(default_factory=OrderedDict)  # ordered by arrival
+    heap: list[tuple[int, int, int, QueuedSequence]] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.entries and not self.resumed
+
+    def push(self, entry: QueuedSequence) -> None:
+        """Puts an entry into the heap, at the place of its priority and version."""
+        heapq.heappush(self.heap, (entry.priority, entry.arrival, entry.version, entry))
+        if len(self.heap) > 64 + 2 * len(self.entries):  # mostly outdated places
+            self.heap = [place for place in self.heap if place[2] == place[3].version]
+            heapq.heapify(self.heap)
+
+    def sort_by_arrival(self) -> None:
+        self.entries = OrderedDict(sorted(self.entries.items(), key=lambda item: item[1].arrival))
 
 
 class WaitingQueue(Collection[Sequence]):
@@ -60,23 +97,18 @@ class WaitingQueue(Collection[Sequence]):
         blocks: BlockManager,
         in_progress: PrefixesInProgress,
         starvation_bound: int,
-        senders: SenderLimits,
-        shares: FairShares,
-        holdings: HandoffHoldings,
+        shares: TenantShares,
     ) -> None:
         self._order = order
         self._blocks = blocks
         self._in_progress = in_progress
         self._starvation_bound = starvation_bound
-        self._senders = senders
         self._shares = shares
-        self._holdings = holdings
         self.num_remote = 0
         """Handoffs among the waiting sequences."""
         self._reserved: dict[SequenceKey, Sequence] = {}
         self._reserved_entries: dict[SequenceKey, QueuedSequence] = {}  # those that were LISTED or PARKED before
-        self._limited: dict[QueuedSequence, None] = {}  # parked because their sender holds its share of the pool
-        self._lanes: dict[str, TenantLane] = {}  # the sequences that are not RESERVED, by tenant
+        self._lanes: dict[str, Lane] = {}  # the sequences that are not RESERVED, by tenant
         self._numbers = count()
         self._num_admitted = 0
         self._waits_for: dict[BlockHash, dict[QueuedSequence, None]] = {}
@@ -110,7 +142,7 @@ class WaitingQueue(Collection[Sequence]):
         lane = self._lane_of(sequence)
         entry = QueuedSequence(sequence, lane, next(self._numbers), lane.share.num_admitted)
         lane.entries[sequence.key] = entry
-        self._count_arrival(entry)
+        lane.share.num_waiting_slots += sequence.num_slots
         self.num_remote += sequence.remote is not None
         if self._blocks.shares_prefixes:
             sequence.block_hashes(sequence.num_full_blocks)  # here: a forward hides it, admission is part of a step
@@ -122,13 +154,15 @@ class WaitingQueue(Collection[Sequence]):
 
     def resume(self, sequence: Sequence) -> None:
         """Queues a preempted sequence before all others of its tenant."""
-        self._lane_of(sequence).resumed.appendleft(sequence)
+        lane = self._lane_of(sequence)
+        lane.resumed.appendleft(sequence)
+        lane.share.num_waiting_slots += sequence.num_slots
 
-    def _lane_of(self, sequence: Sequence) -> TenantLane:
+    def _lane_of(self, sequence: Sequence) -> Lane:
         lane = self._lanes.get(sequence.tenant)
         if lane is None:
             share = self._shares.begins_to_wait(sequence.tenant)
-            lane = self._lanes[sequence.tenant] = TenantLane(share, self._num_admitted)
+            lane = self._lanes[sequence.tenant] = Lane(share, self._num_admitted)
         return lane
 
     def reserve(self, sequence: Sequence) -> None:
@@ -144,8 +178,8 @@ class WaitingQueue(Collection[Sequence]):
         entry = self._reserved_entries.pop(sequence.key)
         entry.lane = self._lane_of(sequence)
         entry.lane.entries[sequence.key] = entry
+        entry.lane.share.num_waiting_slots += sequence.num_slots
         entry.lane.sort_by_arrival()
-        self._count_arrival(entry)
         self._list(entry, self._look(entry))
 
     def remove(self, sequence: Sequence) -> None:
@@ -162,9 +196,9 @@ class WaitingQueue(Collection[Sequence]):
             lane.resumed.remove(sequence)
         else:
             self._unlist(entry)
-            self._limited.pop(entry, None)
             self._misses(entry, None)
             self._changed.pop(entry, None)
+        lane.share.num_waiting_slots -= sequence.num_slots
         if lane.is_empty:
             del self._lanes[sequence.tenant]
             self._shares.stops_waiting(sequence.tenant)
@@ -182,17 +216,18 @@ class WaitingQueue(Collection[Sequence]):
     # -- who is next --------------------------------------------------------------------------------------------------
 
     def head(self) -> Sequence | None:
-        """The sequence to admit next; None if there is none, or all wait for prefixes that others compute, or for
-        handoffs of their tenant to end (`handoff_holdings`)."""
+        """The sequence to admit next; None if there is none, or all wait for prefixes that others compute."""
         if self._reserved and (sequence := self.reserved_head()) is not None:
             return sequence
-        lanes = self._lanes.values()
+        lanes, first = self._lanes.values(), None
         for lane in lanes if len(lanes) == 1 else sorted(lanes, key=self._turn_of):
-            if (sequence := self._head_of(lane)) is not None and self._holdings.admits(sequence):
-                return sequence
-        return None
+            if (sequence := self._head_of(lane)) is not None:
+                if self._shares.has_room(lane.share, sequence.num_slots):
+                    return sequence
+                first = first or sequence
+        return first
 
-    def _turn_of(self, lane: TenantLane) -> tuple[int, float, int]:
+    def _turn_of(self, lane: Lane) -> tuple[int, float, int]:
         """Sorts lanes. Of tenants that were served equally, the one that was admitted least recently is first."""
         priority = 0
         if self._order.precedes_tenants:
@@ -202,18 +237,13 @@ class WaitingQueue(Collection[Sequence]):
             priority = -LAST if is_due else first
         return priority, lane.share.counter, lane.share.last_turn
 
-    def _head_of(self, lane: TenantLane) -> Sequence | None:
+    def _head_of(self, lane: Lane) -> Sequence | None:
         if lane.resumed:
             return lane.resumed[0]
-        oldest = self._oldest(lane)
-        if oldest is None:
-            return None
-        if lane.share.num_admitted - oldest.joined >= self._starvation_bound:
+        oldest = next(iter(lane.entries.values()), None)
+        if oldest is not None and lane.share.num_admitted - oldest.joined >= self._starvation_bound:
             return oldest.sequence
         while (entry := self._top(lane)) is not None:
-            if self._is_limited(entry.sequence):
-                self._park_limited(entry)
-                continue
             if not self._blocks.shares_prefixes:
                 return entry.sequence
             if self._probes_left <= 0:
@@ -223,26 +253,6 @@ class WaitingQueue(Collection[Sequence]):
                 return entry.sequence
         return None
 
-    def _oldest(self, lane: TenantLane) -> QueuedSequence | None:
-        """The entry that joined first, without LIMITED ones. O(log waiting), averaged over calls."""
-        while lane.by_arrival:
-            entry = lane.by_arrival[0][2]
-            if lane.entries.get(entry.sequence.key) is entry and entry not in self._limited:
-                if not self._is_limited(entry.sequence):
-                    return entry
-                self._park_limited(entry)
-            heapq.heappop(lane.by_arrival)
-        return None
-
-    def _count_arrival(self, entry: QueuedSequence) -> None:
-        """The entry counts in `_oldest` from now on."""
-        lane = entry.lane
-        heapq.heappush(lane.by_arrival, (entry.arrival, next(self._numbers), entry))
-        if len(lane.by_arrival) > 64 + 2 * len(lane.entries):  # mostly outdated places
-            valid = {place[2]: place for place in lane.by_arrival if place[2].sequence.key in lane.entries}
-            lane.by_arrival = [place for entry, place in valid.items() if entry not in self._limited]
-            heapq.heapify(lane.by_arrival)
-
     @property
     def has_reserved(self) -> bool:
         """Returns whether any waiting sequence has reserved capacity."""
@@ -250,10 +260,10 @@ class WaitingQueue(Collection[Sequence]):
 
     def reserved_head(self) -> Sequence | None:
         """The first sequence with reserved capacity that may be admitted now: its next block is neither being computed
-        nor sent, and its sender is within its limit."""
+        nor sent."""
         parked: set[str] = set()
         for sequence in self._reserved.values():
-            if sequence.sample_group not in parked and not self._is_limited(sequence):
+            if sequence.sample_group not in parked:
                 if self._blocks.first_missing(sequence)[1] not in self._in_progress:
                     return sequence
                 parked.add(sequence.sample_group)  # and with it the others, which share the prompt
@@ -281,13 +291,6 @@ class WaitingQueue(Collection[Sequence]):
             if entries is not None:
                 self._changed |= entries
 
-    def sender_changed(self, sender: PeerRef) -> None:
-        """Blocks that were reserved for a sender have been released."""
-        for entry in [entry for entry in self._limited if _sender(entry.sequence) == sender]:
-            del self._limited[entry]
-            self._count_arrival(entry)
-            self._changed[entry] = None
-
     def check_integrity(self) -> None:
         """Every sequence is in the heap exactly once, unless it is parked for a reason. Raises AssertionError."""
         lanes = self._lanes.values()
@@ -297,13 +300,12 @@ class WaitingQueue(Collection[Sequence]):
         assert not any(lane.is_empty for lane in lanes) and len(lanes) == self._shares.num_waiting_tenants
         assert len(parked) == self._num_parked
         for entry in parked:
-            is_waiting = entry in self._limited or entry.missing in self._in_progress
-            assert is_waiting or entry in self._changed, "parked for nothing"
+            assert entry.missing in self._in_progress or entry in self._changed, "parked for nothing"
         assert self.num_remote == sum(sequence.remote is not None for sequence in self)
 
     # -- priorities ---------------------------------------------------------------------------------------------------
 
-    def _top(self, lane: TenantLane) -> QueuedSequence | None:
+    def _top(self, lane: Lane) -> QueuedSequence | None:
         """The first valid entry of the lane's heap. Parked ones whose block has come are ranked when the heap is
         empty."""
         while True:
@@ -327,20 +329,6 @@ class WaitingQueue(Collection[Sequence]):
             self._list(entry, priority)
             return False
         return True
-
-    def _is_limited(self, sequence: Sequence) -> bool:
-        """Whether the blocks that a handoff misses are more than its sender may hold now."""
-        remote = sequence.remote
-        if remote is None or not remote.is_limited:
-            return False
-        num_missing = blocks_for(sequence.num_tokens, sequence.table.block_size)
-        num_missing -= self._blocks.num_cached_blocks(sequence)
-        return not self._senders.allows(remote.sender, num_missing)
-
-    def _park_limited(self, entry: QueuedSequence) -> None:
-        self._unlist(entry)
-        self._num_parked += 1
-        self._limited[entry] = None
 
     def _prioritize_changed(self) -> None:
         entry = next(iter(self._changed))
@@ -369,9 +357,6 @@ class WaitingQueue(Collection[Sequence]):
             self._waits_for.setdefault(missing, {})[entry] = None
 
     def _list(self, entry: QueuedSequence, priority: int) -> None:
-        if entry in self._limited:
-            del self._limited[entry]
-            self._count_arrival(entry)
         entry.priority, entry.version = priority, next(self._numbers)
         entry.lane.push(entry)
 
@@ -385,7 +370,7 @@ class WaitingQueue(Collection[Sequence]):
         for lane in self._lanes.values():
             self._arrange_lane(lane)
 
-    def _arrange_lane(self, lane: TenantLane) -> None:
+    def _arrange_lane(self, lane: Lane) -> None:
         window = list(islice(lane.entries.values(), REARRANGE_WINDOW))
         chains = [entry.sequence.block_hashes(entry.sequence.num_full_blocks) for entry in window]
         for priority, index in enumerate(depth_first(chains)):
@@ -394,7 +379,3 @@ class WaitingQueue(Collection[Sequence]):
                 entry.priority = priority
             else:
                 self._list(entry, priority)
-
-
-def _sender(sequence: Sequence) -> PeerRef | None:
-    return sequence.remote.sender if sequence.remote is not None else None

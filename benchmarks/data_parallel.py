@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.simulated_runs import publish
+from kvrelay.device_profiles import Profile, find_profile
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
@@ -32,7 +33,6 @@ from kvrelay.scheduling.queue.prefill_delay import DelayerSettings
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import read_facts
-from kvrelay.simulated.profiles import Profile, find_profile
 from kvrelay.simulated.simulated_runner import SimulatedRunner
 from kvrelay.worker.launch import LockstepTimedLauncher
 from kvrelay.worker.local_group import LocalGroup, LocalRank
@@ -61,7 +61,6 @@ class Variant:
 
     name: str
     max_delay_passes: int = 0
-    low_watermark: float | None = None
 
 
 VARIANTS = (
@@ -69,7 +68,6 @@ VARIANTS = (
     Variant("on", 30),
     Variant("on, at most 10 passes", 10),
     Variant("on, at most 100 passes", 100),
-    Variant("on, watermark 0.1", 30, 0.1),
 )
 
 
@@ -92,7 +90,7 @@ class Rank:
         launcher = partial(LockstepTimedLauncher, group=group)
         self.loop = LockstepLoop(runner, self.scheduler, group=group, make_launcher=launcher)
         if variant.max_delay_passes:
-            settings = DelayerSettings(MAX_RUNNING, variant.max_delay_passes, variant.low_watermark, 1.0)
+            settings = DelayerSettings(MAX_RUNNING, variant.max_delay_passes, 1.0)
             clock = asyncio.get_running_loop().time
             self.loop.delayer = self.scheduler.prefill_gate = PrefillDelayer(settings, clock)
         group.join(NOBODY, lambda peer, body: None, self.loop.woken)

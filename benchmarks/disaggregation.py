@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.simulated_runs import parser_of, publish
-from kvrelay.simulated.profiles import find_profile
+from kvrelay.device_profiles import find_profile
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
 from kvrelay_simulator.results import RunSlo, Times, figures
 from kvrelay_simulator.traces import TracedRequest, read_trace, scaled

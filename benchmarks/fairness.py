@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrelay.simulated.profiles import Profile, StepLoad, find_profile
+from kvrelay.device_profiles import Profile, StepLoad, find_profile
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
 from kvrelay_simulator.traces import HASH_TOKENS, TracedRequest
 from kvrelay_simulator.workers import Request, WorkerSettings

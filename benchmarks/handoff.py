@@ -1,9 +1,8 @@
 """What of a handoff a client can feel: from the end of the last chunk to decode's first step with the request.
 
-`kvrelay up` with the demo model, one prefill and one decode worker, for each transport and for both values of
-`--push-when`: `chunk` sends blocks while the prompt is being computed, `prompt` all of them after the last chunk.
-Prompts are random tokens, so that nothing is cached; one request at a time; lengths and modes take turns, so that a
-busy machine is unfair to all alike. The first turn is thrown away. The times are those of the workers' metrics files.
+`kvrelay up` with the demo model, one prefill and one decode worker, for each transport. Prompts are random tokens, so
+that nothing is cached; one request at a time; lengths take turns, so that a busy machine is unfair to all alike. The
+first turn is thrown away. The times are those of the workers' metrics files.
 
 The slope is that of a straight line through a turn's times over its prompt lengths.
 
@@ -20,7 +19,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +30,6 @@ from tests.fakes.stack import Stack
 
 LENGTHS = (512, 1024, 2048, 4096, 8176)
 """The last one leaves room for the output in the model's 8192."""
-MODES = ("chunk", "prompt")
 VOCABULARY = range(3, 2048)
 NUM_OUTPUT = 4
 
@@ -43,7 +40,6 @@ class Load:
 
     model: Path | None = None
     lengths: tuple[int, ...] = LENGTHS
-    modes: tuple[str, ...] = MODES
 
 
 class Series:
@@ -60,24 +56,19 @@ class Series:
         return [1e3 * float(np.polyfit(list(self.exposed_ms), turn, 1)[0]) for turn in turns]
 
 
-def measure(transport: str, repeats: int, flags: Sequence[str], load: Load | None = None) -> dict[str, Series]:
-    """All modes of one transport, in turns."""
+def measure(transport: str, repeats: int, flags: Sequence[str], load: Load | None = None) -> Series:
+    """The figures of one transport."""
     load = load or Load()
     rng = random.Random(transport)
     with tempfile.TemporaryDirectory() as folder:
-        paths = {mode: Path(folder) / mode for mode in load.modes}
-        with ExitStack() as running:
-            stacks = {}
-            for mode, path in paths.items():
-                metrics = str(path / "{worker_id}.jsonl")
-                own = ("--transfer", transport, "--push-when", mode, "--metrics-file", metrics)
-                stacks[mode] = running.enter_context(Stack(load.model, path, *own, *flags))
+        path = Path(folder)
+        own = ("--transfer", transport, "--metrics-file", str(path / "{worker_id}.jsonl"))
+        with Stack(load.model, path, *own, *flags) as stack:
             for turn in range(repeats + 1):
                 for length in load.lengths:
-                    for stack in stacks.values():
-                        stack.complete(rng.choices(VOCABULARY, k=length), NUM_OUTPUT, ignore_eos=True)
+                    stack.complete(rng.choices(VOCABULARY, k=length), NUM_OUTPUT, ignore_eos=True)
                 print(f"{transport}: turn {turn} of {repeats}", file=sys.stderr)
-        return {mode: read(path, load.lengths) for mode, path in paths.items()}
+        return read(path, load.lengths)
 
 
 def read(folder: Path, lengths: Sequence[int] = LENGTHS) -> Series:
@@ -100,7 +91,7 @@ def read(folder: Path, lengths: Sequence[int] = LENGTHS) -> Series:
     return series
 
 
-def report(results: dict[str, dict[str, Series]], repeats: int, load: float) -> str:
+def report(results: dict[str, Series], repeats: int, load: float) -> str:
     """The results as a Markdown page."""
     lines = [
         "# What of a handoff is exposed",
@@ -111,17 +102,15 @@ def report(results: dict[str, dict[str, Series]], repeats: int, load: float) -> 
         f"Machine: {platform.machine()}, {os.cpu_count()} cores, shared, load average {load:.1f} before the run; "
         f"Python {platform.python_version()}. Repeat with `python -m benchmarks.handoff`.",
         "",
-        "| transport | sent | " + " | ".join(f"{length} tokens" for length in LENGTHS) + " | slope, µs a token |",
-        "|---|---|" + "--:|" * (len(LENGTHS) + 1),
+        "| transport | " + " | ".join(f"{length} tokens" for length in LENGTHS) + " | slope, µs a token |",
+        "|---|" + "--:|" * (len(LENGTHS) + 1),
     ]
-    for transport, by_mode in results.items():
-        for mode, series in by_mode.items():
-            words = "with each chunk" if mode == "chunk" else "after the last"
-            cells = [
-                f"{spread(series.exposed_ms[length])}; {statistics.median(series.tail_kib[length]):,.0f} KiB"
-                for length in LENGTHS
-            ]
-            lines.append(f"| {transport} | {words} | " + " | ".join(cells) + f" | {spread(series.slopes_us, 2)} |")
+    for transport, series in results.items():
+        cells = [
+            f"{spread(series.exposed_ms[length])}; {statistics.median(series.tail_kib[length]):,.0f} KiB"
+            for length in LENGTHS
+        ]
+        lines.append(f"| {transport} | " + " | ".join(cells) + f" | {spread(series.slopes_us, 2)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from benchmarks.simulated_runs import measure_all, parser_of, publish
-from kvrelay.simulated.profiles import find_profile
+from kvrelay.device_profiles import find_profile
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
 from kvrelay_simulator.results import RunFigures, RunSlo, best_possible_hit_rate, figures

@@ -49,7 +49,6 @@ MODES = {
 LONG_PROMPTS = (1000, 2000, 4000, 8000)
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "no cache": ("--no-prefix-cache",),
-    "table, fcfs": ("--prefix-lookup", "table"),
     "tree, random": ("--queue-order", "random"),
     "tree, fcfs": ("--queue-order", "fcfs"),
     "tree, lpm": ("--queue-order", "lpm"),

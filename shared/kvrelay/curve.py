@@ -6,25 +6,16 @@ the gate (ZAP, RFC 27 of ZeroMQ) admits no other client key.
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Self
 
 import zmq
-from zmq.utils import z85
-
-from kvrelay.messaging.zmq_context import ZmqContext
-
-log = logging.getLogger(__name__)
 
 OVERHEAD_BYTES = 64
 """Upper bound of the encryption overhead per message."""
 _Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_ZAP_FRAMES = 7
 _DOMAIN = b"kvrelay"
 
 
@@ -67,7 +58,7 @@ class CurveKey:
         return f"{head}\n{self.secret.decode()}\n"
 
     def guard_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Enables CURVE on a socket before it binds. Its context needs `open_gate`."""
+        """Enables CURVE on a socket before it binds. Its context needs `open_curve_gate`."""
         socket.curve_server = True
         socket.curve_secretkey = self.secret
         socket.zap_domain = _DOMAIN
@@ -77,29 +68,3 @@ class CurveKey:
         socket.curve_serverkey = self.public
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
-
-    def open_gate(self, context: ZmqContext) -> None:
-        """Starts a thread that admits only this key to the context's guarded sockets. It ends with the context."""
-        gate = context.socket(zmq.REP)
-        gate.bind(_ZAP_ADDRESS)  # bind before any connection: without a gate, connections are refused for good
-        thread = Thread(target=self._keep_gate, args=(gate,), name="curve-gate", daemon=True)
-        thread.start()
-        context.hand_over(gate)
-
-    def _keep_gate(self, gate: zmq.Socket[bytes]) -> None:
-        try:
-            while True:
-                self._answer(gate)
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            gate.close(linger=0)  # always: the context's end waits for it
-
-    def _answer(self, gate: zmq.Socket[bytes]) -> None:
-        frames = gate.recv_multipart()
-        # version, request, domain, address, identity, mechanism, the peer's public key (32 bytes)
-        is_ours = len(frames) == _ZAP_FRAMES and frames[5] == b"CURVE" and frames[6] == z85.decode(self.public)
-        if not is_ours:
-            log.warning("refused a connection from %r: it has another key", frames[3:4])
-        status = (b"200", b"OK") if is_ours else (b"400", b"another key")
-        gate.send_multipart([b"1.0", frames[1], *status, b"", b""])

@@ -96,7 +96,7 @@ class Engine:
         if config.chunking == "dynamic" or config.speculation != "off":
             calibrate(self._scheduler, self._runner, config.token_budget)
         self._limits = _limits(config, spec)
-        most = config.scheduler_settings.max_uncommitted if spec.pipeline_parallel_size > 1 else 1
+        most = factory.scheduler_settings(config).max_uncommitted if spec.pipeline_parallel_size > 1 else 1
         self.totals = StepTotals()
         """Totals of all steps since the start."""
         self._steps = EngineSteps(self._runner, self._scheduler, most, self.totals)

@@ -14,11 +14,11 @@ from kvrelay.config.worker import WorkerConfig
 SETTINGS = (
     "dtype", "kv_cache_dtype", "load_format", "device", "cuda_graphs", "cuda_graph_sizes", "cascade_attention",
     "fused_layers", "quantization", "threads", "block_size", "num_blocks", "kv_memory_bytes", "memory_utilization",
-    "max_model_len", "prefix_cache", "prefix_lookup", "token_budget", "max_running", "scheduler", "chunking",
-    "queue_order", "queue_starvation_bound", "retraction", "preemption", "swap_space", "new_token_ratio",
-    "group_samples", "jump_forward", "max_shared_forced_tokens", "speculation", "num_speculative_tokens",
-    "prompt_lookup_min", "prompt_lookup_max", "suffix_cache_tokens", "tensor_parallel_size",
-    "pipeline_parallel_size", "local_ranks", "rank_host", "rank_port", "rank_timeout_s", "rank_silence_s",
+    "max_model_len", "prefix_cache", "token_budget", "max_running", "scheduler", "chunking",
+    "queue_order", "retraction", "preemption", "swap_space", "new_token_ratio",
+    "group_samples", "jump_forward", "speculation", "num_speculative_tokens",
+    "tensor_parallel_size",
+    "pipeline_parallel_size", "local_ranks", "rank_host", "rank_port", "rank_timeout_s",
     "curve_key_file",
 )  # fmt: skip
 """docs/configuration.md says what each means. The others concern services."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvrelay.device_profiles import Profile
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.simulated.profiles import Profile
 from kvrelay_router.dispatch.load import Held, OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, Work, work_of
 from kvrelay_router.fleet_view import FleetView

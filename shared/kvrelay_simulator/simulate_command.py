@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from kvrelay.device_profiles import BUILT_IN, Profile, UnknownProfile, find_profile
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import number, objective, result_file, whole
-from kvrelay.scheduling.policies.scheduler_registry import UnknownScheduler, check_scheduler_name
+from kvrelay.scheduler_names import UnknownScheduler, check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
-from kvrelay.simulated.profiles import BUILT_IN, Profile, UnknownProfile, find_profile
 from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvrelay.device_profiles import Profile, StepLoad
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.cache import Cache
@@ -24,7 +25,6 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, TokenBuffer
-from kvrelay.simulated.profiles import Profile, StepLoad
 from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.worker.load_report import SpeedMeter, report_load
 from kvrelay_simulator.clock import VirtualClock

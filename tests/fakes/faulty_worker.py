@@ -32,7 +32,7 @@ def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
     """With the senders that the configuration asks for, each wrapped."""
 
     def nixl(pool: Bytes, checksums: PoolChecksums | None) -> TransferSender:
-        settings = NixlSettings(ucx_transports=config.nixl_transports, ucx_devices=devices_for(config.host))
+        settings = NixlSettings(ucx_devices=devices_for(config.host))
         return NixlSender(pool, settings=settings, checksums=checksums)
 
     def zmq(pool: Bytes, checksums: PoolChecksums | None) -> TransferSender:
@@ -41,7 +41,7 @@ def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
     chosen = {"zmq": [zmq], "nixl": [nixl], "auto": [nixl, zmq]}[config.transfer]
     pool, checksums = context.pool_memory, config.transfer_checksums
     wrapped = [FaultySender(pool, each, faults(), checksums=checksums) for each in chosen]
-    return PrefillRole(context, {sender.name: sender for sender in wrapped}, push_when=config.push_when)
+    return PrefillRole(context, {sender.name: sender for sender in wrapped})
 
 
 def decode_role(context: WorkerContext, config: WorkerConfig) -> Role:
@@ -52,7 +52,6 @@ def decode_role(context: WorkerContext, config: WorkerConfig) -> Role:
         host=config.host,
         port=config.transfer_port,
         advertise_host=config.reachable_host,
-        ucx_transports=config.nixl_transports,
     )
     wrapped: dict[str, TransferReceiver] = {name: FaultyReceiver(each, faults()) for name, each in receivers.items()}
     return DecodeRole(context, wrapped)

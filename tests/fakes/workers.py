@@ -42,7 +42,7 @@ HURRY_S = 0.02
 
 def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
     senders = make_senders(config.transfer, context.pool_memory, host=config.host)
-    return PrefillRole(context, senders, push_when=config.push_when)
+    return PrefillRole(context, senders)
 
 
 def decode_role(context: WorkerContext, config: WorkerConfig) -> Role:
@@ -54,7 +54,7 @@ class LocalWorker:
     """A worker shell on this event loop."""
 
     def __init__(self, redis_url: str, role: str, runner: HashRunner, **settings: object) -> None:
-        values = {"peer_timeout_s": 2.0, "peer_interval_s": 0.1, "drain_timeout_s": 5.0, "transfer": "zmq"} | settings
+        values = {"peer_timeout_s": 2.0, "drain_timeout_s": 5.0, "transfer": "zmq"} | settings
         values |= {"model": "hash-model", "served_model_name": "hash-model", "redis_url": redis_url, "role": role}
         self.config = WorkerConfig.model_validate(values)
 

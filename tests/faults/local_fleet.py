@@ -84,9 +84,7 @@ class LocalFleet:
             "worker_id": name,
             "redis_prefix": self.prefix,
             "peer_timeout_s": PEER_TIMEOUT_S,
-            "peer_interval_s": PEER_INTERVAL_S,
             "lease_ttl_s": 1.0,
-            "lease_interval_s": 0.2,
             "token_budget": 48,
             "max_running": 12,
         }

@@ -30,8 +30,8 @@ def run(part: Part) -> None:
     for transport in ("zmq", "nixl") if has_nixl() else ("zmq",):
         if not part.recorder.has_time(transport):
             return
-        load = handoff.Load(part.model_dir(), scale.handoff_prompts, ("chunk",))
-        series = handoff.measure(transport, scale.repeats, flags, load)["chunk"]
+        load = handoff.Load(part.model_dir(), scale.handoff_prompts)
+        series = handoff.measure(transport, scale.repeats, flags, load)
         for length in scale.handoff_prompts:
             part.recorder.row(
                 "Handoff",

@@ -18,7 +18,6 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> DecodeRole:
         host=config.host,
         port=config.transfer_port,
         advertise_host=config.reachable_host,
-        ucx_transports=config.nixl_transports,
         curve=config.curve_key(),
     )
     return DecodeRole(context, with_other_ranks_receivers(receivers, context))

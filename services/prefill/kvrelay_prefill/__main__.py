@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.simulated.profiles import find_profile
+from kvrelay.device_profiles import find_profile
 from kvrelay.simulated.timed_transport import paced
 from kvrelay.transfer.select import make_senders
 from kvrelay.worker.context import WorkerContext
@@ -18,14 +18,13 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
         config.transfer_choice,
         context.pool_memory,
         host=config.host,
-        ucx_transports=config.nixl_transports,
         checksums=config.transfer_checksums,
         curve=config.curve_key(),
         max_peers=config.max_peers,
     )
     if config.backend == "simulated":
         senders = paced(senders, find_profile(config.profile), context.spec)
-    return PrefillRole(context, with_other_ranks_senders(senders, context), push_when=config.push_when)
+    return PrefillRole(context, with_other_ranks_senders(senders, context))
 
 
 if __name__ == "__main__":

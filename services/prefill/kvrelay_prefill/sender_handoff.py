@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Literal
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import FirstToken, PeerRef
@@ -52,9 +51,6 @@ from kvrelay_prefill.sender_events import (
     SendReserve,
 )
 
-PushWhen = Literal["chunk", "prompt"]
-"""Push blocks as soon as their chunk is computed, or all of them after the last chunk."""
-
 
 class SenderState(StrEnum):
     """The module's docstring describes each state."""
@@ -83,12 +79,11 @@ class SenderHandoff:
     All blocks of the sequence are held before decode is asked.
     """
 
-    def __init__(self, decode: PeerRef | None, push_when: PushWhen = "chunk") -> None:
+    def __init__(self, decode: PeerRef | None) -> None:
         self.state = SenderState.QUEUED
         self.reservation_state = ReservationState.NONE
         self.decode = decode
         self.first_token: FirstToken | None = None
-        self._push_when = push_when
         self._blocks: tuple[int, ...] = ()
         self._num_complete = 0
         self._grant: Grant | None = None
@@ -289,8 +284,6 @@ class SenderHandoff:
         """Pushes blocks that are complete, granted and not pushed yet; after the last one, the handoff message."""
         grant = self._grant
         if grant is None or self.state not in (SenderState.COMPUTING, SenderState.SENDING):
-            return []
-        if self._push_when == "prompt" and self.state is SenderState.COMPUTING:
             return []
         instructions = self._push_indices(grant, grant.take_ready(self._num_complete))
         if self.state is SenderState.SENDING and self.first_token is not None:

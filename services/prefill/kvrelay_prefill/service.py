@@ -25,7 +25,7 @@ from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay_prefill.request import PrefillRequest
 from kvrelay_prefill.sender_driver import SenderDriver
-from kvrelay_prefill.sender_handoff import PushWhen, ReservationState, SenderHandoff, SenderState
+from kvrelay_prefill.sender_handoff import ReservationState, SenderHandoff, SenderState
 
 
 class PrefillRole:
@@ -35,11 +35,8 @@ class PrefillRole:
         self,
         context: WorkerContext,
         senders: Mapping[str, TransferSender | ShardedSender],
-        *,
-        push_when: PushWhen = "chunk",
     ) -> None:
         """`senders` by name: of this process's pool, or of all ranks."""
-        self._push_when = push_when
         self._context = context
         self._requests: OpenRequests[PrefillRequest] = OpenRequests(context, self.name, self._cancel)
         self._sending = SenderDriver(context, senders, self._requests)
@@ -130,8 +127,8 @@ class PrefillRole:
         sequence = self._requests.queue(header, router, body.prompt, prefill_only=True)
         if sequence is None:
             return
-        handoff = SenderHandoff(body.decode, self._push_when)
-        handle = recorded(self._context.events, "sender", sequence.key, handoff, body.decode, self._push_when)
+        handoff = SenderHandoff(body.decode)
+        handle = recorded(self._context.events, "sender", sequence.key, handoff, body.decode)
         timings = HandoffTimings(key=sequence.key, trace=sequence.trace)
         deadline, scores = deadline_of(body.prompt), scores_of(body.prompt)
         self._requests.add(

@@ -14,7 +14,7 @@ from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry
 from kvrelay.fleet.index import IndexFeed, IndexReader
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.protocol.link import LinkEvent
+from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by
 from kvrelay.telemetry.tracer import Tracer
@@ -50,7 +50,6 @@ async def load_text(config: RouterConfig, closing: contextlib.AsyncExitStack) ->
         TextService.load,
         config.model,
         content_special_tokens=config.content_special_tokens,
-        max_grammar_cpu_s=config.max_grammar_cpu_s,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
     )
@@ -115,7 +114,9 @@ def _open_messenger(config: RouterConfig, on_event: Callable[[LinkEvent], None])
         host=config.message_host or config.host,
         port=config.message_port,
         advertise_host=_message_address(config),
-        settings=config.link_settings,
+        settings=LinkSettings(
+            alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s, max_peers=config.max_peers
+        ),
         curve=config.curve_key(),
     )
 
@@ -129,7 +130,7 @@ def _message_address(config: RouterConfig) -> str:
 def _static_workers(config: RouterConfig, other_models: frozenset[str]) -> StaticWorkers | None:
     if not config.static_workers:
         return None
-    return StaticWorkers(config.static_workers, config.model_name, config.fleet_interval_s, other_models=other_models)
+    return StaticWorkers(config.static_workers, config.model_name, other_models=other_models)
 
 
 def _prefix_index(config: RouterConfig) -> FleetPrefixes | None:
@@ -148,5 +149,4 @@ def _dispatch_settings(config: RouterConfig, api: ApiSettings, tokenizer: str) -
         max_wait_for_worker_s=config.max_wait_for_worker_s,
         # The HTTP layer bounds its requests; one of them may still bring many prompts.
         max_requests=config.max_queued_requests + api.max_sequences,
-        registry_interval_s=config.fleet_interval_s,
     )

@@ -15,6 +15,7 @@ from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds
 from kvrelay.open_files import TooFewOpenFiles, allow_peers, files_for_peers
 from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
+from kvrelay.telemetry.event_log import open_event_log
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metric_samples import MetricSamples, merged
 from kvrelay.telemetry.otlp import open_export
@@ -71,7 +72,7 @@ class RouterServer:
     async def startup(self) -> None:
         """Loads the tokenizer, connects to the fleet and opens the HTTP endpoint."""
         config = self.config
-        events = config.open_event_log(config.router_id)
+        events = open_event_log(config.event_log, config.router_id)
         if events is not None:
             self._closing.callback(events.close)
         export = open_export("router", config.router_id)
@@ -99,7 +100,6 @@ class RouterServer:
             max_connections=allowed_connections(
                 config.max_connections, files_for_peers(config.max_peers, transfers_blocks=False)
             ),
-            max_header_bytes=int(config.max_header_bytes),
         )
         grace_s = config.drain_timeout_s + HTTP_GRACE_S
         self._http = await serve(app, listener, graceful_timeout_s=grace_s, limits=connections, memory=self._memory)
@@ -113,7 +113,7 @@ class RouterServer:
         config = self.config
         if not config.response_store_bytes:
             return None
-        bounds = StoreBounds(int(config.response_store_bytes), config.response_store_count, config.response_store_ttl_s)
+        bounds = StoreBounds(int(config.response_store_bytes))
         if not config.uses_redis:
             return OwnResponses(bounds)
         shared = SharedResponses(config.redis_url, config.redis_prefix, bounds)

@@ -38,7 +38,12 @@ class StaticWorkers:
     """
 
     def __init__(
-        self, urls: Sequence[str], model: str, interval_s: float, *, other_models: frozenset[str] = frozenset()
+        self,
+        urls: Sequence[str],
+        model: str,
+        interval_s: float = 0.5,
+        *,
+        other_models: frozenset[str] = frozenset(),
     ) -> None:
         self._workers = [StaticWorker(url) for url in urls]
         self._model = model

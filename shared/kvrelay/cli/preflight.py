@@ -12,11 +12,11 @@ from pathlib import Path
 from kvrelay.cli.launch_plan import LaunchPlan
 from kvrelay.cli.model_files import find_model
 from kvrelay.config.loader import ConfigError
-from kvrelay.config.model_division import why_not_divided
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.machine_memory import available_memory_bytes
 from kvrelay.ports import HeldPort
+from kvrelay.ranks.model_division import why_not_divided
 from kvrelay.transfer.nixl_agent import PACKAGES
 
 DEFAULT_POOL_BYTES = 1 << 30

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -49,15 +49,6 @@ class ServiceSpec:
     drain_timeout_s: float
     pass_fds: Sequence[int] = ()  # inherited file descriptors
     where: str = ""  # location shown to users, such as a GPU
-    nice: int = 0  # added to the niceness of this process
-
-
-def _lower_priority(nice: int) -> None:
-    """Adds to the niceness of this process, and of its session, since Linux may schedule sessions as groups."""
-    if nice:
-        os.nice(nice)
-        with suppress(OSError):  # the kernel does not group sessions
-            Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
 
 
 class RestartPauses:
@@ -152,12 +143,6 @@ class Service:
         return describe_exit(status)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        arm, nice = die_with_parent(), self.spec.nice
-
-        def prepare() -> None:
-            _lower_priority(nice)
-            arm()
-
         with self._output() as output:
             return await asyncio.create_subprocess_exec(
                 *self.spec.argv,
@@ -166,7 +151,7 @@ class Service:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # so that Ctrl-C reaches only this process, which stops services in order
-                preexec_fn=prepare,
+                preexec_fn=die_with_parent(),
                 pass_fds=self.spec.pass_fds,
             )
 

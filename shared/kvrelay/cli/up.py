@@ -200,8 +200,6 @@ class _Run:
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
             if leases is not None:
                 spec = replace(spec, pass_fds=(leases.descriptor,))
-            if worker.role == "prefill":
-                spec = replace(spec, nice=plan.up.prefill_nice)
             others.append(Service(spec, self._display))
         host = LOOPBACK if is_wildcard(plan.up.host) else plan.up.host
         expected: Counter[str] = Counter()

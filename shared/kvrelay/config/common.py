@@ -6,16 +6,14 @@ import ipaddress
 import logging
 import socket
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvrelay.config.demo import DEMO_MODEL_NAME, demo_model_path
 from kvrelay.curve import CurveKey
-from kvrelay.fleet.connect import check_redis_url
-from kvrelay.protocol.link import LinkSettings
-from kvrelay.telemetry.event_log import EventLog
+from kvrelay.redis_url import check_redis_url
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -28,6 +26,7 @@ NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
 NAME_FORM = "1 to 64 of the characters A-Z a-z 0-9 _ . -"
 
 MAX_MODEL_NAME_CHARS = 200
+LIFE_SIGNS_PER_TIMEOUT = 10
 
 
 def mask_password(url: str) -> str:
@@ -57,11 +56,6 @@ def is_wildcard(host: str) -> bool:
         return host == "*"
 
 
-def reachable_host(host: str, advertise_host: str | None) -> str:
-    """The address under which peers reach what listens on `host`."""
-    return advertise_host or (socket.gethostname() if is_wildcard(host) else host)
-
-
 def default_model() -> str:
     """The demo model's directory, or "" (which validation rejects) if it is not installed."""
     return str(demo_model_path() or "")
@@ -76,13 +70,52 @@ def default_served_name(data: dict[str, Any]) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-class CommonConfig(BaseModel):
-    """Fields of router and workers. Times are in seconds.
+class ProcessConfig(BaseModel):
+    """Fields of every process. Times are in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
+    advertise_host: str | None = Field(
+        default=None,
+        description="address under which others reach this process (default: host, or the machine's name if host is a "
+        "wildcard)",
+    )
+    curve_key_file: Path | None = Field(
+        default=None,
+        description="file with the fleet's key, from `kvrelay keys`: encrypts all traffic between routers and workers, "
+        "including KV blocks over zmq, and refuses peers without this key (default: no encryption)",
+    )
+    log_level: LogLevel = Field(default="info", description="lowest level to log")
+    log_format: LogFormat = Field(default="text", description="text, or one JSON object per line")
+
+    @field_validator("curve_key_file")
+    @classmethod
+    def _key_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            CurveKey.read(path)
+        return path
+
+    @field_validator("advertise_host", mode="before")
+    @classmethod
+    def _empty_means_default(cls, host: object) -> object:
+        return host or None
+
+    @property
+    def reachable_host(self) -> str:
+        """The address to advertise to peers."""
+        return self.advertise_host or (socket.gethostname() if is_wildcard(self.host) else self.host)
+
+    def curve_key(self) -> CurveKey | None:
+        """The fleet's key, or None without encryption. Raises BadKeyFile."""
+        return None if self.curve_key_file is None else CurveKey.read(self.curve_key_file)
+
+
+class CommonConfig(ProcessConfig):
+    """Fields of router and workers.
 
     The constructor uses only the given values; `load_config` also reads the file and the environment.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
 
     model: str = Field(
         default_factory=default_model,
@@ -117,16 +150,9 @@ class CommonConfig(BaseModel):
         default=True,
         description="workers publish cached prefixes to Redis, and routers route requests to them",
     )
-    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
-    advertise_host: str | None = Field(
-        default=None,
-        description="address under which others reach this process (default: host, or the machine's name if host is a "
-        "wildcard)",
-    )
     peer_timeout_s: float = Field(
         default=5.0, ge=0.5, le=600, description="seconds of silence after which a peer counts as dead"
     )
-    peer_interval_s: float = Field(default=0.5, ge=0.05, le=60, description="seconds between life signs to a peer")
     max_peers: int = Field(
         default=2048,
         ge=4,
@@ -134,22 +160,13 @@ class CommonConfig(BaseModel):
         description="routers and workers that this process may be connected to at a time; each needs up to 5 file "
         "descriptors, for which the soft limit is raised at the start",
     )
-    curve_key_file: Path | None = Field(
-        default=None,
-        description="file with the fleet's key, from `kvrelay keys`: encrypts all traffic between routers and workers, "
-        "including KV blocks over zmq, and refuses peers without this key (default: no encryption)",
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, le=3600, description="seconds for open requests to finish after SIGTERM"
     )
-    log_level: LogLevel = Field(default="info", description="lowest level to log")
-    log_format: LogFormat = Field(default="text", description="text, or one JSON object per line")
     event_log: Path | None = Field(
         default=None,
         description="file for the events and instructions of the handoff state machines, for `kvrelay replay`; {name} "
         "is replaced by the service's id; contains prompts and output as token ids (default: none)",
-    )
-    event_log_bytes: ByteSize = Field(
-        default=ByteSize(64 << 20),
-        ge=4096,
-        description="size at which the event log is rotated, as in 64MiB; one earlier file is kept",
     )
 
     @field_validator("redis_url")
@@ -179,18 +196,6 @@ class CommonConfig(BaseModel):
                 raise ValueError(f"{names!r}: each name must have 1 to {MAX_MODEL_NAME_CHARS} characters")
         return names
 
-    @field_validator("curve_key_file")
-    @classmethod
-    def _key_can_be_read(cls, path: Path | None) -> Path | None:
-        if path is not None:
-            CurveKey.read(path)
-        return path
-
-    @field_validator("advertise_host", mode="before")
-    @classmethod
-    def _empty_means_default(cls, host: object) -> object:
-        return host or None
-
     @model_validator(mode="before")
     @classmethod
     def _read_redis_password(cls, values: Any) -> Any:
@@ -207,15 +212,6 @@ class CommonConfig(BaseModel):
             raise ValueError(f"redis_password_file: {path} is empty")
         url = values.get("redis_url") or cls.model_fields["redis_url"].default
         return {**values, "redis_url": with_password(str(url), password)}
-
-    @model_validator(mode="after")
-    def _peer_times(self) -> Self:
-        if self.peer_interval_s * 2 > self.peer_timeout_s:
-            raise ValueError(
-                f"peer_interval_s ({self.peer_interval_s:g}) must be at most half of peer_timeout_s "
-                f"({self.peer_timeout_s:g}), or one lost life sign ends the connection"
-            )
-        return self
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -235,25 +231,9 @@ class CommonConfig(BaseModel):
         return self.redis_url != NO_REDIS
 
     @property
-    def link_settings(self) -> LinkSettings:
-        """The settings of the messenger's links to its peers."""
-        return LinkSettings(
-            alive_interval_s=self.peer_interval_s, peer_timeout_s=self.peer_timeout_s, max_peers=self.max_peers
-        )
-
-    @property
-    def reachable_host(self) -> str:
-        """The address to advertise to peers."""
-        return reachable_host(self.host, self.advertise_host)
-
-    def curve_key(self) -> CurveKey | None:
-        """The fleet's key, or None without encryption. Raises BadKeyFile."""
-        return None if self.curve_key_file is None else CurveKey.read(self.curve_key_file)
-
-    def open_event_log(self, name: str) -> EventLog | None:
-        """Opens the event log of the service `name`; None if not configured. Raises OSError."""
-        path = self.event_log
-        return None if path is None else EventLog(Path(str(path).replace("{name}", name)), self.event_log_bytes)
+    def peer_interval_s(self) -> float:
+        """Seconds between life signs to a peer: several may be late or lost before `peer_timeout_s` has passed."""
+        return self.peer_timeout_s / LIFE_SIGNS_PER_TIMEOUT
 
     def printable(self) -> dict[str, Any]:
         """All values as JSON types, with secrets masked."""

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 
 from kvrelay.config.field_values import allowed, choices, explanations, extra, is_of, sentence, size
-from kvrelay.config.other_servers import ADVICE, RENAMED
+from kvrelay.config.other_servers import ADVICE
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
@@ -285,8 +285,6 @@ def _read_file(path: Path) -> dict[str, dict[str, Any]]:
 
 def _place_of(name: str, fields: Collection[str]) -> str:
     """The tables that have the field, or else a similar name."""
-    if name in RENAMED:
-        return f"; it is {RENAMED[name]} now"
     tables = [f"[{table}]" for table, each in TABLES.items() if name in each.model_fields]
     return f"; it belongs into {' or '.join(tables)}" if tables else closest(name, fields)
 

@@ -1,12 +1,9 @@
-"""Flags of vLLM and SGLang that kvrelay does not have, and earlier names of its own, with what to use in their place.
+"""Flags of vLLM and SGLang that kvrelay does not have, with what to use in their place.
 
 Flags that mean the same as one of kvrelay's are further names of that flag and stand with its field.
 """
 
 from __future__ import annotations
-
-RENAMED = {"devices": "gpus", "prefill_devices": "prefill_gpus", "decode_devices": "decode_gpus"}
-"""Earlier names of fields of `[up]`."""
 
 _SWITCHED_PARSERS = "tools and reasoning are parsed without it; --tool-parser and --reasoning-parser choose the format"
 _NO_GRAPHS = "use --no-cuda-graphs"
@@ -21,7 +18,6 @@ _HUB = "name a directory; the Hugging Face cache is where HF_HOME says"
 _DRAFT_MODEL = "drafts come from repeated text (--speculation), not from a second model"
 
 ADVICE = {
-    **{f"--{old.replace('_', '-')}": f"it is --{new.replace('_', '-')} now" for old, new in RENAMED.items()},
     "--workers": "workers are --prefill and --decode; " + _ROUTERS,
     "--api-server-count": _ROUTERS,
     "--api-key": "process lists show flags; put keys into a file (--api-keys-file) or into KVRELAY_API_KEYS",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from kvrelay.config.common import CommonConfig, LogFormat, LogLevel, is_wildcard, reachable_host
-from kvrelay.curve import CurveKey
+from kvrelay.config.common import CommonConfig, ProcessConfig, is_wildcard
 
 MAX_RANKS = 64
 DEVICE_FORM = "auto, cpu, cuda or cuda:N"
@@ -67,12 +65,6 @@ class RankedConfig(CommonConfig):
     )
     rank_timeout_s: float = Field(
         default=60.0, ge=0.5, le=3600, description="seconds within which all ranks must have joined the worker"
-    )
-    rank_silence_s: float = Field(
-        default=15.0,
-        ge=0.6,
-        le=3600,
-        description="seconds of silence after which a rank, or the worker, counts as dead",
     )
 
     @property
@@ -135,10 +127,8 @@ class RankedConfig(CommonConfig):
         return self
 
 
-class RankConfig(BaseModel):
-    """Fields of `kvrelay rank`. What the model needs comes from the worker."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+class RankConfig(ProcessConfig):
+    """Fields of `kvrelay rank`, which listens at `host` for KV blocks. What the model needs comes from the worker."""
 
     engine: str = Field(
         pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[^:\[\]/]+):\d{1,5}$",
@@ -161,36 +151,3 @@ class RankConfig(BaseModel):
         default=None, ge=1, le=1024, description="CPU threads of this rank (default: one per core)"
     )
     rank_timeout_s: float = Field(default=60.0, ge=0.5, le=3600, description="seconds to wait for the worker")
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="address to listen on for KV blocks; on prefill workers only NIXL does that, and by default at the "
-        "address by which the machine reaches the worker",
-    )
-    advertise_host: str | None = Field(
-        default=None,
-        min_length=1,
-        description="address under which prefill workers reach this rank (default: host, or the machine's name if host "
-        "is a wildcard)",
-    )
-    curve_key_file: Path | None = Field(
-        default=None, description="file with the fleet's key, if the worker has one (default: no encryption)"
-    )
-    log_level: LogLevel = Field(default="info", description="lowest level to log")
-    log_format: LogFormat = Field(default="text", description="text, or one JSON object per line")
-
-    @field_validator("curve_key_file")
-    @classmethod
-    def _key_can_be_read(cls, path: Path | None) -> Path | None:
-        if path is not None:
-            CurveKey.read(path)
-        return path
-
-    @property
-    def reachable_host(self) -> str:
-        """The address under which others reach this rank."""
-        return reachable_host(self.host, self.advertise_host)
-
-    def curve_key(self) -> CurveKey | None:
-        """The fleet's key, or None without encryption. Raises BadKeyFile."""
-        return None if self.curve_key_file is None else CurveKey.read(self.curve_key_file)

@@ -23,7 +23,6 @@ from pydantic import (
 from kvrelay.config.common import NAME_FORM, NAME_PATTERN, CommonConfig
 from kvrelay.config.field_values import first_fault
 from kvrelay.config.fleets import read_fleets
-from kvrelay.protocol.messages import LEAST_WEIGHT, MOST_WEIGHT
 
 LEAST_PER_MINUTE = 0.001
 """One request in 17 hours. Redis stores the time of the next request, whose precision limits the rate."""
@@ -49,7 +48,7 @@ class OwnKeyLimits(BaseModel):
         pattern=NAME_PATTERN,
         json_schema_extra={"form": NAME_FORM},
     )
-    weight: float = Field(default=1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
 
 
 class RouterConfig(CommonConfig):
@@ -110,13 +109,6 @@ class RouterConfig(CommonConfig):
         description="special tokens that message contents spell out become control tokens, so a content can end its "
         "turn and begin another; off: they are text, and only the chat template writes control tokens",
     )
-    max_grammar_cpu_s: float = Field(
-        default=0.2,
-        gt=0,
-        le=60,
-        description="CPU time that a request's grammar may take to compile, in a process beside the router's; one that "
-        "takes longer is refused",
-    )
     tool_parser: str = Field(
         default="auto",
         min_length=1,
@@ -141,12 +133,6 @@ class RouterConfig(CommonConfig):
     max_body_bytes: ByteSize = Field(
         default=ByteSize(8 << 20), ge=1024, le=1 << 30, description="largest request body, as in 8MiB"
     )
-    max_answer_bytes: ByteSize = Field(
-        default=ByteSize(64 << 20),
-        ge=1024,
-        le=1 << 28,  # a prompt's log-probabilities take 14 bytes each in one message of at most 64 MiB
-        description="largest answer, as in 64MiB: 4 bytes per token of text, 8 per token id and 64 per log-probability",
-    )
     response_store_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=0,
@@ -155,20 +141,11 @@ class RouterConfig(CommonConfig):
         "in Redis by all routers together, without Redis by each process; those that were not used for the longest "
         "time are dropped; 0: none is kept",
     )
-    response_store_count: int = Field(
-        default=10_000, ge=1, le=10_000_000, description="most responses that are kept, as --response-store-bytes says"
-    )
-    response_store_ttl_s: float = Field(
-        default=604_800.0, ge=1, le=31_536_000, description="seconds that a response is kept after its last use"
-    )
     max_pending_bytes: ByteSize = Field(
         default=ByteSize(512 << 20),
         ge=1 << 20,
         le=1 << 40,
         description="bytes of unfinished bodies and of requests in progress per process, as in 512MiB; more get 503",
-    )
-    max_header_bytes: ByteSize = Field(
-        default=ByteSize(64 << 10), ge=1024, le=16 << 20, description="largest request line and headers, as in 64KiB"
     )
     max_connections: int = Field(
         default=4096,
@@ -252,15 +229,6 @@ class RouterConfig(CommonConfig):
         description="TOML file with further models that this router serves, each on workers of its own: [[fleet]] "
         "tables with model and served_model_name, as the workers have them, and tool_parser and reasoning_parser "
         "(default: only model)",
-    )
-    fleet_interval_s: float = Field(
-        default=0.5,
-        ge=0.05,
-        le=60,
-        description="seconds between reads of the registry, and between requests to a static worker",
-    )
-    drain_timeout_s: float = Field(
-        default=30.0, ge=0, le=3600, description="seconds for open requests to finish after SIGTERM"
     )
 
     @model_validator(mode="after")

@@ -109,13 +109,6 @@ class UpConfig(BaseModel):
         "threads; dynamic also gives a step the cores of workers that have nothing to do; shared gives each a thread "
         "per core, which the system schedules (experimental)",
     )
-    prefill_nice: int = Field(
-        default=0,
-        ge=0,
-        le=19,
-        description="niceness of the prefill workers' processes: if workers share cores, a decode step waits less for "
-        "prompts",
-    )
     state_dir: Path = Field(
         default=Path(".kvrelay"),
         description="directory of the services' logs",

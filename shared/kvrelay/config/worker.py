@@ -10,15 +10,12 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from kvrelay.config.common import NAME_FORM, NAME_PATTERN
 from kvrelay.config.ranks import DEVICE_FORM, RankedConfig
-from kvrelay.engine.graph_sizes import default_sizes, largest_size
-from kvrelay.protocol.sampling import SpeculationMethod
-from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
-from kvrelay.scheduling.scheduler_settings import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
-from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
-from kvrelay.simulated.profiles import BUILT_IN, find_profile
+from kvrelay.device_profiles import BUILT_IN, find_profile
+from kvrelay.scheduler_names import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
 
 Role = Literal["prefill", "decode"]
 MIB = 1 << 20
+RENEWALS_PER_LEASE = 5
 
 
 def default_worker_id(data: dict[str, Any]) -> str:
@@ -59,16 +56,6 @@ class WorkerConfig(RankedConfig):
     transfer_checksums: bool = Field(
         default=False,
         description="send a checksum with each KV block; decode verifies it and requests corrupted blocks again",
-    )
-    push_when: Literal["chunk", "prompt"] = Field(
-        default="chunk",
-        description="when prefill sends a prompt's KV blocks: after each chunk, or after the last one (for comparison)",
-    )
-    nixl_transports: str = Field(
-        default="",
-        pattern=r"^[a-z0-9_,^:]*$",
-        description="UCX transports that NIXL may use, as in UCX_TLS: tcp, or rc,cuda_ipc,cuda_copy (default: all)",
-        json_schema_extra={"form": "small letters, digits, _ and : with commas between names, ^ in front to exclude"},
     )
 
     backend: Literal["auto", "simulated"] = Field(
@@ -171,16 +158,6 @@ class WorkerConfig(RankedConfig):
         description="keep the blocks of finished sequences for prompts with the same prefix",
         json_schema_extra={"flags": ["--enable-prefix-caching"]},
     )
-    prefix_lookup: Literal["tree", "table"] = Field(
-        default="tree",
-        description="tree: prompts share any prefix of blocks; table: only complete sequences, for comparison",
-    )
-    index_interval_s: float = Field(
-        default=0.05,
-        ge=0.001,
-        le=60,
-        description="seconds between batches of cache changes to the prefix index",
-    )
 
     token_budget: int = Field(
         default=512,
@@ -202,23 +179,20 @@ class WorkerConfig(RankedConfig):
         description="scheduling policy: sarathi, vllm, simple_chunking, orca, faster_transformer, or the name of an "
         "entry point kvrelay.schedulers",
     )
-    chunking: Chunking = Field(
+    chunking: Literal["fixed", "dynamic"] = Field(
         default="fixed",
         description="how sarathi and simple_chunking cut prompts: chunks of equal length, or of equal time",
     )
-    queue_order: QueueOrderName = Field(
+    queue_order: Literal["fcfs", "lpm", "dfs_weight", "priority", "sjf", "random"] = Field(
         default="fcfs",
         description="admission order: first come, longest cached prefix, heaviest branch of prompts, smallest priority "
         "number, shortest job, or random",
     )
-    queue_starvation_bound: int = Field(
-        default=64, ge=1, le=1 << 20, description="admissions after which a waiting sequence is next in any queue_order"
-    )
-    retraction: Retraction = Field(
+    retraction: Literal["latest", "least_progress"] = Field(
         default="latest",
         description="sequence to preempt when blocks run out: the latest, or the one with the least output",
     )
-    preemption: Preemption = Field(
+    preemption: Literal["auto", "recompute", "swap"] = Field(
         default="auto",
         description="how a preempted sequence on a decode worker keeps its KV: recompute, or swap (copied to the swap "
         "space if it has room, and back); auto: whichever is estimated to be faster",
@@ -247,15 +221,8 @@ class WorkerConfig(RankedConfig):
         description="in constrained output, append the tokens that the grammar forces without sampling them, and "
         "compute them in one step; off: sample each token under the grammar's mask",
     )
-    max_shared_forced_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        le=1 << 20,
-        description="maximum forced tokens in a step with unconstrained sequences; fewer shorten the gaps between "
-        "their tokens, and slow down constrained output (default: an eighth of token_budget)",
-    )
 
-    speculation: SpeculationMethod = Field(
+    speculation: Literal["off", "ngram", "suffix"] = Field(
         default="off",
         description="drafts of decoding sequences for requests that choose none: ngram guesses that the output repeats "
         "earlier text of its own sequence, suffix that it repeats this text or earlier outputs of the same tenant, and "
@@ -268,43 +235,11 @@ class WorkerConfig(RankedConfig):
         description="maximum drafts of a sequence in a step; fewer, or none, if they are often rejected or the step is "
         "large",
     )
-    prompt_lookup_min: int = Field(
-        default=3, ge=1, le=64, description="tokens that must repeat before the text behind them becomes a draft"
-    )
-    prompt_lookup_max: int = Field(
-        default=16, ge=1, le=64, description="tokens up to which a longer repetition is preferred to a shorter one"
-    )
-    suffix_cache_tokens: int = Field(
-        default=1 << 18,
-        ge=0,
-        le=1 << 28,
-        description="tokens of earlier outputs that speculation = suffix keeps for drafts, of all tenants together; a "
-        "tenant has at most a quarter, and a token takes about 150 bytes. 0: drafts come from a sequence's own text",
-    )
 
     prefill_delayer: bool = Field(
         default=False,
         description="on decode workers, hold prompts back until all ranks of data_parallel_size have one, and running "
         "sequences leave room for a batch of prompts",
-    )
-    prefill_delayer_max_passes: int = Field(
-        default=30,
-        ge=1,
-        le=1 << 16,
-        description="maximum passes, plus one, that a prompt waits for prompts of other ranks",
-    )
-    prefill_delayer_max_wait_s: float = Field(
-        default=1.0,
-        gt=0,
-        le=60,
-        description="maximum seconds that the delayer holds a prompt back",
-    )
-    prefill_delayer_low_watermark: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="share of the KV pool in use below which the prompts of a rank, and those of the others, do not "
-        "wait (default: they always do)",
     )
     overlap: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -324,17 +259,6 @@ class WorkerConfig(RankedConfig):
         le=600,
         description="seconds after which a silent worker leaves the registry; a worker that restarts under the same id "
         "in a new container waits for the rest of the lease",
-    )
-    lease_interval_s: float = Field(default=1.0, ge=0.05, le=60, description="seconds between renewals of the lease")
-    router_timeout_s: float = Field(
-        default=30.0,
-        ge=0.5,
-        le=3600,
-        description="seconds of silence after which a router counts as dead although its process has not ended; "
-        "peer_timeout_s if that is longer",
-    )
-    drain_timeout_s: float = Field(
-        default=30.0, ge=0, le=3600, description="seconds for running requests to finish after SIGTERM"
     )
 
     @field_validator("kv_cache_dtype", mode="before")
@@ -392,45 +316,19 @@ class WorkerConfig(RankedConfig):
 
     @property
     def publishes_prefixes(self) -> bool:
-        """Returns whether this worker publishes its cache to the prefix index. Only the tree reports changes."""
-        return self.uses_redis and self.prefix_index and self.prefix_cache and self.prefix_lookup == "tree"
+        """Returns whether this worker publishes its cache to the prefix index."""
+        return self.uses_redis and self.prefix_index and self.prefix_cache
 
     @property
-    def scheduler_settings(self) -> SchedulerSettings:
-        return SchedulerSettings(
-            queue_order=self.queue_order,
-            queue_starvation_bound=self.queue_starvation_bound,
-            chunking=self.chunking,
-            retraction=self.retraction,
-            new_token_ratio=self.new_token_ratio,
-            preemption=self.preemption,
-            group_samples=self.group_samples,
-            jump_forward=self.jump_forward,
-            max_shared_forced_tokens=self.max_shared_forced_tokens,
-            num_stages=self._num_stages,
-            speculation=SpeculationSettings(
-                self.speculation,
-                self.num_speculative_tokens,
-                self.prompt_lookup_min,
-                self.prompt_lookup_max,
-                self.suffix_cache_tokens,
-            ),
-        )
-
-    @property
-    def _num_stages(self) -> int:
+    def num_stages(self) -> int:
+        """Steps of this worker that are computed at the same time, each in another stage."""
         is_simulated = self.backend == "simulated"
         return find_profile(self.profile).num_stages if is_simulated else self.pipeline_parallel_size
 
     @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens for which CUDA graphs are captured, ascending; empty on prefill workers."""
-        if not self.cuda_graphs or self.role == "prefill":
-            return ()
-        has_runs = self.jump_forward or self.speculation != "off"
-        row_tokens = 1 + self.num_speculative_tokens if has_runs else 1
-        largest = largest_size(self.max_running, row_tokens, self.token_budget)
-        return tuple(sorted(set(self.cuda_graph_sizes))) or default_sizes(largest)
+    def lease_interval_s(self) -> float:
+        """Seconds between renewals of the lease: several may be late or lost before it ends."""
+        return self.lease_ttl_s / RENEWALS_PER_LEASE
 
     @property
     def pool_sizing(self) -> tuple[float, int, int, bool] | None:
@@ -459,11 +357,6 @@ class WorkerConfig(RankedConfig):
                 f"chunking = dynamic needs a scheduler that cuts prompts (sarathi, simple_chunking), "
                 f"and scheduler = {self.scheduler} does not"
             )
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max "
-                f"({self.prompt_lookup_max})"
-            )
         if self.preemption == "swap" and self.swap_space == 0:
             raise ValueError("preemption = swap needs a swap_space above 0")
         if self.max_running > self.token_budget:
@@ -477,11 +370,6 @@ class WorkerConfig(RankedConfig):
         if wrong:
             raise ValueError(
                 f"cuda_graph_sizes = {wrong[0]} (allowed: 1 to token_budget, which is {self.token_budget})"
-            )
-        if self.lease_interval_s * 2 > self.lease_ttl_s:
-            raise ValueError(
-                f"lease_interval_s ({self.lease_interval_s:g}) must be at most half of lease_ttl_s "
-                f"({self.lease_ttl_s:g}), or one late renewal loses the lease"
             )
         return self
 
@@ -498,7 +386,7 @@ class WorkerConfig(RankedConfig):
             raise ValueError("memory_utilization cannot be measured with backend = simulated: set num_blocks")
         if self.backend == "simulated" and self.num_ranks > 1:
             raise ValueError(f"{self.division} divides a real model: with backend = simulated, name a profile of it")
-        if self.backend == "simulated" and self.data_parallel_size > 1 and self._num_stages > 1:
+        if self.backend == "simulated" and self.data_parallel_size > 1 and self.num_stages > 1:
             raise ValueError(
                 f"{self.division} with profile = {self.profile}: ranks of data_parallel_size have no stages "
                 f"(allowed: a profile without -ppM)"

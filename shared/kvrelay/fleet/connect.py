@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
@@ -22,9 +22,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-SENTINEL, CLUSTER = "redis+sentinel", "redis+cluster"
-SCHEMES = ("redis", "rediss", "unix", SENTINEL, CLUSTER)
-SENTINEL_PORT = 26379
+from kvrelay.redis_url import CLUSTER, SENTINEL, check_redis_url, sentinels
 
 REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, RedisClusterException, OSError, RuntimeError)
 """Exceptions of calls to a Redis that does not answer. A Cluster without a reachable node raises RedisClusterException,
@@ -35,23 +33,13 @@ REDIS_FAILED = (RedisError, RedisClusterException, OSError, RuntimeError)
 """Exceptions of calls to a Redis that does not answer or that refuses."""
 
 
-def check_redis_url(url: str) -> str:
-    """Returns the URL. Raises ValueError with the fault."""
-    scheme = urlsplit(url).scheme
-    if scheme not in SCHEMES:
-        raise ValueError(f"must start with {', '.join(f'{each}://' for each in SCHEMES[:-1])} or {SCHEMES[-1]}://")
-    if scheme == SENTINEL:
-        _sentinels(url)
-    return url
-
-
 def connect(url: str, *, timeout_s: float) -> Any:
     """A blocking client without retries. Raises ValueError for an invalid URL."""
     times: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     retry = redis.retry.Retry(NoBackoff(), 0)
     scheme = urlsplit(check_redis_url(url)).scheme
     if scheme == SENTINEL:
-        hosts, name, rest = _sentinels(url)
+        hosts, name, rest = sentinels(url)
         sentinel = redis.sentinel.Sentinel(hosts, sentinel_kwargs=times)  # type: ignore[no-untyped-call]
         return sentinel.master_for(name, **times, **rest)  # type: ignore[no-untyped-call]
     if scheme == CLUSTER:
@@ -64,7 +52,7 @@ def connect_async(url: str, *, timeout_s: float) -> Any:
     times: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     scheme = urlsplit(check_redis_url(url)).scheme
     if scheme == SENTINEL:
-        hosts, name, rest = _sentinels(url)
+        hosts, name, rest = sentinels(url)
         sentinel = redis.asyncio.sentinel.Sentinel(hosts, sentinel_kwargs=times)  # type: ignore[no-untyped-call]
         return sentinel.master_for(name, **times, **rest)
     if scheme == CLUSTER:
@@ -74,23 +62,3 @@ def connect_async(url: str, *, timeout_s: float) -> Any:
 
 def _plain(url: str) -> str:
     return "redis" + url.removeprefix(CLUSTER)
-
-
-def _sentinels(url: str) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
-    """Sentinel addresses, the primary's name, and further connection arguments."""
-    parts = urlsplit(url)
-    user_info, _, addresses = parts.netloc.rpartition("@")
-    hosts = []
-    for address in addresses.split(","):
-        host, _, port = address.rpartition(":") if ":" in address else (address, "", str(SENTINEL_PORT))
-        if not host or not port.isdecimal():
-            raise ValueError(f"{address!r} is not a sentinel address: use host:port")
-        hosts.append((host.strip("[]"), int(port)))
-    name, _, database = parts.path.strip("/").partition("/")
-    if not name or (database and not database.isdecimal()):
-        raise ValueError(f"{SENTINEL}://host:port/NAME is needed, or /NAME/DATABASE: the primary's name in sentinel")
-    rest: dict[str, Any] = {"db": int(database or 0)}
-    if user_info:
-        user, _, password = user_info.partition(":")
-        rest |= {"username": unquote(user) or None, "password": unquote(password)}
-    return hosts, name, rest

@@ -8,7 +8,7 @@ import re
 import zmq
 
 from kvrelay.curve import OVERHEAD_BYTES, CurveKey
-from kvrelay.messaging.zmq_context import ZmqContext
+from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate
 from kvrelay.protocol.codec import MAX_FRAME_BYTES
 from kvrelay.telemetry.limited_log import LimitedLog
 
@@ -53,7 +53,7 @@ class MessengerSockets:
         self._inbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + OVERHEAD_BYTES)
         self._inbox.setsockopt(zmq.IPV6, int(":" in host))
         if self._curve is not None:
-            self._curve.open_gate(self._context)
+            open_curve_gate(self._context, self._curve)
             self._curve.guard_server(self._inbox)
         if not port:
             return self._inbox.bind_to_random_port(tcp_host(host))

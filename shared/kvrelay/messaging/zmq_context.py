@@ -7,14 +7,23 @@ clears these references first, `Context.__del__` then finds no socket to close, 
 from __future__ import annotations
 
 import _thread
+import logging
 import weakref
 from dataclasses import dataclass, field
+from threading import Thread
 
 import zmq
+from zmq.utils import z85
+
+from kvrelay.curve import CurveKey
+
+log = logging.getLogger(__name__)
 
 Socket = zmq.Socket[bytes]
 DEFAULT_MAX_SOCKETS = 1023
 """The default of libzmq."""
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_FRAMES = 7
 
 
 @dataclass(slots=True)
@@ -85,3 +94,28 @@ def _close_dropped(context: zmq.Context[Socket], sockets: _Sockets) -> None:
     that `Thread.start` needs."""
     _close_all(sockets, 0)
     _thread.start_new_thread(context.term, ())
+
+
+def open_curve_gate(context: ZmqContext, key: CurveKey) -> None:
+    """Starts a thread that admits only this key to the context's guarded sockets. It ends with the context."""
+    gate = context.socket(zmq.REP)
+    gate.bind(_ZAP_ADDRESS)  # bind before any connection: without a gate, connections are refused for good
+    thread = Thread(target=_keep_gate, args=(gate, z85.decode(key.public)), name="curve-gate", daemon=True)
+    thread.start()
+    context.hand_over(gate)
+
+
+def _keep_gate(gate: Socket, public: bytes) -> None:
+    try:
+        while True:
+            frames = gate.recv_multipart()
+            # version, request, domain, address, identity, mechanism, the peer's public key (32 bytes)
+            is_ours = len(frames) == _ZAP_FRAMES and frames[5] == b"CURVE" and frames[6] == public
+            if not is_ours:
+                log.warning("refused a connection from %r: it has another key", frames[3:4])
+            status = (b"200", b"OK") if is_ours else (b"400", b"another key")
+            gate.send_multipart([b"1.0", frames[1], *status, b"", b""])
+    except zmq.ContextTerminated:
+        pass
+    finally:
+        gate.close(linger=0)  # always: the context's end waits for it

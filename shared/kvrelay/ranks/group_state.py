@@ -136,7 +136,7 @@ class GroupState:
             )
         for number, rank in self._ranks.items():
             if now - rank.heard_at > self._silence_s:
-                self.fail(f"rank {number} ({rank.where}) has been silent for {self._silence_s:g} s (rank_silence_s)")
+                self.fail(f"rank {number} ({rank.where}) has been silent for {self._silence_s:g} s")
 
     def _on_hello(self, hello: Hello, now: float) -> None:
         known = self._ranks.get(hello.rank)

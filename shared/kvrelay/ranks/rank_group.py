@@ -20,7 +20,7 @@ import zmq
 from kvrelay.curve import CurveKey
 from kvrelay.engine.batch import DeviceLost, WorkerBatch
 from kvrelay.messaging.sockets import tcp_host
-from kvrelay.messaging.zmq_context import ZmqContext
+from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate
 from kvrelay.process import describe_exit
 from kvrelay.ranks.group_state import GroupState, Phase
 from kvrelay.ranks.messages import (
@@ -248,7 +248,7 @@ class RankGroup:
         options = self._options
         publisher, results = self._context.socket(zmq.PUB), self._context.socket(zmq.PULL)
         if options.curve is not None:
-            options.curve.open_gate(self._context)
+            open_curve_gate(self._context, options.curve)
         for socket in (publisher, results):
             socket.set_hwm(0)  # without a limit ZMQ drops no message for a slow rank
             socket.setsockopt(zmq.IPV6, int(":" in options.host))

@@ -20,7 +20,7 @@ from kvrelay.scheduling.step_cost import StepCost
 class PrefillGate(Protocol):
     """May hold back all prompts of a pass. A pass is one plan."""
 
-    def ask(self, num_running: int, kv_usage: float) -> str:
+    def ask(self, num_running: int) -> str:
         """Returns why no prompt may be admitted in this pass, or "". Called if a prompt could be admitted."""
         ...
 

@@ -93,8 +93,7 @@ class SequenceAdmission:
             return "max_running reached" if is_full else "max_running leaves no room for all its samples or beams"
         if self.prefill_gate is None or sequence.state is SequenceState.SWAPPED or sequence.remote is not None:
             return ""
-        pool = self._blocks.pool
-        reason = self.prefill_gate.ask(len(self._lifecycle.running), 1 - pool.num_available / pool.num_blocks)
+        reason = self.prefill_gate.ask(len(self._lifecycle.running))
         draft.delayed = draft.delayed or bool(reason)
         return reason
 

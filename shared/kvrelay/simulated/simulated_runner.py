@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.device_profiles import Profile, StepLoad, find_profile
 from kvrelay.engine.batch import BeamCandidates, ModelSpec, RowResult, StepResult, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.profile import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
-from kvrelay.simulated.profiles import Profile, StepLoad, find_profile
 from kvrelay.simulated.token_hash import (
     END_EVERY,
     MISPLACED,

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvrelay.device_profiles import Profile
 from kvrelay.engine.batch import ModelSpec
-from kvrelay.simulated.profiles import Profile
 from kvrelay.transfer.base import BlockPush, Pushed, SenderEvent, TransferSender
 from kvrelay.transfer.push_pieces import Copies
 

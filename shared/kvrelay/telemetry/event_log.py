@@ -37,6 +37,8 @@ encoder = msgspec.json.Encoder(order="deterministic")
 BORN = "born"
 MAX_WAITING_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 5.0
+MAX_FILE_BYTES = 64 << 20
+"""Size at which the file of a service is rotated."""
 
 
 class Machine(Protocol[EventT_contra, AnswerT_co]):
@@ -78,6 +80,11 @@ def recorded(
     `arguments` are those of the machine's constructor, from which `kvrelay replay` makes it again.
     """
     return machine.handle if log is None else log.record(kind, key, machine, *arguments)
+
+
+def open_event_log(path: Path | None, name: str) -> EventLog | None:
+    """Opens the event log of the service `name`; None if there is no path. Raises OSError."""
+    return None if path is None else EventLog(Path(str(path).replace("{name}", name)), MAX_FILE_BYTES)
 
 
 class EventLog:

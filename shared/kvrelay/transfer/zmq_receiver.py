@@ -12,7 +12,7 @@ from threading import Thread
 import zmq
 
 from kvrelay.curve import CurveKey
-from kvrelay.messaging.zmq_context import ZmqContext
+from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate
 from kvrelay.transfer.base import ReceiverEvent
 from kvrelay.transfer.endpoints import Endpoint, local_address, machine_id, tcp_address
 from kvrelay.transfer.loop_port import ended_in_time
@@ -54,7 +54,7 @@ class ZmqReceiver(ReceiverThread):
         try:
             self._socket = self._context.socket(zmq.PULL)
             if curve is not None:
-                curve.open_gate(self._context)
+                open_curve_gate(self._context, curve)
                 curve.guard_server(self._socket)
             self._endpoint = self._bind(host, port, advertise_host or host, local)
         except zmq.ZMQError as error:

@@ -34,7 +34,7 @@ PORT_FIELDS = ("port", "transfer_port", "http_port")
 EQUAL_FIELDS = (
     *("role", "data_parallel_size", "dtype", "kv_cache_dtype", "block_size", "num_blocks", "max_model_len"),
     *("load_format", "token_budget", "max_running", "chunking", "speculation", "memory_utilization"),
-    *("prefill_delayer", "prefill_delayer_max_passes", "prefill_delayer_low_watermark"),
+    "prefill_delayer",
 )
 """Settings that must be the same on all ranks, since the ranks load, measure and decide together."""
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-from kvrelay.config.model_division import why_not_divided
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import DeviceLost
 from kvrelay.engine.device import find_device
@@ -20,6 +19,7 @@ from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.messaging.sockets import tcp_host
 from kvrelay.ranks.messages import RankSettings
+from kvrelay.ranks.model_division import why_not_divided
 from kvrelay.ranks.rank_group import GroupOptions, RankCommand, RankGroup, RanksFailed
 from kvrelay.ranks.rank_member import facts_of
 from kvrelay.ranks.rank_process import PARENT_VARIABLE, RANK_COMMAND
@@ -125,7 +125,6 @@ def _options(config: WorkerConfig) -> GroupOptions:
         host=config.rank_host,
         port=config.rank_port,
         timeout_s=config.rank_timeout_s,
-        silence_s=config.rank_silence_s,
         curve=config.curve_key(),
     )
 
@@ -155,9 +154,7 @@ def _device_of(device: torch.device, rank: int) -> str:
 
 
 def _settings(config: WorkerConfig, port: int, hands_over: bool) -> RankSettings:
-    transfers = TransferSettings(
-        config.role, config.transfer_choice, config.transfer_checksums, config.max_peers, config.nixl_transports
-    )
+    transfers = TransferSettings(config.role, config.transfer_choice, config.transfer_checksums, config.max_peers)
     swap_bytes = config.swap_bytes
     return RankSettings(
         model=config.model,

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelSpec
+from kvrelay.engine.graph_sizes import default_sizes, largest_size
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.fleet.worker_registry import Registry
-from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache
+from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process_identity import own_identity
@@ -20,19 +21,46 @@ from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef
 from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings
 from kvrelay.scheduling.scheduler_protocol import Scheduler
-from kvrelay.scheduling.scheduler_settings import SchedulerLimits
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 
+MAX_DELAY_S = 1.0
+"""Seconds for which the prefill delayer may hold a prompt back, whatever the other ranks have."""
+
 
 def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
-    """The prefix cache, or a smaller replacement if the configuration disables parts of it."""
+    """The prefix cache, or a replacement that keeps nothing if the configuration disables it."""
     if not config.prefix_cache:
         return NullCache()
-    if config.prefix_lookup == "table":
-        return TableCache(pool)
     return PrefixCache(pool, record_events=config.publishes_prefixes)
+
+
+def scheduler_settings(config: WorkerConfig) -> SchedulerSettings:
+    """The settings of the configuration, without what depends on the machine."""
+    return SchedulerSettings(
+        queue_order=config.queue_order,
+        chunking=config.chunking,
+        retraction=config.retraction,
+        new_token_ratio=config.new_token_ratio,
+        preemption=config.preemption,
+        group_samples=config.group_samples,
+        jump_forward=config.jump_forward,
+        num_stages=config.num_stages,
+        speculation=SpeculationSettings(config.speculation, config.num_speculative_tokens),
+    )
+
+
+def graph_sizes(config: WorkerConfig) -> tuple[int, ...]:
+    """Numbers of tokens for which CUDA graphs are captured, ascending; empty on prefill workers."""
+    if not config.cuda_graphs or config.role == "prefill":
+        return ()
+    has_runs = config.jump_forward or config.speculation != "off"
+    row_tokens = 1 + config.num_speculative_tokens if has_runs else 1
+    largest = largest_size(config.max_running, row_tokens, config.token_budget)
+    return tuple(sorted(set(config.cuda_graph_sizes))) or default_sizes(largest)
 
 
 def make_scheduler(
@@ -42,7 +70,7 @@ def make_scheduler(
     `SchedulerSettings`."""
     limits = SchedulerLimits(config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids))
     settings = replace(
-        config.scheduler_settings,
+        scheduler_settings(config),
         num_swap_slots=spec.num_swap_slots,
         swap_block_s=spec.swap_block_s,
         samples_behind=samples_behind,
@@ -54,13 +82,7 @@ def make_delayer(config: WorkerConfig) -> PrefillDelayer | None:
     """The prefill delayer, or None if it is off."""
     if not config.prefill_delayer:
         return None
-    settings = DelayerSettings(
-        config.max_running,
-        config.prefill_delayer_max_passes,
-        config.prefill_delayer_low_watermark,
-        config.prefill_delayer_max_wait_s,
-    )
-    return PrefillDelayer(settings)
+    return PrefillDelayer(DelayerSettings(config.max_running, max_wait_s=MAX_DELAY_S))
 
 
 def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRecord:

@@ -132,9 +132,7 @@ class LockstepLoop(StepLoop):
         if self.delayer is None:
             return NO_LOAD
         scheduler = self.scheduler
-        pool = scheduler.blocks.pool
-        usage = 1 - pool.num_available / pool.num_blocks
-        return self.delayer.load(len(scheduler.running), usage, prefillable=scheduler.may_admit_prompt)
+        return self.delayer.load(len(scheduler.running), prefillable=scheduler.may_admit_prompt)
 
     async def _run_pass(self, callbacks: StepCallbacks) -> None:
         step = self._plan(callbacks)

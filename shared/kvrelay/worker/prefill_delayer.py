@@ -55,12 +55,10 @@ class PrefillDelayer:
         self._own: RankLoad | None = None  # this rank's load in that decision
         self._waiting_since: float | None = None
 
-    def load(self, num_running: int, kv_usage: float, *, prefillable: bool) -> RankLoad:
+    def load(self, num_running: int, *, prefillable: bool) -> RankLoad:
         """This rank's load. `prefillable`: it could admit a prompt now."""
-        low = self.settings.low_watermark
-        forced = prefillable and low is not None and kv_usage < low
         overdue = prefillable and self._waiting_since is not None and self.remaining_delay_s() <= 0
-        return RankLoad(int(prefillable), int(forced), num_running, self._largest_prefill, int(overdue))
+        return RankLoad(int(prefillable), num_running, self._largest_prefill, int(overdue))
 
     def begin_pass(self, loads: Seq[RankLoad], rank: int = 0) -> None:
         """Decides about a pass. `loads`: of all ranks, among which this is number `rank`."""
@@ -76,11 +74,11 @@ class PrefillDelayer:
             if self._waiting_since is None:
                 self._waiting_since = self._clock()
 
-    def ask(self, num_running: int, kv_usage: float) -> str:
+    def ask(self, num_running: int) -> str:
         """Returns why no prompt may be admitted in this pass, or "" if prompts may. It decides once per pass, however
         often it is called."""
         if self._decision is None:
-            self.begin_pass([self.load(num_running, kv_usage, prefillable=True)])
+            self.begin_pass([self.load(num_running, prefillable=True)])
         assert self._decision is not None
         assert self._own is not None
         if not self._own.prefillable:
@@ -93,7 +91,7 @@ class PrefillDelayer:
     def passed(self, num_running: int, num_admitted: int) -> None:
         """Called when the pass is planned. `num_admitted` prompts were admitted."""
         if self._decision is None:
-            self.begin_pass([self.load(num_running, 1.0, prefillable=False)])
+            self.begin_pass([self.load(num_running, prefillable=False)])
         decision, own = self._decision, self._own
         assert decision is not None
         assert own is not None

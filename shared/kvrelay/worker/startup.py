@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from kvrelay.config.worker import WorkerConfig
@@ -17,9 +17,10 @@ from kvrelay.engine.batch import ModelRunner, ModelSpec
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.protocol.link import LinkEvent
+from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.telemetry.event_log import open_event_log
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.sequence_spans import SequenceSpans
@@ -46,6 +47,10 @@ from kvrelay.worker.reports import Reports
 from kvrelay.worker.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
+
+ROUTER_TIMEOUT_S = 30.0
+"""Seconds of silence after which a router counts as dead although its process has not ended: no client waits for a
+worker's judgement, and a router that stood still goes on with its streams."""
 
 RoleFactory = Callable[[WorkerContext, WorkerConfig], Role]
 RunnerFactory = Callable[[WorkerConfig], ModelRunner]
@@ -109,7 +114,7 @@ class WorkerStartup:
         cache_events = None
         if config.publishes_prefixes:
             publisher = factory.open_index_publisher(config, context.messenger.me)
-            cache_events = CacheEvents(cache, publisher, config.index_interval_s)
+            cache_events = CacheEvents(cache, publisher)
         reports = Reports(context, role, spans, lambda: _more_totals(delayer, cache_events))
         return StartedWorker(
             context=context,
@@ -128,7 +133,7 @@ class WorkerStartup:
         config = self.config
         metrics = factory.open_metrics_store(config)
         steps = self._make_loop(runner, scheduler, metrics, spans)
-        event_log = config.open_event_log(config.worker_id)
+        event_log = open_event_log(config.event_log, config.worker_id)
         if event_log is not None:
             self.closing.callback(event_log.close)
         messenger = Messenger(
@@ -138,7 +143,12 @@ class WorkerStartup:
             port=config.port,
             advertise_host=config.reachable_host,
             fingerprint=runner.spec.pairing_fingerprint,
-            settings=replace(config.link_settings, router_timeout_s=config.router_timeout_s),
+            settings=LinkSettings(
+                alive_interval_s=config.peer_interval_s,
+                peer_timeout_s=config.peer_timeout_s,
+                router_timeout_s=ROUTER_TIMEOUT_S,
+                max_peers=config.max_peers,
+            ),
             curve=config.curve_key(),
         )
         self.closing.callback(messenger.close, 0)
@@ -170,7 +180,7 @@ class WorkerStartup:
             return LockstepLoop(runner, scheduler, metrics, group=runner.group, make_launcher=launcher, spans=spans)
         overlap = overlaps_steps(runner, self.config.overlap, is_simulated=is_simulated)
         cores = _lent_cores(runner)
-        num_stages = self.config.scheduler_settings.num_stages
+        num_stages = self.config.num_stages
         make_loop = PipelinedStepLoop if overlap and num_stages > 1 else StepLoop
         if is_simulated:
             launcher = partial(PipelinedTimedLauncher, num_stages=num_stages) if num_stages > 1 else TimedLauncher
@@ -178,7 +188,7 @@ class WorkerStartup:
             launcher = choose_launcher(runner, overlap=overlap, cores=cores)
         steps = make_loop(runner, scheduler, metrics, overlap=overlap, make_launcher=launcher, spans=spans)
         if isinstance(steps, PipelinedStepLoop):
-            steps.max_in_flight = self.config.scheduler_settings.max_uncommitted
+            steps.max_in_flight = num_stages + 1
         return steps
 
 

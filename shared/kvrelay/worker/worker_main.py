@@ -12,6 +12,7 @@ from kvrelay.engine.batch import ModelRunner
 from kvrelay.process import deferred_collection, end_with_parent, service_main, settle_garbage
 from kvrelay.ranks.rank_process import PARENT_VARIABLE
 from kvrelay.simulated.simulated_runner import make_simulated_runner
+from kvrelay.worker.factory import graph_sizes
 from kvrelay.worker.host import run_workers
 from kvrelay.worker.startup import RoleFactory
 
@@ -63,7 +64,7 @@ def _make_runner(config: WorkerConfig, *, hands_over: bool) -> ModelRunner:
     from kvrelay.engine.graphs import GraphSettings
     from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
 
-    sizing = config.pool_sizing
+    sizing, sizes = config.pool_sizing, graph_sizes(config)
     device = find_device(config.device)
     with turn_on(device):
         runner = make_runner(
@@ -82,7 +83,7 @@ def _make_runner(config: WorkerConfig, *, hands_over: bool) -> ModelRunner:
             fused_layers=config.fused_layers,
             quantization=config.quantization,
             load_format=config.load_format,
-            graphs=GraphSettings(config.graph_sizes) if config.graph_sizes and device.type == "cuda" else None,
+            graphs=GraphSettings(sizes) if sizes and device.type == "cuda" else None,
         )
         runner.prepare_grammars()
         return runner

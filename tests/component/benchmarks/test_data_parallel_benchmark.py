@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from benchmarks.data_parallel import VARIANTS, Variant, arrivals_of, row, run
-from kvrelay.simulated.profiles import find_profile
+from kvrelay.device_profiles import find_profile
 from tests.fakes.virtual_time import VirtualTimeLoop
 
 pytestmark = pytest.mark.component

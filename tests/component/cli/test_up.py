@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack for tests that only look at it."""
     state_dir = tmp_path_factory.mktemp("up") / "state"
-    flags = ("--token-budget=1024", "--no-prefix-cache", "--max-attempts=7", "--threads=1", "--prefill-nice=3")
+    flags = ("--token-budget=1024", "--no-prefix-cache", "--max-attempts=7", "--threads=1")
     running = Up(["--port=0", "--prefill=2", *flags], state_dir, {})
     try:
         running.wait_ready()
@@ -79,7 +79,6 @@ def test_flags_reach_the_services_and_passwords_do_not_show(stack: Stack) -> Non
     (password,) = re.findall(r"redis://:(\w+)@", stack.up.child("kvrelay_router").environ()["KVRELAY_REDIS_URL"])
     commands = " ".join(" ".join(child.cmdline()) for child in stack.up.family)
     assert password not in stack.up.output + "".join(logs.values()) + commands
-    assert stack.up.child("--worker-id=prefill-0").nice() == min(19, stack.up.child("kvrelay_decode").nice() + 3)
 
 
 def test_logs_go_to_files(stack: Stack) -> None:

@@ -21,7 +21,7 @@ from tests.fakes.waiting import PATIENCE_S, until
 
 PEER_TIMEOUT_S = 3.0
 PATIENT = replace(FAST, peer_timeout_s=PEER_TIMEOUT_S, router_timeout_s=120.0)
-FLAGS = ("--router-id", "router", f"--peer-timeout-s={PEER_TIMEOUT_S}", "--peer-interval-s=0.1")
+FLAGS = ("--router-id", "router", f"--peer-timeout-s={PEER_TIMEOUT_S}")
 NUM_STREAMS = 4
 
 

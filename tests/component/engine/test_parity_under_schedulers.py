@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from kvrelay.engine.causal_model import CausalModel, load_model, open_source
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.transformers_runner import TransformersRunner
-from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
+from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind

@@ -85,7 +85,7 @@ def test_a_router_serves_through_every_worker_of_the_largest_fleet(
     log_path = tmp_path / "router.log"
     router = [sys.executable, "-m", "kvrelay_router", f"--model={DEMO_MODEL}", "--served-model-name=fake", "--port=0"]
     router += [f"--redis-url={redis_url}", "--routing-policy=round_robin", "--local-prefill-tokens=0"]
-    router += ["--peer-timeout-s=60", "--peer-interval-s=2", "--max-queued-requests=4096"]
+    router += ["--peer-timeout-s=60", "--max-queued-requests=4096"]
     with log_path.open("w") as log:
         started(*router, stdout=log, stderr=log, preexec_fn=with_common_limit())
     wait_until(lambda: "serving fake at " in log_path.read_text())

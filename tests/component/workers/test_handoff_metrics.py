@@ -31,14 +31,13 @@ def report(worker: LocalWorker) -> Status:
     return worker.started.reports.status()
 
 
-@pytest.mark.parametrize("push_when", ["chunk", "prompt"])
 def test_after_the_last_chunk_only_its_own_blocks_are_outstanding_whatever_the_prompt(
-    redis_url: str, push_when: str, tmp_path: Path
+    redis_url: str, tmp_path: Path
 ) -> None:
     lengths = [64, 128, 192, 320, 448]
 
     async def test() -> None:
-        settings = {"push_when": push_when, "token_budget": CHUNK_TOKENS, "max_running": 8}
+        settings = {"token_budget": CHUNK_TOKENS, "max_running": 8}
         path = str(tmp_path / "{worker_id}.jsonl")
         async with fleet(redis_url, [], [HashRunner()], **settings) as f:
             prefill = LocalWorker(redis_url, "prefill", HashRunner(), worker_id="p", metrics_file=path, **settings)
@@ -62,7 +61,7 @@ def test_after_the_last_chunk_only_its_own_blocks_are_outstanding_whatever_the_p
         handoffs = [record for record in read_metrics(tmp_path / "p.jsonl") if isinstance(record, HandoffRecord)]
         assert [record.num_blocks for record in handoffs] == sizes
         found.append([record.num_tail_blocks for record in handoffs])
-        if found[-1] == (of_a_chunk if push_when == "chunk" else sizes):
+        if found[-1] == of_a_chunk:
             return
     raise AssertionError(found)
 

@@ -138,7 +138,7 @@ class FaultStack:
         own, told = self.network.join(name)
         command = [sys.executable, "-m", "tests.faults.storm.own_machine", f"kvrelay_{role}", f"--model={DEMO_MODEL}"]
         command += [f"--host={own}", f"--advertise-host={told}", f"--peer-timeout-s={settings.peer_timeout_s}"]
-        command += [f"--peer-interval-s={settings.peer_timeout_s / 8}", f"--drain-timeout-s={settings.drain_timeout_s}"]
+        command.append(f"--drain-timeout-s={settings.drain_timeout_s}")
         if role == "router":
             command += [f"--router-id={name}", f"--port={HTTP_PORT}", f"--message-port={MESSAGE_PORT}"]
             command += [f"--request-timeout-s={settings.request_timeout_s}", f"--max-attempts={settings.max_attempts}"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from kvrelay.cli.launch_plan import make_plan
 from kvrelay.cli.service_parsers import decode_parser, router_parser
 from kvrelay.cli.up_flags import COMMON_GROUPS, parse_up_flags, up_parser
-from kvrelay.config import ConfigError, WorkerConfig, load_config
-from kvrelay.config.other_servers import ADVICE, RENAMED
-from kvrelay.config.up_config import UpConfig
+from kvrelay.config import WorkerConfig, load_config
+from kvrelay.config.other_servers import ADVICE
 
 
 def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
@@ -43,7 +41,6 @@ def test_the_model_is_an_argument_or_a_flag() -> None:
         (["a", "--model=b"], "two models: a and --model b"),
         (["--port"], "--port needs a value"),
         (["--api-key=x"], f"there is no --api-key: {ADVICE['--api-key']}"),
-        (["--devices", "0,1"], "there is no --devices: it is --gpus now"),
         (["--workers=2"], f"there is no --workers: {ADVICE['--workers']}"),
     ],
 )
@@ -113,11 +110,3 @@ def test_advice_is_about_flags_that_do_not_exist_and_names_flags_that_do() -> No
     assert not known & ADVICE.keys()
     named = {flag for text in ADVICE.values() for flag in re.findall(r"--[a-z][a-z-]*", text)}
     assert named <= known
-    assert set(RENAMED.values()) <= set(UpConfig.model_fields)
-
-
-def test_a_renamed_field_of_the_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "kvrelay.toml"
-    path.write_text("[up]\ndevices = [0]\n")
-    with pytest.raises(ConfigError, match=r"\[up\] devices is not a known field; it is gpus now"):
-        make_plan({"config": str(path)}, {})

@@ -13,6 +13,7 @@ from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
 from kvrelay.config.demo import demo_model_path
 from kvrelay.config.loader import resolve
 from kvrelay.config.up_config import UpConfig
+from kvrelay.worker.factory import graph_sizes
 
 MODEL = {"KVRELAY_MODEL": "org/model"}
 
@@ -223,9 +224,7 @@ def test_all_bad_values_are_named_at_once() -> None:
     ("argv", "names"),
     [
         (["--max-running=600"], ("max_running (600)", "token_budget (512)")),
-        (["--peer-timeout-s=0.6"], ("peer_interval_s (0.5)", "peer_timeout_s (0.6)")),
         (["--preemption=swap", "--swap-space=0"], ("preemption = swap", "swap_space above 0")),
-        (["--lease-ttl-s=1.5"], ("lease_interval_s (1)", "lease_ttl_s (1.5)")),
         (
             ["--cuda-graph-sizes=4,40", "--max-running=8", "--token-budget=32"],
             ("cuda_graph_sizes = 40", "1 to token_budget, which is 32"),
@@ -241,17 +240,17 @@ def test_values_that_do_not_fit_together_are_both_named(argv: list[str], names: 
 
 
 def test_which_sizes_are_captured() -> None:
-    assert worker(["--cuda-graph-sizes=8,2,8"]).graph_sizes == (2, 8)
-    assert worker(["--max-running=20", "--no-jump-forward"]).graph_sizes == (1, 2, 4, 8, 16, 20)
-    assert worker(["--max-running=300"]).graph_sizes[-2:] == (288, 300)
+    assert graph_sizes(worker(["--cuda-graph-sizes=8,2,8"])) == (2, 8)
+    assert graph_sizes(worker(["--max-running=20", "--no-jump-forward"])) == (1, 2, 4, 8, 16, 20)
+    assert graph_sizes(worker(["--max-running=300"]))[-2:] == (288, 300)
     few = ["--max-running=2", "--num-speculative-tokens=4"]
-    assert worker(few).graph_sizes == (1, 2, 4, 8, 10)
-    assert worker([*few, "--no-jump-forward", "--speculation=ngram"]).graph_sizes == (1, 2, 4, 8, 10)
-    assert worker([*few, "--no-jump-forward"]).graph_sizes == (1, 2)
-    assert worker(["--max-running=20"]).graph_sizes[-1] == 256
-    assert worker(["--max-running=20", "--token-budget=64"]).graph_sizes[-1] == 64
-    assert worker(["--no-cuda-graphs"]).graph_sizes == ()
-    assert worker(role="prefill").graph_sizes == ()
+    assert graph_sizes(worker(few)) == (1, 2, 4, 8, 10)
+    assert graph_sizes(worker([*few, "--no-jump-forward", "--speculation=ngram"])) == (1, 2, 4, 8, 10)
+    assert graph_sizes(worker([*few, "--no-jump-forward"])) == (1, 2)
+    assert graph_sizes(worker(["--max-running=20"]))[-1] == 256
+    assert graph_sizes(worker(["--max-running=20", "--token-budget=64"]))[-1] == 64
+    assert graph_sizes(worker(["--no-cuda-graphs"])) == ()
+    assert graph_sizes(worker(role="prefill")) == ()
     with pytest.raises(ConfigError, match="--cuda-graph-sizes = 'many'"):
         worker(["--cuda-graph-sizes=1,many"])
 
@@ -377,7 +376,6 @@ def test_help_states_each_default_once_and_names_the_kind_of_value(capsys: pytes
     worker_help = " ".join(capsys.readouterr().out.split())
     assert "2GiB; 0: none (0 to" not in worker_help
     assert "(0 to 63; default: all)" in worker_help
-    assert "rc,cuda_ipc,cuda_copy (default: all) " in worker_help
     assert "(default: )" not in worker_help
     for text in (up_help, worker_help):
         assert not re.search(r"\(default: [^()]*\) \(|default: [^()]*default: ", text)

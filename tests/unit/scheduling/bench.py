@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvrelay.engine.batch import RowResult, StepResult
-from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
+from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
@@ -66,7 +66,7 @@ def check_writes(scheduler: BatchScheduler, plan: StepPlan) -> None:
 class ClosedGate:
     """A prefill gate that holds every prompt back."""
 
-    def ask(self, num_running: int, kv_usage: float) -> str:
+    def ask(self, num_running: int) -> str:
         return "delayed"
 
     def passed(self, num_running: int, num_admitted: int) -> None:

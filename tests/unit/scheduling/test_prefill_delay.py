@@ -24,8 +24,6 @@ def oracle(state: DelayerState, loads: Seq[RankLoad], settings: DelayerSettings)
     if len(asking) == 0:
         return True, "none", ""
     status = "all" if len(asking) == len(loads) else "mixed"
-    if any(load.forced for load in loads):
-        return True, status, "token_watermark"
     if any(load.overdue for load in loads):
         return True, status, "wait_timeout"
     if status == "mixed":
@@ -43,9 +41,9 @@ def lacks_slots(loads: Seq[RankLoad], settings: DelayerSettings) -> bool:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_every_decision(num_ranks: int) -> None:
-    kinds = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1)]
+    kinds = [(0, 0), (1, 0), (1, 1)]
     sizes = [(0, 0), (1, 2), (3, 1), (4, 6)] if num_ranks < 3 else [(0, 0), (3, 2)]
-    ranks = [RankLoad(kind[0], kind[1], *size, kind[2]) for kind, size in product(kinds, sizes)]
+    ranks = [RankLoad(kind[0], *size, kind[1]) for kind, size in product(kinds, sizes)]
     states = [DelayerState(delayed, let) for delayed, let in product(range(4), (False, True))]
     for loads, state, passes in product(product(ranks, repeat=num_ranks), states, (1, 2, 4)):
         settings = DelayerSettings(MAX_RUNNING, passes)
@@ -59,7 +57,7 @@ def test_every_decision(num_ranks: int) -> None:
 
 
 def test_loads_come_back_from_the_numbers_that_are_exchanged() -> None:
-    load = RankLoad(1, 0, 3, 2, 1)
+    load = RankLoad(1, 3, 2, 1)
     assert RankLoad.of(load.numbers) == load
 
 
@@ -103,27 +101,17 @@ def test_allowed_and_yet_nothing_ran() -> None:
     assert (delayer.totals.num_ran, delayer.totals.num_idle) == (1, 1)
 
 
-def begin_pass(delayers: list[PrefillDelayer], prefillable: Seq[bool], kv_usage: float = 1.0) -> None:
-    loads = [each.load(0, kv_usage, prefillable=has) for each, has in zip(delayers, prefillable, strict=True)]
+def begin_pass(delayers: list[PrefillDelayer], prefillable: Seq[bool]) -> None:
+    loads = [each.load(0, prefillable=has) for each, has in zip(delayers, prefillable, strict=True)]
     for rank, delayer in enumerate(delayers):
         delayer.begin_pass(loads, rank)
-
-
-def test_a_nearly_empty_cache_does_not_wait_for_others() -> None:
-    delayers = [PrefillDelayer(DelayerSettings(MAX_RUNNING, 9, 0.25)) for _ in range(2)]
-    for usage, reason in ((0.5, "delayed: some ranks have no prompt"), (0.2, "")):
-        begin_pass(delayers, [True, False], usage)
-        assert delayers[0].ask(0, usage) == reason
-        assert delayers[0].ask(0, 1.0) == reason, "decided once a pass"
-        delayers[0].passed(0, int(not reason))
-        delayers[1].passed(0, 0)
 
 
 def test_a_rank_that_had_no_prompt_in_the_exchange_admits_none() -> None:
     """Others decided without it: the decision that no rank has a prompt allows prompts."""
     delayers = [PrefillDelayer(DelayerSettings(MAX_RUNNING)) for _ in range(2)]
     begin_pass(delayers, [False, False])
-    assert delayers[0].ask(0, 0.0) == "delayed: there was no prompt when the pass began"
+    assert delayers[0].ask(0) == "delayed: there was no prompt when the pass began"
     delayers[0].passed(0, 0)
     assert (delayers[0].totals.num_ran, delayers[0].totals.num_idle) == (0, 0)
 
@@ -140,7 +128,7 @@ def test_one_rank_whose_prompt_waited_too_long_ends_the_wait_of_all() -> None:
     ):
         now[0] = at
         begin_pass(delayers, has)
-        assert [each.ask(0, 1.0) for each, asks in zip(delayers, has, strict=True) if asks] == [reason] * sum(has)
+        assert [each.ask(0) for each, asks in zip(delayers, has, strict=True) if asks] == [reason] * sum(has)
         for each in delayers:
             each.passed(0, 0)
     assert [each.totals.waiting_s for each in delayers] == [2.0, 1.0, 0.0]
@@ -186,7 +174,7 @@ def run_group(num_ranks: int, seed: int, max_delay_passes: int | None) -> Ran:
                 del due[0]
                 bench.add([1 + rng.randrange(7)] * rng.randint(4, 30), rng.randint(2, 40))
         loads = [
-            delayer.load(len(bench.scheduler.running), 1.0, prefillable=bench.scheduler.may_admit_prompt)
+            delayer.load(len(bench.scheduler.running), prefillable=bench.scheduler.may_admit_prompt)
             for bench, delayer in zip(benches, delayers, strict=bool(delayers))
         ]
         for rank, delayer in enumerate(delayers):

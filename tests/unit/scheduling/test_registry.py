@@ -7,19 +7,22 @@ from typing import Any
 
 import pytest
 
+from kvrelay import scheduler_names as scheduler_names_module
 from kvrelay.config.loader import ConfigError, load_config
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.scheduler_names import BUILT_IN_SCHEDULERS, ENTRY_POINT_GROUP, UnknownScheduler, scheduler_names
 from kvrelay.scheduling.policies import scheduler_registry as registry
 from kvrelay.scheduling.policies.sarathi import SarathiPolicy
-from kvrelay.scheduling.policies.scheduler_registry import UnknownScheduler, make_scheduler, scheduler_names
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.worker.factory import scheduler_settings
 
 pytestmark = pytest.mark.unit
-OWN = EntryPoint("own", f"{__name__}:OwnPolicy", registry.ENTRY_POINT_GROUP)
+OWN = EntryPoint("own", f"{__name__}:OwnPolicy", ENTRY_POINT_GROUP)
 
 
 class OwnPolicy(SarathiPolicy):
@@ -46,6 +49,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, *offers: EntryPoint) -> None:
         return [entry_point for entry_point in offers if name in (None, entry_point.name)]
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(scheduler_names_module, "entry_points", entry_points)
     loaded = {"OwnPolicy": OwnPolicy, "make_own_scheduler": make_own_scheduler}
     monkeypatch.setattr(EntryPoint, "load", lambda self: loaded[self.attr])
 
@@ -63,6 +67,7 @@ def test_every_built_in_name_makes_its_scheduler() -> None:
         "orca": "OrcaPolicy",
         "faster_transformer": "FasterTransformerPolicy",
     }
+    assert tuple(registry.BUILT_IN) == BUILT_IN_SCHEDULERS
 
 
 def test_an_entry_point_offers_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,14 +79,14 @@ def test_an_entry_point_offers_another_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_entry_point_may_lead_to_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, EntryPoint("own", f"{__name__}:make_own_scheduler", registry.ENTRY_POINT_GROUP))
+    offer(monkeypatch, EntryPoint("own", f"{__name__}:make_own_scheduler", ENTRY_POINT_GROUP))
     assert isinstance(make("own").policy, OwnPolicy)
 
 
 def test_a_built_in_name_cannot_be_taken_over_and_an_own_one_not_be_offered_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    offer(monkeypatch, EntryPoint("sarathi", "x:y", registry.ENTRY_POINT_GROUP), OWN, OWN)
+    offer(monkeypatch, EntryPoint("sarathi", "x:y", ENTRY_POINT_GROUP), OWN, OWN)
     assert type(make("sarathi").policy) is SarathiPolicy
     with pytest.raises(UnknownScheduler, match="offered more than once"):
         make("own")
@@ -93,22 +98,21 @@ def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
 
 
 def test_the_configuration_reaches_the_policy() -> None:
-    flags: tuple[str, ...] = (
+    flags = (
         "--queue-order",
         "lpm",
-        "--queue-starvation-bound",
-        "9",
         "--chunking",
         "dynamic",
         "--new-token-ratio",
         "0.4",
+        "--retraction",
+        "least_progress",
     )
-    flags = (*flags, "--retraction", "least_progress", "--max-shared-forced-tokens", "16")
     expected = SchedulerSettings(
-        "lpm", 9, "dynamic", "least_progress", 0.4, jump_forward=True, max_shared_forced_tokens=16
+        "lpm", chunking="dynamic", retraction="least_progress", new_token_ratio=0.4, jump_forward=True
     )
-    assert config(*flags).scheduler_settings == expected
-    assert config().scheduler_settings == SchedulerSettings(jump_forward=True)
+    assert scheduler_settings(config(*flags)) == expected
+    assert scheduler_settings(config()) == SchedulerSettings(jump_forward=True)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,6 @@ def test_the_configuration_reaches_the_policy() -> None:
         (("--queue-order", "lifo"), r"--queue-order = 'lifo': must be one of fcfs, lpm, dfs_weight, priority, sjf"),
         (("--chunking", "odd"), r"--chunking = 'odd': must be one of fixed, dynamic"),
         (("--retraction", "all"), r"--retraction = 'all': must be one of latest, least_progress"),
-        (("--queue-starvation-bound", "0"), r"--queue-starvation-bound = '0': must be a whole number, 1 to"),
         (("--new-token-ratio", "1.5"), r"--new-token-ratio = '1.5': must be a number, 0 to 1"),
         (("--scheduler", "orca", "--chunking", "dynamic"), "chunking = dynamic needs a scheduler that cuts prompts"),
     ],

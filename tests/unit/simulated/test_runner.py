@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.config import WorkerConfig
+from kvrelay.device_profiles import MeasuredProfile
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
@@ -29,7 +30,6 @@ from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
-from kvrelay.simulated.profiles import MeasuredProfile
 from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
 from kvrelay.simulated.token_hash import Vocabulary, continuation, salt_of
 from kvrelay.worker.launch import PipelinedTimedLauncher, TimedLauncher
@@ -391,10 +391,10 @@ def test_devices_of_one_model_exchange_kv_and_those_of_different_models_do_not()
 
 
 def test_the_stages_are_those_of_the_profile() -> None:
-    assert config_of(profile="llama3-70b-h100-tp2-pp3").scheduler_settings.num_stages == 3
-    assert config_of().scheduler_settings.num_stages == 1
+    assert config_of(profile="llama3-70b-h100-tp2-pp3").num_stages == 3
+    assert config_of().num_stages == 1
     config = config_of(profile="llama3-70b-h100-tp2-pp3", backend="auto", pipeline_parallel_size=2)
-    assert config.scheduler_settings.num_stages == 2
+    assert config.num_stages == 2
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:

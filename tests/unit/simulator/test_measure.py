@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvrelay.device_profiles import StepLoad
 from kvrelay.engine.batch import ModelSpec, RowResult, StepResult, WorkerBatch
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.step_cost import pairs
-from kvrelay.simulated.profiles import StepLoad
 from kvrelay_simulator.measure_command import main, measure
 
 

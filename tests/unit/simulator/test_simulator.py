@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.simulated.profiles import BUILT_IN, MeasuredProfile, StepLoad, UnknownProfile, find_profile
+from kvrelay.device_profiles import BUILT_IN, MeasuredProfile, StepLoad, UnknownProfile, find_profile
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator import traces

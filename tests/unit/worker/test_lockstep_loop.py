@@ -149,7 +149,7 @@ def test_every_rank_takes_every_step_and_no_token_depends_on_it(
         if max_delay_passes is None:
             return None
         passes = min(max_delay_passes, 50) if bounded else max_delay_passes
-        return PrefillDelayer(DelayerSettings(MAX_RUNNING, passes, None, 0.05))
+        return PrefillDelayer(DelayerSettings(MAX_RUNNING, passes, 0.05))
 
     async def test() -> None:
         waiting = {f"r{number}": job for number, job in enumerate(jobs)}

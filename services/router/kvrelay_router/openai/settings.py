@@ -38,7 +38,6 @@ class ApiSettings:
             api_keys=tuple(key.get_secret_value() for key in (*config.api_keys, *config.admin_api_keys)),
             allowed_origins=config.allowed_origins,
             max_body_bytes=int(config.max_body_bytes),
-            max_answer_bytes=int(config.max_answer_bytes),
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_queued_requests,
             key_rules=KeyRules(

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
+from kvrelay.scheduler_names import ENTRY_POINT_GROUP, UnknownScheduler, check_scheduler_name
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 
 if TYPE_CHECKING:
     from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
-
-ENTRY_POINT_GROUP = "kvrelay.schedulers"
-DEFAULT_SCHEDULER = "sarathi"
 
 SchedulerFactory = Callable[[SchedulerLimits, BlockPool, Cache, SchedulerSettings], Scheduler]
 
@@ -32,28 +30,6 @@ BUILT_IN: dict[str, tuple[str, str]] = {
     "orca": ("kvrelay.scheduling.policies.orca", "OrcaPolicy"),
     "faster_transformer": ("kvrelay.scheduling.policies.faster_transformer", "FasterTransformerPolicy"),
 }
-WHOLE_PROMPTS = frozenset({"vllm", "orca", "faster_transformer"})
-"""Built-in schedulers that do not cut prompts, so that `chunking` means nothing to them."""
-
-
-class UnknownScheduler(ValueError):
-    """Raised for a name without a scheduler."""
-
-
-def scheduler_names() -> list[str]:
-    """Returns all names, the built-in ones first."""
-    offered = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
-    return [*BUILT_IN, *sorted(offered - BUILT_IN.keys())]
-
-
-def check_scheduler_name(name: str) -> str:
-    """Returns the name. Raises UnknownScheduler, which lists all names."""
-    if name in BUILT_IN:
-        return name  # reading the entry points of all packages takes 20 ms
-    names = scheduler_names()
-    if name not in names:
-        raise UnknownScheduler(f"must be one of {', '.join(names)}")
-    return name
 
 
 def find_scheduler(name: str) -> SchedulerFactory:

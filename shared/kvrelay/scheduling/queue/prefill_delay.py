@@ -18,18 +18,16 @@ from typing import Literal, Self
 Estimation = Literal["all", "mixed", "none"]
 """The ranks that have a prompt to admit."""
 
-DelayReason = Literal["", "no_wait", "wait_success", "delay", "token_watermark", "wait_timeout"]
+DelayReason = Literal["", "no_wait", "wait_success", "delay", "wait_timeout"]
 
 
 @dataclass(frozen=True, slots=True)
 class DelayerSettings:
-    """`max_delay_passes`: prompts of some ranks wait for so many passes less one. `low_watermark`: share of the KV pool
-    in use below which a rank's prompts, and those of all others, do not wait; None: they always do. `max_wait_s`: no
-    prompt is held back for longer, whatever the others have."""
+    """`max_delay_passes`: prompts of some ranks wait for so many passes less one. `max_wait_s`: no prompt is held back
+    for longer, whatever the others have."""
 
     max_running: int
     max_delay_passes: int = 30
-    low_watermark: float | None = None
     max_wait_s: float = math.inf
 
     def __post_init__(self) -> None:
@@ -37,21 +35,17 @@ class DelayerSettings:
             raise ValueError(f"max_wait_s = {self.max_wait_s}: must be above 0")
         if self.max_running < 1 or self.max_delay_passes < 1:
             raise ValueError("max_running and max_delay_passes must be at least 1")
-        if self.low_watermark is not None and not 0 <= self.low_watermark <= 1:
-            raise ValueError(f"low_watermark = {self.low_watermark}: must be 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
     """What a rank gives the others in a pass. All are integers, so that they fit one small all-gather.
 
-    `prefillable`: 1 if it could admit a prompt; `forced`: 1 if it could and its KV usage is below the low watermark;
-    `num_running`: its running batch; `largest_prefill`: the most prompts that it has admitted in one pass so far;
-    `overdue`: 1 if its prompts have waited for `max_wait_s`.
+    `prefillable`: 1 if it could admit a prompt; `num_running`: its running batch; `largest_prefill`: the most prompts
+    that it has admitted in one pass so far; `overdue`: 1 if its prompts have waited for `max_wait_s`.
     """
 
     prefillable: int
-    forced: int
     num_running: int
     largest_prefill: int
     overdue: int = 0
@@ -67,7 +61,7 @@ class RankLoad:
         return cls(*numbers)
 
 
-NO_LOAD = RankLoad(0, 0, 0, 0)
+NO_LOAD = RankLoad(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +103,6 @@ def decide(state: DelayerState, loads: Seq[RankLoad], settings: DelayerSettings)
 
 def _reason_to_allow(loads: Seq[RankLoad]) -> DelayReason:
     """Why prompts are admitted whatever other ranks have, or ""."""
-    if any(load.forced for load in loads):
-        return "token_watermark"
     return "wait_timeout" if any(load.overdue for load in loads) else ""
 
 

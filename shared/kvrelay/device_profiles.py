@@ -26,8 +26,6 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvrelay.scheduling.step_cost import pairs
-
 REACHED_FLOPS = 0.5  # share of peak arithmetic that prefill reaches
 REACHED_BANDWIDTH = 0.8  # share of peak bandwidth that decode reaches
 REACHED_LINK = 0.8
@@ -53,7 +51,7 @@ class StepLoad:
         for position, num_tokens, is_prefill in rows:
             if is_prefill:
                 num_prompt += num_tokens
-                num_pairs += pairs(position, num_tokens)
+                num_pairs += num_tokens * (position + num_tokens / 2)
             else:
                 num_decodes += 1
                 context += position

@@ -7,7 +7,7 @@ their schemas should have been refused.
 The suite is that of https://github.com/json-schema-org/JSON-Schema-Test-Suite, tests/draft2020-12, its files joined
 into a list of `{"file": ..., "groups": [...]}`.
 
-Usage: python -m benchmarks.json_schema_suite SUITE.json [--answers 5] [--write benchmarks/results/json_schema_suite.md]
+Usage: python -m benchmarks.json_schema_suite SUITE.json [--answers 5] [--write FILE.md]
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ class MessagesEndpoint:
         service, content = await self._models.read(http)
         request = parse(CountTokensRequest, content)
         check_model(service.settings, request.model)
-        service.take_turns_as(service.names(http))
         chat_request = parse_chat(await _chat_content(request, content))
         token_ids = await service.encode_chat(chat_request.messages, chat_request.options)
         return json_response({"input_tokens": len(token_ids)})

@@ -15,13 +15,11 @@ from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.error_mapping import prompt_too_long, too_many_requests
+from kvrelay_router.openai.error_mapping import context_length_exceeded, too_many_requests
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.text.chat_template import ChatTemplateError, Message
-from kvrelay_router.text.service import ChatOptions, TextService
-from kvrelay_router.text.tenant_threads import ThreadShare, current_share
-from kvrelay_router.text.tokenizer import TextTooLong
+from kvrelay_router.text.service import ChatOptions, TextService, TextTooLong
 
 MAX_ALIASES = 4096
 FREE_SHARE = 8.0
@@ -124,11 +122,6 @@ class ApiService:
         """The first fields of every answer and of each of its chunks. `model`: the name that the request used."""
         return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
 
-    def take_turns_as(self, names: RequestNames, user: str = "") -> None:
-        """Texts and grammars of the current task are processed in the turns of this tenant."""
-        tenant = self.settings.tenants.of(names.key, user)
-        current_share.set(ThreadShare(tenant.tenant, tenant.weight))
-
     async def check_grammar(self, grammar: Grammar, param: str, whitespace_param: str) -> None:
         """Raises 400, about field `param` or `whitespace_param`, if the output cannot be constrained so."""
         try:
@@ -148,7 +141,7 @@ class ApiService:
         try:
             token_ids = await self.text.encode_chat(messages, options, max_tokens)
         except TextTooLong as error:
-            raise prompt_too_long(error.max_tokens, param) from None
+            raise context_length_exceeded(str(error), param) from None
         except ChatTemplateError as error:
             raise ApiError(f"The messages cannot be rendered: {error}", param="messages") from error
         if not token_ids:

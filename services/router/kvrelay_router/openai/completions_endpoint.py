@@ -14,7 +14,7 @@ from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.completion_format import completion_format
 from kvrelay_router.openai.answers.prompt_scores import most
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.error_mapping import prompt_too_long
+from kvrelay_router.openai.error_mapping import context_length_exceeded
 from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import (
     RequestedOutput,
@@ -32,8 +32,7 @@ from kvrelay_router.openai.schema.completion_request import (
 )
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
-from kvrelay_router.text.service import TextService
-from kvrelay_router.text.tokenizer import TextTooLong
+from kvrelay_router.text.service import TextService, TextTooLong
 
 
 class CompletionsEndpoint:
@@ -116,7 +115,7 @@ async def _tokenize(
                     item, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens
                 )
         except TextTooLong as error:
-            raise prompt_too_long(error.max_tokens, "prompt") from None
+            raise context_length_exceeded(str(error), "prompt") from None
         check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")
     else:
         token_ids = item

@@ -27,13 +27,6 @@ def context_length_exceeded(message: str, param: str) -> ApiError:
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
-def prompt_too_long(max_tokens: int, param: str) -> ApiError:
-    """400 for a prompt that was not tokenized to its end."""
-    return context_length_exceeded(
-        f"This model's maximum context length is {max_tokens} tokens, but the prompt has more", param
-    )
-
-
 def no_worker_ready(message: str, retry_after_s: float) -> ApiError:
     """503 with Retry-After, in whole seconds."""
     return ApiError(

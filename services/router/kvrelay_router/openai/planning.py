@@ -69,7 +69,6 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
 def check_request(service: ApiService, names: RequestNames, request: BeamFields) -> ModelLimits:
     """Checks everything that needs no prompt tokens. Returns the model's limits; raises ApiError."""
     check_model(service.settings, request.model)
-    service.take_turns_as(names, request.user)
     service.rate_limiter.check_priority(names.key, request.priority)
     limits = known_limits(service.dispatcher)
     check_vocabulary(request, limits)

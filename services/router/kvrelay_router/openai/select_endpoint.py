@@ -18,7 +18,7 @@ from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.select_format import ScoredGroup, SelectAnswer
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.error_mapping import prompt_too_long
+from kvrelay_router.openai.error_mapping import context_length_exceeded
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.planning import Plan, check_request
 from kvrelay_router.openai.request_validation import (
@@ -37,8 +37,7 @@ from kvrelay_router.openai.shared_scores import scored_once
 from kvrelay_router.openai.tokenized_choices import TokenizedChoices, tokenize_choices
 from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.text.chat_template import Message
-from kvrelay_router.text.service import ChatOptions, count_chars
-from kvrelay_router.text.tokenizer import TextTooLong
+from kvrelay_router.text.service import ChatOptions, TextTooLong, count_chars
 
 MOST_RUN_CHOICES, MOST_RUN_TOKENS = 128, 8192
 """Choices of one request to the dispatcher, and their tokens: its sequences begin without a pause."""
@@ -141,22 +140,16 @@ async def _behind_text(
 ) -> TokenizedChoices:
     text = service.text
     _check_size(service, len(prompt), choices)
-    head, tail = text.tokenizer.divided(prompt)
+
+    async def encode(choice: str) -> list[int]:
+        return await text.encode(
+            prompt + choice, add_special_tokens=add_special_tokens, max_tokens=limits.max_model_len
+        )
+
     try:
-        before: list[int] = []
-        if head:
-            before = await text.encode(head, add_special_tokens=add_special_tokens, max_tokens=limits.max_model_len)
-
-        async def encode(choice: str) -> list[int]:
-            return await text.encode(
-                tail + choice,
-                add_special_tokens=add_special_tokens and not head,
-                max_tokens=limits.max_model_len,
-            )
-
-        tokenized = await tokenize_choices(before, encode, choices, param)
+        tokenized = await tokenize_choices(encode, choices, param)
     except TextTooLong as error:
-        raise prompt_too_long(error.max_tokens, param) from None
+        raise context_length_exceeded(str(error), param) from None
     _check_tokens(service, tokenized, limits, param)
     return tokenized
 
@@ -179,7 +172,7 @@ async def _behind_messages(service: ApiService, request: SelectChat, limits: Mod
             messages = _with_choice(messages, choice, is_begun=options.continue_final_message)
         return await service.encode_chat(messages, continuing if choice else options, limits.max_model_len)
 
-    tokenized = await tokenize_choices([], encode, request.choices, "messages")
+    tokenized = await tokenize_choices(encode, request.choices, "messages")
     _check_tokens(service, tokenized, limits, "messages")
     return tokenized
 

@@ -16,6 +16,7 @@ from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
 from kvrelay_router.openai.schema.parsing import NaturalNumbers, RequestModel, check_integers, parse
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
+from kvrelay_router.text.service import TextTooLong
 
 MANY_TOKENS = 1 << 14
 """Answers with more are written in parts."""
@@ -49,7 +50,6 @@ class TokenRoutes:
 
     async def _read(self, http: Request) -> tuple[ApiService, dict[str, Any]]:
         service, content = await self._models.read(http)
-        service.take_turns_as(service.names(http))
         if isinstance(content.get("model"), str):
             check_model(service.settings, content["model"])
         return service, content
@@ -67,7 +67,10 @@ class TokenRoutes:
         else:
             request = parse(TokenizeText, content)
             encoding = service.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        token_ids = await while_connected(http, service.settings.request_timeout_s, encoding)
+        try:
+            token_ids = await while_connected(http, service.settings.request_timeout_s, encoding)
+        except TextTooLong as error:
+            raise ApiError(str(error), param="prompt") from None
         limits = service.dispatcher.limits()
         answer: dict[str, Any] = {
             "count": len(token_ids),

@@ -31,9 +31,9 @@ class TokenizedChoices(msgspec.Struct, frozen=True):
 
 
 async def tokenize_choices(
-    before: list[int], encode: Callable[[str], Awaitable[list[int]]], choices: Sequence[str], param: str
+    encode: Callable[[str], Awaitable[list[int]]], choices: Sequence[str], param: str
 ) -> TokenizedChoices:
-    """`encode` returns the tokens of the text with a choice, or with none, behind `before`.
+    """`encode` returns the tokens of the text with a choice, or with none.
 
     A text may have other tokens at its end once a choice follows. The scores of all choices therefore begin at the
     first token by which the text alone differs from that with any of them. Raises ApiError for a text without tokens,
@@ -41,7 +41,7 @@ async def tokenize_choices(
     """
     share = LoopShare()
     alone = await encode("")
-    if not (before or alone):
+    if not alone:
         raise wrong(param, "it has no tokens")
     rows: list[list[int]] = []
     num_alone = len(alone)
@@ -50,9 +50,9 @@ async def tokenize_choices(
         num_alone = num_equal(alone, row, num_alone)
         rows.append(row)
         await share.pause()
-    first = max(1, len(before) + num_alone)
+    first = max(1, num_alone)
     for index, row in enumerate(rows):
-        if len(before) + len(row) <= first:
+        if len(row) <= first:
             raise wrong(f"choices[{index}]", "it adds no token to the text that can be scored")
     common = await num_common(rows)
-    return TokenizedChoices([*before, *rows[0][:common]], [row[common:] for row in rows], first)
+    return TokenizedChoices(rows[0][:common], [row[common:] for row in rows], first)

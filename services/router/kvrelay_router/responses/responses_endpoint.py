@@ -68,7 +68,6 @@ class ResponsesEndpoint:
         service, content = await self._models.read(http)
         request = parse_response(content)
         check_model(service.settings, request.model)
-        service.take_turns_as(service.names(http))
         items, earlier = await self._items(request, self._owner(http))
         messages = await input_messages(items, await _parsed(earlier))
         with fields_named(FIELD_NAMES):

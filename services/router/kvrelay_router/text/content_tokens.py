@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 import tokenizers
@@ -84,11 +84,10 @@ class ContentTokens:
         self._spellings = _SpellingFinder(spellings)
         self._may_join = JOINS.search(template_source) is not None
         self._tokenizer = tokenizer
-        self._aliased: _AliasedTokenizer | None = None
-        self._making = threading.Lock()
 
-    def are_spelled(self, texts: list[str]) -> bool:
-        """Returns whether one of these texts spells out a control token. Then encoding may take long."""
+    def are_spelled(self, contents: Any) -> bool:
+        """Returns whether one of the contents spells out a control token. Then encoding may take long."""
+        texts = self._texts_with_first_chars(contents)
         return bool(texts) and any(self._spellings.find(texts))
 
     def encode(
@@ -100,7 +99,7 @@ class ContentTokens:
         add_special_tokens: bool,
     ) -> list[int]:
         """The token ids of what `render` makes of the contents. `encode` encodes a text as usual."""
-        texts = self.texts_with_first_chars(contents)
+        texts = self._texts_with_first_chars(contents)
         if not texts:
             return encode(render(contents))
         marks = _Marks(self._first_chars, texts_of(contents))
@@ -116,9 +115,9 @@ class ContentTokens:
         text = marks.unmark(rendered)
         if self._spellings.find([text]) == [own]:
             return encode(text)
-        return self._alias_tokenizer().encode(text, own, add_special_tokens=add_special_tokens)
+        return self._aliased.encode(text, own, add_special_tokens=add_special_tokens)
 
-    def texts_with_first_chars(self, contents: Any) -> list[str]:
+    def _texts_with_first_chars(self, contents: Any) -> list[str]:
         """The texts with a character that begins a control token. Most contents have none."""
         return [text for text in texts_of(contents) if self._has_first_char(text)]
 
@@ -134,11 +133,9 @@ class ContentTokens:
         first = max(end - self._longest + 1, spelled[-1][1] if spelled else 0)
         return spelled + [(start, end) for start in range(first, end) if text[start:end] in self._beginnings]
 
-    def _alias_tokenizer(self) -> _AliasedTokenizer:
-        with self._making:
-            if self._aliased is None:
-                self._aliased = _AliasedTokenizer(self._tokenizer.backend, self._tokens)
-            return self._aliased
+    @cached_property
+    def _aliased(self) -> _AliasedTokenizer:
+        return _AliasedTokenizer(self._tokenizer.backend, self._tokens)
 
 
 class _SpellingFinder:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrelay_router.text.tokenizer import EncodingLimits, Tokenizer
+from kvrelay_router.text.tokenizer import Tokenizer
 
 # ruff: noqa: RUF001 - the markers have such characters
 
@@ -55,17 +55,14 @@ class FillInMiddle:
         found = [tokenizer.added_id_of(text) for text in (*form.ends, form.prefix, form.suffix, form.middle)]
         self.end_ids = tuple(token_id for token_id in found if token_id is not None)
 
-    def encode(self, prefix: str, suffix: str, *, add_special_tokens: bool, limits: EncodingLimits) -> list[int]:
-        """The prompt behind which the middle follows. `add_special_tokens`: it begins as the tokenizer begins a text.
-
-        Raises TextTooLong as `Tokenizer.encode`.
-        """
+    def encode(self, prefix: str, suffix: str, *, add_special_tokens: bool) -> list[int]:
+        """The prompt that the middle follows. `add_special_tokens`: it begins as the tokenizer begins a text."""
         before = self._begin() if add_special_tokens else []
-        within = self._tokenizer.encode(prefix, add_special_tokens=False, limits=limits)
+        within = self._tokenizer.encode(prefix, add_special_tokens=False)
         if self._spaced_prefix:
-            behind = self._encode_unspaced(suffix, limits)
+            behind = self._encode_unspaced(suffix)
         else:
-            behind = self._tokenizer.encode(suffix, add_special_tokens=False, limits=limits)
+            behind = self._tokenizer.encode(suffix, add_special_tokens=False)
         return [*before, self._prefix_id, *within, self._suffix_id, *behind, self._middle_id]
 
     def _begin(self) -> list[int]:
@@ -75,11 +72,11 @@ class FillInMiddle:
         starts = range(len(whole) - len(plain) + 1)
         return whole[: next((start for start in starts if whole[start : start + len(plain)] == plain), 0)]
 
-    def _encode_unspaced(self, text: str, limits: EncodingLimits) -> list[int]:
+    def _encode_unspaced(self, text: str) -> list[int]:
         sentinel = self._tokenizer.encode(SENTINEL, add_special_tokens=False)
-        token_ids = self._tokenizer.encode(SENTINEL + text, add_special_tokens=False, limits=limits)
+        token_ids = self._tokenizer.encode(SENTINEL + text, add_special_tokens=False)
         if token_ids[: len(sentinel)] != sentinel:
-            return self._tokenizer.encode(text, add_special_tokens=False, limits=limits)
+            return self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids[len(sentinel) :]
 
 

@@ -2,7 +2,7 @@
 
 Whether a grammar compiles in bounded time cannot be seen from its text: products of `multipleOf`, intersections of
 patterns and repetitions within terminals grow beyond any limit of the library. So each is compiled in a fork of
-`python -m kvrelay_router.text.grammar_process`, which the kernel ends at its limits. Its standard input brings a
+`python -m kvrelay_router.text.grammar_process FD`, which the kernel ends at its limits. Its connection brings a
 `CompilerSpec` and then grammars, each of which it answers with a `Verdict`.
 """
 
@@ -11,15 +11,16 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import select
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
+from io import BufferedRWPair
 from itertools import islice, takewhile
 from pathlib import Path
 from threading import Lock
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -39,8 +40,9 @@ MAX_OPENING_TOKENS = 64
 """As many as join an output at once on a worker."""
 
 _LENGTH_BYTES = 4
-_MAX_REFUSAL_BYTES = 32_768  # with the rest of a verdict less than a pipe takes before it is read
+_MAX_REFUSAL_CHARS = 2000
 _FIRST = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"object","properties":{"a":{"pattern":"b"}}}')
+
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
@@ -59,10 +61,6 @@ class Verdict(msgspec.Struct, frozen=True):
     refusal: str = ""
     opening: bytes = b""
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.refusal.encode()) + len(self.opening)
-
 
 class GrammarProcess:
     """The process is started by `start` or at the first grammar, and again if it has ended. Thread-safe; grammars are
@@ -71,6 +69,7 @@ class GrammarProcess:
     def __init__(self, spec: CompilerSpec) -> None:
         self._spec = spec
         self._process: subprocess.Popen[bytes] | None = None
+        self._stream: BufferedRWPair | None = None
         self._lock = Lock()
         self._is_closed = False
 
@@ -78,12 +77,9 @@ class GrammarProcess:
         """Starts the process, which takes some seconds to be ready. Blocks for a moment. If it does not start, the
         first `verdict` tries again."""
         with self._lock:
-            if self._process is not None or self._is_closed:
-                return
-            try:
-                self._start()
-            except OSError:
-                self._end()
+            if self._process is None and not self._is_closed:
+                with suppress(OSError):
+                    self._start()
 
     def verdict(self, grammar: Grammar) -> Verdict:
         """Blocks. Raises OSError if not even a new process gives a verdict, or after `close`."""
@@ -91,12 +87,7 @@ class GrammarProcess:
             try:
                 return self._ask(grammar)
             except OSError:
-                self._end()
-            try:
                 return self._ask(grammar)
-            except OSError:
-                self._end()
-                raise
 
     def close(self) -> None:
         """A `verdict` that runs fails."""
@@ -106,30 +97,30 @@ class GrammarProcess:
             self._end()
 
     def _ask(self, grammar: Grammar) -> Verdict:
-        if self._is_closed:
-            raise BrokenPipeError("grammars are not compiled any more")
-        process = self._process or self._start()
-        if self._is_closed:  # since; `close` may have found no process to kill
-            raise BrokenPipeError("grammars are not compiled any more")
-        assert process.stdin is not None and process.stdout is not None
-        _write(process.stdin, grammar)
-        answer = select.poll()
-        answer.register(process.stdout, select.POLLIN)
-        if not answer.poll(LONGEST_WAIT_S * 1000):
-            raise TimeoutError(f"no verdict on a grammar within {LONGEST_WAIT_S:g} s")
-        return _read(process.stdout, Verdict)
+        """Ends the process if it gives no verdict."""
+        try:
+            stream = self._stream or self._start()
+            if self._is_closed:  # `close` may have found no process to kill
+                raise BrokenPipeError("grammars are not compiled any more")
+            _write(stream, grammar)
+            return _read(stream, Verdict)
+        except OSError:
+            self._end()
+            raise
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvrelay_router.text.grammar_process"],
-            stdin=subprocess.PIPE,  # the process ends with it, so with the router too
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},  # threads would not survive a fork
-        )
-        assert process.stdin is not None
-        _write(process.stdin, self._spec)
-        return process
+    def _start(self) -> BufferedRWPair:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.settimeout(LONGEST_WAIT_S)
+            stream = self._stream = ours.makefile("rwb")  # its end ends the process, so the router's end does too
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvrelay_router.text.grammar_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},  # threads would not survive a fork
+            )
+        _write(stream, self._spec)
+        return stream
 
     def _kill(self) -> None:
         process = self._process
@@ -140,25 +131,23 @@ class GrammarProcess:
     def _end(self) -> None:
         self._kill()
         process, self._process = self._process, None
+        stream, self._stream = self._stream, None
         if process is not None:
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with suppress(OSError):  # what it did not read
-                    pipe.close()
+        if stream is not None:
+            with suppress(OSError):  # what it did not read
+                stream.close()
 
 
-def _write(pipe: IO[bytes], message: msgspec.Struct) -> None:
+def _write(stream: BufferedRWPair, message: msgspec.Struct) -> None:
     data = msgspec.msgpack.encode(message)
-    pipe.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
-    pipe.flush()
+    stream.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    stream.flush()
 
 
-def _read(pipe: IO[bytes], kind: type[Message]) -> Message:
-    """Raises OSError at the end of the pipe."""
-    data = pipe.read(int.from_bytes(pipe.read(_LENGTH_BYTES), "big"))
-    if not data:
-        raise BrokenPipeError("the other process has ended")
+def _read(stream: BufferedRWPair, kind: type[Message]) -> Message:
+    """Raises OSError if the other process has ended."""
+    data = stream.read(int.from_bytes(stream.read(_LENGTH_BYTES), "big"))
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:
@@ -188,7 +177,7 @@ def _verdict_of_fork(compiler: GrammarCompiler, grammar: Grammar, spec: Compiler
         try:
             _limit(spec.max_cpu_s)
             verdict = _verdict(compiler, grammar, spec.end_token_ids)
-            refusal = verdict.refusal.encode(errors="replace")[:_MAX_REFUSAL_BYTES].decode(errors="ignore")
+            refusal = verdict.refusal[:_MAX_REFUSAL_CHARS].encode(errors="replace").decode()
             os.write(target, msgspec.msgpack.encode(msgspec.structs.replace(verdict, refusal=refusal)))
             status = os.EX_OK
         finally:
@@ -218,8 +207,9 @@ def _limit(max_cpu_s: float) -> None:
 def main() -> None:
     from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler  # the router itself does without
 
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    spec = _read(source, CompilerSpec)
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        stream = connection.makefile("rwb")
+    spec = _read(stream, CompilerSpec)
     compiler, reason = None, ""
     try:
         compiler = LLGuidanceCompiler(spec.tokenizer_json, spec.vocab_size, spec.end_token_ids)
@@ -228,10 +218,10 @@ def main() -> None:
         reason = str(error)
     gc.disable()
     gc.freeze()
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         while True:
-            grammar = _read(source, Grammar)
-            _write(target, Verdict(reason) if compiler is None else _verdict_of_fork(compiler, grammar, spec))
+            grammar = _read(stream, Grammar)
+            _write(stream, Verdict(reason) if compiler is None else _verdict_of_fork(compiler, grammar, spec))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,14 +22,13 @@ from kvrelay_router.text.grammar_check import MAX_CPU_S, GrammarCheck
 from kvrelay_router.text.reasoning_limits import reasoning_channels, reasoning_span
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 from kvrelay_router.text.sources import TokenizerNotFound, load_source
-from kvrelay_router.text.tenant_threads import TenantThreads, current_share
-from kvrelay_router.text.tokenizer import EncodingLimits, Tokenizer
+from kvrelay_router.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 OPENAI_DEFAULTS = SamplingDefaults()
 
-SHORT_TEXT_CHARS = 4096
+SHORT_TEXT_CHARS = 2048
 """Shorter texts are processed on the event loop: they take at most 0.5 ms, about as long as a switch to a thread."""
 
 SHORT_CHAT_MESSAGES = 8
@@ -44,6 +44,15 @@ _UNITS_PER_WORD = 64  # encoding a bad word twice costs about as much as so many
 
 LONG_TEXT_CHARS = 16_384
 """Longer texts have their own threads, so that shorter ones never wait behind them."""
+
+MAX_CHARS_PER_TOKEN = 16
+MAX_TEXT_CHARS = 1 << 22
+"""Texts with more characters, or more for each token that they may have, are refused before they are tokenized: a
+mebi-character takes 1 to 2 s of a core and 170 MB. Texts of any language have 2 to 5 characters per token."""
+
+
+class TextTooLong(ValueError):
+    """The text is too long to be tokenized. The message is for the client."""
 
 
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +101,8 @@ class TextService:
         self._contents = None
         if template is not None and not content_special_tokens:
             self._contents = _content_tokens(tokenizer, template)
-        self._short = TenantThreads(num_threads, "text-short")
-        self._long = TenantThreads(num_threads, "text-long")
+        self._short = ThreadPoolExecutor(num_threads, "text-short")
+        self._long = ThreadPoolExecutor(num_threads, "text-long")
 
     @classmethod
     def load(
@@ -143,31 +152,21 @@ class TextService:
         """Stops the threads and drops their work."""
         self.grammars.close()
         for threads in (self._short, self._long):
-            threads.close()
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
-        """Raises TextTooLong for a long text with more than `max_tokens`, if that shows before it is encoded whole."""
-        if len(text) <= LONG_TEXT_CHARS:
-            return await self._run(
-                len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            )
-        limits = EncodingLimits(max_tokens)
-        with limits.abandoned_at_exit():
-            return await self._run(
-                len(text),
-                lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens, limits=limits),
-            )
+        """Raises TextTooLong for a text whose length shows that it has more than `max_tokens`. Others may have more
+        too."""
+        check_length(len(text), max_tokens)
+        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_around(
         self, model: FillInMiddle, prefix: str, suffix: str, *, add_special_tokens: bool, max_tokens: int
     ) -> list[int]:
         """The prompt for a text between prefix and suffix. Raises TextTooLong as `encode`."""
-        limits = EncodingLimits(max_tokens)
-        with limits.abandoned_at_exit():
-            return await self._run(
-                len(prefix) + len(suffix),
-                lambda: model.encode(prefix, suffix, add_special_tokens=add_special_tokens, limits=limits),
-            )
+        num_chars = len(prefix) + len(suffix)
+        check_length(num_chars, max_tokens)
+        return await self._run(num_chars, lambda: model.encode(prefix, suffix, add_special_tokens=add_special_tokens))
 
     async def encode_chat(
         self, messages: list[Message], options: ChatOptions, max_tokens: int | None = None
@@ -178,8 +177,6 @@ class TextService:
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
 
-        limits = EncodingLimits(max_tokens)
-
         def render(contents: tuple[list[Message], Mapping[str, Any], list[dict[str, Any]]]) -> str:
             text = template.render(
                 contents[0],
@@ -188,30 +185,29 @@ class TextService:
                 continue_final_message=options.continue_final_message,
                 template_kwargs=contents[1],
             )
-            if max_tokens is not None and len(text) > LONG_TEXT_CHARS:
-                self.tokenizer.check_fits(text, max_tokens)
+            check_length(len(text), max_tokens)
             return text
 
         def encode(text: str) -> list[int]:
-            is_long = len(text) > LONG_TEXT_CHARS
-            return self.tokenizer.encode(
-                text, add_special_tokens=options.add_special_tokens, limits=limits if is_long else None
-            )
+            return self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
 
         def render_and_encode() -> list[int]:
             contents = messages, options.template_kwargs, list(options.tools)
-            if self._contents is None or is_plain:
+            if self._contents is None:
                 return encode(render(contents))
             return self._contents.encode(render, contents, encode, add_special_tokens=options.add_special_tokens)
 
         num_chars = count_chars([*messages, *options.tools], LONG_TEXT_CHARS + 1)
-        short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES and not options.template_kwargs
-        is_plain = False  # whether no content spells out a control token
-        if short and self._contents is not None:
-            texts = self._contents.texts_with_first_chars([*messages, *options.tools])
-            is_plain, short = not texts, not self._contents.are_spelled(texts)
-        with limits.abandoned_at_exit():
-            return await self._run(num_chars if short else max(num_chars, SHORT_TEXT_CHARS + 1), render_and_encode)
+        if (
+            len(messages) > SHORT_CHAT_MESSAGES
+            or options.template_kwargs
+            or (num_chars <= SHORT_TEXT_CHARS and self._spells_control_tokens([*messages, *options.tools]))
+        ):
+            num_chars = max(num_chars, SHORT_TEXT_CHARS + 1)  # it takes longer than its length shows
+        return await self._run(num_chars, render_and_encode)
+
+    def _spells_control_tokens(self, contents: Any) -> bool:
+        return self._contents is not None and self._contents.are_spelled(contents)
 
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word, at the beginning of a text and behind a space, as in vLLM."""
@@ -309,8 +305,17 @@ class TextService:
         if num_units <= SHORT_TEXT_CHARS:
             return _contained(work)
         threads = self._long if num_units > LONG_TEXT_CHARS else self._short
-        job = threads.submit(lambda: _contained(work), num_units, current_share.get())
-        return await asyncio.wrap_future(job)
+        return await asyncio.get_running_loop().run_in_executor(threads, _contained, work)
+
+
+def check_length(num_chars: int, max_tokens: int | None) -> None:
+    """Raises TextTooLong for a text that is too long to be tokenized, with `max_tokens` at most if there is a limit."""
+    limit = MAX_TEXT_CHARS
+    if max_tokens is not None:
+        limit = min(limit, max(LONG_TEXT_CHARS, MAX_CHARS_PER_TOKEN * max_tokens))
+    if num_chars > limit:
+        context = "" if max_tokens is None else f" to a context of {max_tokens} tokens"
+        raise TextTooLong(f"a text of {num_chars} characters is too long{context}: at most {limit} are tokenized")
 
 
 def _contained(work: Callable[[], T]) -> T:

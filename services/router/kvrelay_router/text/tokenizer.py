@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import tokenizers
-
-from kvrelay_router.text.pieces import added_around, piece_cache_of
-from kvrelay_router.text.spans import SpanCache
-from kvrelay_router.text.token_bound import TokenBound
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """Single texts come from our own threads, so the library's thread pool would only add a switch."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """The token for a single byte in byte-fallback vocabularies."""
-
-LONGEST_TAIL_CHARS = 1024
-LAST_CUT = re.compile(r".*(?<=.)(?= [A-Za-z])", re.DOTALL)
-"""Up to the last cut (b) of `pieces.py`. Its space and letter are behind it, so it is one whatever the text goes on
-with."""
 
 SENTENCE_SPACE = "\u2581"
 
@@ -42,41 +32,6 @@ BYTE_OF_CHAR = byte_level_alphabet()
 
 
 Value = TypeVar("Value")
-
-
-class TextTooLong(ValueError):
-    """The text has more than `max_tokens` tokens."""
-
-    def __init__(self, max_tokens: int) -> None:
-        super().__init__(f"the text has more than {max_tokens} tokens")
-        self.max_tokens = max_tokens
-
-
-class Abandoned(Exception):
-    """The request that needed the tokens has ended."""
-
-
-@dataclass(slots=True)
-class EncodingLimits:
-    """What ends the encoding of a long text early. `is_abandoned` may be set by another thread."""
-
-    max_tokens: int | None = None
-    is_abandoned: bool = False
-
-    @contextmanager
-    def abandoned_at_exit(self) -> Iterator[None]:
-        """Ends the encoding in a thread if the task that awaits it is cancelled."""
-        try:
-            yield
-        finally:
-            self.is_abandoned = True
-
-    def check(self, num_tokens: int) -> None:
-        """Raises Abandoned or TextTooLong."""
-        if self.is_abandoned:
-            raise Abandoned
-        if self.max_tokens is not None and num_tokens > self.max_tokens:
-            raise TextTooLong(self.max_tokens)
 
 
 class _TokenTable(dict[int, Value]):
@@ -131,54 +86,11 @@ class Tokenizer:
         # The texts of tokens that consist of whole characters, None for the others.
         self.text_of = _TokenTable(self.vocab_size, lambda token_id: _whole_text(self.bytes_of[token_id]))
         self._visible = {frozenset[int](): TokenTexts(self.bytes_of, self.text_of)}
-        pieces = piece_cache_of(backend)
-        self._spans = SpanCache(pieces.encode) if pieces is not None else None
-        self._around = added_around(backend)
-        self._bound = self._make_bound() if pieces is not None else None
 
-    def _make_bound(self) -> TokenBound | None:
-        """None if the tokenizer leaves out bytes that have no token."""
-        vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        if not self.byte_level or not all(char in vocabulary for char in BYTE_OF_CHAR):
-            return None
-        return TokenBound(map(self._bytes_of, vocabulary.values()))
-
-    def check_fits(self, text: str, max_tokens: int) -> None:
-        """Raises TextTooLong for a text that is certainly longer, from its length alone. Others may be longer too."""
-        if self._bound is not None and len(text) > max_tokens and self._bound.least_tokens(text) > max_tokens:
-            raise TextTooLong(max_tokens)
-
-    def encode(self, text: str, *, add_special_tokens: bool, limits: EncodingLimits | None = None) -> list[int]:
-        """Raises TextTooLong for a text with more tokens than `limits` allow, if the tokenizer's parts show it early,
-        and Abandoned."""
-        if limits is not None:
-            limits.check(0)
-            if limits.max_tokens is not None:
-                self.check_fits(text, limits.max_tokens)
-        if self._spans is not None and self._around is not None:
-            before, after = self._around if add_special_tokens else ([], [])
-            if limits is None:
-                within = self._spans.encode(text)
-            else:
-                within = []
-                for window in self._spans.encode_windows(text):
-                    within += window
-                    limits.check(len(within))
-            return before + within + after if before or after else within
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
-
-    def divided(self, text: str) -> tuple[str, str]:
-        """Divides a text near its end. The tokens of the first part, followed by those of the second part and of
-        whatever is behind it without special tokens, are the tokens of the whole. The first part is empty if no such
-        place is known."""
-        if self._spans is None or self._around is None or self._around[1]:
-            return "", text
-        start = max(0, len(text) - LONGEST_TAIL_CHARS)
-        if (cut := LAST_CUT.match(text, start)) is None:
-            return "", text
-        return text[: cut.end()], text[cut.end() :]
 
     def encode_marked(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[bool]]:
         """The token ids of a text, and a flag for each that is true if the tokenizer added it to the text."""

@@ -153,7 +153,7 @@ def test_the_tokenizer_with_aliases_gives_the_ids_of_the_other(model: Model, con
     (own,) = contents._spellings.find([text])
     for add_special_tokens in (False, True):
         expected = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        found = contents._alias_tokenizer().encode(text, own, add_special_tokens=add_special_tokens)
+        found = contents._aliased.encode(text, own, add_special_tokens=add_special_tokens)
         assert found == expected
 
 

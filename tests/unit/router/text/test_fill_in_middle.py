@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 
 from kvrelay_router.text.fill_in_middle import FORMATS, FillInMiddle, FillInMiddleFormat, find_fill_in_middle
-from kvrelay_router.text.tokenizer import EncodingLimits, TextTooLong, Tokenizer
+from kvrelay_router.text.tokenizer import Tokenizer
 from tests.fakes.text_model import byte_fallback_tokenizer, byte_level_tokenizer
 
 QWEN, STARCODER, DEEPSEEK, CODE_LLAMA = FORMATS
@@ -32,8 +32,7 @@ def found_in(tokenizer: Tokenizer) -> FillInMiddle:
 
 
 def encode(tokenizer: Tokenizer, prefix: str, suffix: str, *, special: bool = True) -> list[int]:
-    limits = EncodingLimits(1000)
-    return found_in(tokenizer).encode(prefix, suffix, add_special_tokens=special, limits=limits)
+    return found_in(tokenizer).encode(prefix, suffix, add_special_tokens=special)
 
 
 @pytest.mark.parametrize("form", [QWEN, STARCODER, DEEPSEEK])
@@ -76,10 +75,3 @@ def test_the_middle_ends_with_the_models_own_tokens() -> None:
 def test_a_tokenizer_without_all_markers_has_none() -> None:
     assert find_fill_in_middle(Tokenizer(byte_level_tokenizer())) is None
     assert find_fill_in_middle(tokenizer_of(byte_level_tokenizer(), QWEN.prefix, QWEN.suffix)) is None
-
-
-@pytest.mark.parametrize(("prefix", "suffix"), [("a" * 50, "b"), ("a", "b" * 50)])
-def test_a_text_that_is_too_long_is_refused(prefix: str, suffix: str) -> None:
-    tokenizer = tokenizer_of(byte_level_tokenizer(), QWEN.prefix, QWEN.suffix, QWEN.middle)
-    with pytest.raises(TextTooLong):
-        found_in(tokenizer).encode(prefix * 50, suffix * 50, add_special_tokens=True, limits=EncodingLimits(3))

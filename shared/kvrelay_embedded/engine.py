@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import ModelRunner, ModelSpec, RowsFailed
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.protocol.messages import Header, PeerRef, pack_tokens
 from kvrelay.protocol.messages import Prompt as PromptMessage
@@ -25,6 +25,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.step.batch import ModelSpec, RowsFailed
 from kvrelay.worker import factory
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.sequences import make_sequence

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from kvrelay.engine.batch import DeviceLost, LaunchedStep, LaunchingRunner, ModelRunner, StepResult, WorkerBatch
+from kvrelay.engine.model_runner import LaunchedStep, LaunchingRunner, ModelRunner
 from kvrelay.scheduling.plan import StepPlan
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
 from kvrelay.worker.step_loop import StepTotals, worker_batch
 
 Landed = tuple[StepPlan, StepResult | BaseException]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvrelay.device_profiles import Profile, StepLoad
-from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash, root_hash
@@ -26,6 +25,7 @@ from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, TokenBuffer
 from kvrelay.simulated.stage_clock import StageClock
+from kvrelay.step.batch import RowResult, StepResult
 from kvrelay.worker.load_report import SpeedMeter, report_load
 from kvrelay_simulator.clock import VirtualClock
 from kvrelay_simulator.traces import Tokens

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.sampling import BeamSpec, Sampling
+from kvrelay.step.batch import BeamCandidates
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, next_candidates
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from kvrelay.engine.batch import DeviceLost
+from kvrelay.step.batch import DeviceLost
 from kvrelay.worker.worker_main import worker_main
 from kvrelay_decode.__main__ import make_role as make_decode_role
 from kvrelay_prefill.__main__ import make_role as make_prefill_role

@@ -15,9 +15,10 @@ from queue import SimpleQueue
 
 import msgspec
 
-from kvrelay.engine.batch import DeviceLost, LaunchedStep, RowResult, RowsFailed, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.model_runner import LaunchedStep
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import DeviceLost, RowResult, RowsFailed, StepResult, WorkerBatch, WorkerRow
 from tests.fakes.hash_runner import VOCAB_SIZE, HashRunner
 from tests.fakes.waiting import PATIENCE_S
 

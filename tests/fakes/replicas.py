@@ -7,9 +7,9 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
-from kvrelay.engine.batch import ModelSpec, WorkerBatch, WorkerRow
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.messages import Step, encode, published_decoder
+from kvrelay.step.batch import ModelSpec, WorkerBatch, WorkerRow
 from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.hash_runner import HashRunner
 

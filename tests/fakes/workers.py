@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import ModelRunner
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.kv.pool import BlockState
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind

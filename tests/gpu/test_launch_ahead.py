@@ -10,11 +10,11 @@ import torch
 
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.engine import sampler, truncation
-from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.step.batch import WorkerBatch, WorkerRow
 from tests.fakes import fake_cuda_graphs
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
 from tests.gpu.reference import prompts

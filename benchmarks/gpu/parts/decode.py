@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.part import Part, decoding_batch, interleaved, launching
 from benchmarks.gpu.scale import BLOCK_SIZE
-from kvrelay.engine.batch import WorkerBatch
 from kvrelay.engine.graphs import DecodeGraphs
 from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.step.batch import WorkerBatch
 
 ABOUT = (
     "One step of the engine with so many sequences that decode, greedily: from the step's rows to tokens on the host. "

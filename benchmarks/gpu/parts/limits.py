@@ -11,10 +11,10 @@ from benchmarks.gpu.part import Part, decoding_batch, interleaved, launching
 from benchmarks.gpu.scale import BLOCK_SIZE
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.engine.batch import SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.graphs import DecodeGraphs
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
+from kvrelay.step.batch import SwapCopies, WorkerBatch, WorkerRow
 
 ABOUT = (
     "Preemption: the KV of one sequence is computed again in chunks of 512 tokens, or its scattered blocks are copied "

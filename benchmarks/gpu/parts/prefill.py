@@ -10,10 +10,10 @@ from benchmarks.gpu.figures import figures
 from benchmarks.gpu.part import GREEDY, Part, interleaved
 from benchmarks.gpu.parts.decode import weight_bytes
 from benchmarks.gpu.scale import BLOCK_SIZE, Scale
-from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import WorkerBatch, WorkerRow
 
 ABOUT = (
     "One prompt in chunks, one after the other, to its first token on the host. Operations: two for each weight and "

@@ -6,10 +6,10 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Granted, PeerRef, Shards
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import ModelSpec
 from kvrelay.transfer.base import ReceiverEvent, TransferReceiver
 from kvrelay.transfer.sharded import ShardedReceiver
 from kvrelay.worker.ranked_transfers import as_sharded_receiver

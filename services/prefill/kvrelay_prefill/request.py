@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.messages import Prompt
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import BeamCandidates
 from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay.worker.score_parts import ScoreParts
 from kvrelay_prefill.sender_events import SenderHandoffEvent, SenderInstruction

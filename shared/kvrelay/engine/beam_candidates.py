@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import BeamCandidates, BeamRow
 from kvrelay.engine.device import to_host
 from kvrelay.engine.pending_tokens import check_finite
 from kvrelay.engine.sampler import Sampler, Seen
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import BeamCandidates, BeamRow
 
 
 def best_candidates(

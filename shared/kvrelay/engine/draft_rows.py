@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import WorkerRow
+from kvrelay.step.batch import WorkerRow
 
 _NUM_DRAFTS = attrgetter("num_drafts")
 

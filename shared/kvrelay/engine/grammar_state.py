@@ -9,11 +9,11 @@ from time import perf_counter
 
 import numpy as np
 
-from kvrelay.engine.batch import GrammarWork
 from kvrelay.engine.channel_matcher import ChannelMatcher
 from kvrelay.engine.ordered_work import OrderedWork
 from kvrelay.engine.reasoning_matcher import ReasoningMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_only
+from kvrelay.step.batch import GrammarWork
 
 MAX_RUN_TOKENS = 64
 """Forced tokens that join an output at once. The rest of a longer run follows behind the next token."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from kvrelay.engine.batch import SwapCopies
 from kvrelay.engine.pinned import pinned_memory
+from kvrelay.step.batch import SwapCopies
 
 _MEASURED_BLOCKS = 16
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrelay.backends.backend import AttentionBackend, KVLayout
-from kvrelay.engine.batch import ModelSpec
 from kvrelay.engine.causal_model import CausalModel, LoadFormat, load_model, open_source
 from kvrelay.engine.device import use_on_this_thread
 from kvrelay.engine.fused.quantization import Quantization
@@ -27,6 +26,7 @@ from kvrelay.engine.profile import (
 )
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
+from kvrelay.step.batch import ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvrelay.backends.backend import dtype_name
-from kvrelay.engine.batch import ModelSpec
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.device import describe_device
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint, shard_fingerprint
+from kvrelay.step.batch import ModelSpec
 from kvrelay.tokenizer_identity import identity_of_file
 
 

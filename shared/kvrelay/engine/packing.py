@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrelay.backends.backend import PackedRows
-from kvrelay.engine.batch import WorkerRow
+from kvrelay.step.batch import WorkerRow
 
 
 def pack_rows(rows: Sequence[WorkerRow]) -> PackedRows:

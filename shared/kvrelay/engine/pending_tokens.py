@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import GrammarWork, RowsFailed
 from kvrelay.engine.device import HostCopy, to_device, to_host
 from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.pending_logprobs import PendingLogprobs
@@ -27,6 +26,7 @@ from kvrelay.engine.truncation import Limits, sample_from_more
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import GrammarWork, RowsFailed
 
 _NEWEST_WEIGHT = 0.05  # weight of the newest step in the moving average `share_resampled`
 

@@ -15,10 +15,11 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from kvrelay.engine.batch import LaunchingRunner, ModelRunner, WorkerBatch, WorkerRow
+from kvrelay.engine.model_runner import LaunchingRunner, ModelRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.machine_memory import machine_memory_bytes
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.step.batch import WorkerBatch, WorkerRow
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")

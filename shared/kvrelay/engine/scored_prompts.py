@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import WorkerRow
 from kvrelay.engine.device import to_host
 from kvrelay.engine.pending_logprobs import token_logprobs
 from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.step_forward import PromptPart, StepForward, positions_to_score
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import WorkerRow
 
 
 @dataclass(frozen=True, slots=True)

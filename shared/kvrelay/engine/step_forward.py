@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from kvrelay.backends.backend import PackedRows
-from kvrelay.engine.batch import WorkerRow
 from kvrelay.engine.device import to_device
 from kvrelay.engine.draft_rows import DraftRows
+from kvrelay.step.batch import WorkerRow
 
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at the same time
 

@@ -23,7 +23,6 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import GrammarWork, RowsFailed
 from kvrelay.engine.channel_matcher import ChannelMatcher
 from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.grammar_state import GrammarCounters, GrammarState
@@ -35,6 +34,7 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import GrammarWork, RowsFailed
 
 LONGEST_WAIT_S = 5.0
 """A mask takes microseconds, and milliseconds where the library's limits end it. If it takes this long, its sequence

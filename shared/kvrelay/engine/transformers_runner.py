@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits
 from kvrelay.backends.populate import populate_in_background
-from kvrelay.engine.batch import BeamCandidates, BlockCopy, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
 from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.device import Moment, to_device, use_on_this_thread
@@ -35,6 +34,7 @@ from kvrelay.engine.step_forward import StepForward
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import BeamCandidates, BlockCopy, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
 from kvrelay.transfer.pool_memory import PoolLike
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import WorkerBatch
 from kvrelay.ranks.transfer_messages import TransferReport, TransferSettings
+from kvrelay.step.batch import WorkerBatch
 
 RANK_PROTOCOL = 6
 """Changes with every change of these messages."""

@@ -18,7 +18,6 @@ import numpy as np
 import zmq
 
 from kvrelay.curve import CurveKey
-from kvrelay.engine.batch import DeviceLost, WorkerBatch
 from kvrelay.messaging.sockets import tcp_host
 from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate
 from kvrelay.process import describe_exit
@@ -43,6 +42,7 @@ from kvrelay.ranks.messages import (
 )
 from kvrelay.ranks.rank_process import RankProcess
 from kvrelay.ranks.transfer_messages import CALL_TOPIC, TransferCall, TransferReport
+from kvrelay.step.batch import DeviceLost, WorkerBatch
 from kvrelay.transfer.endpoints import Endpoint
 
 log = logging.getLogger(__name__)

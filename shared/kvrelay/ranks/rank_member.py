@@ -22,7 +22,6 @@ import numpy as np
 import zmq
 
 from kvrelay.curve import CurveKey
-from kvrelay.engine.batch import ModelSpec, WorkerBatch
 from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.process_identity import own_identity
 from kvrelay.ranks.messages import (
@@ -50,6 +49,7 @@ from kvrelay.ranks.messages import (
 from kvrelay.ranks.rank_group import BEATS_A_SILENCE, LINGER_MS
 from kvrelay.ranks.rank_transfers import RankTransfers
 from kvrelay.ranks.transfer_messages import CALL_TOPIC, TransferSettings
+from kvrelay.step.batch import ModelSpec, WorkerBatch
 from kvrelay.transfer.base import PartReceiver, PartSender
 from kvrelay.transfer.endpoints import Endpoint
 from kvrelay.transfer.pool_memory import PoolLike

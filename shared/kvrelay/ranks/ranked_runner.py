@@ -10,10 +10,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
-from kvrelay.engine.batch import DeviceLost, ModelRunner, ModelSpec, StepResult, WorkerBatch
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.remote_transfers import RankCalls
+from kvrelay.step.batch import DeviceLost, ModelSpec, StepResult, WorkerBatch
 from kvrelay.transfer.pool_memory import PoolLike
 
 

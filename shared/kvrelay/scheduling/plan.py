@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import BeamCandidates, BlockCopy, SwapCopies
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_cost import pairs
+from kvrelay.step.batch import BeamCandidates, BlockCopy, SwapCopies
 
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):

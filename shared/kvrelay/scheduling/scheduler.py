@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from typing import Self
 
-from kvrelay.engine.batch import BeamCandidates, StepResult
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.table import blocks_for
@@ -44,6 +43,7 @@ from kvrelay.scheduling.step_commit import StepCommit
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay.scheduling.step_planner import StepPlanner
 from kvrelay.scheduling.tenants import TenantShares
+from kvrelay.step.batch import BeamCandidates, StepResult
 
 
 class BatchScheduler:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from kvrelay.engine.batch import BeamCandidates, StepResult
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
@@ -15,6 +14,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.step_cost import StepCost
+from kvrelay.step.batch import BeamCandidates, StepResult
 
 
 class PrefillGate(Protocol):

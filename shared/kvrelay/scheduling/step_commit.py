@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from kvrelay.engine.batch import RowResult
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.beams.beam_groups import BeamGroup
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.step.batch import RowResult
 
 
 class StepCommit:

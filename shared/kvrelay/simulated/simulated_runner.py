@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.device_profiles import Profile, StepLoad, find_profile
-from kvrelay.engine.batch import BeamCandidates, ModelSpec, RowResult, StepResult, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.profile import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
@@ -34,6 +33,7 @@ from kvrelay.simulated.token_hash import (
     mixed,
     salt_of,
 )
+from kvrelay.step.batch import BeamCandidates, ModelSpec, RowResult, StepResult, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.transfer.pool_memory import PoolLike
 
 

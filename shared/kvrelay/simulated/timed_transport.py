@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvrelay.device_profiles import Profile
-from kvrelay.engine.batch import ModelSpec
+from kvrelay.step.batch import ModelSpec
 from kvrelay.transfer.base import BlockPush, Pushed, SenderEvent, TransferSender
 from kvrelay.transfer.push_pieces import Copies
 

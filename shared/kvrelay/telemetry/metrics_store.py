@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay.engine.batch import StepResult
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import StepResult
 from kvrelay.telemetry.line_file import BackgroundLines
 from kvrelay.telemetry.step_trace import StepEvent, StepTrace
 

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.engine.batch import StepResult
 from kvrelay.protocol.messages import Stage
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import StepResult
 from kvrelay.telemetry.stages import RecentStages, stage
 from kvrelay.telemetry.trace_context import TraceContext, new_trace
 from kvrelay.telemetry.tracer import Tracer, sampled

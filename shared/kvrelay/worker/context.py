@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, Invalid
@@ -13,6 +12,7 @@ from kvrelay.protocol.messages import PeerRef
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore

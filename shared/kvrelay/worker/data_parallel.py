@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import DeviceLost
 from kvrelay.engine.checkpoint import read_config
 from kvrelay.engine.device import find_device
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
@@ -26,6 +25,7 @@ from kvrelay.messaging.sockets import tcp_host
 from kvrelay.protocol.messages import PeerRef, WakeRank
 from kvrelay.ranks.rank_group import RankCommand, RanksFailed
 from kvrelay.ranks.rank_process import PARENT_VARIABLE
+from kvrelay.step.batch import DeviceLost
 from kvrelay.worker.group_workers import END_WITHIN_S, GroupWorkers
 from kvrelay.worker.lockstep_runner import LockstepRunner
 from kvrelay.worker.rank_main import own_software

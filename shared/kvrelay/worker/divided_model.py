@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import DeviceLost
 from kvrelay.engine.device import find_device
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed
@@ -25,6 +24,7 @@ from kvrelay.ranks.rank_member import facts_of
 from kvrelay.ranks.rank_process import PARENT_VARIABLE, RANK_COMMAND
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.ranks.transfer_messages import TransferSettings
+from kvrelay.step.batch import DeviceLost
 from kvrelay.worker.rank_main import own_software
 
 log = logging.getLogger(__name__)

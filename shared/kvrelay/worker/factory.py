@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import ModelSpec
 from kvrelay.engine.graph_sizes import default_sizes, largest_size
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.worker_record import WorkerRecord
@@ -23,6 +22,7 @@ from kvrelay.scheduling.queue.prefill_delay import DelayerSettings
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
+from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.prefill_delayer import PrefillDelayer

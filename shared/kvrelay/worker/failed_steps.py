@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvrelay.engine.batch import RowsFailed
+from kvrelay.step.batch import RowsFailed
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Protocol, cast
 
 from kvrelay.core_leases import CoreLeases
-from kvrelay.engine.batch import DeviceLost, LaunchedStep, LaunchingRunner, ModelRunner, StepResult, WorkerBatch
+from kvrelay.engine.model_runner import LaunchedStep, LaunchingRunner, ModelRunner
 from kvrelay.simulated.stage_clock import StageClock
+from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
 from kvrelay.telemetry.step_trace import StepEventName, StepTrace
 
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from kvrelay.engine.batch import DeviceLost
 from kvrelay.protocol.messages import PeerRef, WakeRank
+from kvrelay.step.batch import DeviceLost
 
 
 class LocalGroup:

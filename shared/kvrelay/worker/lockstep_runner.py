@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.engine.batch import ModelRunner, ModelSpec, StepResult, WorkerBatch
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import ModelSpec, StepResult, WorkerBatch
 from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.worker.lockstep_loop import LockstepGroup
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.messages import PackedCandidates
+from kvrelay.step.batch import BeamCandidates
 
 
 def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from kvrelay.engine.batch import DeviceLost, StepResult
+from kvrelay.step.batch import DeviceLost, StepResult
 from kvrelay.worker.failed_steps import log_failed_step
 from kvrelay.worker.step_loop import PlannedStep, StepCallbacks, StepLoop
 

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import TypeVar
 
-from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Shards
 from kvrelay.ranks.remote_transfers import RankCalls, RemoteReceiver, RemoteSender
+from kvrelay.step.batch import ModelSpec
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
 from kvrelay.worker.context import WorkerContext

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.table import BlockTable, blocks_for, blocks_for_group
 from kvrelay.protocol.messages import Header, PeerRef, Prompt, unpack_tokens
 from kvrelay.protocol.sampling import BeamSpec
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.step.batch import ModelSpec
 
 
 class PromptRefused(ValueError):

@@ -13,13 +13,14 @@ from functools import partial
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.core_leases import CoreLeases
-from kvrelay.engine.batch import ModelRunner, ModelSpec
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import open_event_log
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore

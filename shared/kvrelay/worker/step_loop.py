@@ -22,23 +22,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvrelay.engine.batch import (
+from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
+from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import (
     BeamCandidates,
     BeamRow,
     DeviceLost,
     GrammarWork,
-    ModelRunner,
     RowsFailed,
     StepResult,
     WorkerBatch,
     WorkerRow,
     failure_kind,
 )
-from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
-from kvrelay.scheduling.scheduler_protocol import Scheduler
-from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.sequence_spans import SequenceSpans

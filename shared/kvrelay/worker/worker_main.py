@@ -8,7 +8,7 @@ import signal
 from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.loader import DESCRIPTIONS
 from kvrelay.config.worker import Role as RoleName
-from kvrelay.engine.batch import ModelRunner
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.process import deferred_collection, end_with_parent, service_main, settle_garbage
 from kvrelay.ranks.rank_process import PARENT_VARIABLE
 from kvrelay.simulated.simulated_runner import make_simulated_runner

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from kvrelay.engine.batch import DeviceLost, WorkerBatch
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.step.batch import DeviceLost, WorkerBatch
 from tests.component.engine.tensor_parallel_ranks import choose_means, free_address
 from tests.fakes.forked import engine_context
 from tests.fakes.waiting import PATIENCE_S

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel import group_coordinator
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
@@ -17,6 +16,7 @@ from kvrelay.engine.parallel.shared_memory import share_memory
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.ports import HeldPort
+from kvrelay.step.batch import StepResult, WorkerBatch
 from tests.fakes.forked import engine_context
 from tests.fakes.waiting import PATIENCE_S
 

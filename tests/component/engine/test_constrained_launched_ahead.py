@@ -14,7 +14,6 @@ import pytest
 from numpy.typing import NDArray
 
 from kvrelay.engine import token_masks
-from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.in_flight import StepInFlight
 from kvrelay.engine.sampler import Sampler
@@ -28,6 +27,7 @@ from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence as Running
+from kvrelay.step.batch import WorkerBatch, WorkerRow
 from kvrelay.worker.launch import AheadLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.component.engine.conftest import BLOCK_SIZE

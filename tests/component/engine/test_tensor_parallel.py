@@ -14,11 +14,11 @@ import torch
 from msgspec import structs
 
 from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import BeamRow, BlockCopy, DeviceLost, SwapCopies, WorkerBatch, WorkerRow
 from tests.component.engine.tensor_parallel_ranks import DividedRunner, RankProcesses
 from tests.fakes.reference_model import generate, load_reference
 from tests.tiny_models import DIVIDED, VOCAB_SIZE, build_model

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import ModelSpec, WorkerBatch
 from kvrelay.process import end_with_parent
 from kvrelay.ranks.messages import RANK_PROTOCOL, RankSettings, Software
 from kvrelay.ranks.rank_member import MemberOptions, RankEnds, RankMember, Report
 from kvrelay.ranks.transfer_messages import TransferSettings
+from kvrelay.step.batch import ModelSpec, WorkerBatch
 from kvrelay.transfer.base import PartReceiver
 from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.transfer.zmq_transport import ZmqReceiver

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from kvrelay import LLM, Engine, SamplingParams
-from kvrelay.engine.batch import DeviceLost
 from kvrelay.ports import HeldPort
 from kvrelay.ranks.ranked_runner import RankedRunner
+from kvrelay.step.batch import DeviceLost
 from tests.e2e import reference
 from tests.fakes.waiting import PATIENCE_S, wait_until
 from tests.tiny_models import VOCAB_SIZE, build_model

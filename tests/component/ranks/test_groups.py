@@ -17,7 +17,6 @@ import psutil
 import pytest
 import zmq
 
-from kvrelay.engine.batch import DeviceLost, StepResult, WorkerBatch, WorkerRow
 from kvrelay.process_identity import has_ended, identity_of
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -26,6 +25,7 @@ from kvrelay.ranks.rank_group import RankGroup, RanksFailed
 from kvrelay.ranks.rank_member import facts_of
 from kvrelay.ranks.remote_transfers import RemoteReceiver
 from kvrelay.ranks.transfer_messages import TransferSettings
+from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch, WorkerRow
 from tests.component.ranks.replica_rank import digest
 from tests.component.ranks.rig import (
     BLOCK_SIZE,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvrelay import LLM, Engine, SamplingParams
-from kvrelay.engine.batch import DeviceLost
 from kvrelay.ranks.ranked_runner import RankedRunner
+from kvrelay.step.batch import DeviceLost
 from tests.component.ranks.test_divided_engine import (
     GREEDY,
     SMALL,

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kvrelay.engine.batch import ModelSpec, RowResult, StepResult, WorkerBatch, WorkerRow
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.simulated.simulated_runner import SimulatedRunner
 from kvrelay.simulated.token_hash import SUM_MASK, Vocabulary, contributions, digest
+from kvrelay.step.batch import ModelSpec, RowResult, StepResult, WorkerBatch, WorkerRow
 from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.scripted.script import Script
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from kvrelay.engine import in_flight
-from kvrelay.engine.batch import ModelRunner, RowResult, WorkerBatch, WorkerRow
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import RowResult, WorkerBatch, WorkerRow
 
 
 @dataclass(eq=False)

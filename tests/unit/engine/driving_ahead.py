@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvrelay.engine.batch import LaunchedStep, LaunchingRunner, RowsFailed, WorkerBatch, WorkerRow
+from kvrelay.engine.model_runner import LaunchedStep, LaunchingRunner
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import RowsFailed, WorkerBatch, WorkerRow
 from tests.unit.engine.driving import Driven
 
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import BeamRow
 from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
+from kvrelay.step.batch import BeamRow
 from tests.thoroughness import examples
 from tests.unit.engine import sampling_oracle
 from tests.unit.engine.test_sampler import CPU, EOS, VOCAB_SIZE, key, make_logits, samplings

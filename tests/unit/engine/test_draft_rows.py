@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import WorkerRow
 from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import WorkerRow
 from tests.thoroughness import examples
 from tests.unit.engine.test_sampler import samplings
 from tests.unit.engine.test_token_masks import END, GRAMMARS, TOKENIZER, VOCAB_SIZE, key, sampler_of

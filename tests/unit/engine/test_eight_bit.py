@@ -19,12 +19,12 @@ from kvrelay.backends.torch_sdpa import TorchBackend, TorchStep
 from kvrelay.config.demo import demo_model_path
 from kvrelay.engine import probe
 from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.batch import BlockCopy, SwapCopies, WorkerBatch
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.step.batch import BlockCopy, SwapCopies, WorkerBatch
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, randomize
 from tests.unit.engine.driving import Driven, run, start

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.engine.batch import DeviceLost, RowsFailed, failure_kind
 from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.step.batch import DeviceLost, RowsFailed, failure_kind
 
 pytestmark = pytest.mark.unit
 

@@ -25,7 +25,6 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.config.demo import demo_model_path
 from kvrelay.engine import graphs as graphs_module
 from kvrelay.engine import make as make_module
-from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.causal_model import load_model, open_source
 from kvrelay.engine.graph_check import GraphsDiffer
 from kvrelay.engine.graph_sizes import default_sizes, padded_size
@@ -35,6 +34,7 @@ from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.step.batch import WorkerBatch, WorkerRow
 from tests.fakes import fake_cuda_graphs
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.fakes.late_copies import LateCopies

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SwapCopies
 from kvrelay.engine.host_buffer import HostBuffer
+from kvrelay.step.batch import SwapCopies
 
 pytestmark = pytest.mark.unit
 NUM_BLOCKS, NUM_SLOTS = 9, 7

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvrelay.engine import token_masks
-from kvrelay.engine.batch import RowResult, WorkerBatch, WorkerRow
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.step.batch import RowResult, WorkerBatch, WorkerRow
 from tests.unit.engine.test_token_masks import COMPILER, DEMO, GRAMMARS, Hanging
 
 PROMPT = [5, 6, 7, 8, 9]

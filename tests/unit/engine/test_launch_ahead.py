@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from kvrelay.engine import sampler, truncation
-from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, RowsFailed, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.causal_model import CausalModel, load_model, open_source
 from kvrelay.engine.in_flight import StepInFlight
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.step.batch import BeamRow, BlockCopy, DeviceLost, RowsFailed, SwapCopies, WorkerBatch, WorkerRow
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.fakes.late_copies import LateCopies
 from tests.unit.engine.driving import Driven, failing_logits, run, start

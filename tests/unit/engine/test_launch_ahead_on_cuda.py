@@ -13,11 +13,11 @@ import pytest
 from kvrelay.backends import flashinfer as flashinfer_backend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine import sampler, truncation
-from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.step.batch import WorkerBatch, WorkerRow
 from tests.fakes import pretended_flashinfer
 from tests.fakes.pretended_cuda import NO_PRETENCE, Machine, Stream
 from tests.unit.engine.driving import Driven, run, start_each

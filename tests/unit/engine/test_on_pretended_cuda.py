@@ -15,22 +15,13 @@ from kvrelay.backends import flashinfer_graphs
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.config import WorkerConfig
-from kvrelay.engine.batch import (
-    NO_COPIES,
-    BeamRow,
-    BlockCopy,
-    DeviceLost,
-    RowResult,
-    SwapCopies,
-    WorkerBatch,
-    WorkerRow,
-)
 from kvrelay.engine.device import to_device, to_host, turn_on
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import BeamSpec, Sampling
+from kvrelay.step.batch import NO_COPIES, BeamRow, BlockCopy, DeviceLost, RowResult, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.worker.calibrate import measure_costs
 from kvrelay.worker.worker_main import load_runner
 from tests.fakes import pretended_flashinfer

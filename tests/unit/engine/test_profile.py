@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvrelay.engine.batch import LaunchedStep, WorkerBatch
 from kvrelay.engine.make import PoolSizing, make_runner
+from kvrelay.engine.model_runner import LaunchedStep
 from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit, profile_memory
 from kvrelay.machine_memory import machine_memory_bytes
+from kvrelay.step.batch import WorkerBatch
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.queued_runner import QueuedRunner
 from tests.tiny_models import build_model

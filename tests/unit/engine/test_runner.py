@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine import step_forward
-from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
 from kvrelay.engine.device import Moment
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.step.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
 from tests.fakes.late_copies import LateCopies
 from tests.fakes.reference_model import generate, load_reference
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvrelay.engine import device
 from kvrelay.engine.attention import ATTENTION_NAME, attending, register
-from kvrelay.engine.batch import BeamRow
 from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.eager import split_head
 from kvrelay.engine.pending_logprobs import token_logprobs
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import BeamSpec, Sampling
+from kvrelay.step.batch import BeamRow
 from tests.fakes.late_copies import LateCopies
 from tests.tiny_models import ARCHITECTURES
 from tests.unit.engine.test_architectures import SERVED

@@ -15,7 +15,6 @@ import pytest
 from msgspec import Struct
 
 from kvrelay.awake_clock import MAX_GAP_S
-from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered, Invalid
@@ -43,6 +42,7 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sampling import BeamSpec, Sampling, TokenLogprobs
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.transfer.base import Landed, ReceiverEvent

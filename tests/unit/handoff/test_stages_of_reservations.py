@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Shards
+from kvrelay.step.batch import ModelSpec
 from kvrelay.transfer.sharded import ShardedReceiver, ShardLayout
 from kvrelay_decode.reservation_transports import Reservations
 from tests.unit.handoff.test_decode_role import SilentReceiver

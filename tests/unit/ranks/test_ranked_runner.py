@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.ranked_runner import RankedRunner, RankedStep
 from kvrelay.scheduling.plan import StepPlan
+from kvrelay.step.batch import StepResult, WorkerBatch
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.replicas import HashReplica, ReplicasHere, resolved
 from tests.thoroughness import examples

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
@@ -20,6 +19,7 @@ from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_schedu
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence
+from kvrelay.step.batch import RowResult, StepResult
 from tests.fakes.sequences import new_sequence
 
 BLOCK_SIZE = 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from kvrelay.engine.batch import StepResult
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import StepResult
 from tests.unit.scheduling.bench import Bench, check_writes
 
 Forward = Callable[[StepPlan], StepResult]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.sampling import BeamSpec, FinishReason
 from kvrelay.scheduling.beams.beam_search import BeamSearch
+from kvrelay.step.batch import BeamCandidates
 from tests.fakes.beam_oracle import search
 from tests.thoroughness import examples
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import BeamCandidates
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
@@ -25,6 +24,7 @@ from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
+from kvrelay.step.batch import BeamCandidates
 from kvrelay.worker.step_loop import StepLoop, worker_batch
 from tests.fakes.beam_oracle import Text, expected_beams
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens, next_candidates

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import RowsFailed
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
@@ -23,6 +22,7 @@ from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_planner import StepPlanner
+from kvrelay.step.batch import RowsFailed
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.thoroughness import examples

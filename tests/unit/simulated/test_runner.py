@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from kvrelay.config import WorkerConfig
 from kvrelay.device_profiles import MeasuredProfile
-from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
@@ -32,6 +31,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
 from kvrelay.simulated.token_hash import Vocabulary, continuation, salt_of
+from kvrelay.step.batch import WorkerBatch, WorkerRow
 from kvrelay.worker.launch import PipelinedTimedLauncher, TimedLauncher
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvrelay.device_profiles import StepLoad
-from kvrelay.engine.batch import ModelSpec, RowResult, StepResult, WorkerBatch
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.step_cost import pairs
+from kvrelay.step.batch import ModelSpec, RowResult, StepResult, WorkerBatch
 from kvrelay_simulator.measure_command import main, measure
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import msgspec
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import RowsFailed, StepResult, WorkerBatch
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
@@ -23,6 +22,7 @@ from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import RowsFailed, StepResult, WorkerBatch
 from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop

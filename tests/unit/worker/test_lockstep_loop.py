@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import DeviceLost, StepResult, WorkerBatch
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
@@ -22,6 +21,7 @@ from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
 from kvrelay.worker.local_group import LocalGroup, LocalRank
 from kvrelay.worker.lockstep_loop import LockstepLoop
 from kvrelay.worker.prefill_delayer import PrefillDelayer

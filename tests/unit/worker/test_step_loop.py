@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 
 from kvrelay.core_leases import CoreLeases, leases_bytes
-from kvrelay.engine.batch import DeviceLost, StepResult, SwapCopies, WorkerBatch
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.scheduling.plan import StepPlan, SwapPlan
+from kvrelay.step.batch import DeviceLost, StepResult, SwapCopies, WorkerBatch
 from kvrelay.worker.launch import ThreadLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.waiting import PATIENCE_S

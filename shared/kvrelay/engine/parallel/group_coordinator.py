@@ -24,8 +24,8 @@ import torch.distributed as torch_distributed
 from torch.nn import functional
 
 from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.batch import DeviceLost
 from kvrelay.engine.parallel.shared_memory import RankEnded, RanksInC, SharedMemory, can_sum, share_memory
+from kvrelay.step.batch import DeviceLost
 
 dist: Any = torch_distributed  # its names come from C++ and are not declared as exported
 

@@ -12,8 +12,8 @@ from itertools import islice
 
 import torch
 
-from kvrelay.engine.batch import DeviceLost
 from kvrelay.engine.step_forward import StepForward
+from kvrelay.step.batch import DeviceLost
 
 
 class Lockstep:

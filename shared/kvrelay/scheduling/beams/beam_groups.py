@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrelay.engine.batch import BeamCandidates
 from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import BlockTable, blocks_for
 from kvrelay.protocol.sampling import BeamResult, BeamSpec
@@ -32,6 +31,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_search import BeamSearch
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
+from kvrelay.step.batch import BeamCandidates
 
 
 class BeamGroup:

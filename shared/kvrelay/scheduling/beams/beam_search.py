@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason
+from kvrelay.step.batch import BeamCandidates
 
 
 @dataclass(frozen=True, slots=True)

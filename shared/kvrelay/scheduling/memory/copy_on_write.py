@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvrelay.engine.batch import BlockCopy
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.table import BlockTable, CopyInstruction, copy_on_write, finish_copy
+from kvrelay.step.batch import BlockCopy
 
 
 class BlockCopies:

@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from kvrelay.engine.batch import SwapCopies
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockState
 from kvrelay.kv.swap_space import SwapSpace
@@ -33,6 +32,7 @@ from kvrelay.scheduling.plan import PlanDraft, StepPlan, SwapCopy, SwapPlan, wor
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_cost import CalibratedCost
+from kvrelay.step.batch import SwapCopies
 
 
 @dataclass(slots=True)

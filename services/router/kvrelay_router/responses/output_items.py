@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -53,107 +52,60 @@ class TokenScores:
         return entries
 
 
-class OutputItem(ABC):
-    """`events` is the common part of the names of its delta and done events. `has_part`: its text is a content part."""
+EVENTS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+"""The common part of the names of an item's delta and done events, by its type."""
 
-    events: str
-    has_part = True
 
-    def __init__(self, item_id: str) -> None:
-        self.id = item_id
+class OutputItem:
+    """A text, reasoning or a call. `head`: its fields that do not change, with its type."""
+
+    def __init__(self, head: dict[str, Any], scores: TokenScores) -> None:
+        self.head = head
+        self.entries: list[TokenLogprobs] = []
         self._texts: list[str] = []
+        self._scores = scores
 
-    def add(self, text: str, scores: list[TokenLogprobs]) -> None:
+    @property
+    def type(self) -> str:
+        return str(self.head["type"])
+
+    def add(self, text: str, entries: list[TokenLogprobs]) -> None:
         self._texts.append(text)
+        self.entries += entries
 
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    @property
-    def part(self) -> dict[str, Any]:
-        """Its content part as it is by now, if it has one."""
-        raise NotImplementedError
-
-    @property
-    def empty_part(self) -> dict[str, Any]:
-        """Its content part before any text."""
-        empty: dict[str, Any] = {"text": "", "logprobs": []}
-        return {name: empty.get(name, value) for name, value in self.part.items()}
+    def part(self, text: str | None = None) -> dict[str, Any] | None:
+        """Its content part: as it is by now, or with another text and no log-probabilities. None for a call."""
+        shown, entries = ("".join(self._texts), self.entries) if text is None else (text, [])
+        if self.type == "message":
+            logprobs = self._scores.rows(entries)
+            return {"type": "output_text", "text": shown, "annotations": [], "logprobs": logprobs}
+        return {"type": "reasoning_text", "text": shown} if self.type == "reasoning" else None
 
     @property
     def done_fields(self) -> dict[str, Any]:
         """The fields of the event after the last delta."""
-        return {"text": self.text}
-
-    @abstractmethod
-    def fields(self, status: str) -> dict[str, Any]:
-        """The item as it is by now."""
-
-
-class MessageItem(OutputItem):
-    events = "response.output_text"
-
-    def __init__(self, unique: str, scores: TokenScores) -> None:
-        super().__init__(f"msg_{unique}")
-        self.entries: list[TokenLogprobs] = []
-        self._scores = scores
-
-    def add(self, text: str, scores: list[TokenLogprobs]) -> None:
-        super().add(text, scores)
-        self.entries += scores
-
-    @property
-    def part(self) -> dict[str, Any]:
-        return {
-            "type": "output_text",
-            "text": self.text,
-            "annotations": [],
-            "logprobs": self._scores.rows(self.entries),
-        }
-
-    @property
-    def done_fields(self) -> dict[str, Any]:
-        return {"text": self.text, "logprobs": self._scores.rows(self.entries)}
+        if (part := self.part()) is None:
+            return {"arguments": "".join(self._texts), "name": self.head["name"]}
+        return {name: part[name] for name in ("text", "logprobs") if name in part}
 
     def fields(self, status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [self.part]
-        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+        """The item as it is by now; without its text while it is in progress."""
+        is_begun = status == "in_progress"
+        if (part := self.part()) is None:
+            return {**self.head, "status": status, "arguments": "" if is_begun else "".join(self._texts)}
+        return {**self.head, "status": status, "content": [] if is_begun else [part]}
 
 
-class ReasoningItem(OutputItem):
-    events = "response.reasoning_text"
-
-    def __init__(self, unique: str) -> None:
-        super().__init__(f"rs_{unique}")
-
-    @property
-    def part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": self.text}
-
-    def fields(self, status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [self.part]
-        return {"id": self.id, "type": "reasoning", "summary": [], "status": status, "content": content}
-
-
-class CallItem(OutputItem):
-    events = "response.function_call_arguments"
-    has_part = False
-
-    def __init__(self, unique: str, call_id: str, name: str, namespace: str | None) -> None:
-        super().__init__(f"fc_{unique}")
-        self._call = {"call_id": call_id, "name": name}
-        if namespace is not None:
-            self._call["namespace"] = namespace
-
-    @property
-    def done_fields(self) -> dict[str, Any]:
-        return {"arguments": self.text, "name": self._call["name"]}
-
-    def fields(self, status: str) -> dict[str, Any]:
-        arguments = "" if status == "in_progress" else self.text
-        return {"id": self.id, "type": "function_call", "status": status, **self._call, "arguments": arguments}
-
+_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("msg", {"role": "assistant"}),
+    "reasoning": ("rs", {"summary": []}),
+    "function_call": ("fc", {}),
+}
+"""The prefix of an item's id and the fields that all items of a type have."""
 
 Step = tuple[Literal["begun", "text", "ended"], OutputItem, str, list[TokenLogprobs]]
 
@@ -174,53 +126,52 @@ class OutputItems:
         for part in choice.take_events():
             match part:
                 case ContentText(content):
-                    if not self._is_in(MessageItem):
-                        yield from self._begin(MessageItem(self._new_id(), self.scores))
-                    yield self._add(content, self.scores.take(choice))
+                    yield from self._text("message", content, self.scores.take(choice))
                 case ReasoningText(content):
-                    if not self._is_in(ReasoningItem):
-                        yield from self._begin(ReasoningItem(self._new_id()))
-                    yield self._add(content, [])
+                    yield from self._text("reasoning", content, [])
                 case ToolCallBegun(_, call_id, name):
-                    yield from self._begin(CallItem(self._new_id(), call_id, name, self._namespaces.get(name)))
+                    namespace = {"namespace": self._namespaces[name]} if name in self._namespaces else {}
+                    yield from self._begin("function_call", call_id=call_id, name=name, **namespace)
                 case ArgumentsDelta(_, arguments):
-                    yield self._add(arguments, [])
+                    yield from self._text("function_call", arguments, [])
                 case ToolCallEnded():
                     yield from self._end()
 
     def end(self, choice: Choice) -> Iterator[Step]:
         """The steps after the last text. An output without any is an empty text."""
         if not self.items:
-            yield from self._begin(MessageItem(self._new_id(), self.scores))
-        if self._is_in(MessageItem):
+            yield from self._begin("message")
+        if self._is_in("message"):
             self.items[-1].add("", self.scores.take(choice))
         yield from self._end()
 
     @property
     def are_large(self) -> bool:
         """True if the events that repeat the output are to be written in parts."""
-        return self.scores.are_large(sum(len(each.entries) for each in self.items if isinstance(each, MessageItem)))
+        return self.scores.are_large(sum(len(each.entries) for each in self.items))
 
     def fields(self, last_status: str) -> list[dict[str, Any]]:
         """All items at the end. Only the last one may be incomplete."""
         return [item.fields("completed" if item is not self.items[-1] else last_status) for item in self.items]
 
-    def _new_id(self) -> str:
-        return f"{self._unique}_{len(self.items)}" if self.items else self._unique
+    def _is_in(self, kind: str) -> bool:
+        return self._is_open and self.items[-1].type == kind
 
-    def _is_in(self, kind: type[OutputItem]) -> bool:
-        return self._is_open and isinstance(self.items[-1], kind)
-
-    def _add(self, text: str, scores: list[TokenLogprobs]) -> Step:
+    def _text(self, kind: str, text: str, scores: list[TokenLogprobs]) -> Iterator[Step]:
+        if not self._is_in(kind):
+            yield from self._begin(kind)
         item = self.items[-1]
         item.add(text, scores)
-        return "text", item, text, scores
+        yield "text", item, text, scores
 
-    def _begin(self, item: OutputItem) -> Iterator[Step]:
+    def _begin(self, kind: str, **head: Any) -> Iterator[Step]:
         yield from self._end()
-        self.items.append(item)
+        prefix, own = _HEADS[kind]
+        number = f"_{len(self.items)}" if self.items else ""
+        head = {"id": f"{prefix}_{self._unique}{number}", "type": kind, **own, **head}
+        self.items.append(OutputItem(head, self.scores))
         self._is_open = True
-        yield "begun", item, "", []
+        yield "begun", self.items[-1], "", []
 
     def _end(self) -> Iterator[Step]:
         if self._is_open:

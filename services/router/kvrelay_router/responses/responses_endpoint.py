@@ -20,9 +20,8 @@ from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.responses.input_items import as_items, input_messages, is_reference
 from kvrelay_router.responses.output_items import OutputItems, TokenScores
-from kvrelay_router.responses.response_object import Keep, ResponseObject
 from kvrelay_router.responses.response_store import ResponseStore, StoredResponse, output_item
-from kvrelay_router.responses.responses_format import ResponseAnswer, ResponseStream
+from kvrelay_router.responses.responses_format import Keep, ResponseAnswer, ResponseObject, ResponseStream
 from kvrelay_router.responses.responses_request import (
     FIELD_NAMES,
     ResponsesRequest,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import orjson
@@ -14,8 +15,85 @@ from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import DocumentFormat, EventFormat
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.responses.output_items import MessageItem, OutputItem, OutputItems, Step
-from kvrelay_router.responses.response_object import ResponseObject
+from kvrelay_router.responses.output_items import EVENTS, OutputItem, OutputItems, Step
+from kvrelay_router.responses.responses_request import ResponsesRequest
+
+Keep = Callable[[dict[str, Any]], Awaitable[bool]]
+"""Stores a response at its end. Returns whether it did."""
+
+
+class ResponseObject:
+    """The object that the answer is, and that events of a stream carry: the fields that do not change, and those of
+    each state."""
+
+    def __init__(self, unique: str, request: ResponsesRequest, run: PromptRun, keep: Keep | None) -> None:
+        """`keep`: None if the response is not to be stored."""
+        self._run, self._keep = run, keep
+        sampling = run.request.sampling
+        self._head: dict[str, Any] = {
+            "id": f"resp_{unique}",
+            "object": "response",
+            "created_at": int(time.time()),
+        }
+        self._fields: dict[str, Any] = {
+            "background": False,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model,
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
+            "store": keep is not None,
+            "temperature": sampling.temperature,
+            "text": {"format": request.text_format},
+            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+            "tools": request.tools,
+            "top_logprobs": request.top_logprobs,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "user": request.user,
+        }
+
+    def begun(self) -> dict[str, Any]:
+        return self._object("in_progress", [])
+
+    async def ended(self, output: list[dict[str, Any]]) -> dict[str, Any]:
+        """The object with its output, which is stored before the client gets it. A text that was cut makes it
+        incomplete. `store` is false if the response could not be stored."""
+        reason = {"incomplete_details": {"reason": "max_output_tokens"}} if self.was_cut else {}
+        response = self._object(self.status, output, usage=self._usage(), **reason)
+        if self._keep is not None:
+            response["store"] = await self._keep(response)
+        return response
+
+    def failed(self, code: str, message: str) -> dict[str, Any]:
+        return self._object("failed", [], error={"code": code, "message": message})
+
+    @property
+    def was_cut(self) -> bool:
+        (choice,) = self._run.choices
+        return choice.finish_reason == "length"
+
+    @property
+    def status(self) -> str:
+        """Final status of the response, and of its last item."""
+        return "incomplete" if self.was_cut else "completed"
+
+    def _object(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        fields = {"status": status, "error": None, "incomplete_details": None, "output": output, "usage": None}
+        return {**self._head, **fields, **self._fields, **more}
+
+    def _usage(self) -> dict[str, Any]:
+        (choice,) = self._run.choices
+        num_prompt = len(self._run.request.prompt_ids)
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": self._run.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": choice.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens or 0},
+            "total_tokens": num_prompt + choice.num_tokens,
+        }
 
 
 class ResponseStream(EventFormat):
@@ -85,25 +163,25 @@ class ResponseStream(EventFormat):
             yield from self._item_end(item, status)
 
     def _place(self, item: OutputItem) -> dict[str, Any]:
-        place = {"item_id": item.id, "output_index": self._output.items.index(item)}
-        return {**place, "content_index": 0} if item.has_part else place
+        place = {"item_id": item.head["id"], "output_index": self._output.items.index(item)}
+        return place if item.type == "function_call" else {**place, "content_index": 0}
 
     def _begin(self, item: OutputItem) -> bytes:
         index = self._output.items.index(item)
         events = self._event("response.output_item.added", output_index=index, item=item.fields("in_progress"))
-        kind, place = f"{item.events}.delta", self._place(item)
-        head = {"type": kind, **place, **({"logprobs": []} if isinstance(item, MessageItem) else {})}
+        kind, place = f"{EVENTS[item.type]}.delta", self._place(item)
+        head = {"type": kind, **place, **({"logprobs": []} if item.type == "message" else {})}
         before = b'event: %b\ndata: %b,"sequence_number":' % (kind.encode(), orjson.dumps(head)[:-1])
         self._around_delta = before, b',"delta":'
-        if not item.has_part:
+        if (part := item.part("")) is None:
             return events
-        return events + self._event("response.content_part.added", **place, part=item.empty_part)
+        return events + self._event("response.content_part.added", **place, part=part)
 
     def _delta(self, item: OutputItem, text: str, scores: list[TokenLogprobs]) -> Iterator[bytes]:
         """Everything around the text of an event that brings nothing else is written once for each item."""
         if scores:
             rows = self._output.scores.rows(scores)
-            yield from self._event_parts(f"{item.events}.delta", **self._place(item), delta=text, logprobs=rows)
+            yield from self._event_parts(f"{EVENTS[item.type]}.delta", **self._place(item), delta=text, logprobs=rows)
             return
         number, self._num_events = self._num_events, self._num_events + 1
         before, after = self._around_delta
@@ -111,9 +189,9 @@ class ResponseStream(EventFormat):
 
     def _item_end(self, item: OutputItem, status: str) -> Iterator[bytes]:
         place = self._place(item)
-        yield from self._event_parts(f"{item.events}.done", **place, **item.done_fields)
-        if item.has_part:
-            yield from self._event_parts("response.content_part.done", **place, part=item.part)
+        yield from self._event_parts(f"{EVENTS[item.type]}.done", **place, **item.done_fields)
+        if (part := item.part()) is not None:
+            yield from self._event_parts("response.content_part.done", **place, part=part)
         index = place["output_index"]
         yield from self._event_parts("response.output_item.done", output_index=index, item=item.fields(status))
 

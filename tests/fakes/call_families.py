@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrelay_router.output_parsing.dialect import find_dialect
-from kvrelay_router.output_parsing.events import OutputParser
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.events import OutputParser, Tool
 
 TOOLS = [
     Tool(

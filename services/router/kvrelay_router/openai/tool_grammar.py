@@ -14,10 +14,9 @@ from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.grammar_fields import MAX_GRAMMAR_BYTES
-from kvrelay_router.output_parsing.answer_formats import format_of
-from kvrelay_router.output_parsing.call_grammar import WHITESPACE, CallGrammar
-from kvrelay_router.output_parsing.grammar_formats import Marker, Unconstrainable
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.call_grammar import WHITESPACE, Marker, Unconstrainable, format_of
+from kvrelay_router.output_parsing.dialect import CallGrammar
+from kvrelay_router.output_parsing.events import Tool
 from kvrelay_router.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_TOOLS = 100

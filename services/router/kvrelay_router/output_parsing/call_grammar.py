@@ -1,39 +1,86 @@
-"""Grammars of outputs with calls that follow their tools' schemas, as structural tags."""
+"""Grammars of outputs with calls that follow their tools' schemas, as structural tags: `kvrelay.grammar.tag_format`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
-from kvrelay_router.output_parsing.grammar_formats import (
-    ANY_TEXT,
-    NOTHING,
-    Format,
-    MarkerOf,
-    either,
-    sequence,
-    tag,
-    text,
-)
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay_router.output_parsing.events import Tool
 
+Format = dict[str, Any]
+Marker = str | Format
+"""A text, or the format of a token, which is no text for grammars."""
+MarkerOf = Callable[[str], Marker]
+"""Returns the format of a token for the text of an added token, and other texts as they are."""
+
+ANY_TEXT: Format = {"type": "any_text"}
+NOTHING: Format = {"type": "const_string", "value": ""}
 WHITESPACE = " ?"
 """Between the tokens of JSON in arguments: a weak model would fill calls with spaces."""
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class CallGrammar(Protocol):
-    """Writes the formats of a model's outputs. Both methods raise Unconstrainable."""
+class Unconstrainable(ValueError):
+    """No grammar can make the model follow this schema."""
 
-    def required(self, tools: Sequence[Tool], *, is_parallel: bool) -> Format:
-        """The output is a call of these tools, or several if they may be parallel, behind the reasoning if there is
-        any. All follow their schemas."""
-        ...
 
-    def allowed(self, tools: Sequence[Tool]) -> Format:
-        """The output is free text in which calls may stand. Those of strict tools follow their schemas."""
-        ...
+def text(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def marked(marker: Marker) -> Format:
+    """A marker as a format of its own."""
+    return text(marker) if isinstance(marker, str) else marker
+
+
+def sequence(*formats: Format) -> Format:
+    return formats[0] if len(formats) == 1 else {"type": "sequence", "elements": list(formats)}
+
+
+def either(formats: Sequence[Format]) -> Format:
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": list(formats)}
+
+
+def tag(begin: Marker, content: Format, end: Marker) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def json_value(schema: dict[str, Any]) -> Format:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def json_arguments(tool: Tool, *, is_strict: bool) -> Format:
+    """The arguments of a call as a JSON object."""
+    schema: dict[str, Any] = {"type": "object"}
+    if is_strict:
+        schema = {"type": "object", **tool.parameters} if tool.parameters else NO_ARGUMENTS
+    return json_value(schema)
+
+
+def format_of(grammar: Grammar) -> Format:
+    """The grammar must have been compiled, so it is well-formed. Whitespace is set for the whole tag."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return json_value(json.loads(grammar.text))
+        case GrammarKind.REGEX:
+            return {"type": "regex", "pattern": grammar.text}
+        case GrammarKind.CHOICE:
+            choices = " | ".join(map(json.dumps, json.loads(grammar.text)))
+            return {"type": "grammar", "grammar": f"start: CHOICE\nCHOICE: {choices}"}
+        case GrammarKind.GRAMMAR:
+            return {"type": "grammar", "grammar": grammar.text}
+        case GrammarKind.STRUCTURAL_TAG:
+            written = json.loads(grammar.text)
+            return written["format"] if "format" in written else _triggered(written)
+
+
+def _triggered(written: dict[str, Any]) -> Format:
+    tags = [tag(each["begin"], json_value(each["schema"]), each["end"]) for each in written["structures"]]
+    return {"type": "triggered_tags", "triggers": written["triggers"], "tags": tags}
 
 
 class CallSyntax(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +108,8 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """A `CallGrammar` of calls that stand behind the reasoning: `thinking`, or what came before the grammar if it
-    `follows_reasoning`."""
+    """Writes the formats of outputs whose calls stand behind the reasoning: `thinking`, or what came before the grammar
+    if it `follows_reasoning`. Its methods raise Unconstrainable."""
 
     syntax: CallSyntax
     thinking: Thinking | None
@@ -70,6 +117,8 @@ class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     follows_reasoning: bool = False
 
     def required(self, tools: Sequence[Tool], *, is_parallel: bool) -> Format:
+        """The output is a call of these tools, or several if they may be parallel, behind the reasoning if there is
+        any. All follow their schemas."""
         calls = self._calls(tools, all_strict=True, is_parallel=is_parallel)
         gap = either([text("\n" * count) for count in range(3)])
         if self.thinking is None:
@@ -77,6 +126,7 @@ class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
         return sequence(self._optional(sequence(self._reasoning(self.thinking), gap)), calls)
 
     def allowed(self, tools: Sequence[Tool]) -> Format:
+        """The output is free text in which calls may stand. Those of strict tools follow their schemas."""
         output = self._text_with_calls(tools)
         if self.thinking is None:
             return output

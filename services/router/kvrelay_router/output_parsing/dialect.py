@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
-
-from kvrelay_router.output_parsing import format_file, harmony
-from kvrelay_router.output_parsing.call_grammar import CallGrammar, MarkedCallGrammar, Thinking
-from kvrelay_router.output_parsing.events import OutputParser, PlainParser
-from kvrelay_router.output_parsing.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
-from kvrelay_router.output_parsing.grammar_formats import Format, MarkerOf
+from kvrelay_router.output_parsing import harmony
+from kvrelay_router.output_parsing.call_grammar import Format, MarkedCallGrammar, MarkerOf, Thinking
+from kvrelay_router.output_parsing.events import OutputParser, PlainParser, Tool
+from kvrelay_router.output_parsing.formats import (
+    REASONING_FORMATS,
+    SUFFIX,
+    TOOL_FORMATS,
+    ReasoningFormat,
+    ToolFormat,
+    load_tool_format,
+)
+from kvrelay_router.output_parsing.harmony import HarmonyCallGrammar
 from kvrelay_router.output_parsing.reasoning_counter import HarmonyCounter, ReasoningCounter, TokenCounter
 from kvrelay_router.output_parsing.response_template import (
     BadResponseTemplate,
@@ -20,8 +25,7 @@ from kvrelay_router.output_parsing.response_template import (
     ResponseTemplateParser,
     load_response_template,
 )
-from kvrelay_router.output_parsing.thinking import ThinkingParser
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.text_parser import ThinkingParser
 
 AUTO, NONE, HARMONY, TEMPLATE = "auto", "none", "harmony", "template"
 
@@ -35,109 +39,76 @@ class UnknownParser(ValueError):
     """No parser has this name."""
 
 
-class Dialect(Protocol):
-    """The formats of one model.
+CallGrammar = MarkedCallGrammar | HarmonyCallGrammar
 
-    `markers`: special tokens that parsers must see, though clients do not. `calls_tools`: calls are found in its
-    outputs. `is_plain`: without tools, all text is content.
-    """
 
-    @property
-    def markers(self) -> tuple[str, ...]: ...
+class Dialect:
+    """The formats of one model. The base has neither reasoning nor calls."""
 
-    @property
-    def calls_tools(self) -> bool: ...
-
-    @property
-    def is_plain(self) -> bool: ...
-
-    @property
-    def reasoning_markers(self) -> tuple[str, str] | None:
-        """What begins and ends the reasoning. None if there is none before the content."""
-        ...
-
-    @property
-    def has_channels(self) -> bool:
-        """Whether reasoning and answers are harmony's messages in channels."""
-        ...
-
-    def is_opened_by(self, prompt: str) -> bool:
-        """Returns whether the end of this prompt opens the reasoning."""
-        ...
-
-    def is_closed_by(self, prompt: str) -> bool:
-        """Returns whether the end of this prompt is that of reasoning, so that the output has none."""
-        ...
-
-    def is_open_in(self, message: str) -> bool:
-        """Returns whether a message that is continued ends within its reasoning."""
-        ...
-
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether parsers must see the end of the prompt."""
-        ...
+    markers: tuple[str, ...] = ()
+    """Special tokens that parsers must see, though clients do not."""
+    calls_tools = False
+    """Calls are found in its outputs."""
+    is_plain = False
+    """Without tools, all text is content."""
+    has_channels = False
+    """Reasoning and answers are harmony's messages in channels."""
+    reads_prompt = False
+    """Parsers must see the end of the prompt."""
+    reasoning_markers: tuple[str, str] | None = None
+    """What begins and ends the reasoning. None if there is none before the content."""
 
     @property
     def without_reasoning(self) -> Dialect | None:
         """The same formats with reasoning and its markers as content. None if reasoning is a message of its own."""
-        ...
+        return None
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Returns whether the end of this prompt opens the reasoning."""
+        return False
+
+    def is_closed_by(self, prompt: str) -> bool:
+        """Returns whether the end of this prompt is that of reasoning, so that the output has none."""
+        return False
+
+    def is_open_in(self, message: str) -> bool:
+        """Returns whether a message that is continued ends within its reasoning."""
+        return False
 
     def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool, prompt_end: str = "") -> OutputParser:
         """The parser for an output. `tools`: those that may be called."""
-        ...
+        raise NotImplementedError
 
     def new_counter(self, token_id_of: TokenIdOf, *, begins_inside: bool) -> TokenCounter | None:
         """Counts the tokens of an output's reasoning. None if it is not between single tokens."""
-        ...
+        return None
 
     def call_grammar(
         self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False
     ) -> CallGrammar | None:
         """None if no grammar can make this model call tools. `follows_reasoning`: the grammar begins behind the
         reasoning, if there is any."""
-        ...
+        return None
 
     def answer_format(self, content: Format, marker_of: MarkerOf, *, begins_inside: bool) -> Format | None:
         """The format of an output whose answer has this content. None if that is the same, or stands behind the
         reasoning that `reasoning_markers` end."""
-        ...
+        return None
 
 
-class MarkedDialect(msgspec.Struct, frozen=True):
+class MarkedDialect(Dialect):
     """Reasoning between two markers, and calls behind it. Without a tool format the model cannot call tools; without a
     reasoning format all text is content or calls."""
 
-    tools: ToolFormat | None = None
-    reasoning: ReasoningFormat | None = None
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return (*(self.reasoning_markers or ()), *(() if self.tools is None else self.tools.markers))
-
-    @property
-    def calls_tools(self) -> bool:
-        return self.tools is not None
-
-    @property
-    def is_plain(self) -> bool:
-        return self.reasoning is None
-
-    @property
-    def reasoning_markers(self) -> tuple[str, str] | None:
-        return None if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
-
-    @property
-    def has_channels(self) -> bool:
-        return False
-
-    @property
-    def reads_prompt(self) -> bool:
-        return False
+    def __init__(self, tools: ToolFormat | None = None, reasoning: ReasoningFormat | None = None) -> None:
+        self.tools, self.reasoning = tools, reasoning
+        self.calls_tools, self.is_plain = tools is not None, reasoning is None
+        self.reasoning_markers = None if reasoning is None else (reasoning.begin, reasoning.end)
+        self.markers = (*(self.reasoning_markers or ()), *(() if tools is None else tools.markers))
 
     @property
     def without_reasoning(self) -> Dialect:
-        return msgspec.structs.replace(self, reasoning=None)
+        return MarkedDialect(self.tools)
 
     def is_closed_by(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.end)
@@ -176,32 +147,17 @@ class MarkedDialect(msgspec.Struct, frozen=True):
             syntax=self.tools.syntax, thinking=thinking, marker_of=marker_of, follows_reasoning=follows_reasoning
         )
 
-    def answer_format(self, content: Format, marker_of: MarkerOf, *, begins_inside: bool) -> Format | None:
-        return None
 
+class HarmonyDialect(Dialect):
+    """Reasoning and calls are messages in channels: one parser reads both. No single token ends the reasoning: the next
+    channel may be reasoning again. If a message is continued, the chat template writes the channels."""
 
-class HarmonyDialect(msgspec.Struct, frozen=True):
-    """Reasoning and calls are messages in channels: one parser reads both."""
-
-    markers: tuple[str, ...] = harmony.MARKERS
-    calls_tools: bool = True
-    is_plain: bool = False
-    has_channels: bool = True
-    reads_prompt: bool = False
-    without_reasoning: None = None
-
-    @property
-    def reasoning_markers(self) -> tuple[str, str] | None:
-        return None  # no single token ends it: the next channel may be reasoning again
-
-    def is_closed_by(self, prompt: str) -> bool:
-        return False
+    markers = harmony.MARKERS
+    calls_tools = True
+    has_channels = True
 
     def is_opened_by(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(harmony.CHANNEL + harmony.ANALYSIS + harmony.MESSAGE)
-
-    def is_open_in(self, message: str) -> bool:
-        return False  # the chat template writes the channels
 
     def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool, prompt_end: str = "") -> OutputParser:
         return harmony.HarmonyParser(tools, begins_inside=begins_inside)
@@ -216,52 +172,23 @@ class HarmonyDialect(msgspec.Struct, frozen=True):
     def call_grammar(
         self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False
     ) -> CallGrammar | None:
-        return harmony.HarmonyCallGrammar(marker_of=marker_of, begins_inside=begins_inside)
+        return HarmonyCallGrammar(marker_of=marker_of, begins_inside=begins_inside)
 
     def answer_format(self, content: Format, marker_of: MarkerOf, *, begins_inside: bool) -> Format | None:
-        return harmony.HarmonyCallGrammar(marker_of=marker_of, begins_inside=begins_inside).answer(content)
+        return HarmonyCallGrammar(marker_of=marker_of, begins_inside=begins_inside).answer(content)
 
 
-class TemplateDialect(msgspec.Struct, frozen=True):
+class TemplateDialect(Dialect):
     """What the tokenizer's `response_template` says. Its calls have no grammar, and its reasoning has no budget."""
 
-    template: ResponseTemplate
-    markers: tuple[str, ...]
-    is_plain: bool = False
-    has_channels: bool = False
-    reads_prompt: bool = True
-    without_reasoning: None = None
+    reads_prompt = True
 
-    @property
-    def calls_tools(self) -> bool:
-        return self.template.calls is not None
-
-    @property
-    def reasoning_markers(self) -> tuple[str, str] | None:
-        return None
-
-    def is_closed_by(self, prompt: str) -> bool:
-        return False
-
-    def is_opened_by(self, prompt: str) -> bool:
-        return False
-
-    def is_open_in(self, message: str) -> bool:
-        return False
+    def __init__(self, template: ResponseTemplate, markers: tuple[str, ...]) -> None:
+        self.template, self.markers = template, markers
+        self.calls_tools = template.calls is not None
 
     def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool, prompt_end: str = "") -> OutputParser:
         return ResponseTemplateParser(self.template, tools, prompt_end)
-
-    def new_counter(self, token_id_of: TokenIdOf, *, begins_inside: bool) -> TokenCounter | None:
-        return None
-
-    def call_grammar(
-        self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False
-    ) -> CallGrammar | None:
-        return None
-
-    def answer_format(self, content: Format, marker_of: MarkerOf, *, begins_inside: bool) -> Format | None:
-        return None
 
 
 Named = TypeVar("Named", ToolFormat, ReasoningFormat)
@@ -280,22 +207,16 @@ def find_dialect(
     """
     names = {tool_parser, reasoning_parser}
     if TEMPLATE in names:
-        if not names <= {TEMPLATE, AUTO}:
-            raise UnknownParser(
-                f"{TEMPLATE!r} reads both calls and reasoning: set both parsers to it, or one to {AUTO!r}"
-            )
+        _check_both(TEMPLATE, names)
         try:
             return _of_template(response_template, special_tokens)
         except BadResponseTemplate as error:
             raise UnknownParser(f"the tokenizer's response_template cannot be used: {error}") from error
     if HARMONY in names or (names == {AUTO} and _shows_harmony(template or "")):
-        if not names <= {HARMONY, AUTO}:
-            raise UnknownParser(
-                f"{HARMONY!r} reads both calls and reasoning: set both parsers to it, or one to {AUTO!r}"
-            )
+        _check_both(HARMONY, names)
         return HarmonyDialect()
-    if tool_parser.endswith(format_file.SUFFIX):
-        tools: ToolFormat | None = format_file.load_tool_format(tool_parser)
+    if tool_parser.endswith(SUFFIX):
+        tools: ToolFormat | None = load_tool_format(tool_parser)
     else:
         tools = _find(tool_parser, TOOL_FORMATS, template)
     if tools is None and response_template is not None and names == {AUTO}:
@@ -304,6 +225,11 @@ def find_dialect(
         except BadResponseTemplate as error:
             logger.warning("the tokenizer's response_template is not used: %s", error)
     return MarkedDialect(tools, _find(reasoning_parser, REASONING_FORMATS, template))
+
+
+def _check_both(name: str, names: set[str]) -> None:
+    if not names <= {name, AUTO}:
+        raise UnknownParser(f"{name!r} reads both calls and reasoning: set both parsers to it, or one to {AUTO!r}")
 
 
 def _of_template(spec: Any, special_tokens: Sequence[str]) -> TemplateDialect:

@@ -1,10 +1,18 @@
-"""The parts of a model's output, and the interface of the parsers that find them."""
+"""The parts of a model's output, the tools that it may call, and the interface of the parsers that find calls."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """`parameters`: a JSON schema of an object. `is_strict`: calls must follow it."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+    is_strict: bool = False
 
 
 class ReasoningText(msgspec.Struct, frozen=True):

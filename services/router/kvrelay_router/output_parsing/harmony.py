@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay_router.output_parsing.events import ReasoningText
-from kvrelay_router.output_parsing.grammar_formats import (
+from kvrelay_router.output_parsing.call_grammar import (
     ANY_TEXT,
     NOTHING,
     Format,
@@ -21,8 +20,8 @@ from kvrelay_router.output_parsing.grammar_formats import (
     tag,
     text,
 )
-from kvrelay_router.output_parsing.text_parser import Malformed, Markers, NewId, Steps, TextParser, new_call_id
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.events import ReasoningText, Tool
+from kvrelay_router.output_parsing.text_parser import Malformed, Markers, Steps, TextParser
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -45,8 +44,8 @@ class HarmonyParser(TextParser):
     _ends = Markers(END, CALL, RETURN, START, CHANNEL)
     _header_ends = Markers(MESSAGE, END, CALL, RETURN)
 
-    def __init__(self, tools: Sequence[Tool], *, begins_inside: bool = False, new_id: NewId = new_call_id) -> None:
-        super().__init__(new_id)
+    def __init__(self, tools: Sequence[Tool], *, begins_inside: bool = False) -> None:
+        super().__init__()
         self._begins_inside = begins_inside
         self._has_tools = bool(tools)
         self._has_reasoning = self._has_content = False
@@ -145,8 +144,8 @@ class HarmonyParser(TextParser):
 
 
 class HarmonyCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """A `CallGrammar`. Calls are never parallel: each ends its output. A grammar is of the whole output, with the
-    reasoning and the headers of its messages."""
+    """As `MarkedCallGrammar`. Calls are never parallel: each ends its output. A grammar is of the whole output, with
+    the reasoning and the headers of its messages."""
 
     marker_of: MarkerOf
     begins_inside: bool

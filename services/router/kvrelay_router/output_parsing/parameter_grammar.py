@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from kvrelay_router.output_parsing.argument_values import MAX_DEPTH, STRING, resolve, types_of
-from kvrelay_router.output_parsing.grammar_formats import ANY_TEXT, NOTHING, Format, Unconstrainable, either, text
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.call_grammar import ANY_TEXT, NOTHING, Format, Unconstrainable, either, text
+from kvrelay_router.output_parsing.events import Tool
 
 UNSUPPORTED = frozenset(
     {

@@ -9,9 +9,9 @@ import string
 from collections.abc import Sequence
 
 from kvrelay_router.output_parsing.argument_values import STRING, Types, quoted, written_json
-from kvrelay_router.output_parsing.call_grammar import CallSyntax
-from kvrelay_router.output_parsing.grammar_formats import (
+from kvrelay_router.output_parsing.call_grammar import (
     NOTHING,
+    CallSyntax,
     Format,
     MarkerOf,
     Unconstrainable,
@@ -21,10 +21,10 @@ from kvrelay_router.output_parsing.grammar_formats import (
     tag,
     text,
 )
+from kvrelay_router.output_parsing.events import Tool
+from kvrelay_router.output_parsing.parameter_calls import ParameterReader
 from kvrelay_router.output_parsing.parameter_grammar import Parameter, optional, parameters_of
-from kvrelay_router.output_parsing.parameter_reader import ParameterReader
 from kvrelay_router.output_parsing.text_parser import Malformed, Markers, Steps, Write
-from kvrelay_router.output_parsing.tool import Tool
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64
@@ -78,38 +78,26 @@ class PythonicParser(ParameterReader):
     """Lists of other things than calls of the tools are content."""
 
     _opens = Markers(START)
+    _first = "["
 
-    def _parse(self) -> Steps[None]:
-        self._begin_head("")
-        if (yield from self._skip_spaces()) == "[":
-            yield from self._list()
-        else:
-            self._give_up()
-        while (yield from self._until(self._opens, self._content)) is not None:
-            self._begin_head(START)
+    def _call(self, opened: str) -> Steps[None]:
+        yield from self._skip_spaces()
+        yield from self._expect("[")
+        while True:
             yield from self._skip_spaces()
-            yield from self._list()
-
-    def _list(self) -> Steps[None]:
-        try:
-            yield from self._expect("[")
-            while True:
-                yield from self._skip_spaces()
-                yield from self._call()
-                self._end_call()
-                if (yield from self._skip_spaces()) == "]":
-                    break
-                yield from self._expect(",")
-            yield from self._expect("]")
+            yield from self._function_call()
+            self._end_call()
+            if (yield from self._skip_spaces()) == "]":
+                break
+            yield from self._expect(",")
+        yield from self._expect("]")
+        self._drop_head()
+        yield from self._skip_spaces()
+        if (yield from self._skip(END)):
             self._drop_head()
-            yield from self._skip_spaces()
-            if (yield from self._skip(END)):
-                self._drop_head()
-        except Malformed:
-            pass
         self._give_up()
 
-    def _call(self) -> Steps[None]:
+    def _function_call(self) -> Steps[None]:
         name = yield from self._word()
         if name not in self._tools:
             raise Malformed

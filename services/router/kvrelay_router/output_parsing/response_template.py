@@ -20,11 +20,11 @@ from kvrelay_router.output_parsing.events import (
     ContentText,
     Event,
     ReasoningText,
+    Tool,
     ToolCallBegun,
     ToolCallEnded,
 )
-from kvrelay_router.output_parsing.text_parser import NewId, new_call_id
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.text_parser import new_call_id
 
 CONTENT, CALLS = "content", "tool_calls"
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -89,13 +89,11 @@ class ResponseTemplateParser:
     """An `OutputParser`. A call comes at its end: only then it can be read. What the template has in no field is
     dropped; a malformed call is content."""
 
-    def __init__(
-        self, template: ResponseTemplate, tools: Sequence[Tool], prompt_end: str, new_id: NewId = new_call_id
-    ) -> None:
+    def __init__(self, template: ResponseTemplate, tools: Sequence[Tool], prompt_end: str) -> None:
         """`prompt_end`: with the beginning of the message."""
         from transformers.utils.chat_parsing import ResponseParser
 
-        self._template, self._new_id = template, new_id
+        self._template = template
         self._tools = {tool.name: tool for tool in tools}
         self._parser = ResponseParser(template.divider, prefix="")
         if begun := template.begun_message(prompt_end):
@@ -165,7 +163,7 @@ class ResponseTemplateParser:
         if calls and self._tools:
             for name, arguments in calls:
                 index, self._num_calls = self._num_calls, self._num_calls + 1
-                call = ToolCallBegun(index, self._new_id(), name), ArgumentsDelta(index, arguments)
+                call = ToolCallBegun(index, new_call_id(), name), ArgumentsDelta(index, arguments)
                 self._events += [*call, ToolCallEnded(index)]
         else:
             self._events.append(ContentText(region.get(_OPEN, "") + body + self._closing()))

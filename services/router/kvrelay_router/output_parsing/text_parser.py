@@ -6,13 +6,16 @@ from __future__ import annotations
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from kvrelay_router.output_parsing.events import (
     ArgumentsDelta,
     ContentText,
     Event,
+    OutputParser,
+    ReasoningText,
+    Tool,
     ToolCallBegun,
     ToolCallEnded,
 )
@@ -20,10 +23,13 @@ from kvrelay_router.output_parsing.events import (
 Value = TypeVar("Value")
 Steps = Generator[None, None, Value]
 Write = Callable[[str], None]
-NewId = Callable[[], str]
 
 MAX_HEAD_CHARS = 1 << 16
 """Text that is withheld until it is known to be a call. Longer text is content."""
+
+
+IS_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}").fullmatch
+"""Of a function, in formats that do not know the tools."""
 
 
 def new_call_id() -> str:
@@ -55,8 +61,7 @@ class Markers:
 class TextParser(ABC):
     """An `OutputParser`. `_parse` reads with the methods below; text that it does not read is content."""
 
-    def __init__(self, new_id: NewId = new_call_id) -> None:
-        self._new_id = new_id
+    def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._is_over = False
@@ -194,6 +199,9 @@ class TextParser(ABC):
 
     # Writing
 
+    def _new_id(self) -> str:
+        return new_call_id()
+
     def _content(self, text: str) -> None:
         if kept := self._without_end(text):
             self._events.append(ContentText(kept))
@@ -252,3 +260,79 @@ class TextParser(ABC):
         rest = "" if is_cut else "".join(self._head)
         self._end_call()
         self._content(rest)
+
+
+class CallParser(TextParser):
+    """Content with calls behind `_opens`. With `_first`, calls may also begin the output, with this character."""
+
+    _opens: Markers
+    _first = ""
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__()
+        self._tools = {tool.name: tool for tool in tools}
+
+    @abstractmethod
+    def _call(self, opened: str) -> Steps[None]:
+        """Reads what is behind the marker, which is empty at the beginning of the output. Raises Malformed."""
+
+    def _parse(self) -> Steps[None]:
+        if self._first:
+            self._begin_head("")
+            if (yield from self._skip_spaces()) == self._first:
+                yield from self._guarded_call("")
+            else:
+                self._give_up()
+        while (opened := (yield from self._until(self._opens, self._content))) is not None:
+            self._begin_head(opened)
+            yield from self._guarded_call(opened)
+
+    def _guarded_call(self, opened: str) -> Steps[None]:
+        try:
+            yield from self._call(opened)
+        except Malformed:
+            self._give_up()
+        else:
+            self._end_call()
+
+
+class ThinkingParser(TextParser):
+    """Passes the text behind the reasoning to another parser.
+
+    `begins_inside`: the prompt has opened the reasoning. Otherwise an output without `begin` has none. Whitespace
+    around the reasoning is dropped.
+    """
+
+    def __init__(self, inner: OutputParser, *, begin: str, end: str, begins_inside: bool) -> None:
+        super().__init__()
+        self._inner = inner
+        self._begin, self._ends = begin, Markers(end)
+        self._begins_inside = begins_inside
+        self._is_behind = False
+
+    def feed(self, text: str) -> list[Event]:
+        return self._inner.feed(text) if self._is_behind else super().feed(text)
+
+    def finish(self) -> list[Event]:
+        return [*([] if self._is_behind else super().finish()), *self._inner.finish()]
+
+    def _parse(self) -> Steps[None]:
+        self._head = []
+        yield from self._skip_spaces()
+        opens = yield from self._skip(self._begin)
+        if opens or self._begins_inside:
+            yield from self._skip_spaces()
+            self._head = []
+            ended = yield from self._until(self._ends, self._reasoning)
+            if ended is None:
+                if self._spaces:
+                    self._events.append(ReasoningText(self._take_spaces()))
+            else:
+                yield from self._skip_spaces()
+            self._head, self._spaces = [], []
+        self._is_behind = True
+        self._events += self._inner.feed("".join(self._head) + self._take_rest())
+
+    def _reasoning(self, text: str) -> None:
+        if kept := self._without_end(text):
+            self._events.append(ReasoningText(kept))

@@ -11,11 +11,10 @@ import tokenizers
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay_router.output_parsing.call_grammar import WHITESPACE, CallGrammar, MarkedCallGrammar, Thinking
-from kvrelay_router.output_parsing.dialect import find_dialect
-from kvrelay_router.output_parsing.grammar_formats import Marker
-from kvrelay_router.output_parsing.hermes import SYNTAX
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.call_grammar import WHITESPACE, MarkedCallGrammar, Marker, Thinking
+from kvrelay_router.output_parsing.dialect import CallGrammar, find_dialect
+from kvrelay_router.output_parsing.events import Tool
+from kvrelay_router.output_parsing.formats import TOOL_FORMATS
 from tests.fakes.call_families import FAMILIES
 from tests.fakes.call_families import TOOLS as FAMILY_TOOLS
 from tests.fakes.text_model import byte_level_tokenizer
@@ -80,7 +79,8 @@ class Model:
         return {"type": "token", "token": self.tokenizer.token_to_id(text), "text": text}
 
     def grammar(self, thinking: Thinking | None = None) -> CallGrammar:
-        return MarkedCallGrammar(syntax=SYNTAX, thinking=thinking, marker_of=self.marker_of)
+        syntax = next(each.syntax for each in TOOL_FORMATS if each.name == "hermes" and each.syntax is not None)
+        return MarkedCallGrammar(syntax=syntax, thinking=thinking, marker_of=self.marker_of)
 
     def allows(self, tag_format: Any, text: str, *, spelled: bool = False) -> bool:
         """`spelled`: markers come as text even if they are tokens."""

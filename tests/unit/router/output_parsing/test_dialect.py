@@ -40,8 +40,9 @@ def test_the_template_shows_the_tool_format(template: str, name: str | None) -> 
 def test_harmony_is_one_format_for_calls_and_reasoning() -> None:
     template = "<|start|>assistant<|channel|>analysis<|message|>"
     for names in (("auto", "auto"), ("harmony", "auto"), ("auto", "harmony"), ("harmony", "harmony")):
-        assert find_dialect(*names, template) == HarmonyDialect()
-    assert find_dialect("none", "none", template) == MarkedDialect()
+        assert isinstance(find_dialect(*names, template), HarmonyDialect)
+    unparsed = find_dialect("none", "none", template)
+    assert unparsed.is_plain and not unparsed.calls_tools
     with pytest.raises(UnknownParser, match="both"):
         find_dialect("harmony", "none", template)
     with pytest.raises(UnknownParser, match="hermes"):

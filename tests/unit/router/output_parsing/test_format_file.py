@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvrelay_router.output_parsing.dialect import find_dialect
-from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, ToolCallBegun
-from kvrelay_router.output_parsing.format_file import BadFormatFile
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Tool, ToolCallBegun
+from kvrelay_router.output_parsing.formats import BadFormatFile
 
 GUIDE = Path(__file__).parents[4] / "docs" / "guide.md"
 SHOWN = re.findall(r"### A format of your own.*?```python run\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)[0]
@@ -49,11 +48,11 @@ def test_it_works_beside_a_reasoning_parser(file: Path) -> None:
         ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         ("def", "SyntaxError"),
         ("x = 1", "FORMAT must be a .*ToolFormat, not NoneType"),
-        (SHOWN.replace("return", "x").replace("lambda tools: MyParser()", "lambda tools: 7"), "AttributeError"),
-        (SHOWN.replace("self._until(self.opens, self._content)", "self._wrong()"), "AttributeError: .*_wrong"),
+        (SHOWN.replace("new_parser=MyParser", "new_parser=lambda tools: 7"), "AttributeError"),
+        (SHOWN.replace("Markers(BEGIN)", "7"), "AttributeError"),
         (
-            SHOWN.replace("self._until(self.opens, self._content)", "self._until(self.opens, len)"),
-            "made '' of 'An otter",
+            SHOWN.replace("def _call", "def _parse(self): yield from self._until(self._opens, len)\n\n    def _call"),
+            "made '' of",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay_router.output_parsing.hermes import HermesParser
+from kvrelay_router.output_parsing.json_calls import HermesParser
 from kvrelay_router.output_parsing.text_parser import MAX_HEAD_CHARS
 from tests.fakes.parsed_output import all_text_of, calls_of, check_splits, content_of, parsed
 from tests.thoroughness import examples

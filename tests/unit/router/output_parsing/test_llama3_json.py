@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay_router.output_parsing.llama3_json import TAG, Llama3JsonParser
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.events import Tool
+from kvrelay_router.output_parsing.json_calls import Llama3JsonParser
 from tests.fakes.parsed_output import all_text_of, calls_of, check_splits, content_of, parsed
 from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
+TAG = Llama3JsonParser.tag
 
 ARGUMENTS: Any = {"city": f'Zürich "HB" {TAG}; \\', "tags": ["🦦", {}, [1.5e3, None]], "o": {"}": "{"}}
 TEXT = json.dumps(ARGUMENTS, ensure_ascii=False)

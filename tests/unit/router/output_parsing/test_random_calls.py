@@ -12,11 +12,9 @@ import pytest
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay_router.output_parsing.call_grammar import WHITESPACE
+from kvrelay_router.output_parsing.call_grammar import WHITESPACE, Unconstrainable
 from kvrelay_router.output_parsing.dialect import find_dialect
-from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, ToolCallBegun
-from kvrelay_router.output_parsing.grammar_formats import Unconstrainable
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, Tool, ToolCallBegun
 from tests.fakes.call_families import FAMILIES
 from tests.fakes.random_constraints import random_schema
 from tests.unit.router.output_parsing.test_call_grammar import Model

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay_router.output_parsing.dialect import TemplateDialect, UnknownParser, find_dialect
-from kvrelay_router.output_parsing.events import OutputParser
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.events import OutputParser, Tool
 from tests.fakes.call_families import TOOLS
 from tests.fakes.parsed_output import calls_of, check_splits, content_of, parsed, reasoning_of
 from tests.thoroughness import examples

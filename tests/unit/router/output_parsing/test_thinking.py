@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvrelay_router.output_parsing.events import OutputParser, PlainParser
-from kvrelay_router.output_parsing.hermes import HermesParser
+from kvrelay_router.output_parsing.json_calls import HermesParser
 from kvrelay_router.output_parsing.reasoning_counter import ReasoningCounter
-from kvrelay_router.output_parsing.thinking import ThinkingParser
+from kvrelay_router.output_parsing.text_parser import ThinkingParser
 from tests.fakes.parsed_output import calls_of, check_splits, content_of, reasoning_of
 
 pytestmark = pytest.mark.unit

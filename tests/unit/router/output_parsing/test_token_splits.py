@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay_router.output_parsing.events import Event, OutputParser
-from kvrelay_router.output_parsing.thinking import ThinkingParser
+from kvrelay_router.output_parsing.text_parser import ThinkingParser
 from kvrelay_router.text.detokenizer import make_detokenizer
 from kvrelay_router.text.tokenizer import Tokenizer, byte_level_alphabet
 from tests.fakes.call_families import FAMILIES, Call, Family

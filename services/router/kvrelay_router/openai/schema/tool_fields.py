@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, SkipValidation
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.schema.generation_fields import FlagOn
 from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.events import Tool
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 1 << 20

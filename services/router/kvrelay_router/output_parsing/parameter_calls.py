@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from kvrelay_router.output_parsing.argument_values import ANY_TYPE, STRING, Types, quoted, types_of, written_json
-from kvrelay_router.output_parsing.text_parser import Malformed, Markers, NewId, Steps, TextParser, Write, new_call_id
-from kvrelay_router.output_parsing.tool import Tool
+from kvrelay_router.output_parsing.events import Tool
+from kvrelay_router.output_parsing.text_parser import IS_NAME, CallParser, Malformed, Markers, Steps, Write
 
 MAX_GAP_CHARS = 256
 """Whitespace behind the end of a value. With more, the end belongs to the value."""
 MAX_MARKER_CHARS = 32
 
-IS_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}").fullmatch
 
-
-class ParameterReader(TextParser):
+class ParameterReader(CallParser):
     """The schemas of `tools` tell which values are texts; others are JSON, or literals of Python."""
 
-    def __init__(self, tools: Sequence[Tool], new_id: NewId = new_call_id) -> None:
-        super().__init__(new_id)
-        self._tools = {tool.name: tool for tool in tools}
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__(tools)
         self._called: Tool | None = None
         self._num_arguments = 0
 
@@ -131,3 +128,73 @@ class _StringPieces(_Pieces):
 
     def end(self, types: Types, *, in_lines: bool) -> str:
         return '"' if in_lines else self.cut() + '"'
+
+
+class Glm45Parser(ParameterReader):
+    """GLM 4.5 and later: each call is a name with pairs of `<arg_key>` and `<arg_value>` in `<tool_call>` tags."""
+
+    open, close = "<tool_call>", "</tool_call>"
+    key, key_end, value, value_end = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+    _opens = Markers(open)
+    _name_ends = Markers(key, close)
+    _key_ends = Markers(key_end, close)
+    _value_ends = Markers(value_end)
+    _behind_values: ClassVar = {value_end: (key, close)}
+
+    def _call(self, opened: str) -> Steps[None]:
+        name, marker = yield from self._short_text(self._name_ends)
+        self._begin_parameters(name.strip())
+        while marker == self.key:
+            key, end = yield from self._short_text(self._key_ends)
+            if end != self.key_end:
+                raise Malformed
+            yield from self._skip_spaces()
+            yield from self._expect(self.value)
+            yield from self._argument_text(key.strip(), self._value_ends, self._behind_values, in_lines=False)
+            yield from self._skip_spaces()
+            if not (yield from self._skip(self.key)):
+                yield from self._expect(self.close)
+                break
+        self._end_parameters()
+
+
+class Qwen3CoderParser(ParameterReader):
+    """Qwen3-Coder and later models of Qwen: each call is an element `<function=...>` with one element for each
+    argument. Without `<tool_call>`, which these models forget at times, a call must be of one of the tools."""
+
+    open, close = "<tool_call>", "</tool_call>"
+    function, function_end = "<function=", "</function>"
+    parameter, parameter_end = "<parameter=", "</parameter>"
+    call_end = f"{function_end}\n{close}"
+    _opens = Markers(open, function)
+    _name_ends = Markers(">", "\n")
+    _value_ends = Markers(parameter_end, call_end)
+    _behind_values: ClassVar = {parameter_end: (parameter, function_end, close), call_end: (open,)}
+
+    def _call(self, opened: str) -> Steps[None]:
+        if opened == self.open:
+            yield from self._skip_spaces()
+            yield from self._expect(self.function)
+        name, end = yield from self._short_text(self._name_ends)
+        name = name.strip()
+        if end != ">" or (opened != self.open and name not in self._tools):
+            raise Malformed
+        self._begin_parameters(name)
+        while True:
+            yield from self._skip_spaces()
+            if not (yield from self._skip(self.parameter)):
+                break
+            key, end = yield from self._short_text(self._name_ends)
+            if end != ">":
+                raise Malformed
+            end = yield from self._argument_text(key.strip(), self._value_ends, self._behind_values, in_lines=True)
+            if end != self.parameter_end:
+                self._end_parameters()
+                return
+        yield from self._expect(self.function_end)
+        self._end_parameters()
+        yield from self._skip_spaces()
+        if (yield from self._skip(self.close)):
+            self._drop_head()
+        else:
+            self._give_up()

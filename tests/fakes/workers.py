@@ -40,6 +40,11 @@ HURRY_S = 0.02
 """From the first signal to the second."""
 
 
+def has_sent_all(messenger: Messenger) -> bool:
+    """Returns whether all peers have taken all messages, as their life signs say."""
+    return all(link.taken_bytes == link.sent_bytes for link in messenger._links._links.values())
+
+
 def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
     senders = make_senders(config.transfer, context.pool_memory, host=config.host)
     return PrefillRole(context, senders)

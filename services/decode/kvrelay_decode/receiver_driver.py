@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
-from kvrelay.protocol.link import Invalid
 from kvrelay.protocol.messages import (
     Abort,
     Committed,
@@ -257,19 +256,6 @@ class ReceiverDriver:
                 self._quarantine.drained(key)
             case Drained():
                 pass
-
-    def on_invalid(self, event: Invalid) -> None:
-        """A message of a prefill worker has invalid fields. It cannot be repeated, so its handoff ends. Only Drained is
-        repeated: as the answer to another Released."""
-        key = sequence_key(event.header)
-        if event.kind is Reserve:
-            self._requests.send(event.peer, key, Refused(reason=event.reason))
-            return
-        request = self._handoff_of(key, event.peer)
-        if event.kind in (Handoff, Abort) and request is not None and _machine_of(request).state in NOT_COMMITTED:
-            self.cancel(request, event.reason)
-        elif event.kind is Drained and request is not None and request.is_quarantined:
-            self._quarantine.ask_again(key, time.monotonic())
 
     def _handoff_of(self, key: SequenceKey, prefill: PeerRef) -> DecodeRequest | None:
         """The handoff of this prefill worker."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.link import Delivered, Invalid
+from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
     Cancel,
@@ -169,15 +169,6 @@ class DecodeRole:
             case _:
                 name = type(body).__name__
                 self._log.warning("kind", "%s sent %s, which is not for a decode worker", event.peer.peer_id, name)
-        self._stream.flush()
-
-    def on_invalid(self, event: Invalid) -> None:
-        if event.kind is Generate:
-            self._requests.refuse_invalid(event)
-        elif event.kind in (Stop, Cancel):
-            self._requests.end(sequence_key(event.header), event.peer, event.reason)
-        else:
-            self._receiving.on_invalid(event)
         self._stream.flush()
 
     def _generate(self, header: Header, router: PeerRef, body: Generate) -> None:

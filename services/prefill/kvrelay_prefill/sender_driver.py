@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from kvrelay.kv.pool import BlockState
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.link import Delivered, Invalid
+from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
     AnyBody,
@@ -176,16 +176,6 @@ class SenderDriver:
             self._send_back(event.peer, request.sequence.key, body, wrong)
             handoff_event = ReservationRefused(event.peer, wrong)
         self._feed(request, handoff_event)
-
-    def on_invalid(self, event: Invalid) -> None:
-        """A message about a handoff has invalid fields. It cannot be repeated, so the handoff goes on elsewhere."""
-        request = self._requests.get(sequence_key(event.header))
-        if request is None:
-            return
-        if event.kind is Reassign and is_same_process(request.sequence.router, event.peer):
-            self.fail(request, FailureKind.PROTOCOL_ERROR, event.reason, retriable=True)
-        elif event.kind in (Granted, Deferred, Refused, Committed, Resend, Released):
-            self._feed(request, ReservationRefused(event.peer, event.reason))
 
     @staticmethod
     def _may_say(request: PrefillRequest, peer: PeerRef, body: AnyBody) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.link import Delivered, Invalid
+from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import Cancel, FirstToken, Header, PeerRef, Prefill, Stop
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
@@ -114,14 +114,6 @@ class PrefillRole:
             self._requests.end_by(key, event.peer, body)
         else:
             self._sending.on_message(event)
-
-    def on_invalid(self, event: Invalid) -> None:
-        if event.kind is Prefill:
-            self._requests.refuse_invalid(event)
-        elif event.kind in (Stop, Cancel):
-            self._requests.end(sequence_key(event.header), event.peer, event.reason)
-        else:
-            self._sending.on_invalid(event)
 
     def _start(self, header: Header, router: PeerRef, body: Prefill) -> None:
         sequence = self._requests.queue(header, router, body.prompt, prefill_only=True)

@@ -28,7 +28,7 @@ import zmq
 from kvrelay.curve import CurveKey
 from kvrelay.messaging.process_probe import ProcessProbes
 from kvrelay.messaging.sockets import MessengerSockets, tcp_host
-from kvrelay.protocol.link import Invalid, LinkEvent, Links, LinkSettings, PeerLost
+from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
 from kvrelay.telemetry.limited_log import LimitedLog
 
@@ -76,7 +76,6 @@ class Messenger:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._probes = ProcessProbes()
         self._events: deque[LinkEvent] = deque()  # not yet reported
-        self._awaiting_room: list[tuple[PeerRef, Callable[[], None]]] = []
         self._tick: asyncio.TimerHandle | None = None
         self._flush_due = False
         self._drain_due = False
@@ -124,7 +123,7 @@ class Messenger:
         sequence: int = 0,
         trace: str = "",
     ) -> None:
-        """Sends reliably, or reports the peer lost. After `close` it does nothing. Raises MessageTooLarge, and
+        """Sends, or reports the peer lost. After `close` it does nothing. Raises MessageTooLarge, and
         RuntimeError before `open`."""
         if self._sockets is None:
             if self._state is _State.NEW:
@@ -137,29 +136,11 @@ class Messenger:
         if self._links.has_events:
             self._flush_soon()
 
-    def is_backed_up(self, peer: PeerRef) -> bool:
-        """Returns whether messages to this incarnation wait until it acknowledges others."""
-        return self._links.is_backed_up(peer)
-
-    def when_room(self, peer: PeerRef, callback: Callable[[], None]) -> None:
-        """Calls back in a later turn of the event loop, once no message waits for this peer or it is lost. Never after
-        `close`."""
-        if self._links.is_backed_up(peer):
-            self._awaiting_room.append((peer, callback))
-        else:
-            asyncio.get_running_loop().call_soon(callback)
-
-    @property
-    def num_unacked(self) -> int:
-        """Messages that no peer has acknowledged yet."""
-        return self._links.num_unacked
-
     @property
     def num_dropped(self) -> dict[str, int]:
         """Messages that were dropped, by cause."""
         return {
             "malformed": self._links.num_malformed,
-            "invalid": self._links.num_invalid,
             "beyond_limit": self._links.num_beyond_limit,
             "unsent": self._sockets.num_unsent if self._sockets is not None else 0,
         }
@@ -186,7 +167,6 @@ class Messenger:
             if self._loop is not None and sockets is not None and not self._loop.is_closed():
                 self._loop.remove_reader(sockets.inbox_fd)
         finally:
-            self._awaiting_room.clear()
             self._state = _State.CLOSED
             self._sockets = None
             self._probes.close()
@@ -243,8 +223,6 @@ class Messenger:
         # new event for each one would block the loop.
         self._flush_due = False
         self._send_out()
-        if self._awaiting_room:
-            self._report_room()
         events = self._links.take_events()
         if PeerLost in map(type, events):
             # Closed before the callbacks run: a callback that sends to the lost peer would otherwise reuse the old
@@ -256,17 +234,10 @@ class Messenger:
         if self._events or self._links.has_events:
             self._flush_soon()
 
-    def _report_room(self) -> None:
-        awaiting, self._awaiting_room = self._awaiting_room, []
-        for peer, callback in awaiting:
-            self.when_room(peer, callback)
-
     def _report_events(self) -> None:
         until = time.monotonic() + MAX_WAKEUP_S
         while self._events and self._sockets is not None:
             event = self._events.popleft()
-            if isinstance(event, Invalid):
-                self._log.warning("invalid", "%s sent an invalid message: %s", event.peer.peer_id, event.reason[:1000])
             try:
                 self._on_event(event)
             except Exception:

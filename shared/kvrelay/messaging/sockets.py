@@ -18,6 +18,8 @@ EVENTS, NOBLOCK, POLLIN, SNDMORE = int(zmq.EVENTS), int(zmq.NOBLOCK), int(zmq.PO
 """Plain integers: pyzmq takes them several times as fast as its enumerations."""
 OUTBOX_LINGER_MS = 200
 """How long the last messages to a peer without a link (a refusal, mostly) may take to leave."""
+COPIED_BYTES = 64 << 10
+"""ZMQ copies frames up to this size."""
 SPARE_SOCKETS = 512
 """Sockets besides one for each peer: the inbox, the gate, refusals, and outboxes that linger."""
 
@@ -35,7 +37,7 @@ class MessengerSockets:
 
     def __init__(self, host: str, port: int, curve: CurveKey | None, max_peers: int) -> None:
         self.num_unsent = 0
-        """Messages that could not be given to a socket. The link repeats those that matter."""
+        """Messages that could not be given to a socket. The peer notices the gap."""
         self._log = LimitedLog(log)
         self._curve = curve
         self._context = ZmqContext(max_peers + SPARE_SOCKETS)
@@ -76,7 +78,7 @@ class MessengerSockets:
         return bool(int(self._inbox.getsockopt(EVENTS)) & POLLIN)
 
     def send(self, address: str, frames: list[bytes]) -> None:
-        """Queues a message. If that fails, it is counted and logged, and the link repeats the message.
+        """Queues a message. If that fails, it is counted and logged, and the link ends by the gap.
 
         An error concerns this peer alone: it must not keep messages for others from leaving.
         """
@@ -88,10 +90,13 @@ class MessengerSockets:
             # The methods of the backend skip the checks of flags and frames in those of `zmq.Socket`.
             for frame in before:
                 zmq.backend.Socket.send(outbox, frame, SNDMORE | NOBLOCK)
-            zmq.backend.Socket.send(outbox, last, NOBLOCK)
+            if len(last) < COPIED_BYTES:
+                zmq.backend.Socket.send(outbox, last, NOBLOCK)
+            else:  # tokens that several messages share stay one object until they leave
+                zmq.backend.Socket.send(outbox, last, NOBLOCK, copy=False)
         except (zmq.ZMQError, ValueError) as error:
             self.num_unsent += 1
-            self._log.warning("unsent", "cannot send to %r: %s; the link repeats it", address, error)
+            self._log.warning("unsent", "cannot send to %r: %s", address, error)
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         """Raises zmq.ZMQError, and ValueError for what is no inbox: addresses come from peers."""

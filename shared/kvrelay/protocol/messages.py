@@ -57,11 +57,9 @@ from kvrelay.protocol.sampling import (
 )
 
 PROTOCOL_VERSION = 1
-"""Neighbouring versions talk to each other (rolling upgrades); others are refused."""
+"""Peers of other versions are refused."""
 
-
-RejectCode = Literal["version", "fingerprint", "malformed"]
-
+RejectCode = Literal["version", "fingerprint", "malformed", "gap", "lost"]
 
 TOKEN_BYTES = 4
 
@@ -84,7 +82,7 @@ def unpack_tokens(data: bytes) -> NDArray[np.int32]:
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who sends what about which request. `seq` and `ack` belong to the link, see `kvrelay.protocol.link`."""
+    """Who sends what about which request. Links and their numbers: see `kvrelay.protocol.link`."""
 
     version: Int64 = PROTOCOL_VERSION
     fingerprint: Name = ""  # the model's; empty from a router that serves any model
@@ -92,10 +90,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     incarnation: Name
     reply_to: Name  # the sender's inbox
     to_incarnation: Name
-    link: Count  # number of the sender's link object; a new one means that the sender lost the old one
+    link: Count  # number of the sender's link object; a new one means that the sender lost the old one; 0: Reject
     to_link: Count = 0  # the addressee's, as far as the sender knows it
-    seq: Count = 0  # 0: not part of the reliable stream (Alive, Reject)
-    ack: Count = 0  # highest seq received in order from the addressee
+    seq: Count = 0  # number of the message; of Alive, that of the last message before it
     request: Name = ""
     attempt: Index = 0
     sequence: Index = 0
@@ -142,7 +139,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         require(len(self.tokens) % TOKEN_BYTES == 0, f"{len(self.tokens)} bytes are no whole number of token ids")
-        require(self.num_output <= self.num_tokens, f"{self.num_output} of {self.num_tokens} tokens are output")
+        if self.tokens:  # in a message they come in a frame of their own
+            require(self.num_output <= self.num_tokens, f"{self.num_output} of {self.num_tokens} tokens are output")
 
 
 class Prefill(Body, frozen=True, kw_only=True, tag="prefill"):
@@ -481,11 +479,14 @@ class WakeRank(Body, frozen=True, kw_only=True, tag="wake_rank"):
 
 
 class Alive(Body, frozen=True, kw_only=True, tag="alive"):
-    """Every peer pair, both ways, while they have to do with each other. Carries the link's ack."""
+    """Every peer pair, both ways, while they have a link. `received_bytes`: of all bodies that came on the link."""
+
+    received_bytes: Count = 0
 
 
 class Reject(Body, frozen=True, kw_only=True, tag="reject"):
-    """The addressee cannot be talked to: wrong protocol version or model. The reason is for people."""
+    """Ends the addressee's link: another protocol version or model, or the link cannot go on here. The reason is for
+    people."""
 
     code: RejectCode
     reason: Text

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.protocol.link import Delivered, Invalid
+from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.memory.block_manager import BlockManager
@@ -56,10 +56,6 @@ class Role(Protocol):
 
     def on_message(self, event: Delivered) -> None:
         """Handles a message from a router or a worker."""
-        ...
-
-    def on_invalid(self, event: Invalid) -> None:
-        """Handles a message with invalid fields: refuses what it asked for, and ends what it would have continued."""
         ...
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:

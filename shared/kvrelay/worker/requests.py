@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.link import Invalid
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
@@ -114,13 +113,6 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
             self.send(router, key, Failed(failure=FailureKind.TOO_LARGE, cause=str(error), retriable=False))
             return None
         return sequence
-
-    def refuse_invalid(self, event: Invalid) -> None:
-        """Refuses a request whose message has invalid fields. A worker of the same version would refuse it too."""
-        key = sequence_key(event.header)
-        if key not in self._open:
-            failed = Failed(failure=FailureKind.PROTOCOL_ERROR, cause=event.reason, retriable=False, refused=True)
-            self.send(event.peer, key, failed)
 
     def supersede(self, key: SequenceKey) -> None:
         """Ends the older attempts of the same sequence."""

@@ -14,7 +14,7 @@ import msgspec
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
-from kvrelay.protocol.link import Delivered, Invalid, LinkEvent, PeerLost
+from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost
 from kvrelay.protocol.messages import Generate, Prefill, StatusQuery, WakeRank
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by
@@ -201,7 +201,7 @@ class WorkerShell:
         """Accepts no new requests and waits up to `drain_timeout_s` for the running ones."""
         # A second signal may have set an earlier deadline before this task saw the first one.
         self._drain_deadline = min(self._drain_deadline, time.monotonic() + self.config.drain_timeout_s)
-        role, messenger = started.role, started.context.messenger
+        role = started.role
         if started.lockstep is not None:
             started.lockstep.group.begin_drain()
         role.begin_drain()
@@ -215,9 +215,6 @@ class WorkerShell:
             log.warning("%d requests did not finish in time and go back to their routers", role.num_unfinished)
             role.abandon("the worker shut down")
         await self._await_other_ranks(started)
-        linger_until = time.monotonic() + CLOSE_LINGER_S
-        while messenger.num_unacked and time.monotonic() < linger_until:
-            await asyncio.sleep(DRAIN_POLL_S)
 
     async def _await_other_ranks(self, started: StartedWorker) -> None:
         """Keeps a rank with data-parallel attention in the common steps until all ranks have drained."""
@@ -248,9 +245,7 @@ class WorkerShell:
 
     def _on_event(self, event: LinkEvent) -> None:
         started = self.started
-        if isinstance(event, Invalid):
-            started.role.on_invalid(event)
-        elif not isinstance(event, Delivered):
+        if not isinstance(event, Delivered):
             log.warning("%s: %s", event.peer.peer_id, event.reason)
             started.reports.forget(event.peer)
             if started.lockstep is not None:

@@ -51,7 +51,7 @@ from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
 from kvrelay.worker.score_parts import ScoreParts
 from tests.fakes.waiting import PATIENCE_S
 
-FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0, resend_after_s=0.2, resend_at_most_s=0.5)
+FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0)
 PATIENT = replace(FAST, peer_timeout_s=PATIENCE_S)
 """For tests with a router in another process and no silent peer: a slow machine may keep one silent for a second."""
 NUM_BLOCKS = 100

@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol import codec
-from kvrelay.protocol.messages import AnyBody, FirstToken, Header, Reject, TokenBatch
+from kvrelay.protocol.messages import AnyBody, Header, Reject, TokenBatch
 from kvrelay_router.dispatch.interface import NoWorkerReady
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
@@ -108,31 +108,6 @@ async def test_a_damaged_message_costs_an_attempt_and_not_the_worker(rig: Rig, m
     assert await read(rig.submit()) == {0: true_tokens(0, 6)}
     assert damaged
     await until(lambda: rig.states() == {"p0": "ready", "d0": "ready"})
-
-
-@pytest.mark.parametrize("kind", [FirstToken, TokenBatch])
-async def test_an_invalid_message_costs_an_attempt_and_not_the_link(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: type[AnyBody]
-) -> None:
-    """The tokens that it brought are lost, so the attempt must end."""
-    await rig.start(*pair())
-    decode_body = codec.decode_body
-    invalid: list[AnyBody] = []
-
-    def decode_all_but_one(frames: Sequence[codec.Frame]) -> AnyBody:
-        body = decode_body(frames)
-        if isinstance(body, kind) and not invalid:
-            invalid.append(body)
-            raise codec.InvalidBody(kind, "a bad value")
-        return body
-
-    monkeypatch.setattr(codec, "decode_body", decode_all_but_one)
-    handle = rig.submit()
-    assert await read(handle) == {0: true_tokens(0, 6)}
-    assert invalid and rig.record(handle)["num_attempts"] == 2
-    assert not any(worker.lost for worker in rig.workers.values())
-    assert (await rig.dispatcher.fleet())["requests"]["protocol_errors"] == 1
-    await rig.nothing_is_left()
 
 
 async def test_a_worker_that_is_silent_for_a_while_comes_back(rig: Rig) -> None:

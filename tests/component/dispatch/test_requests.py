@@ -242,7 +242,7 @@ async def test_closing_tells_clients_and_workers(rig: Rig) -> None:
     await rig.dispatcher.close()
     with pytest.raises(RequestFailed, match="shutting down"):
         await read(handle)
-    assert len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 1
+    await until(lambda: len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 1)
 
 
 async def test_long_prompts_are_hashed_on_another_thread(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost, 
 from kvrelay.protocol.messages import Alive, Cancel, Header, PeerRef
 from tests.fakes.waiting import PATIENCE_S, until
 
-FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0, resend_after_s=0.2, resend_at_most_s=0.5)
+FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0)
 ECHO_PEER = Path(__file__).with_name("echo_peer.py")
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -317,7 +317,6 @@ def test_a_stopped_peer_is_given_up_and_works_again_when_it_wakes(run: Run) -> N
             process.send_signal(signal.SIGSTOP)
             a.send(echo, *(["x" * 100_000] * 200))
             await a.until(lambda: a.lost == [echo])
-            assert a.messenger.num_unacked == 0
             await until(lambda: outboxes(a) == {})  # what is queued for it goes with its socket
             process.send_signal(signal.SIGCONT)
             await asyncio.sleep(4 * FAST.alive_interval_s)
@@ -394,7 +393,6 @@ def test_a_messenger_has_no_socket_before_it_is_opened() -> None:
         _ = messenger.me
     with pytest.raises(RuntimeError, match="cannot send"):
         messenger.send(PeerRef("b", "1", "tcp://127.0.0.1:1"), Alive())
-    assert messenger.num_unacked == 0
     messenger.close()
     with pytest.raises(RuntimeError, match="CLOSED"):
         messenger.open()
@@ -431,7 +429,8 @@ def test_a_messenger_can_be_closed_after_its_event_loop(run: Run) -> None:
 
 
 def test_a_socket_that_cannot_be_made_concerns_its_peer_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the limit of file descriptors or of sockets: the rest of the batch leaves, and the loop goes on."""
+    """As at the limit of file descriptors or of sockets: the rest of the batch leaves, and the link of this one ends by
+    the gap."""
 
     async def test() -> None:
         a, others = Party("a"), [Party(f"b{number}") for number in range(4)]
@@ -449,10 +448,11 @@ def test_a_socket_that_cannot_be_made_concerns_its_peer_alone(run: Run, monkeypa
             for other in others:  # before the loop turns: one batch
                 a.messenger._links.send(other.me, Cancel(reason="hello"), time.monotonic())
             a.messenger._send_out()
+            await a.until(lambda: a.lost == [others[1].me])
+            a.send(others[1].me, "hello")
             for other in others:
                 await other.until(lambda other=other: other.texts == ["hello"])  # type: ignore[misc]
-            assert a.messenger.num_dropped["unsent"] == 3
-            assert not a.lost
+            assert a.messenger.num_dropped["unsent"] == 3 and len(a.lost) == 1
 
     run(test())
 

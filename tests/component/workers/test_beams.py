@@ -14,7 +14,7 @@ from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.beam_oracle import expected_beams
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until
-from tests.fakes.workers import Received
+from tests.fakes.workers import Received, has_sent_all
 
 pytestmark = pytest.mark.component
 
@@ -124,7 +124,7 @@ def test_a_cancelled_search_leaves_nothing(redis_url: str, local: bool) -> None:
             await until(lambda: len(decode.context.scheduler.running) >= 4)
             for worker in (f.prefill[0], decode):
                 f.router.send(worker.me, "a", Cancel(reason="the client is gone"))
-            await until(lambda: not f.router.messenger.num_unacked)
+            await until(lambda: has_sent_all(f.router.messenger))
             decode.runner.go_on()
             await f.until_clean()
 

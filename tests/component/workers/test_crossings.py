@@ -13,6 +13,7 @@ from kvrelay.protocol.sampling import Sampling
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until
+from tests.fakes.workers import has_sent_all
 
 pytestmark = pytest.mark.component
 LONG = Sampling(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -34,7 +35,7 @@ def test_an_abort_that_crosses_the_commit_does_not_end_a_running_request(redis_u
             await got.until(lambda r: len(r.tokens) > 3)
             abort = Abort(reservation="", reason="the worker shut down")
             f.prefill[0].context.messenger.send(f.decode[0].me, abort, request="a", attempt=1)
-            await until(lambda: not f.prefill[0].context.messenger.num_unacked)
+            await until(lambda: has_sent_all(f.prefill[0].context.messenger))
             f.decode[0].runner.go_on()
             assert (await got.finished()).output == expected_tokens(prompt_of(30), LONG, 512)
             await f.until_clean()

@@ -79,18 +79,18 @@ class Wire:
     changed: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._encode: Callable[[AnyBody], bytes] = codec.encode_body
+        self._encode: Callable[[AnyBody], list[bytes]] = codec.encode_body
 
-    def encode(self, body: AnyBody) -> bytes:
-        frame = self._encode(body)
+    def encode(self, body: AnyBody) -> list[bytes]:
+        frame, *tokens = self._encode(body)
         if isinstance(body, Alive | Reject | msgspec.Raw):
-            return frame
+            return [frame]
         self.corpus[type(body)].append(frame)
         if self.num_left and self.rng.random() < SHARE_CHANGED:
             self.num_left -= 1
             self.changed[type(body).__name__] += 1
-            return with_changed_field(frame, self.rng, TRUSTED)
-        return frame
+            frame = with_changed_field(frame, self.rng, TRUSTED)
+        return [frame, *tokens]
 
 
 @dataclass

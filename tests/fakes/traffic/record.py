@@ -41,8 +41,10 @@ class Recorder:
         self.found: defaultdict[str, dict[frozenset[str], tuple[bytes, bytes]]] = defaultdict(dict)
 
     def take(self, frames: list[bytes]) -> None:
-        header, body = frames
+        header, body, *tokens = frames
         tree = msgspec.msgpack.decode(body)
+        if tokens:
+            tree["prompt"]["tokens"] = tokens[0]
         for container, key in places(tree):
             if key in IDENTITIES and container[key]:
                 container[key] = IDENTITIES[key]

@@ -52,11 +52,11 @@ def lost(
     worker: PeerRef,
     reason: str = "silent",
     *,
-    lost_by_worker: bool = False,
+    is_alive: bool = False,
     was_silent: bool = False,
     in_company: bool = False,
 ) -> WorkerLost:
-    return WorkerLost(worker, 0, reason, lost_by_worker, was_silent, in_company)
+    return WorkerLost(worker, 0, reason, is_alive, was_silent, in_company)
 
 
 def delivered(instructions: list[Done]) -> list[int]:

@@ -270,15 +270,15 @@ def test_attempts_are_bounded() -> None:
 
 VOID: list[Callable[[int], AnyEvent]] = [
     lambda attempt: AttemptFailed(P, attempt, 0, FailureKind.DRAINING, "draining", retriable=True, refused=True),
-    lambda attempt: lost(P, "it lost us", lost_by_worker=True),
+    lambda attempt: lost(P, "it lost us", is_alive=True),
     lambda attempt: lost(P, "silent", was_silent=True),
-    lambda attempt: lost(D, "it lost us", lost_by_worker=True),
+    lambda attempt: lost(D, "it lost us", is_alive=True),
 ]
 
 
 @pytest.mark.parametrize("event", VOID)
 def test_what_was_no_try_of_a_worker_does_not_count_as_an_attempt(event: Callable[[int], AnyEvent]) -> None:
-    prefill = None if event(1) == lost(D, "it lost us", lost_by_worker=True) else P
+    prefill = None if event(1) == lost(D, "it lost us", is_alive=True) else P
     machine = placed(prefill=prefill, max_attempts=1)
     pauses = []
     for attempt in range(1, MAX_UNCOUNTED_ATTEMPTS + 1):
@@ -293,12 +293,12 @@ def test_what_was_no_try_of_a_worker_does_not_count_as_an_attempt(event: Callabl
 
 def test_void_attempts_leave_the_real_ones_their_number() -> None:
     machine = placed(max_attempts=2)
-    machine.handle(lost(P, "it lost us", lost_by_worker=True))
+    machine.handle(lost(P, "it lost us", is_alive=True))
     machine.handle(WorkersAssigned(P, D, 60.0))
     find = machine.handle(failed(P, attempt=2))[-1]
     assert isinstance(find, FindPlacement) and find.delay_s == 0
     machine.handle(WorkersAssigned(P, D, 60.0))
-    machine.handle(lost(P, "it lost us", lost_by_worker=True))
+    machine.handle(lost(P, "it lost us", is_alive=True))
     machine.handle(WorkersAssigned(P, D, 60.0))
     assert machine.handle(failed(P, attempt=4))[-1] == broken("broken (attempt 4, the last)")
 
@@ -363,7 +363,7 @@ def test_an_attempt_that_brought_enough_tokens_clears_a_suspect() -> None:
 def test_a_committed_decode_worker_that_gave_us_up_costs_no_attempt() -> None:
     machine = placed(max_attempts=1)
     machine.handle(tokens(0, 5))
-    assert isinstance(machine.handle(lost(D, "it lost us", lost_by_worker=True))[-1], FindPlacement)
+    assert isinstance(machine.handle(lost(D, "it lost us", is_alive=True))[-1], FindPlacement)
 
 
 def test_a_failure_that_would_repeat_itself_is_final_and_both_are_told() -> None:

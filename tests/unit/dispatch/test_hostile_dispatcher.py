@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol import codec
-from kvrelay.protocol.link import Delivered, Invalid, LinkEvent, PeerLost, PeerRefused
+from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
 from kvrelay.protocol.messages import (
     AnyBody,
     FirstToken,
@@ -50,19 +50,12 @@ class NoSockets:
 
     me = ME
     alive_interval_s = 0.5
-    num_unacked = 0
 
     def __init__(self) -> None:
         self.sent: list[tuple[PeerRef, AnyBody, str]] = []
 
-    def is_backed_up(self, peer: PeerRef) -> bool:
-        return False
-
-    def when_room(self, peer: PeerRef, callback: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_soon(callback)
-
     def send(self, peer: PeerRef, body: AnyBody, *, request: str = "", **_: object) -> None:
-        self.sent.append((peer, codec.decode_body([b"", codec.encode_body(body)]), request))
+        self.sent.append((peer, codec.decode_body([b"", *codec.encode_body(body)]), request))
 
     def silent_s(self, peer: PeerRef) -> float:
         return 0.0
@@ -142,10 +135,10 @@ def _header(request: str, attempt: int, sequence: int) -> Header:
 
 
 def hostile_event(rng: random.Random, peer: PeerRef) -> LinkEvent:
-    """A message as the link reports it: with valid fields, or invalid."""
+    """A message as the link reports it. One with invalid fields ends the link."""
     match rng.random():
         case chance if chance < 0.05:
-            return PeerLost(peer, "gone", by_peer=rng.random() < 0.5)
+            return PeerLost(peer, "gone", is_alive=rng.random() < 0.5)
         case chance if chance < 0.07:
             return PeerRefused(peer, "another model")
     each = rng.choice([each for each in recorded_traffic() if each.kind in KINDS or rng.random() < 0.1])
@@ -157,8 +150,6 @@ def hostile_event(rng: random.Random, peer: PeerRef) -> LinkEvent:
     header = _header(rng.choice(names), rng.randint(1, 3), rng.randrange(2))
     try:
         body = codec.decode_body([b"", changed(msgspec.msgpack.encode(tree), rng)])
-    except codec.InvalidBody as error:
-        return Invalid(peer, header, error.kind, str(error))
     except codec.MalformedMessage as error:
         return PeerLost(peer, str(error))
     return Delivered(peer, header, body)

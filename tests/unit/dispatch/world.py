@@ -294,7 +294,7 @@ class World:
         worker.inbox.clear()
         worker.outbox.clear()
         worker.work.clear()
-        self.feed(WorkerLost(worker.ref, 0, "it lost us", lost_by_worker=True))
+        self.feed(WorkerLost(worker.ref, 0, "it lost us", is_alive=True))
 
     def repeat(self) -> None:
         """An event of the past comes again: a double, or one of an attempt that is over."""

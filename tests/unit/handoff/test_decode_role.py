@@ -12,12 +12,11 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
-from msgspec import Struct
 
 from kvrelay.awake_clock import MAX_GAP_S
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.link import Delivered, Invalid
+from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
     AnyBody,
@@ -48,7 +47,7 @@ from kvrelay.telemetry.stages import RecentStages
 from kvrelay.transfer.base import Landed, ReceiverEvent
 from kvrelay.worker.context import WorkerContext
 from kvrelay_decode.overdue import STALLED_AFTER_S
-from kvrelay_decode.quarantine import FIRST_ASK_S, SETTLE_TICKS
+from kvrelay_decode.quarantine import SETTLE_TICKS
 from kvrelay_decode.service import DecodeRole
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench
 
@@ -122,9 +121,6 @@ class DecodeWorker:
 
     def deliver(self, peer: PeerRef, body: AnyBody, request: str) -> None:
         self.role.on_message(Delivered(peer, self._header(peer, request), body))
-
-    def deliver_invalid(self, peer: PeerRef, kind: type[Struct], request: str) -> None:
-        self.role.on_invalid(Invalid(peer, self._header(peer, request), kind, "a bad value"))
 
     @staticmethod
     def _header(peer: PeerRef, request: str) -> Header:
@@ -418,66 +414,6 @@ def test_a_handoff_that_waits_or_runs_is_not_asked_whether_it_is_overdue() -> No
 
 
 # -- messages that no correct peer sends ------------------------------------------------------------------------------
-
-
-def test_invalid_requests_are_refused_by_name_and_leave_nothing() -> None:
-    worker = DecodeWorker()
-    worker.deliver_invalid(ROUTER, Generate, "a")
-    worker.deliver_invalid(PREFILL, Reserve, "b")
-    (_, failed), (_, refused) = worker.sent
-    assert isinstance(failed, Failed) and isinstance(refused, Refused)
-    assert (failed.failure, failed.cause, failed.retriable) == (FailureKind.PROTOCOL_ERROR, "a bad value", False)
-    assert refused.reason == "a bad value"
-    assert not worker.role.num_open and worker.bench.pool.num_free == 16
-
-
-def test_an_invalid_cancel_ends_its_request_all_the_same() -> None:
-    worker = DecodeWorker()
-    worker.generate("a", [5] * 12)
-    worker.deliver_invalid(ROUTER, Cancel, "a")
-    assert not worker.role.num_open
-
-
-@pytest.mark.parametrize("one_sided", [True, False])
-@pytest.mark.parametrize("kind", [Handoff, Abort])
-def test_an_invalid_message_about_a_handoff_ends_it(kind: type[Struct], one_sided: bool) -> None:
-    worker = DecodeWorker(one_sided=one_sided)
-    worker.reserve("a", [5] * 12)
-    worker.deliver_invalid(OTHER, kind, "a")
-    assert worker.role.num_open and not any(isinstance(body, Released) for _, body in worker.sent)
-    worker.deliver_invalid(PREFILL, kind, "a")
-    assert isinstance(worker.sent[-1][1], Released)
-    assert worker.num_quarantined == 3 * one_sided
-    assert worker.role.num_open == one_sided
-
-
-def test_an_invalid_drained_is_asked_for_again() -> None:
-    worker = DecodeWorker()
-    worker.reserve("a", [5] * 12)
-    reservation = worker.granted().reservation
-    worker.abort("a")
-    num_sent = len(worker.sent)
-    for peer in (OTHER, PREFILL, PREFILL):
-        worker.deliver_invalid(peer, Drained, "a")
-    assert len(worker.sent) == num_sent, "the answer has to wait for its turn"
-    worker.role.on_tick(time.monotonic() + FIRST_ASK_S)
-    worker.role.on_tick(time.monotonic() + 1000)
-    ((to, released),) = worker.sent[num_sent:]
-    assert to == PREFILL and isinstance(released, Released) and released.reservation == reservation
-    worker.deliver(PREFILL, Drained(reservation=reservation), "a")
-    for _ in range(SETTLE_TICKS):
-        worker.role.on_tick(time.monotonic())
-    assert not worker.num_quarantined and not worker.role.num_open
-
-
-@pytest.mark.parametrize("one_sided", [True, False])
-def test_an_invalid_drained_of_what_is_not_in_quarantine_changes_nothing(one_sided: bool) -> None:
-    worker = DecodeWorker(one_sided=one_sided)
-    worker.reserve("a", [5] * 12)
-    worker.deliver_invalid(PREFILL, Drained, "a")
-    worker.deliver_invalid(PREFILL, Drained, "unknown")
-    worker.role.on_tick(time.monotonic() + FIRST_ASK_S)
-    assert [type(body) for _, body in worker.sent] == [Granted]
 
 
 WRONG: list[dict[str, object]] = [

@@ -90,13 +90,11 @@ def test_a_decode_worker_holds_nothing_once_its_peers_are_gone(data: st.DataObje
     for _ in range(data.draw(st.integers(1, 12))):
         request, peer = data.draw(st.sampled_from("aab")), data.draw(st.sampled_from([PREFILL, ROUTER, OTHER]))
         kind = data.draw(st.sampled_from(KINDS))
-        match data.draw(st.sampled_from(["near", "near", "any", "invalid", "landed"])):
+        match data.draw(st.sampled_from(["near", "near", "any", "landed"])):
             case "near":
                 worker.deliver(peer, data.draw(near(sensible(worker, kind))), request)
             case "any":
                 worker.deliver(peer, data.draw(values(kind)), request)
-            case "invalid":
-                worker.deliver_invalid(peer, kind, request)
             case _:
                 grants = [body for _, body in worker.sent if isinstance(body, Granted)]
                 if grants:

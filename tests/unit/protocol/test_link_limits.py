@@ -20,6 +20,7 @@ def test_a_peer_beyond_the_limit_gets_no_answer_until_another_has_left(network: 
     peers = [network.start(f"peer-{number}") for number in range(4)]
     for peer in peers:
         network.send(peer, full.me, "hello")
+        network.run(0.1)
     network.run(1.0)
     assert [full.texts_from(peer.me) for peer in peers] == [["hello"]] * 3 + [[]]
     assert full.links.num_beyond_limit >= 1

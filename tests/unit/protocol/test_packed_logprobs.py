@@ -36,7 +36,7 @@ def entries(draw: st.DrawFn) -> TokenLogprobs:
 
 
 def sent_and_received(message: PromptLogprobs) -> PromptLogprobs:
-    body = codec.decode_body([b"", codec.encode_body(message)])
+    body = codec.decode_body([b"", *codec.encode_body(message)])
     assert isinstance(body, PromptLogprobs)
     return body
 
@@ -96,13 +96,12 @@ NAN = struct.pack("<d", math.nan)
         (0, bytes(4 * (MOST_LOGPROBS_PER_MESSAGE + 1)), bytes(8 * (MOST_LOGPROBS_PER_MESSAGE + 1)), b"", b""),
     ],
 )
-def test_what_does_not_fit_together_is_refused_by_kind(fields: tuple[int, bytes, bytes, bytes, bytes]) -> None:
+def test_what_does_not_fit_together_is_refused(fields: tuple[int, bytes, bytes, bytes, bytes]) -> None:
     good = sent_and_received(PromptLogprobs(start=0, part=GOOD))
     assert good.part == GOOD
     data = msgspec.msgpack.encode({"kind": "prompt_logprobs", "start": 0, "part": fields})
-    with pytest.raises(codec.InvalidBody) as caught:
+    with pytest.raises(codec.MalformedMessage):
         codec.decode_body([b"", data])
-    assert caught.value.kind is PromptLogprobs
 
 
 def test_a_router_that_takes_no_parts_gets_all_with_the_first_token() -> None:

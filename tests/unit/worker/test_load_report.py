@@ -80,6 +80,6 @@ def test_pushes_that_overlap_are_one_busy_time() -> None:
 
 def test_a_status_without_a_load_report_is_that_of_an_older_worker() -> None:
     plain = Status(query=1, draining=False, queues={}, blocks={}, totals={})
-    assert decode_body([b"", encode_body(plain)]) == plain
+    assert decode_body([b"", *encode_body(plain)]) == plain
     told = Status(query=1, draining=False, queues={}, blocks={}, totals={}, load=LoadReport(step_cost=(1.0, 2.0, 3.0)))
-    assert decode_body([b"", encode_body(told)]) == told
+    assert decode_body([b"", *encode_body(told)]) == told

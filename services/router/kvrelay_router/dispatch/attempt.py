@@ -273,7 +273,7 @@ class SequenceAttempts:
         return []
 
     def _retry_after_loss(self, event: WorkerLost) -> list[Instruction]:
-        counts = not (event.lost_by_worker or event.was_silent)
+        counts = not (event.is_alive or event.was_silent)
         lost = FailureKind.WORKER_LOST
         return self._retry(
             lost,

@@ -56,16 +56,7 @@ def first_search() -> FindPlacement:
 
 class SendMessage(Protocol):
     def __call__(self, peer: PeerRef, body: AnyBody, *, request: str, attempt: int, sequence: int, trace: str) -> None:
-        """Sends reliably, or reports the peer lost."""
-
-
-class WorkerMessenger(Protocol):
-    """What the driver uses of `kvrelay.messaging.messenger.Messenger`."""
-
-    @property
-    def send(self) -> SendMessage: ...
-    def is_backed_up(self, peer: PeerRef) -> bool: ...
-    def when_room(self, peer: PeerRef, callback: Callable[[], None]) -> None: ...
+        """Sends, or reports the peer lost."""
 
 
 class AttemptDriver:
@@ -76,7 +67,7 @@ class AttemptDriver:
 
     def __init__(
         self,
-        messenger: WorkerMessenger,
+        send: SendMessage,
         placement: Placement,
         load: OutstandingLoad,
         on_ended: Callable[[ActiveSequence, RequestFailed | None], None],
@@ -88,8 +79,7 @@ class AttemptDriver:
         self.num_illegal = 0
         self.num_retries = 0
         self.cache = CacheTally()
-        self._send = messenger.send
-        self._messenger = messenger
+        self._send = send
         self._placement = placement
         self._load = load
         self._on_ended = on_ended
@@ -166,20 +156,15 @@ class AttemptDriver:
             self.feed(sequence, AttemptFailed(worker, attempts.attempt, num_output, kind, cause, retriable=True))
 
     def place_all(self, sequences: Iterable[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
-        """Sends an attempt of each sequence to the chosen workers. Messages hold whole prompts, so long ones leave in
-        slices, with turns of the event loop in between, and no faster than the worker acknowledges them: unsent ones
-        cost nothing if the client leaves. Raises what `place` raises for the first slice."""
+        """Sends an attempt of each sequence to the chosen workers, in slices with turns of the event loop in between.
+        Raises what `place` raises for the first slice."""
         waiting = deque(sequences)
         self._place_some(waiting, decision, search)
         if waiting:
             self._continue_soon(waiting, decision, search)
 
     def _continue_soon(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
-        rest = partial(self._place_rest, waiting, decision, search)
-        if (computes := decision.computes) is not None:
-            self._messenger.when_room(computes.peer, rest)
-        else:
-            asyncio.get_running_loop().call_soon(rest)
+        asyncio.get_running_loop().call_soon(self._place_rest, waiting, decision, search)
 
     def _place_some(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
         share = LoopShare()
@@ -188,9 +173,7 @@ class AttemptDriver:
             if sequence.attempts.state is AttemptState.WAITING:  # else it ended before its turn
                 self.place(sequence, decision, search.cause)
             waiting.popleft()
-            if not waiting or share.is_used_up:
-                return
-            if (computes := decision.computes) is not None and self._messenger.is_backed_up(computes.peer):
+            if share.is_used_up:
                 return
 
     def _place_rest(self, waiting: deque[ActiveSequence], decision: Decision, search: FindPlacement) -> None:

@@ -51,8 +51,6 @@ from kvrelay_router.static_workers import StaticWorkers
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 1.0
-CLOSE_POLL_S = 0.01
 OVERLOAD_RETRY_AFTER_S = 1.0
 MAX_MISSED_SIGNS = 3
 """A worker that missed this many life signs gets no requests while other workers send theirs: it may be dead. The link
@@ -117,7 +115,7 @@ class RouterDispatcher:
 
     def _make_driver(self) -> AttemptDriver:
         return AttemptDriver(
-            self.messenger,
+            self.messenger.send,
             self._placement,
             self.load,
             self._sequence_ended,
@@ -166,10 +164,6 @@ class RouterDispatcher:
         await self.watch.close()
         if self._index is not None:
             await self._index.close()
-        for _ in range(int(CLOSE_TIMEOUT_S / CLOSE_POLL_S)):
-            if not self.messenger.num_unacked:
-                break
-            await asyncio.sleep(CLOSE_POLL_S)
         self.messenger.close()
 
     # -- for the HTTP layer -------------------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ class AttemptFailed(msgspec.Struct, frozen=True):
 class WorkerLost(msgspec.Struct, frozen=True):
     """The link to this incarnation of a worker is gone, and the worker has forgotten this router's requests.
 
-    `num_output` counts the tokens delivered so far, over all attempts. `lost_by_worker`: the worker is alive and ended
-    the link because it received nothing from this router, which was stopped or cut off.
+    `num_output` counts the tokens delivered so far, over all attempts. `is_alive`: messages
+    between the two were lost, or the worker received nothing from this router, which was stopped or cut off.
 
     `was_silent`: the worker was silent already when the attempt was sent to it. `in_company`: other requests were lost
     with the worker, any of which may be the cause.
@@ -98,7 +98,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
     worker: PeerRef
     num_output: int
     reason: str
-    lost_by_worker: bool = False
+    is_alive: bool = False
     was_silent: bool = False
     in_company: bool = False
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from kvrelay.protocol.link import Delivered, Invalid, LinkEvent, PeerLost, PeerRefused
+from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
 from kvrelay.protocol.messages import (
     Cancel,
     Failed,
@@ -58,18 +58,16 @@ class Inbox:
         self._on_status = on_status
         self._on_late_usage = on_late_usage
         self._log = LimitedLog(log)
-        self._lost: list[tuple[PeerRef, str, bool]] = []  # worker, reason, whether the worker ended the link
+        self._lost: list[tuple[PeerRef, str, bool]] = []  # worker, reason, whether it is alive
 
     def take(self, event: LinkEvent) -> None:
         """Handles one event of the messenger completely."""
         match event:
             case Delivered():
                 self._on_message(event)
-            case Invalid():
-                self._on_invalid(event)
-            case PeerLost(peer=peer, reason=reason, by_peer=by_peer):
+            case PeerLost(peer=peer, reason=reason, is_alive=is_alive):
                 self._view.lost(peer, reason, time.monotonic())
-                self._report_lost_soon(peer, reason, by_peer)
+                self._report_lost_soon(peer, reason, is_alive)
             case PeerRefused(peer=peer, reason=reason):
                 self._view.refused(peer, reason, time.monotonic())
                 self._report_lost_soon(peer, reason, False)
@@ -95,23 +93,7 @@ class Inbox:
                     "kind", "%s sent a %s, which a router does not take", peer.peer_id, type(body).__name__
                 )
 
-    def _on_invalid(self, message: Invalid) -> None:
-        """Ends the attempts that the message was about: tokens, failures and needs that it brought are lost."""
-        peer = message.peer
-        if message.kind is TokenBatch:
-            streaming = [(each, each.attempts.decode) for each in self._sequences.values()]
-            sequences = [each for each, decode in streaming if decode and worker_key(decode) == worker_key(peer)]
-        elif message.kind in (FirstToken, PromptLogprobs, NeedDecode, Failed):
-            sequence = self._sequence_of(message)
-            is_current = sequence is not None and sequence.attempts.attempt == message.header.attempt
-            sequences = [sequence] if sequence is not None and is_current else []
-        else:
-            return
-        self._count_failure(peer, message.reason)
-        for each in sequences:
-            self._driver.broke_protocol(each, peer, message.reason)
-
-    def _sequence_of(self, message: Delivered | Invalid) -> ActiveSequence | None:
+    def _sequence_of(self, message: Delivered) -> ActiveSequence | None:
         return self._sequences.get((message.header.request, message.header.sequence))
 
     # -- tokens -------------------------------------------------------------------------------------------------------
@@ -172,23 +154,23 @@ class Inbox:
 
     # -- lost workers -------------------------------------------------------------------------------------------------
 
-    def _report_lost_soon(self, peer: PeerRef, reason: str, by_peer: bool) -> None:
+    def _report_lost_soon(self, peer: PeerRef, reason: str, is_alive: bool) -> None:
         """Waits for all losses of this turn of the event loop: a retry must not be placed on another lost worker."""
         self._placement.gone(peer.peer_id)
         if not self._lost:
             asyncio.get_running_loop().call_soon(self._report_lost)
-        self._lost.append((peer, reason, by_peer))
+        self._lost.append((peer, reason, is_alive))
 
     def _report_lost(self) -> None:
         lost, self._lost = self._lost, []
-        for peer, reason, by_peer in lost:
+        for peer, reason, is_alive in lost:
             sequences = [each for each in self._sequences.values() if each.attempts.involves(peer)]
             in_company = len({each.request_id for each in sequences if not each.is_proven}) > 1
             for sequence in sequences:
                 if sequence.attempts.involves(peer):
                     was_silent = worker_key(peer) in sequence.silent_workers
                     num_output = len(sequence.intake.output)
-                    event = WorkerLost(peer, num_output, reason, by_peer, was_silent, in_company)
+                    event = WorkerLost(peer, num_output, reason, is_alive, was_silent, in_company)
                     self._driver.feed(sequence, event)
 
 

@@ -3,7 +3,8 @@
 An attempt counts if a worker failed it before `PROVEN_TOKENS` new tokens came. This keeps a request that crashes its
 workers from reaching one worker after the other. The following attempts do not count, and have their own, larger limit:
 
-- No worker began it, or the worker dropped it because this router was silent.
+- No worker began it, messages between worker and router were lost, or the worker dropped it because this router was
+  silent.
 - It brought `PROVEN_TOKENS` tokens, so the request itself cannot be the cause of the failure.
 - Its worker was lost and has sent messages again since: the worker was stopped or cut off, and did not crash. Until
   then the attempt counts. If it was the last one, the sequence waits for the worker.

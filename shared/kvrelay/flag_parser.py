@@ -128,13 +128,18 @@ def _explained(error: argparse.ArgumentError, given: Sequence[str]) -> str:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Names the value once for all spellings of a flag, as argparse does from Python 3.13 on."""
+    """Shows a flag's own name, and not those of other servers (`docs/configuration.md` has them). Names the value once,
+    as argparse does from Python 3.13 on."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings or action.nargs == 0:
+        names = [name for name in action.option_strings if not name.startswith("--")]
+        num_own = 2 if isinstance(action, argparse.BooleanOptionalAction) else 1
+        names += [name for name in action.option_strings if name.startswith("--")][:num_own]
+        if not names:
             return super()._format_action_invocation(action)
-        value = self._format_args(action, self._get_default_metavar_for_optional(action))
-        return f"{', '.join(action.option_strings)} {value}"
+        if action.nargs != 0:
+            names[-1] += f" {self._format_args(action, self._get_default_metavar_for_optional(action))}"
+        return ", ".join(names)
 
 
 class _HelpAll(argparse.Action):

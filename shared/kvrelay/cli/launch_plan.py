@@ -12,7 +12,7 @@ from typing import Any
 from kvrelay.cli.gpu_workers import AssignedGpus, place_workers
 from kvrelay.cli.gpus import VISIBLE, Gpu, list_gpus
 from kvrelay.config.common import CommonConfig, is_wildcard
-from kvrelay.config.loader import ConfigError, check_up_file, config_path, flag_names, resolve
+from kvrelay.config.loader import ConfigError, check_up_file, config_path, flag_name, resolve
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
@@ -157,7 +157,7 @@ def to_argv(values: Mapping[str, Any], config_class: type[CommonConfig]) -> list
     for name, value in values.items():
         if name not in config_class.model_fields or name == "redis_url":
             continue
-        flag = flag_names(name)[0]
+        flag = flag_name(name)
         if isinstance(value, bool):
             argv.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list | tuple):

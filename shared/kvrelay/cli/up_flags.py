@@ -15,11 +15,11 @@ from kvrelay.flag_parser import FlagParser
 
 _SOURCES = (UpConfig, CommonConfig, WorkerConfig, RouterConfig)
 COMMON_GROUPS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "served_model_name", "dtype", "quantization", "kv_cache_dtype", "max_model_len"),
-    "workers": ("prefill", "decode", "tensor_parallel_size", "gpus", "device", "threads"),
+    "model": ("model", "served_model_name", "dtype", "max_model_len"),
+    "workers": ("prefill", "decode", "tensor_parallel_size", "gpus", "device"),
     "memory and batches": ("kv_memory_bytes", "memory_utilization", "token_budget", "max_running"),
     "endpoint": ("host", "port", "api_keys_file", "redis_url", "metrics_port"),
-    "logs and configuration": ("detach", "state_dir", "verbose", "log_level"),
+    "logs and configuration": ("detach", "state_dir", "log_level"),
 }
 """Fields that `kvrelay up --help` shows."""
 DECIDED_HERE = frozenset(

@@ -126,8 +126,8 @@ class CommonConfig(ProcessConfig):
         default_factory=default_served_name,
         min_length=1,
         max_length=2000,
-        description="model name for clients, or several with commas between them; the first also names the fleet in "
-        "Redis, so it is the same for routers and workers (default: the last part of the directory, or the hub name)",
+        description="names for clients, with commas between them; the first also names the fleet in Redis, so it is "
+        "the same for routers and workers (default: the name of the directory or on the hub)",
     )
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",

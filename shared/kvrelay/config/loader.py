@@ -47,8 +47,6 @@ DESCRIPTIONS = {
 }
 """Descriptions of the services, for their help."""
 
-SPELLED = "spelled"
-"""Attribute of parsed flags: by field, the name by which its flag was given, if the flag has several."""
 _SECRETS = ("api_keys", "admin_api_keys")
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -98,12 +96,11 @@ def resolve(config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapp
     ]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    spelled = flags.get(SPELLED, {})
     for source, layer in layers:
         for name, value in layer.items():
             values[name] = _split(value) if is_list(config_class.model_fields[name]) else value
             form = source.replace("{field}", name).replace("{FIELD}", name.upper())
-            sources[name] = form.replace("{flag}", spelled.get(name, flag_names(name)[0]))
+            sources[name] = form.replace("{flag}", flag_name(name))
     try:
         return config_class(**values, **fixed)
     except ValidationError as error:
@@ -133,56 +130,18 @@ def add_flags(
         aliases = extra(field).get("flags", [])
         if name in skip or not isinstance(aliases, list):
             continue
-        names = [*flag_names(name), *map(str, aliases)]
-        help_text = _help(name, field).replace("%", "%%")
+        names = [flag_name(name), *map(str, aliases)]
+        given: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field).replace("%", "%%")}
         if field.annotation is bool:
-            parser.add_argument(
-                *names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, dest=name, help=help_text
-            )
+            parser.add_argument(*names, action=argparse.BooleanOptionalAction, **given)
         elif is_list(field):
-            parser.add_argument(
-                *names,
-                action=_Extend,
-                type=_split,
-                metavar="LIST",
-                default=argparse.SUPPRESS,
-                dest=name,
-                help=help_text,
-            )
+            parser.add_argument(*names, action="extend", type=_split, metavar="LIST", **given)
         else:
-            metavar = _metavar(field)
-            parser.add_argument(
-                *names, action=_Store, metavar=metavar, default=argparse.SUPPRESS, dest=name, help=help_text
-            )
+            parser.add_argument(*names, metavar=_metavar(field), **given)
 
 
-class _Store(argparse.Action):
-    """Keeps the value, and the name of the flag for messages if it is not the first one."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, self._joined(getattr(namespace, self.dest, None), values))
-        if option_string is not None and option_string != self.option_strings[0]:
-            setattr(namespace, SPELLED, {**getattr(namespace, SPELLED, {}), self.dest: option_string})
-
-    def _joined(self, earlier: Any, values: Any) -> Any:
-        return values
-
-
-class _Extend(_Store):
-    """Appends the values to those of earlier flags of this name."""
-
-    def _joined(self, earlier: Any, values: Any) -> Any:
-        return [*(earlier or ()), *values]
-
-
-def flag_names(field_name: str) -> list[str]:
-    return [f"--{field_name.replace('_', '-')}"]
+def flag_name(field_name: str) -> str:
+    return f"--{field_name.replace('_', '-')}"
 
 
 def is_list(field: FieldInfo) -> bool:
@@ -210,7 +169,7 @@ def _metavar(field: FieldInfo) -> str:
 _OWN_DEFAULT = re.compile(r" \((default: .+)\)$")
 
 
-def _help(name: str, field: FieldInfo) -> str:
+def _help(field: FieldInfo) -> str:
     """The description with limits and default in one pair of parentheses at its end."""
     text = field.description or ""
     is_described = bool(choices(field.annotation)) or "form" in extra(field)
@@ -336,4 +295,4 @@ def _explanations(config_class: type[BaseModel], error: ValidationError, sources
             yield fault
             continue
         given = "" if value is None or name in _SECRETS else f" = {value!r}"
-        yield sentence(f"{sources.get(name, flag_names(name)[0])}{given}", fault)
+        yield sentence(f"{sources.get(name, flag_name(name))}{given}", fault)

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from kvrelay.config.common import CommonConfig
 from kvrelay.config.field_values import allowed, extra, size
-from kvrelay.config.loader import flag_names, is_list
+from kvrelay.config.loader import flag_name, is_list
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
@@ -105,7 +105,7 @@ def _section(title: str, text: str, config_class: type[BaseModel], skip: frozens
 
 
 def _facts(name: str, field: FieldInfo) -> Iterator[str]:
-    flags = [] if _has_no_flag(field) else [*flag_names(name), *_aliases(field)]
+    flags = [] if _has_no_flag(field) else [flag_name(name), *_aliases(field)]
     if field.annotation is bool:
         flags.append(f"--no-{name.replace('_', '-')}")
     spelled = ", ".join(f"`{flag}`" for flag in flags) or "none, since process lists show flags"

@@ -44,8 +44,8 @@ class UpConfig(BaseModel):
     )
     gpus: tuple[str, ...] = Field(
         default=(),
-        description="GPUs for the workers, by nvidia-smi number or UUID: 0,1 or GPU-...,MIG-...; divided between "
-        "prefill and decode; a single one is shared (default: as device says)",
+        description="GPUs for the workers, by nvidia-smi number or UUID (0,1 or GPU-...,MIG-...), divided between "
+        "prefill and decode; a single one is shared",
         json_schema_extra={"list": True},
     )
     prefill_gpus: tuple[str, ...] = Field(
@@ -116,8 +116,7 @@ class UpConfig(BaseModel):
     )
     detach: bool = Field(
         default=False,
-        description="return when everything is ready, and run in the background; `kvrelay status` lists what runs, "
-        "`kvrelay stop` ends it",
+        description="return when everything is ready, and run in the background until `kvrelay stop`",
     )
     verbose: bool = Field(default=False, description="show the services' logs on the terminal instead of writing files")
 

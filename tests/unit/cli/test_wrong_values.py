@@ -16,7 +16,7 @@ from kvrelay.cli.commands import COMMANDS
 from kvrelay.cli.up_flags import parse_up_flags
 from kvrelay.config.field_values import allowed, choices, is_of
 from kvrelay.config.fleets import read_fleets
-from kvrelay.config.loader import TABLES, ConfigError, flag_names, load_config, resolve
+from kvrelay.config.loader import TABLES, ConfigError, flag_name, load_config, resolve
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.flag_parser import FlagParser
@@ -72,7 +72,7 @@ def test_a_flag_or_variable_says_what_it_must_be(kind: str) -> None:
         for text in wrong_texts(field):
             given = text.rpartition(",")[2]  # the wrong element of a list
             if field.annotation is not bool:  # the parser gives switches their values
-                check(refusal(kind, name, {name: text}, {}), flag_names(name)[0], given, field)
+                check(refusal(kind, name, {name: text}, {}), flag_name(name), given, field)
             variable = f"KVRELAY_{name.upper()}"
             check(refusal(kind, name, {}, {variable: text}), variable, given, field)
             num_checked += 1
@@ -91,15 +91,15 @@ def test_a_field_of_the_file_says_what_it_must_be(kind: str, tmp_path: Path) -> 
         assert not is_list or "must be a list of " in message
 
 
-def test_the_flag_is_named_as_it_was_given() -> None:
+def test_a_name_of_another_server_is_answered_with_the_flag_s_own() -> None:
     for argv, message in (
-        (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization = '2': must be a number, more than 0, at most 1"),
+        (["--gpu-memory-utilization", "2"], "--memory-utilization = '2': must be a number, more than 0, at most 1"),
         (["--memory-utilization=2"], "--memory-utilization = '2': must be a number"),
-        (["--page-size=x"], "--page-size = 'x': must be a whole number, 8 to 128"),
+        (["--page-size=x"], "--block-size = 'x': must be a whole number, 8 to 128"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             load_config(TABLES["decode"], argv, environ={}, role="decode")
-    with pytest.raises(ConfigError, match=r"^--redis = 'none': kvrelay up needs Redis"):
+    with pytest.raises(ConfigError, match=r"^--redis-url = 'none': kvrelay up needs Redis"):
         resolve(UpConfig, parse_up_flags(["--redis=none"]), {})
 
 

@@ -62,7 +62,7 @@ def test_an_address_is_a_host_and_a_port() -> None:
 def test_a_bad_address_names_the_flag(url: str) -> None:
     with pytest.raises(ConfigError) as raised:
         router([f"--static-worker={ONE}", f"--static-worker={url}"])
-    assert str(raised.value).startswith("--static-worker = ")
+    assert str(raised.value).startswith("--static-workers = ")
     assert url in str(raised.value)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cli.commands import COMMANDS
+from kvrelay_bench.program_bench import programs_parser
 from tests.document_blocks import KINDS, LANGUAGES, PAGES, ROOT, Block, all_blocks, statements
 
 BLOCKS = [block for block in all_blocks() if block.language in LANGUAGES]
@@ -77,9 +79,9 @@ def check(words: list[str]) -> None:
     flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
     if program.removeprefix(".venv/bin/") == "kvrelay":
         if rest and not rest[0].startswith("-"):
-            known = help_pages().get(rest[0])
+            known = known_flags().get(rest[0])
             assert known is not None, f"kvrelay {rest[0]} is no command"
-            assert flags - flags_in(known) == set(), f"kvrelay {rest[0]} has no {flags - flags_in(known)}"
+            assert flags - known == set(), f"kvrelay {rest[0]} has no {flags - known}"
     elif program == "make":
         targets = {word for word in rest if "=" not in word}
         assert targets - make_targets() == set()
@@ -97,13 +99,11 @@ def check(words: list[str]) -> None:
 
 
 @cache
-def help_pages() -> dict[str, str]:
-    """The help of every command, as docs/help has it; of `up` with all flags, of `bench` with those of programs."""
-    pages: dict[str, str] = {}
-    for file in sorted((ROOT / "docs" / "help").glob("*.txt")):
-        command = file.stem.partition("-")[0]
-        pages[command] = pages.get(command, "") + file.read_text(encoding="utf-8")
-    return pages
+def known_flags() -> dict[str, set[str]]:
+    """The flags of every command, also the names of other servers that its help leaves out."""
+    parsers = {name: [command.flag_parser()] for name, command in COMMANDS.items()}
+    parsers["bench"].append(programs_parser())
+    return {name: {flag for parser in of for flag in parser._option_string_actions} for name, of in parsers.items()}
 
 
 @cache

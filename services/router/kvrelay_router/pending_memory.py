@@ -8,8 +8,6 @@ from kvrelay.telemetry.metric_samples import MetricSamples, samples_by, single_s
 from kvrelay_router.http.api_error import ApiError
 
 DEFAULT_PENDING_BYTES = 512 << 20
-RETRY_AFTER = {"retry-after": "1"}
-CODE = "too_many_pending_bytes"
 
 
 class PendingMemory:
@@ -22,19 +20,18 @@ class PendingMemory:
         self.requests_bytes = 0
         self.num_refused = 0
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Returns False, and counts a refusal, if this many bytes more exceed the limit."""
+    def check_room(self, num_bytes: int) -> None:
+        """Raises 503, and counts a refusal, if this many bytes more exceed the limit."""
         if self.bodies_bytes + self.requests_bytes + num_bytes <= self.limit_bytes:
-            return True
+            return
         self.num_refused += 1
-        return False
-
-    @property
-    def refusal(self) -> str:
-        """The message of a refusal."""
-        return (
+        raise ApiError(
             f"This process holds {self.bodies_bytes} bytes of unfinished bodies and {self.requests_bytes} bytes of "
-            f"requests in progress; at most {self.limit_bytes} bytes are allowed. Try again later"
+            f"requests in progress; at most {self.limit_bytes} bytes are allowed. Try again later",
+            status=503,
+            error_type="server_error",
+            code="too_many_pending_bytes",
+            headers={"retry-after": "1"},
         )
 
     def hold(self, num_bytes: int) -> HeldMemory:
@@ -66,17 +63,19 @@ class HeldMemory:
         self._num_bytes = num_bytes
 
     def __enter__(self) -> None:
-        memory = self._memory
-        if not memory.has_room(self._num_bytes):
-            raise ApiError(memory.refusal, status=503, error_type="server_error", code=CODE, headers=RETRY_AFTER)
-        memory.requests_bytes += self._num_bytes
+        self._memory.check_room(self._num_bytes)
+        self._memory.requests_bytes += self._num_bytes
 
     def __exit__(self, *exc_info: object) -> None:
         self._memory.requests_bytes -= self._num_bytes
 
 
+BODY = "body"
+"""The key of a request's `BodyBytes` in its ASGI state."""
+
+
 class BodyBytes:
-    """The bytes of one connection's unfinished bodies."""
+    """The bytes of one request's body."""
 
     __slots__ = ("_memory", "_num_bytes")
 
@@ -84,19 +83,17 @@ class BodyBytes:
         self._memory = memory
         self._num_bytes = 0
 
-    def grow(self, num_bytes: int) -> bool:
-        """Counts bytes that arrived. Returns False if there is no room for them."""
-        if not self._memory.has_room(num_bytes):
-            return False
+    def grow(self, num_bytes: int) -> None:
+        """Counts bytes that arrived. Raises 503 if there is no room for them."""
+        self._memory.check_room(num_bytes)
         self._memory.bodies_bytes += num_bytes
         self._num_bytes += num_bytes
-        return True
 
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
 
     def release(self) -> None:
-        """The bodies are no longer needed."""
+        """The body is no longer needed."""
         self._memory.bodies_bytes -= self._num_bytes
         self._num_bytes = 0

@@ -23,7 +23,7 @@ from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay_router.asgi.app import create_app
-from kvrelay_router.http.connection_limits import ConnectionLimits, allowed_connections
+from kvrelay_router.http.connection import ConnectionLimits, allowed_connections
 from kvrelay_router.http.http_server import HttpServer, bind, serve
 from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.openai.served_models import FurtherModel
@@ -102,7 +102,7 @@ class RouterServer:
             ),
         )
         grace_s = config.drain_timeout_s + HTTP_GRACE_S
-        self._http = await serve(app, listener, graceful_timeout_s=grace_s, limits=connections, memory=self._memory)
+        self._http = await serve(app, listener, graceful_timeout_s=grace_s, limits=connections)
         self._closing.push_async_callback(self._http.stop)
         for fleet in self._fleets:  # closed first: the HTTP server waits for the answers
             self._closing.push_async_callback(fleet.dispatcher.close)

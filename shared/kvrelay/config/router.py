@@ -131,7 +131,7 @@ class RouterConfig(CommonConfig):
         json_schema_extra={"flags": ["--allowed-origin"], "list": True},
     )
     max_body_bytes: ByteSize = Field(
-        default=ByteSize(8 << 20), ge=1024, le=1 << 30, description="largest request body, as in 8MiB"
+        default=ByteSize(8 << 20), ge=1024, le=16 << 20, description="largest request body, as in 8MiB"
     )
     response_store_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),

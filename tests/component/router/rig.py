@@ -14,7 +14,7 @@ from kvrelay.fleet.key_limits import SharedLimits
 from kvrelay.fleet.shared_responses import StoreBounds
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.asgi.app import create_app
-from kvrelay_router.http.connection_limits import ConnectionLimits
+from kvrelay_router.http.connection import ConnectionLimits
 from kvrelay_router.http.http_server import DEFAULT_LIMITS, HttpServer, bind, serve
 from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.openai.served_models import FurtherModel
@@ -94,9 +94,7 @@ async def running_router(
     memory = memory or PendingMemory()
     api = ApiSettings(model_names=(MODEL, "alias"), **settings)
     app = create_app(api, dispatcher, text, limits, metrics, memory, further=further, responses=responses)
-    server = await serve(
-        app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections, memory=memory
-    )
+    server = await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections)
     router = Router(server, dispatcher, text, memory)
     router.answers("An otter is a mammal.")
     try:

@@ -6,8 +6,7 @@ from typing import Any
 
 import orjson
 
-from kvrelay_router.http.anthropic_errors import anthropic_error
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import ApiError, anthropic_error
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat
 from kvrelay_router.openai.answers.choice import TOOL_CALLS, Choice
 from kvrelay_router.openai.generation import PromptRun

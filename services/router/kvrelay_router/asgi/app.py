@@ -20,8 +20,7 @@ from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.anthropic.messages_endpoint import MessagesEndpoint
 from kvrelay_router.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from kvrelay_router.asgi.api_page import api_page
-from kvrelay_router.asgi.auth_middleware import AuthMiddleware
-from kvrelay_router.asgi.fast_path import Endpoint, FastPathRouter
+from kvrelay_router.asgi.middleware import AuthMiddleware, Endpoint, FastPathRouter
 from kvrelay_router.asgi.operations import PAGE_HEADERS, OperationRoutes
 from kvrelay_router.dispatch.interface import Dispatcher
 from kvrelay_router.http.api_error import ApiError
@@ -72,7 +71,8 @@ def create_app(
     answers, if it is to be served. `further`: models beside that of `settings`. `responses`: None stores none."""
     rate_limiter = RateLimiter(settings.key_rules, settings.own_key_rules, limits)
     in_progress = InProgress(settings.max_requests, shares=settings.tenants.are_several, several_fleets=bool(further))
-    service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory or PendingMemory())
+    memory = memory or PendingMemory()
+    service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory)
     models = ServedModels([service, *(each.service_beside(service) for each in further)])
     app = FastAPI(title="kvrelay", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.add_exception_handler(Exception, on_api_error)
@@ -89,6 +89,7 @@ def create_app(
         api_keys=settings.api_keys,
         router_id=settings.router_id,
         metrics=metrics or RequestMetrics(settings.model_name),
+        memory=memory,
     )
     return _for_web_pages(named, settings.allowed_origins) if settings.allowed_origins else named
 

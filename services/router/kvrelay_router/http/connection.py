@@ -1,161 +1,193 @@
-"""Bounds on what one client connection may hold of this process before it has sent a request.
+"""A client's connection: uvicorn's protocol, with bounds on what a client may hold before and between its requests.
 
-Bounded are the number of connections, the size of a request's head (and of the trailers behind a body in chunks), and
-the time until the head has arrived. A connection that breaks a bound is answered with OpenAI's error object and closed.
-Bodies are bounded where they are read (`body.py`), and all of a process together here.
+Bounded are the number of connections, the size of a request's head (and of the trailers behind a body in chunks), the
+time until a head has arrived, and the time for which a client reads nothing. A connection that breaks a bound is
+answered with OpenAI's error object and closed. Bodies are bounded where they are read (`body.py`).
+
+`BoundedConnection` is a class for uvicorn's option `http`. It overrides the callbacks of asyncio and httptools, which
+are their interfaces, and `on_response_complete` and `send_400_response` of uvicorn's class.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import logging
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Literal
 
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kvrelay.open_files import OTHER_FILES, allow_open_files
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.http.connection_limits import ConnectionLimits
-from kvrelay_router.http.event_writer import EVENT_WRITER, EventWriter
-from kvrelay_router.http.half_closed import HalfClosedWatch
-from kvrelay_router.http.reader_watch import ReaderWatch
-from kvrelay_router.http.refusal import Refusals
-from kvrelay_router.http.uvicorn_internals import Exchange, UvicornConnection
-from kvrelay_router.pending_memory import CODE, RETRY_AFTER, BodyBytes, PendingMemory
+
+log = logging.getLogger(__name__)
+
+UNREAD_S = 600.0
+"""A client that reads nothing of what waits for it for this time loses its connection. No deadline of a request bounds
+this."""
+LINGER_S = 1.0
+"""A refused connection stays open for this time: a reset would overtake the answer."""
+MAX_LINGERING = 256
+"""Further connections beyond the limit are closed at once, without an answer."""
+
+_OFFER = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
-class BoundedConnection:
-    """The policy of one connection (`ConnectionPolicy`). `refusals` is shared by all connections of a server."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """The limits of one process."""
 
-    def __init__(
-        self, limits: ConnectionLimits, refusals: Refusals, memory: PendingMemory, wire: UvicornConnection
-    ) -> None:
-        self._limits = limits
-        self._refusals = refusals
-        self._wire = wire
-        self._memory = memory
-        self._body = BodyBytes(memory)
+    max_connections: int = 4096
+    max_header_bytes: int = 64 << 10
+    header_timeout_s: float = 60.0
+
+
+def allowed_connections(wanted: int, num_peer_files: int = 0) -> int:
+    """Raises the limit of open files if it is too low for `wanted` connections besides the files for peers.
+
+    Returns how many connections it then allows.
+    """
+    reserved = OTHER_FILES + num_peer_files
+    limit = allow_open_files(wanted + reserved)
+    if limit >= wanted + reserved:
+        return wanted
+    allowed = max(16, limit - reserved)
+    log.warning("the limit of open files, %d, allows only %d of max_connections = %d", limit, allowed, wanted)
+    return allowed
+
+
+class OpenConnections:
+    """The connections of a server."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.num_open = 0
+
+    def new(self, **uvicorns: Any) -> BoundedConnection:
+        """The factory that uvicorn calls for each connection."""
+        return BoundedConnection(self, **uvicorns)
+
+
+class HeadTooLarge(Exception):
+    """Ends the parser, which then has its connection refused."""
+
+
+class BoundedConnection(HttpToolsProtocol):
+    def __init__(self, connections: OpenConnections, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._open, self._limits = connections, connections.limits
+        self._num_unanswered = 0  # requests whose heads have arrived
+        self._receiving: Literal["", "head", "body"] = ""  # the part of a request that arrives
         self._is_refused = False
-        self._writer: EventWriter | None = None  # belongs to the running request
-        self._url = b""  # the current request's target, as far as it has arrived
-        self._header_bytes = 0  # parsed header bytes of the current request
+        self._header_bytes = 0  # parsed bytes of the latest request's head and trailers
         self._unparsed_bytes = 0  # bytes of an incomplete line, which the parser keeps
         self._head_timer: asyncio.TimerHandle | None = None
-        self._half_closed: HalfClosedWatch | None = None
-        self.reader: ReaderWatch
+        self._reader_timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_refused(self) -> bool:
-        return self._is_refused
+    # -- asyncio's callbacks ------------------------------------------------------------------------------------------
 
-    # -- the connection -----------------------------------------------------------------------------------------------
-
-    def connected(self, num_connections: int) -> None:
-        self.reader = ReaderWatch(self._wire.transport, self._wire.loop)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._open.num_open += 1
         self._await_head()
-        if num_connections > self._limits.max_connections:
-            self._wire.stop_counting()
+        num_further = self._open.num_open - self._limits.max_connections
+        if num_further > MAX_LINGERING:
+            transport.abort()
+        elif num_further > 0:
             self._refuse(
                 f"This process has {self._limits.max_connections} connections, which is as many as it takes; try "
                 f"again later",
                 503,
                 "too_many_connections",
-                {"retry-after": "1"},
             )
 
-    def lost(self) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open.num_open -= 1
         self._stop_head_timer()
-        self.reader.stop()
-        self._body.release()
-        if self._half_closed is not None:
-            self._half_closed.stop()
-            self._half_closed = None  # it refers to this policy
-        was_running = not self._wire.is_idle
-        self._wire.lose_running()
-        if was_running and self._writer is not None:
-            self._writer.report_gone()
+        self._stop_reader_timer()
+        super().connection_lost(exc)
 
-    def received(self, data: bytes) -> None:
-        # The parser keeps an incomplete line without a limit and without a callback. So data within a head is parsed in
-        # slices, and the bytes without a callback are counted after each slice.
-        max_bytes = self._limits.max_header_bytes
-        slice_bytes = max(1, max_bytes // 4)
-        start = 0
-        while start < len(data) and not self._is_refused and not self._wire.transport.is_closing():
-            in_head = self._head_timer is not None or self._wire.is_idle
-            part = data[start : start + slice_bytes] if in_head and len(data) > slice_bytes else data[start:]
-            start += len(part)
-            self._unparsed_bytes += len(part)
-            self._wire.parse(part)
-            if not self._is_refused and self._header_bytes + self._unparsed_bytes > max_bytes:
-                self._refuse_head()
-        is_waiting_for_data = self._wire.is_idle and self._head_timer is None
-        if is_waiting_for_data and not self._is_refused and not self._wire.transport.is_closing():
-            self._wire.rearm_keep_alive()
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._unparsed_bytes += len(data)
+        super().data_received(data if self._receiving == "body" else _without_offer(data))
+        if self._unparsed_bytes > self._limits.max_header_bytes:
+            self._refuse_head()
+        elif not self._num_unanswered and self._head_timer is None:
+            # Data that begins no request (empty lines, the rest of a body) has stopped uvicorn's timer of idle
+            # connections.
+            self._await_head()
 
-    def half_closed(self) -> bool:
-        """Complete requests are answered if the client is still there. Returns True if the connection remains open."""
-        if self._wire.is_idle or self._is_refused:
-            return False
-        self._stop_head_timer()
-        self._wire.end_after_whole_requests()
-        if self._wire.transport.is_closing():
-            return False
-        self._half_closed = HalfClosedWatch(self._wire.transport, self._wire.loop, self._ask_client)
-        return True
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
 
-    def _ask_client(self, waited_s: float) -> None:
-        if self._writer is not None:
-            self._writer.ask(waited_s)
+    def resume_writing(self) -> None:
+        self._stop_reader_timer()
+        super().resume_writing()
 
-    def check_closing(self) -> None:
-        """A connection that closes waits for its client to read the rest, which nothing else bounds."""
-        if self._wire.transport.is_closing() and not self.reader.is_running:
-            self.reader.start()
+    # -- the parser's callbacks ---------------------------------------------------------------------------------------
 
-    def write_paused(self) -> None:
-        self.reader.start()
-
-    def write_resumed(self) -> None:
-        self.reader.stop()
-
-    # -- its requests -------------------------------------------------------------------------------------------------
-
-    def request_begins(self) -> None:
+    def on_message_begin(self) -> None:
+        self._receiving = "head"
         self._header_bytes = self._unparsed_bytes = 0
-        self._url = b""
         self._await_head()
+        super().on_message_begin()
 
-    def url_grew(self, part: bytes) -> None:
-        self._url += part
-        self.head_grew(len(part))
+    def on_url(self, url: bytes) -> None:
+        self._count_header(len(url))
+        super().on_url(url)
 
-    def head_grew(self, num_bytes: int) -> None:
-        self._header_bytes += num_bytes
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_header(len(name) + len(value) + 4)
+        if self._receiving == "head":  # trailers count and are dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._receiving = "body"
         self._unparsed_bytes = 0
-
-    def head_complete(self) -> None:
         self._stop_head_timer()
+        super().on_headers_complete()
+        self._num_unanswered += 1
+
+    def on_body(self, body: bytes) -> None:
         self._unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._receiving = ""
+        super().on_message_complete()
+
+    # -- uvicorn's ----------------------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        self._num_unanswered -= 1
+        super().on_response_complete()
+        if self._is_refused and self._num_unanswered <= (self._receiving == "body"):
+            self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._watch_reader()  # also of a connection that closes, which waits for its client to read the rest
+
+    def send_400_response(self, msg: str) -> None:
         if self._header_bytes > self._limits.max_header_bytes:
             self._refuse_head()
-
-    def body_grew(self, num_bytes: int) -> None:
-        self._unparsed_bytes = 0
-        if num_bytes and not self._body.grow(num_bytes):
-            self._refuse(self._memory.refusal, 503, CODE, RETRY_AFTER)
-
-    def request_runs(self, exchange: Exchange) -> None:
-        exchange.state[EVENT_WRITER] = self._writer = EventWriter(exchange, self._body)
-
-    def request_ended(self) -> None:
-        self._body.release()
-
-    def malformed(self, message: str) -> None:
-        self._refuse(message, 400, "invalid_http")
+        else:
+            self._refuse(msg, 400, "invalid_http")
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _count_header(self, num_bytes: int) -> None:
+        self._unparsed_bytes = 0
+        self._header_bytes += num_bytes
+        if self._header_bytes > self._limits.max_header_bytes:
+            raise HeadTooLarge
+
     def _await_head(self) -> None:
         self._stop_head_timer()
-        self._head_timer = self._wire.loop.call_later(self._limits.header_timeout_s, self._refuse_late_head)
+        self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._refuse_late_head)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -163,33 +195,53 @@ class BoundedConnection:
             self._head_timer = None
 
     def _refuse_late_head(self) -> None:
-        self._refuse("The request's headers took too long to arrive", 408, None)
+        if self._receiving == "head":
+            self._refuse("The request's headers took too long to arrive", 408, None)
+        else:
+            self.transport.close()
 
     def _refuse_head(self) -> None:
         limit = self._limits.max_header_bytes
         self._refuse(f"The request's headers are larger than {limit} bytes", 431, "headers_too_large")
 
-    def _refuse(self, message: str, status: int, code: str | None, headers: dict[str, str] | None = None) -> None:
-        """Answers and ends the connection. If earlier requests arrived whole, they are answered instead of this one."""
+    def _refuse(self, message: str, status: int, code: str | None) -> None:
+        """Answers and ends the connection. If requests that have arrived wait for answers, it ends with these."""
         self._is_refused = True
         self._stop_head_timer()
-        if not (self._wire.is_idle or self._wire.take_over_unfinished()):
-            self._wire.end_after_whole_requests()
+        if self._num_unanswered > (self._receiving == "body") or self.transport.is_closing():
             return
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        error = ApiError(message, status=status, code=code, error_type=kind, headers=headers)
-        path = self._url.partition(b"?")[0].decode("latin-1")
-        self._refusals.answer(self._wire.transport, self._wire.loop, error, path)
+        self.transport.write(_refusal(message, status, code))
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _watch_reader(self) -> None:
+        """Nothing is written from now on, so the buffer shrinks if the client reads anything."""
+        self._stop_reader_timer()
+        num_unread = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(UNREAD_S, self._check_reader, num_unread)
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _check_reader(self, num_unread: int) -> None:
+        num_left = self.transport.get_write_buffer_size()
+        if num_left >= num_unread:
+            self.transport.abort()
+        elif num_left:
+            self._watch_reader()
 
 
-def make_protocol(limits: ConnectionLimits, memory: PendingMemory) -> Callable[..., UvicornConnection]:
-    """The factory that uvicorn calls for each connection."""
-    refusals = Refusals()
+def _without_offer(data: bytes) -> bytes:
+    """A request's head without the offer to go on with another protocol. JDK's client offers HTTP/2 with every request,
+    and the parser would not read the body behind an offer."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _OFFER.sub(b"", head) + end + rest
 
-    def policy(wire: UvicornConnection) -> BoundedConnection:
-        return BoundedConnection(limits, refusals, memory, wire)
 
-    def connection(**uvicorns: Any) -> UvicornConnection:
-        return UvicornConnection(policy, **uvicorns)
-
-    return connection
+def _refusal(message: str, status: int, code: str | None) -> bytes:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    headers = {"connection": "close"} | ({"retry-after": "1"} if status == 503 else {})
+    response = ApiError(message, status=status, code=code, error_type=kind, headers=headers).response()
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
+    return b"HTTP/1.1 %d %b\r\n" % (status, HTTPStatus(status).phrase.encode()) + head + b"\r\n" + bytes(response.body)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import Iterator
 from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvrelay_router.http.connection import make_protocol
-from kvrelay_router.http.connection_limits import ConnectionLimits
-from kvrelay_router.http.uvicorn_internals import EmbeddedServer
-from kvrelay_router.pending_memory import PendingMemory
+from kvrelay_router.http.connection import ConnectionLimits, OpenConnections
 
 BACKLOG = 2048
 POLL_S = 0.005
-SETTLE_S = 0.02
-"""uvicorn learns of new connections within this time; then it announces the end to all of them."""
 DEFAULT_LIMITS = ConnectionLimits()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the process."""
+        yield
 
 
 class HttpServer:
     """A running server. `port` is the bound port even if the configured one is 0."""
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
-        self._listener = listener
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, connections: OpenConnections) -> None:
         self.port: int = listener.getsockname()[1]
-        self._server = EmbeddedServer(config)
+        self.connections = connections
+        self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http-server")
 
     async def started(self) -> None:
@@ -43,11 +47,8 @@ class HttpServer:
         await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Accepts no more connections, serves open ones until the graceful timeout, then aborts the rest."""
-        self._server.stop_listening()
-        self._listener.close()
-        await asyncio.sleep(SETTLE_S)
-        self._server.end()
+        """Accepts no more connections, serves open ones until the graceful timeout, then cancels the rest."""
+        self._server.should_exit = True
         await self._task
 
 
@@ -57,12 +58,12 @@ async def serve(
     *,
     graceful_timeout_s: float = 30.0,
     limits: ConnectionLimits = DEFAULT_LIMITS,
-    memory: PendingMemory | None = None,
 ) -> HttpServer:
     """Serves the listening socket until `stop`, which closes it."""
+    connections = OpenConnections(limits)
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", make_protocol(limits, memory or PendingMemory())),
+        http=cast("type[asyncio.Protocol]", connections.new),
         ws="none",
         lifespan="off",
         access_log=False,
@@ -74,7 +75,7 @@ async def serve(
         timeout_graceful_shutdown=max(1, round(graceful_timeout_s)),
         backlog=BACKLOG,
     )
-    server = HttpServer(config, listener)
+    server = HttpServer(config, listener, connections)
     await server.started()
     return server
 

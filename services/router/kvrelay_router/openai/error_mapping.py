@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
-from kvrelay_router.http.anthropic_errors import error_response
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import ApiError, error_response
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Connections as anything may use them: requests of all kinds one behind the other, in pieces of any size, and any end.
 
-Whole requests are answered in their order, nothing else is, and no connection stays.
+Whole requests are answered in their order, nothing else is, and no connection stays. Clients that leave get no more.
 """
 
 from __future__ import annotations
@@ -117,9 +117,12 @@ async def use_connection(router: Router, draw: random.Random) -> None:
     asked = draw.choices(KINDS, k=draw.randint(0, 6))
     datas = [chunked(each.data, draw) if draw.random() < 0.3 else each.data for each in asked]
     datas = [draw.choice((b"", b"", b"\r\n")) + data for data in datas]
-    end = draw.choice(("eof", "cut", "junk"))
+    end = draw.choice(("close", "cut", "junk"))
     possible = [each.answer for each in asked]
-    if end == "cut":
+    if end == "close":
+        datas.append(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        possible.append((200, "ok"))
+    elif end == "cut":
         unfinished = draw.choice(KINDS)
         datas.append(unfinished.data[: draw.randint(1, len(unfinished.data) - 1)])
         possible += [unfinished.answer] if unfinished.answer == UNKNOWN_URL else []  # which needs no body
@@ -133,10 +136,13 @@ async def use_connection(router: Router, draw: random.Random) -> None:
         transport.write(data[:size])
         data = data[size:]
         await asyncio.sleep(draw.choice((0, 0, 0.001)))
-    if end != "junk" and not transport.is_closing():
+    if end == "cut" and not transport.is_closing():
         transport.write_eof()
     await asyncio.wait_for(client.ended, PATIENCE_S)
-    assert read_answers(bytes(client.received)) in (possible[: len(asked)], possible)
+    if end == "close":
+        assert read_answers(bytes(client.received)) == possible
+    elif end == "junk":
+        assert read_answers(bytes(client.received)) in (possible[: len(asked)], possible)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -11,9 +11,7 @@ import pytest
 
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.interface import ModelLimits
-from kvrelay_router.http.connection import BoundedConnection
-from kvrelay_router.http.connection_limits import allowed_connections
-from kvrelay_router.http.uvicorn_internals import MAX_WAITING, UvicornConnection
+from kvrelay_router.http.connection import BoundedConnection, allowed_connections
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import until
@@ -49,17 +47,11 @@ async def connect(router: Router) -> tuple[asyncio.StreamReader, asyncio.StreamW
     return await asyncio.open_connection("127.0.0.1", router.server.port)
 
 
-def connections(router: Router) -> list[UvicornConnection]:
-    return [each for each in router.server._server.server_state.connections if isinstance(each, UvicornConnection)]
+def connections(router: Router) -> list[BoundedConnection]:
+    return [each for each in router.server._server.server_state.connections if isinstance(each, BoundedConnection)]
 
 
-def bounds(connection: UvicornConnection) -> BoundedConnection:
-    """The policy of a connection."""
-    assert isinstance(connection.policy, BoundedConnection)
-    return connection.policy
-
-
-async def unread_stream(router: Router) -> tuple[UvicornConnection, asyncio.StreamWriter]:
+async def unread_stream(router: Router) -> tuple[BoundedConnection, asyncio.StreamWriter]:
     """An endless stream whose client reads nothing, once the server's buffer is full: both its ends."""
     endless = Script([5] * 400_000, per_delta=4)
     router.dispatcher.script = lambda asked, sequence: endless
@@ -103,48 +95,6 @@ async def test_pipelined_requests_are_answered_in_their_order(router: Router) ->
     writer.write(b"".join(request(prompt=router.tokens(text) + router.tokens("<|im_end|>")) for text in texts))
     assert [await read_answer(reader) for _ in texts] == texts
     writer.close()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_after_a_later_request_of_its_pipeline_is_noticed(
-    router: Router, stream: bool
-) -> None:
-    router.answers("otter", hang_after=0)
-    _, writer = await connect(router)
-    for number in range(1 + MAX_WAITING):
-        writer.write(request(stream=stream))
-        await until(lambda: [len(each.pipeline) for each in connections(router)] == [number])  # noqa: B023
-        await until(lambda: len(router.dispatcher.handles) == 1)
-    writer.close()
-    await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
-    await until(lambda: not connections(router))
-    assert len(router.dispatcher.handles) == 1
-
-
-async def test_no_more_than_a_few_requests_wait_behind_the_one_that_runs(router: Router) -> None:
-    resume = asyncio.Event()
-    router.answers("otter", hang_after=0, resume=resume)
-    reader, writer = await connect(router)
-    writer.write(request())
-    await until(lambda: len(router.dispatcher.handles) == 1)
-    writer.write(request() * (1 + MAX_WAITING))
-    await until(lambda: any(len(each.pipeline) > MAX_WAITING for each in connections(router)))
-    (connection,) = connections(router)
-    assert connection.flow.read_paused
-    resume.set()
-    for _ in range(2 + MAX_WAITING):
-        assert await read_answer(reader) == "otter"
-    writer.close()
-
-
-async def test_a_client_that_leaves_its_pipeline_cancels_what_runs_and_starts_nothing_more(router: Router) -> None:
-    router.answers("An otter is a mammal.", hang_after=2)
-    reader, writer = await connect(router)
-    writer.write(request() * 3)
-    await reader.readuntil(b"\r\n\r\n")
-    writer.close()
-    await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
-    assert len(router.dispatcher.handles) == 1
 
 
 async def test_a_slow_reader_costs_a_bounded_buffer(router: Router) -> None:

@@ -1,0 +1,74 @@
+"""Writes the events of a stream (server-sent events, https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Coroutine, Generator, Iterable
+from typing import Any
+
+from starlette.types import Send
+
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventStream:
+    """The answer of one request. Its task uses `start`, `send` and `end`; callbacks use `write`.
+
+    ASGI's `send` suspends only while the client reads slowly, so a callback steps it once, which spares the wake-up of
+    a task for each event. A `send` that suspends is finished by a task of its own, and the stream is not ready until
+    then.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._unfinished: asyncio.Task[None] | None = None
+        self.is_started = False
+
+    def is_ready(self) -> bool:
+        """Whether `write` may be called."""
+        return self.is_started and (self._unfinished is None or self._unfinished.done())
+
+    def write(self, events: bytes) -> None:
+        """Writes events, without waiting."""
+        sending = self._send({"type": "http.response.body", "body": events, "more_body": True})
+        assert isinstance(sending, Coroutine)
+        try:
+            awaited = sending.send(None)
+        except StopIteration:
+            return
+        self._unfinished = asyncio.get_running_loop().create_task(_finished(sending, awaited))
+
+    async def start(self, headers: Iterable[tuple[str, str]]) -> None:
+        """Writes the head: status 200, and these headers beside `HEADERS`."""
+        self.is_started = True
+        own = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *own]})
+
+    async def send(self, events: bytes) -> None:
+        """Writes events once the client has read enough of those before."""
+        await self._send_part(events, is_last=False)
+
+    async def end(self, events: bytes) -> None:
+        """As `send`, for the last events."""
+        await self._send_part(events, is_last=True)
+
+    async def _send_part(self, events: bytes, *, is_last: bool) -> None:
+        if self._unfinished is not None and not self._unfinished.done():
+            await self._unfinished
+        await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+
+
+async def _finished(sending: Coroutine[Any, Any, None], awaited: Any) -> None:
+    await _rest(sending, awaited)
+
+
+@types.coroutine
+def _rest(sending: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """Goes on with a coroutine that has been stepped once and waits for `awaited`."""
+    yield awaited
+    yield from sending.__await__()

@@ -1,0 +1,95 @@
+"""Events go out at once while the client reads, and in their order whether it does or not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from starlette.types import Message
+
+from kvrelay_router.http.event_stream import EventStream
+
+
+class Client:
+    """`send` of a connection, which suspends while the client does not read."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.written = b""
+        self.is_over = False
+
+    async def send(self, message: Message) -> None:
+        while not self.reads.is_set():
+            await self.reads.wait()
+        self.written += message.get("body", b"")
+        self.is_over |= message["type"] == "http.response.body" and not message["more_body"]
+
+
+async def test_a_callback_writes_at_once() -> None:
+    client = Client()
+    stream = EventStream(client.send)
+    assert not stream.is_ready()
+    await stream.start([("x-kvrelay-decode", "d")])
+    stream.write(b"one")
+    stream.write(b"two")
+    assert client.written == b"onetwo" and stream.is_ready()
+    assert len(asyncio.all_tasks()) == 1
+    await stream.end(b"three")
+    assert client.written == b"onetwothree" and client.is_over
+
+
+async def test_what_a_slow_client_cannot_take_yet_is_written_before_what_follows() -> None:
+    client = Client()
+    stream = EventStream(client.send)
+    await stream.start([])
+    client.reads.clear()
+    stream.write(b"one")
+    assert not stream.is_ready()
+    task = asyncio.create_task(stream.send(b"two"))
+    await asyncio.sleep(0.001)
+    assert client.written == b"" and not stream.is_ready()
+    client.reads.set()
+    await task
+    assert stream.is_ready()
+    assert bytes(client.written) == b"onetwo"
+
+
+async def test_a_task_that_is_cancelled_while_its_client_does_not_read_can_still_end_the_stream() -> None:
+    client = Client()
+    stream = EventStream(client.send)
+    await stream.start([])
+    client.reads.clear()
+    stream.write(b"one")
+    task = asyncio.create_task(stream.send(b"two"))
+    await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    client.reads.set()
+    await stream.end(b"error")
+    assert client.written == b"error" and client.is_over
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_events_are_neither_lost_nor_repeated_nor_mixed_up(seed: int) -> None:
+    draw = random.Random(seed)
+    client = Client()
+    stream = EventStream(client.send)
+    await stream.start([])
+    expected = b""
+    for number in range(200):
+        event = b"%d " % number
+        expected += event
+        if draw.random() < 0.2:
+            client.reads.clear()
+            asyncio.get_running_loop().call_later(draw.choice((0, 0.0005)), client.reads.set)
+        if stream.is_ready():
+            stream.write(event)
+        else:
+            await stream.send(event)
+        if draw.random() < 0.3:
+            await asyncio.sleep(0)
+    await stream.end(b"end")
+    assert client.written == expected + b"end"

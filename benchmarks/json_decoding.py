@@ -34,7 +34,7 @@ from benchmarks.peers.machine import package_versions
 from benchmarks.peers.servers import Setting
 from benchmarks.sequences import sampled_sequence
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process import event_loop_factory

@@ -35,7 +35,7 @@ from benchmarks.gpu.figures import Recorder, median, read_entries
 from benchmarks.gpu.part import Floors, Part
 from benchmarks.gpu.report import PartResult, Report
 from benchmarks.gpu.scale import SCALES
-from kvrelay.engine.device import find_device
+from kvrelay.engine.run.device import find_device
 
 LIMITS_S = {"parity": 600, "floors": 60, "decode": 240, "prefill": 180, "kernels": 60, "gaps": 260}
 LIMITS_S |= {"throughput": 180, "limits": 120, "transfer": 120, "handoff": 300, "peers": 360}

@@ -17,9 +17,10 @@ from benchmarks.gpu.figures import Recorder
 from benchmarks.gpu.scale import BLOCK_SIZE, Scale, write_model
 from kvrelay.backends.backend import KV_DTYPES, LayerKind
 from kvrelay.backends.choose_backend import select_backend
-from kvrelay.engine.causal_model import CausalModel, load_model, open_source
-from kvrelay.engine.graphs import DecodeGraphs, GraphSettings
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.model_source import open_source
+from kvrelay.engine.run.graphs import DecodeGraphs, GraphSettings
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.e2e.prompts import prompt_of
 from tests.fakes.stack import Stack

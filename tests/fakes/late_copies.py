@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvrelay.engine import device
+from kvrelay.engine.run import device
 
 _NOT_THERE_YET = -(2.0**40)
 

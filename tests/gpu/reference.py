@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.backend import AttentionBackend, PackedRows, allocate_pool
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.engine.causal_model import CausalModel
+from kvrelay.engine.load.causal_model import CausalModel
 from kvrelay.kv.table import blocks_for
 from tests.fakes import fake_flashinfer
 

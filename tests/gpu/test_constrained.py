@@ -12,8 +12,8 @@ import torch
 
 from kvrelay.engine import token_masks
 from kvrelay.engine.forbidding import forbid_by_torch, forbid_tokens
-from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import make_runner
+from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.causal_model import load_model, open_source
+from kvrelay.engine.load.causal_model import load_model
+from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import make_runner
 from kvrelay.protocol.sampling import Sampling
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer

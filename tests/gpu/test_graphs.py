@@ -14,10 +14,11 @@ from kvrelay.backends.backend import AttentionBackend, AttentionParams, KVLayout
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.paging import pad_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.causal_model import CausalModel, load_model, open_source
-from kvrelay.engine.gauges import make_gauge
-from kvrelay.engine.graphs import CudaGraphRecorder, DecodeGraphs, GraphRecorder, GraphSettings, capture_graphs
+from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import PoolSizing, make_runner
+from kvrelay.engine.memory.gauges import make_gauge
+from kvrelay.engine.run.graphs import CudaGraphRecorder, DecodeGraphs, GraphRecorder, GraphSettings, capture_graphs
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs
 from tests.fakes.fake_cuda_graphs import FakeRecorder

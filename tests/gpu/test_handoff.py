@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.engine.causal_model import load_model, open_source
+from kvrelay.engine.load.causal_model import load_model
+from kvrelay.engine.load.model_source import open_source
 from tests.component.transfer.transports import NO_NIXL
 from tests.fakes.stack import Stack
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer

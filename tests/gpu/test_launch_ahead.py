@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.engine import sampler, truncation
-from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.graphs import GraphSettings
+from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.engine.sample import sampler, truncation
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 from tests.fakes import fake_cuda_graphs

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.engine import make as make_module
-from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.profile import MemoryGauge, PoolDoesNotFit, profile_memory
+from kvrelay.engine.memory.gauges import make_gauge
+from kvrelay.engine.memory.profile import MemoryGauge, PoolDoesNotFit, profile_memory
 from kvrelay.step.batch import SwapCopies
 from tests.tiny_models import build_model
 from tests.unit.engine.test_host_buffer import check, steps

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.engine.causal_model import CausalModel, load_model, open_source
+from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.model_source import open_source
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from tests.component.engine import test_parity_under_schedulers as parity
 from tests.component.engine.conftest import BLOCK_SIZE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling
 
 VOCAB_SIZE = 100

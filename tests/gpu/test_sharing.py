@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvrelay.config import WorkerConfig
-from kvrelay.engine.profile import profile_memory
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.memory.profile import profile_memory
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.machine_memory import machine_memory_bytes
 from kvrelay.worker.worker_main import load_runner
 from tests.gpu.conftest import KERNELS_TIMEOUT_S

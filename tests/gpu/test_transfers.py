@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.device_pool import DevicePool
+from kvrelay.engine.run.device_pool import DevicePool
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.part import Part, decoding_batch, interleaved, launching
 from benchmarks.gpu.scale import BLOCK_SIZE
-from kvrelay.engine.graphs import DecodeGraphs
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.graphs import DecodeGraphs
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.step.batch import WorkerBatch
 
 ABOUT = (

@@ -14,7 +14,7 @@ from benchmarks.gpu.idle import device_activities, idleness, make_profiler
 from benchmarks.gpu.loop import Job, serve
 from benchmarks.gpu.part import Part, launching
 from benchmarks.gpu.scale import Scale
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.worker.step_loop import StepLoop
 

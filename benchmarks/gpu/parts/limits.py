@@ -11,8 +11,8 @@ from benchmarks.gpu.part import Part, decoding_batch, interleaved, launching
 from benchmarks.gpu.scale import BLOCK_SIZE
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.engine.graphs import DecodeGraphs
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.graphs import DecodeGraphs
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.step.batch import SwapCopies, WorkerBatch, WorkerRow
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.part import Part, WrongResults
-from kvrelay.engine.causal_model import load_model, open_source
+from kvrelay.engine.load.causal_model import load_model
+from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import make_runner
 from kvrelay.protocol.sampling import Sampling
 from tests.gpu.reference import bfloat16_tolerance, errors, greedy, own_logits, paged_logits, prompts, read_model

@@ -16,9 +16,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.loop import Job, serve
 from benchmarks.gpu.part import Part, WrongResults
-from kvrelay.engine.causal_model import make_dummy
-from kvrelay.engine.graph_sizes import default_sizes
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.load.causal_model import make_dummy
+from kvrelay.engine.run.graph_sizes import default_sizes
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 
 ABOUT = (
     "All requests at once, greedily, without stop tokens and without shared prefixes, in one process, in turns: our "

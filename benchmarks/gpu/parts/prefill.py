@@ -10,7 +10,7 @@ from benchmarks.gpu.figures import figures
 from benchmarks.gpu.part import GREEDY, Part, interleaved
 from benchmarks.gpu.parts.decode import weight_bytes
 from benchmarks.gpu.scale import BLOCK_SIZE, Scale
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import WorkerBatch, WorkerRow

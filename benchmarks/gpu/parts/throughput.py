@@ -15,10 +15,11 @@ from benchmarks.gpu.figures import figures
 from benchmarks.gpu.loop import Job, serve
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.scale import BLOCK_SIZE
-from kvrelay.engine.causal_model import load_model, open_source
-from kvrelay.engine.graph_sizes import default_sizes
-from kvrelay.engine.graphs import GraphSettings
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.load.causal_model import load_model
+from kvrelay.engine.load.model_source import open_source
+from kvrelay.engine.run.graph_sizes import default_sizes
+from kvrelay.engine.run.graphs import GraphSettings
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from tests.tiny_models import build_tokenizer
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.part import Part
 from benchmarks.transfer import has_nixl
-from kvrelay.engine.device_pool import DevicePool
+from kvrelay.engine.run.device_pool import DevicePool
 from kvrelay.transfer.base import BlockPush, Landed, ReceiverEvent, TransferFailed, TransferReceiver, TransferSender
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender

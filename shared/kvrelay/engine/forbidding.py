@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
-from kvrelay.engine.device import to_device
+from kvrelay.engine.run.device import to_device
 from kvrelay.grammar.grammar_compiler import TokenMask, address_of
 
 

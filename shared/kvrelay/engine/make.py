@@ -9,14 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrelay.backends.backend import AttentionBackend, KVLayout
-from kvrelay.engine.causal_model import CausalModel, LoadFormat, load_model, open_source
-from kvrelay.engine.device import use_on_this_thread
 from kvrelay.engine.fused.quantization import Quantization
-from kvrelay.engine.gauges import make_gauge
-from kvrelay.engine.graphs import GraphSettings
-from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.stage_link import StageLink
-from kvrelay.engine.profile import (
+from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.model_source import LoadFormat, open_source
+from kvrelay.engine.memory.gauges import make_gauge
+from kvrelay.engine.memory.profile import (
     SWAP_PART,
     MemoryGauge,
     MemoryProfile,
@@ -24,7 +21,11 @@ from kvrelay.engine.profile import (
     measure_kept,
     profile_memory,
 )
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.stage_link import StageLink
+from kvrelay.engine.run.device import use_on_this_thread
+from kvrelay.engine.run.graphs import GraphSettings
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.step.batch import ModelSpec
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import AutoTokenizer
 
-from kvrelay.engine.fingerprint import find_model_dir
+from kvrelay.engine.load.model_files import find_model_dir
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 
 

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.channel_matcher import ChannelMatcher
-from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.grammar_state import GrammarCounters, GrammarState
 from kvrelay.engine.ordered_work import WorkThreads, wait
 from kvrelay.engine.reasoning_matcher import ReasoningMatcher
+from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.engine.token_limits import TokenLimits, remove
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask
 from kvrelay.protocol.failure_kind import FailureKind

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.device_profiles import Profile, StepLoad, find_profile
-from kvrelay.engine.profile import SWAP_PART
+from kvrelay.engine.memory.profile import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey

@@ -1,6 +1,6 @@
 """The memory of a pool for transports: read and written in place on a host, through staging buffers on a device.
 
-`HostPool` is an array. A pool in an accelerator's memory is `kvrelay.engine.device_pool.DevicePool`; transports know
+`HostPool` is an array. A pool in an accelerator's memory is `engine.run.device_pool.DevicePool`; transports know
 neither torch nor CUDA.
 """
 

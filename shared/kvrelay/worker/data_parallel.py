@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.checkpoint import read_config
-from kvrelay.engine.device import find_device
+from kvrelay.engine.load.checkpoint import read_config
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed
 from kvrelay.engine.parallel.shard_plan import check_data_parallel
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.device import find_device
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.messaging.sockets import tcp_host
 from kvrelay.protocol.messages import PeerRef, WakeRank
 from kvrelay.ranks.rank_group import RankCommand, RanksFailed

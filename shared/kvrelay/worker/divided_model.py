@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.device import find_device
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed
 from kvrelay.engine.parallel.stage_link import StageLink
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.device import find_device
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.messaging.sockets import tcp_host
 from kvrelay.ranks.messages import RankSettings
 from kvrelay.ranks.model_division import why_not_divided

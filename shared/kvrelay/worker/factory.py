@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.graph_sizes import default_sizes, largest_size
+from kvrelay.engine.run.graph_sizes import default_sizes, largest_size
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.fleet.worker_registry import Registry

@@ -103,8 +103,8 @@ def host_of_senders(config: RankConfig) -> str:
 def load_part(config: RankConfig, settings: RankSettings, report: Report) -> FollowingRunner:
     """Loads this rank's part of the model at the same time as the others. Imports torch only here, so that the rank
     joins at once."""
-    from kvrelay.engine.device import find_device
     from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+    from kvrelay.engine.run.device import find_device
     from kvrelay.worker.divided_model import make_part
 
     device = find_device(config.device)

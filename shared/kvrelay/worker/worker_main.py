@@ -60,9 +60,9 @@ def _make_runner(config: WorkerConfig, *, hands_over: bool) -> ModelRunner:
         from kvrelay.worker.divided_model import load_divided
 
         return load_divided(config, hands_over=hands_over)
-    from kvrelay.engine.device import find_device, turn_on
-    from kvrelay.engine.graphs import GraphSettings
     from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
+    from kvrelay.engine.run.device import find_device, turn_on
+    from kvrelay.engine.run.graphs import GraphSettings
 
     sizing, sizes = config.pool_sizing, graph_sizes(config)
     device = find_device(config.device)

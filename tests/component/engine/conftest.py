@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.engine.causal_model import CausalModel, load_model, open_source
+from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.model_source import open_source
 from tests.tiny_models import build_model
 
 BLOCK_SIZE = 8

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import DeviceLost, WorkerBatch
 from tests.component.engine.tensor_parallel_ranks import choose_means, free_address

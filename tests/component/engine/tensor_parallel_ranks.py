@@ -14,7 +14,7 @@ from kvrelay.engine.parallel import group_coordinator
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.shared_memory import share_memory
 from kvrelay.engine.parallel.stage_link import StageLink
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.ports import HeldPort
 from kvrelay.step.batch import StepResult, WorkerBatch
 from tests.fakes.forked import engine_context

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvrelay.engine.causal_model import CausalModel, load_model, open_source
-from kvrelay.engine.graphs import GraphSettings
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.model_source import open_source
+from kvrelay.engine.run.graphs import GraphSettings
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.checkpoint import read_config
+from kvrelay.engine.load.checkpoint import read_config
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.shard_plan import check_data_parallel
+from kvrelay.engine.run.attention import UnsupportedModel
 from tests.component.engine.data_parallel_ranks import Task, flattened, prompts_of, run_ranks
 from tests.component.engine.tensor_parallel_ranks import free_address
 from tests.fakes.reference_model import generate, load_reference

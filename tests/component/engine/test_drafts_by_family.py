@@ -11,8 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvrelay.engine.causal_model import CausalModel, load_model, open_source
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.model_source import open_source
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind

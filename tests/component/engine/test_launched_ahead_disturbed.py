@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvrelay.backends.backend import PackedRows
-from kvrelay.engine import sampler, truncation
-from kvrelay.engine.causal_model import CausalModel
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.load.causal_model import CausalModel
+from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.engine.sample import sampler, truncation
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind

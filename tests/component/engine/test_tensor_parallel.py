@@ -13,9 +13,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.pending_tokens import BadLogits
+from kvrelay.engine.run.attention import UnsupportedModel
+from kvrelay.engine.sample.pending_tokens import BadLogits
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import BeamRow, BlockCopy, DeviceLost, SwapCopies, WorkerBatch, WorkerRow

@@ -15,7 +15,7 @@ import pytest
 
 from kvrelay.config.loader import load_config
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.ports import HeldPort
 from kvrelay.ranks.rank_group import RankCommand, RanksFailed
 from kvrelay.worker import data_parallel

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvrelay.curve import CurveKey
-from kvrelay.engine.device_pool import DevicePool
+from kvrelay.engine.run.device_pool import DevicePool
 from kvrelay.simulated.timed_transport import PacedSender
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.block_parts import BlockPart

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.causal_model import load_model, open_source
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.load.causal_model import load_model
+from kvrelay.engine.load.model_source import open_source
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.component.workers.rig import fleet, run
 from tests.fakes.pretended_cuda import NO_PRETENCE, Machine, pretend_cuda

@@ -25,7 +25,7 @@ NUM_SMS = 132
 @contextmanager
 def pretend_cuda(found: Machine | None = None) -> Iterator[Machine]:
     """As if torch had CUDA and there were GPUs. Raises AssertionError at the end where something was wrong."""
-    from kvrelay.engine import device, graphs
+    from kvrelay.engine.run import device, graphs
 
     found = Machine() if found is None else found
     _device_constructors()  # torch keeps this list from when it is first asked for: it must have the real functions

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from tests.fakes.pretended_cuda import Machine, pretend_cuda
 from tests.tiny_models import build_model
 

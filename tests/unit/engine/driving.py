@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine import in_flight
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run import in_flight
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import RowResult, WorkerBatch, WorkerRow

@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.make import make_runner
+from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.protocol.sampling import Sampling
 from tests.tiny_models import SLIDING_WINDOW, randomize
 from tests.unit.engine.driving import run, start

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.beam_candidates import best_candidates
-from kvrelay.engine.pending_tokens import BadLogits
-from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sample.beam_candidates import best_candidates
+from kvrelay.engine.sample.pending_tokens import BadLogits
+from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.step.batch import BeamRow
 from tests.thoroughness import examples

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.causal_model import open_source
+from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.attention import UnsupportedModel
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.unit.engine.driving import run, start
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from kvrelay.engine.load.support import resolve_max_model_len
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.support import resolve_max_model_len
 from tests.tiny_models import build_model
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.device import (
+from kvrelay.engine.run.device import (
     HostCopy,
     describe_device,
     device_uuid,

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvrelay.engine.draft_rows import DraftRows
-from kvrelay.engine.pending_tokens import BadLogits
-from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sample.draft_rows import DraftRows
+from kvrelay.engine.sample.pending_tokens import BadLogits
+from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from kvrelay.backends.backend import KV_DTYPES, AttentionParams, PackedRows, StepAttention, bits
 from kvrelay.backends.torch_sdpa import TorchBackend, TorchStep
 from kvrelay.config.demo import demo_model_path
-from kvrelay.engine import probe
-from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.device_pool import DevicePool
-from kvrelay.engine.graphs import GraphSettings
+from kvrelay.engine.load import probe
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.attention import UnsupportedModel
+from kvrelay.engine.run.device_pool import DevicePool
+from kvrelay.engine.run.graphs import GraphSettings
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import BlockCopy, SwapCopies, WorkerBatch
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder

@@ -12,10 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvrelay.backends.backend import AttentionParams, PackedRows, allocate_pool
-from kvrelay.engine.causal_model import CausalModel, load_model, open_source
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.kernel import DecoderKernel
 from kvrelay.engine.fused.weights import FAMILIES, NotFusable, WeightPacker, decoder_weights, require_fusable
+from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.model_source import open_source
 from tests.tiny_models import ARCHITECTURES, build_model
 
 BLOCK_SIZE = 16

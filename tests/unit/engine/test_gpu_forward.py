@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.backend import KVLayout
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, register
 from kvrelay.engine.fused.gpu_forward import GpuForward, choose_pieces
 from kvrelay.engine.fused.gpu_pieces import TorchPieces
 from kvrelay.engine.fused.gpu_weights import GPU_DTYPES, merge, merge_weights
 from kvrelay.engine.fused.weights import NotFusable
-from kvrelay.engine.probe import (
+from kvrelay.engine.load.probe import (
     TOLERANCE,
     ForwardCheck,
     ObservedLayers,
@@ -26,6 +25,7 @@ from kvrelay.engine.probe import (
     own_logits,
     random_prompts,
 )
+from kvrelay.engine.run.attention import ATTENTION_NAME, UnsupportedModel, register
 from tests.tiny_models import build_model
 
 LENGTH = 160

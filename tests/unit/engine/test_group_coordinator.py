@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.parallel import group_coordinator, shared_memory
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed, RankLost
 from kvrelay.engine.parallel.shared_memory import SharedMemory, SharedMemoryUnusable
+from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.ports import HeldPort
 from tests.fakes.waiting import PATIENCE_S
 

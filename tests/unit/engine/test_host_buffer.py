@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.host_buffer import HostBuffer
+from kvrelay.engine.run.host_buffer import HostBuffer
 from kvrelay.step.batch import SwapCopies
 
 pytestmark = pytest.mark.unit

@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.causal_model import load_model, open_source
-from kvrelay.engine.fingerprint import fingerprint
 from kvrelay.engine.fused.panels import pack_integers
 from kvrelay.engine.fused.products import PanelProducts
+from kvrelay.engine.load.causal_model import load_model
+from kvrelay.engine.load.model_files import fingerprint
+from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.quantized.integer_weight import IntegerWeight
 from kvrelay.engine.quantized.unpacking import unpack_awq, unpack_compressed, unpack_gptq
+from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.protocol.sampling import Sampling
 from tests.quantized_checkpoints import Scheme, quantize, schemes, write_quantized
 from tests.unit.engine.driving import run as drive

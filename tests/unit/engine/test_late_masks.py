@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.engine import token_masks
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import RowResult, WorkerBatch, WorkerRow

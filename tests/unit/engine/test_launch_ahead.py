@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine import sampler, truncation
-from kvrelay.engine.causal_model import CausalModel, load_model, open_source
-from kvrelay.engine.in_flight import StepInFlight
-from kvrelay.engine.transformers_runner import TransformersRunner
-from kvrelay.engine.waits import Waits
+from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.model_source import open_source
+from kvrelay.engine.run.in_flight import StepInFlight
+from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.engine.run.waits import Waits
+from kvrelay.engine.sample import sampler, truncation
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import BeamRow, BlockCopy, DeviceLost, RowsFailed, SwapCopies, WorkerBatch, WorkerRow
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
@@ -340,7 +341,7 @@ def test_a_step_takes_from_its_launch_or_the_landing_before_it_to_its_landing(
     models: Callable[[str], CausalModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("kvrelay.engine.in_flight.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("kvrelay.engine.run.in_flight.time", SimpleNamespace(perf_counter=lambda: now[0]))
     runner = runner_over(models("qwen3"))
     sequences, first = decoding(runner)
     now[0] = 100.0
@@ -373,8 +374,8 @@ def test_a_step_whose_begin_was_noticed_late_took_what_the_device_says(
             return 4.0
 
     now = [0.0]
-    monkeypatch.setattr("kvrelay.engine.in_flight.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr("kvrelay.engine.transformers_runner.Moment", Timed)
+    monkeypatch.setattr("kvrelay.engine.run.in_flight.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("kvrelay.engine.run.transformers_runner.Moment", Timed)
     runner = runner_over(models("qwen3"))
     sequences, first = decoding(runner)
     now[0] = 100.0

@@ -12,10 +12,10 @@ import pytest
 
 from kvrelay.backends import flashinfer as flashinfer_backend
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine import sampler, truncation
-from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.graphs import GraphSettings
+from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.engine.sample import sampler, truncation
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 from tests.fakes import pretended_flashinfer
@@ -160,7 +160,7 @@ def test_a_launch_runs_nothing_of_the_step_before_but_what_was_sent_for_it(
         late.waits.clear()
         before.land()
         # For its tokens, and for its end: where it began behind another step, the device's clock tells what it took.
-        assert {wait.where for wait in late.waits} == {"kvrelay.engine.device:wait"}
+        assert {wait.where for wait in late.waits} == {"kvrelay.engine.run.device:wait"}
         assert len(late.waits) <= 2
         assert ends - 1 <= stream.done < stream.submitted, "it waited for the step behind"
         before = behind

@@ -34,14 +34,15 @@ from transformers.masking_utils import (
 
 from kvrelay.backends.backend import AttentionParams, KVLayout, PackedRows, StepAttention
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine import causal_model as model_module
-from kvrelay.engine import support
-from kvrelay.engine.attention import UnsupportedModel, _paged_attention_forward
-from kvrelay.engine.causal_model import load_model, make_dummy, open_source, resolve_dtype
-from kvrelay.engine.fingerprint import fingerprint
+from kvrelay.engine.load import model_source as model_module
+from kvrelay.engine.load import support
+from kvrelay.engine.load.causal_model import load_model, make_dummy
+from kvrelay.engine.load.model_files import fingerprint
+from kvrelay.engine.load.model_source import open_source, resolve_dtype
+from kvrelay.engine.load.probe import _check_mask
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.probe import _check_mask
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.attention import UnsupportedModel, _paged_attention_forward
+from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.unit.engine.driving import run, start
 
@@ -285,6 +286,6 @@ def test_fingerprints_tell_models_layouts_and_tokenizers_apart(
     seen.add(fingerprint(copy, layout))
     (copy / "tokenizer_config.json").write_text("{}")
     seen.add(fingerprint(copy, layout))
-    monkeypatch.setattr("kvrelay.engine.fingerprint._WHOLE_BYTES", 0)
+    monkeypatch.setattr("kvrelay.engine.load.model_files._WHOLE_BYTES", 0)
     seen |= {fingerprint(original, layout), fingerprint(copy, layout)}
     assert len(seen) == 8

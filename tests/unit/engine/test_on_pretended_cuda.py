@@ -15,11 +15,11 @@ from kvrelay.backends import flashinfer_graphs
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.config import WorkerConfig
-from kvrelay.engine.device import to_device, to_host, turn_on
-from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.sampler import Sampler
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run.device import to_device, to_host, turn_on
+from kvrelay.engine.run.graphs import GraphSettings
+from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.step.batch import NO_COPIES, BeamRow, BlockCopy, DeviceLost, RowResult, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.worker.calibrate import measure_costs

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine import truncation
-from kvrelay.engine.pending_tokens import BadLogits, PendingTokens
-from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sample import truncation
+from kvrelay.engine.sample.pending_tokens import BadLogits, PendingTokens
+from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.late_copies import LateCopies

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvrelay.engine.pinned import pinned_memory
+from kvrelay.engine.run.host_buffer import pinned_memory
 
 pytestmark = pytest.mark.unit
 GPU = torch.device("cuda", 1)

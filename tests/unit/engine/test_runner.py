@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine import step_forward
-from kvrelay.engine.device import Moment
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.pending_tokens import BadLogits
-from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.engine.run import step_forward
+from kvrelay.engine.run.device import Moment
+from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.engine.sample.pending_tokens import BadLogits
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
 from tests.fakes.late_copies import LateCopies

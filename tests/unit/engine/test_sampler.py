@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine import truncation
-from kvrelay.engine.pending_tokens import BadLogits
-from kvrelay.engine.randoms import uniforms
-from kvrelay.engine.sampler import Sampler
-from kvrelay.engine.sampler_state import PenaltyCounts
-from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few, sample_from_more
+from kvrelay.engine.sample import truncation
+from kvrelay.engine.sample.pending_tokens import BadLogits
+from kvrelay.engine.sample.randoms import uniforms
+from kvrelay.engine.sample.sampler import Sampler
+from kvrelay.engine.sample.sampler_state import PenaltyCounts
+from kvrelay.engine.sample.truncation import Limits, sample_from_all, sample_from_few, sample_from_more
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.late_copies import LateCopies

@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.parallel.shard_plan import check_tensor_parallel, plan_shards
+from kvrelay.engine.run.attention import UnsupportedModel
 from tests.tiny_models import DIVIDED
 
 pytestmark = pytest.mark.unit

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
-from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.parallel.stage_modules import drop_absent
 from kvrelay.engine.parallel.stage_plan import check_pipeline_parallel, plan_stage
+from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.kv.shard_map import layers_of_stage
 from tests.tiny_models import DIVIDED
 from tests.unit.engine.test_shard_plan import SMALL, on_meta

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine import forbidding, grammar_state, token_masks
 from kvrelay.engine.forbidding import forbid_by_torch, forbid_tokens
-from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.engine.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, TokenMask
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler

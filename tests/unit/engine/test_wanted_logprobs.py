@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 

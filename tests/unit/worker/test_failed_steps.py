@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.engine.pending_tokens import BadLogits
+from kvrelay.engine.sample.pending_tokens import BadLogits
 from kvrelay.engine.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import RowsFailed

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.shard_plan import ShardPlan
 from kvrelay.engine.parallel.sharded_modules import ReducedExperts, RowParallelLinear
+from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.step.batch import DeviceLost
 
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as torch_distributed
 from torch.nn import functional
 
-from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.parallel.shared_memory import RankEnded, RanksInC, SharedMemory, can_sum, share_memory
+from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.step.batch import DeviceLost
 
 dist: Any = torch_distributed  # its names come from C++ and are not declared as exported

@@ -12,7 +12,7 @@ from itertools import islice
 
 import torch
 
-from kvrelay.engine.step_forward import StepForward
+from kvrelay.engine.run.step_forward import StepForward
 from kvrelay.step.batch import DeviceLost
 
 

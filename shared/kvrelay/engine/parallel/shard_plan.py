@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.run.attention import UnsupportedModel
 
 _STYLES = frozenset(
     {"colwise", "rowwise", "packed_colwise", "moe_tp_experts", "colwise_gather_output", "embedding_rowwise"}

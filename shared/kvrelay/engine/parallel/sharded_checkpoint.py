@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.checkpoint_files import weight_files
+from kvrelay.engine.load.model_files import weight_files
 from kvrelay.engine.parallel.shard_plan import Cut, ShardPlan
 from kvrelay.engine.parallel.sharded_modules import narrow_parameter
+from kvrelay.engine.run.attention import UnsupportedModel
 
 ModelClass = type[PreTrainedModel]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.kv.shard_map import layers_of_stage
 
 

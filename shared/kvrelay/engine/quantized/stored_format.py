@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.run.attention import UnsupportedModel
 
 SUPPORTED = (
     "GPTQ with 4 or 8 bits (formats gptq and gptq_v2), AWQ with 4 bits (gemm), and compressed-tensors with integer "

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kvrelay.backends.backend import PackedRows
-from kvrelay.engine.device import to_device
-from kvrelay.engine.draft_rows import DraftRows
+from kvrelay.engine.run.device import to_device
+from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.step.batch import WorkerRow
 
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at the same time
@@ -95,3 +95,15 @@ class StepForward:
             yield self.last_hidden(places, drafts)
         if beams := self.beams():
             yield self.last_hidden(beams)
+
+
+def pack_rows(rows: Sequence[WorkerRow]) -> PackedRows:
+    """Returns the rows' lengths, positions and padded block tables as arrays."""
+    table_lens = np.fromiter((len(row.block_ids) for row in rows), np.int64, len(rows))
+    tables = np.zeros((len(rows), int(table_lens.max(initial=0))), np.int32)
+    tables[np.arange(tables.shape[1]) < table_lens[:, None]] = np.concatenate([row.block_ids for row in rows])
+    return PackedRows(
+        query_lens=np.fromiter((len(row.token_ids) for row in rows), np.int32, len(rows)),
+        positions=np.fromiter((row.position for row in rows), np.int32, len(rows)),
+        block_tables=tables,
+    )

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.device import to_host
-from kvrelay.engine.pending_tokens import check_finite
-from kvrelay.engine.sampler import Sampler, Seen
+from kvrelay.engine.run.device import to_host
+from kvrelay.engine.sample.pending_tokens import check_finite
+from kvrelay.engine.sample.sampler import Sampler, Seen
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import BeamCandidates, BeamRow
 

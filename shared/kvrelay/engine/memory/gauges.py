@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from kvrelay.engine.device import device_uuid
-from kvrelay.engine.profile import HostGauge, MemoryGauge, PoolDoesNotFit
+from kvrelay.engine.memory.profile import HostGauge, MemoryGauge, PoolDoesNotFit
+from kvrelay.engine.run.device import device_uuid
 
 log = logging.getLogger(__name__)
 

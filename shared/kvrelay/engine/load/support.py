@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.run.attention import UnsupportedModel
 
 log = logging.getLogger(__name__)
 

@@ -16,21 +16,20 @@ from numpy.typing import NDArray
 
 from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits
 from kvrelay.backends.populate import populate_in_background
-from kvrelay.engine.beam_candidates import best_candidates
-from kvrelay.engine.causal_model import CausalModel
-from kvrelay.engine.device import Moment, to_device, use_on_this_thread
-from kvrelay.engine.device_pool import DevicePool
-from kvrelay.engine.draft_rows import DraftRows
-from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
-from kvrelay.engine.host_buffer import HostBuffer
-from kvrelay.engine.in_flight import Asked, Sampled, StepInFlight, StepsInFlight, TokensOnDevice
+from kvrelay.engine.load.causal_model import CausalModel
+from kvrelay.engine.load.model_spec import spec_of
 from kvrelay.engine.model_grammars import make_grammar_compiler
-from kvrelay.engine.model_spec import spec_of
-from kvrelay.engine.packing import pack_rows
 from kvrelay.engine.parallel.lockstep import Lockstep
-from kvrelay.engine.sampler import Sampler
-from kvrelay.engine.scored_prompts import ScoredPrompts
-from kvrelay.engine.step_forward import StepForward
+from kvrelay.engine.run.device import Moment, to_device, use_on_this_thread
+from kvrelay.engine.run.device_pool import DevicePool
+from kvrelay.engine.run.graphs import DecodeGraphs, GraphSettings, try_to_capture
+from kvrelay.engine.run.host_buffer import HostBuffer
+from kvrelay.engine.run.in_flight import Asked, Sampled, StepInFlight, StepsInFlight, TokensOnDevice
+from kvrelay.engine.run.step_forward import StepForward, pack_rows
+from kvrelay.engine.sample.beam_candidates import best_candidates
+from kvrelay.engine.sample.draft_rows import DraftRows
+from kvrelay.engine.sample.sampler import Sampler
+from kvrelay.engine.sample.scored_prompts import ScoredPrompts
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey

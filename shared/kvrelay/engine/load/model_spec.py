@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvrelay.backends.backend import dtype_name
-from kvrelay.engine.causal_model import CausalModel
-from kvrelay.engine.device import describe_device
-from kvrelay.engine.fingerprint import find_model_dir, fingerprint, shard_fingerprint
+from kvrelay.engine.load.causal_model import CausalModel
+from kvrelay.engine.load.model_files import find_model_dir, fingerprint, shard_fingerprint
+from kvrelay.engine.run.device import describe_device
 from kvrelay.step.batch import ModelSpec
 from kvrelay.tokenizer_identity import identity_of_file
 

@@ -7,91 +7,39 @@ separate so that the head can run in slices: logits of a whole chunk take vocabu
 from __future__ import annotations
 
 import logging
-import platform
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from dataclasses import replace
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, KVLayout, StepAttention, dtype_name
+from kvrelay.backends.backend import AttentionBackend, KVLayout, StepAttention, dtype_name
 from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
-from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, register
-from kvrelay.engine.checkpoint import (
-    check_quantization,
-    read_config,
+from kvrelay.engine.fused.forward import FusedForward
+from kvrelay.engine.fused.gpu_forward import GpuForward, choose_pieces
+from kvrelay.engine.fused.gpu_weights import merge_weights
+from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
+from kvrelay.engine.load.checkpoint import (
     read_integer_model,
     read_model,
     read_part,
 )
-from kvrelay.engine.eager import EagerForward, Forward
-from kvrelay.engine.fused.forward import FusedForward
-from kvrelay.engine.fused.gpu_forward import GpuForward, choose_pieces
-from kvrelay.engine.fused.gpu_weights import merge_weights
-from kvrelay.engine.fused.quantization import Quantization
-from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
+from kvrelay.engine.load.model_source import DUMMY_SEED, ModelSource
+from kvrelay.engine.load.probe import ForwardCheck, ObservedLayers, check_paged_forward, observe_layers
 from kvrelay.engine.parallel.gathered_mlps import GatheredMlps
-from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.part_plan import PartPlan, own_modules, plan_part
-from kvrelay.engine.parallel.shard_plan import check_data_parallel, check_tensor_parallel, plan_shards
+from kvrelay.engine.parallel.shard_plan import plan_shards
 from kvrelay.engine.parallel.sharded_checkpoint import fill_randomly
 from kvrelay.engine.parallel.sharded_modules import connect_modules
-from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.parallel.stage_modules import connect_stage, drop_absent
-from kvrelay.engine.parallel.stage_plan import check_pipeline_parallel
-from kvrelay.engine.probe import ForwardCheck, ObservedLayers, check_paged_forward, observe_layers
-from kvrelay.engine.quantization_cost import QuantizationCost
-from kvrelay.engine.quantized.stored_format import StoredFormat, find_format, stated_quantization
+from kvrelay.engine.quantized.quantization_cost import QuantizationCost
 from kvrelay.engine.quantized.stored_weights import StoredWeights, layer_readers
-from kvrelay.engine.support import check_config, check_positions, resolve_max_model_len
-
-LoadFormat = Literal["auto", "dummy"]
-"""Where weights come from: the checkpoint, or random values of the same shapes, which need no files but the config."""
+from kvrelay.engine.run.attention import ATTENTION_NAME, UnsupportedModel, register
+from kvrelay.engine.run.eager import EagerForward, Forward
 
 log = logging.getLogger(__name__)
-
-_DUMMY_SEED = 1
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NATIVE_FLAGS = {
-    torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
-    torch.float16: frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """The model to load: a directory or a hub name, with its config read and checked."""
-
-    name: str
-    config: PreTrainedConfig
-    dtype: torch.dtype
-    device: torch.device
-    max_model_len: int
-    load_format: LoadFormat = "auto"
-    stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
-    quantization: Quantization = "none"
-    stored_format: StoredFormat | None = None  # format of integer weights that are read here
-    tensor_parallel: GroupCoordinator | None = None  # the ranks among which heads of this rank's layers are divided
-    pipeline: StageLink | None = None  # the stages among which layers are divided
-    data_parallel: GroupCoordinator | None = None  # the ranks among which MLPs are divided, each with its own requests
-
-    @property
-    def group(self) -> GroupCoordinator | None:
-        """All ranks that load the model together."""
-        if self.data_parallel is not None:
-            return self.data_parallel
-        return self.tensor_parallel if self.pipeline is None else self.pipeline.group
-
-    @property
-    def weights_salt(self) -> str:
-        """Returns a salt that separates random and rounded weights from the checkpoint's and from each other; empty for
-        the checkpoint's."""
-        parts = [f"dummy {_DUMMY_SEED} {self.device.type}"] if self.load_format == "dummy" else []
-        return " ".join([*parts, self.quantization] if self.quantization != "none" else parts)
 
 
 class CausalModel:
@@ -152,91 +100,6 @@ class CausalModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits `[tokens, vocab]`; on other ranks than the first, `[tokens, 0]`."""
         return self.forward.logits(hidden)
-
-
-def open_source(
-    name: str,
-    dtype: str = "auto",
-    device: str | torch.device = "cpu",
-    max_model_len: int | None = None,
-    load_format: LoadFormat = "auto",
-    kv_cache_dtype: str = "auto",
-    quantization: Quantization = "none",
-    tensor_parallel: GroupCoordinator | None = None,
-    pipeline: StageLink | None = None,
-    data_parallel: GroupCoordinator | None = None,
-) -> ModelSource:
-    """Reads and checks the config, and resolves `auto`.
-
-    Raises:
-        UnsupportedModel: the layout cannot hold the model.
-        ValueError: an unknown dtype or kv_cache_dtype, or no length.
-        OSError: there is no such model.
-    """
-    config = read_config(name)
-    check_config(config)
-    target = torch.device(device)
-    stored_format = None
-    if load_format != "dummy":
-        check_quantization(config)
-        # On other devices transformers loads them, with the packages that have kernels for these.
-        stored_format = find_format(config) if target.type == "cpu" else None
-    length = resolve_max_model_len(config, max_model_len)
-    check_positions(config, length)
-    if kv_cache_dtype not in ("auto", *KV_DTYPES):
-        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is none of auto, {', '.join(KV_DTYPES)}")
-    computed = resolve_dtype(dtype, config, target)
-    if quantization != "none" and target.type != "cpu":
-        raise UnsupportedModel(f"quantization = {quantization}: only the CPU's fused layers round weights")
-    if quantization != "none" and stored_format is not None:
-        raise UnsupportedModel(
-            f"quantization = {quantization}: the checkpoint is quantized already, by {stored_format.method}"
-        )
-    if tensor_parallel is not None:
-        _check_weights(config, quantization, load_format, f"tensor_parallel_size = {tensor_parallel.size}")
-        check_tensor_parallel(config, tensor_parallel.size)
-    if pipeline is not None:
-        _check_weights(config, quantization, load_format, f"pipeline_parallel_size = {pipeline.num_stages}")
-        check_pipeline_parallel(config, pipeline.num_stages)
-    if data_parallel is not None:
-        _check_weights(config, quantization, load_format, f"data_parallel_size = {data_parallel.size}")
-        check_data_parallel(config, data_parallel.size)
-    stored = KV_DTYPES.get(kv_cache_dtype)
-    return ModelSource(
-        *(name, config, computed, target, length, load_format, stored, quantization, stored_format, tensor_parallel),
-        pipeline=pipeline,
-        data_parallel=data_parallel,
-    )
-
-
-def _check_weights(
-    config: PreTrainedConfig, quantization: Quantization, load_format: LoadFormat, division: str
-) -> None:
-    """Raises UnsupportedModel for weights that cannot be divided, by the setting `division`."""
-    stated = stated_quantization(config) if load_format != "dummy" else None
-    if quantization != "none" or stated is not None:
-        method = quantization if stated is None else stated[0]
-        raise UnsupportedModel(
-            f"{config.model_type}: weights quantized by {method} are not divided: {division} takes "
-            f"weights in 16 or 32 bits"
-        )
-
-
-def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype to compute in. `auto` is the checkpoint's, but float32 on CPUs without support for it.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    if requested != "auto":
-        if requested not in DTYPES:
-            raise ValueError(f"dtype {requested!r} is none of auto, {', '.join(DTYPES)}")
-        return DTYPES[requested]
-    named = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
-    stored = DTYPES.get(str(named).removeprefix("torch."), torch.float32)
-    if device.type == "cpu" and stored in _NATIVE_FLAGS and not _NATIVE_FLAGS[stored] & _cpu_flags():
-        return torch.float32
-    return stored
 
 
 def load_model(
@@ -469,9 +332,9 @@ def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrain
             raise
         generators = [source.device] if source.device.type == "cuda" else []
         with torch.random.fork_rng(generators), torch.device(source.device):
-            torch.manual_seed(_DUMMY_SEED)
+            torch.manual_seed(DUMMY_SEED)
             return _from_config(source, attn_implementation), plan
-    fill_randomly(model, source.device, _DUMMY_SEED, plan.narrowing, plan.has)
+    fill_randomly(model, source.device, DUMMY_SEED, plan.narrowing, plan.has)
     if plan.stage is not None:
         drop_absent(model, plan.stage)
     return model, plan
@@ -497,13 +360,3 @@ def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
         return ()
     ids = ids if isinstance(ids, list | tuple) else (ids,)
     return tuple(each for each in map(int, ids) if 0 <= each < vocab_size)
-
-
-def _cpu_flags() -> frozenset[str]:
-    """The CPU's feature names as Linux lists them. Elsewhere none, except the features that every Apple arm64 has."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.lower().startswith(("flags", "features")):
-                return frozenset(line.split(":", 1)[1].split())
-    return frozenset({"asimdhp"}) if platform.machine() == "arm64" else frozenset()

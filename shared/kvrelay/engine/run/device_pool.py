@@ -14,7 +14,7 @@ from threading import Lock
 import numpy as np
 import torch
 
-from kvrelay.engine.device import use_on_this_thread
+from kvrelay.engine.run.device import use_on_this_thread
 from kvrelay.transfer.block_parts import BlockPart
 from kvrelay.transfer.pool_memory import Segment
 from kvrelay.transfer.wire import Bytes, Indices

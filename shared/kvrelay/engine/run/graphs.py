@@ -37,11 +37,11 @@ from rich.progress import track
 
 from kvrelay.backends.backend import CapturableBackend, FixedStep, NotCapturable, PackedRows, PoolShape
 from kvrelay.backends.paging import pad_rows, split_rows
-from kvrelay.engine.causal_model import CausalModel
-from kvrelay.engine.graph_check import check_graphs
-from kvrelay.engine.graph_sizes import padded_size
-from kvrelay.engine.in_flight import TokensOnDevice
-from kvrelay.engine.waits import Waits
+from kvrelay.engine.load.causal_model import CausalModel
+from kvrelay.engine.run.graph_check import check_graphs
+from kvrelay.engine.run.graph_sizes import padded_size
+from kvrelay.engine.run.in_flight import TokensOnDevice
+from kvrelay.engine.run.waits import Waits
 from kvrelay.kv.table import blocks_for
 from kvrelay.process import deferred_collection
 

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.device import Moment, is_settled, to_device, use_on_this_thread
-from kvrelay.engine.pending_tokens import PendingTokens
+from kvrelay.engine.run.device import Moment, is_settled, to_device, use_on_this_thread
+from kvrelay.engine.sample.pending_tokens import PendingTokens
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import BeamCandidates, DeviceLost, GrammarWork, RowResult, StepResult, WorkerBatch

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.device import to_host
-from kvrelay.engine.pending_logprobs import token_logprobs
-from kvrelay.engine.pending_tokens import BadLogits
-from kvrelay.engine.step_forward import PromptPart, StepForward, positions_to_score
+from kvrelay.engine.run.device import to_host
+from kvrelay.engine.run.step_forward import PromptPart, StepForward, positions_to_score
+from kvrelay.engine.sample.pending_logprobs import token_logprobs
+from kvrelay.engine.sample.pending_tokens import BadLogits
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import WorkerRow

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from kvrelay.backends.backend import AttentionBackend, KVLayout
-from kvrelay.engine.eager import Forward
-from kvrelay.engine.probe import own_logits, paged_logits, random_prompts
+from kvrelay.engine.load.probe import own_logits, paged_logits, random_prompts
+from kvrelay.engine.run.eager import Forward
 
 _log = logging.getLogger(__name__)
 _COSTLY = 0.1  # nats of KL divergence above which the cost is a warning

@@ -15,15 +15,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.device import to_device
-from kvrelay.engine.draft_rows import DraftRows
 from kvrelay.engine.forbidding import forbid_tokens, most_likely
-from kvrelay.engine.pending_logprobs import PendingLogprobs
-from kvrelay.engine.pending_tokens import ExactSampling, PendingTokens, SampledOnDevice, SampledRows, SampledTokens
-from kvrelay.engine.randoms import uniforms
-from kvrelay.engine.sampler_state import Parameters, SamplerState
+from kvrelay.engine.run.device import to_device
+from kvrelay.engine.sample.draft_rows import DraftRows
+from kvrelay.engine.sample.pending_logprobs import PendingLogprobs
+from kvrelay.engine.sample.pending_tokens import (
+    ExactSampling,
+    PendingTokens,
+    SampledOnDevice,
+    SampledRows,
+    SampledTokens,
+)
+from kvrelay.engine.sample.randoms import uniforms
+from kvrelay.engine.sample.sampler_state import Parameters, SamplerState
+from kvrelay.engine.sample.truncation import Limits, sample_from_all, sample_from_few
 from kvrelay.engine.token_masks import TokenMasks
-from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, TokenMask
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey

@@ -28,8 +28,8 @@ from kvrelay.backends.backend import (
     dtype_name,
 )
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, observing
-from kvrelay.engine.eager import Forward
+from kvrelay.engine.run.attention import ATTENTION_NAME, UnsupportedModel, attending, observing
+from kvrelay.engine.run.eager import Forward
 
 PackedLogits = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
 """Logits `[tokens, vocab]` of packed token ids and positions, which attend through the step."""

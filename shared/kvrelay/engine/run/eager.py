@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvrelay.backends.backend import StepAttention
-from kvrelay.engine.attention import UnsupportedModel, attending
+from kvrelay.engine.run.attention import UnsupportedModel, attending
 
 
 class Forward(Protocol):

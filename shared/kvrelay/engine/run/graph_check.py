@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from kvrelay.backends.backend import PackedRows
 from kvrelay.backends.paging import pad_rows
-from kvrelay.engine.causal_model import CausalModel
-from kvrelay.engine.probe import tolerance_of
+from kvrelay.engine.load.causal_model import CausalModel
+from kvrelay.engine.load.probe import tolerance_of
 
 if TYPE_CHECKING:
-    from kvrelay.engine.graphs import DecodeGraphs
+    from kvrelay.engine.run.graphs import DecodeGraphs
 
 _MOST_CONTEXT_BLOCKS = 64
 _ROW_TOKENS = 5  # length of a row with several tokens

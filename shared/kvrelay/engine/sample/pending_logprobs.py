@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.device import HostCopy, to_device, to_host
+from kvrelay.engine.run.device import HostCopy, to_device, to_host
 from kvrelay.protocol.sampling import TokenLogprobs
 
 _NOTHING: Mapping[int, NDArray[np.int64]] = MappingProxyType({})

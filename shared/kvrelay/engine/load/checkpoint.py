@@ -22,13 +22,13 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
-from kvrelay.engine.attention import UnsupportedModel
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.part_plan import PartPlan, plan_part
 from kvrelay.engine.parallel.sharded_checkpoint import ModelClass, narrowed_class, restore_class, sharded_state_dict
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.quantized.stored_format import SUPPORTED, stated_quantization
 from kvrelay.engine.quantized.stored_weights import StoredWeights
+from kvrelay.engine.run.attention import UnsupportedModel
 
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 4  # tensors in a message

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.backends.cpu_build import cache_dir
-from kvrelay.engine.turns import turn_on_gpu
+from kvrelay.engine.memory.turns import turn_on_gpu
 
 _thread = threading.local()
 _UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")  # the variable accepts shorter prefixes too

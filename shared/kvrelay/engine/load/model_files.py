@@ -1,4 +1,4 @@
-"""The identity of a model. Two workers may exchange KV only if their fingerprints agree."""
+"""The files of a model, and its identity: two workers may exchange KV only if their fingerprints agree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transformers.utils.hub import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from kvrelay.backends.backend import KVLayout
 
@@ -14,7 +15,7 @@ _WHOLE_BYTES = 64 * 2**20  # files up to this size are hashed whole
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 64 * 2**10
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_BLOCK_ORDER = "layer, 2, kv_head, token, dim "  # blocks of equal shapes may have had another order in older versions
+_BLOCK_ORDER = "layer, 2, kv_head, token, dim "
 _TOKENIZER = (
     "tokenizer*",
     "vocab*",
@@ -64,6 +65,25 @@ def find_model_dir(name: str) -> Path:
     config = cached_file(name, "config.json", local_files_only=True)
     assert config is not None  # cached_file raises if the file is missing
     return Path(config).parent
+
+
+def weight_files(name: str) -> list[str]:
+    """The paths of the checkpoint's files, which are downloaded if `name` is a hub name.
+
+    Raises:
+        OSError: there are none. Quantized weights and parts of tensors are read from no other kind of file.
+    """
+    whole = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    if whole is not None:
+        return [whole]
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if index is None:
+        raise OSError(
+            f"{name} has no {SAFE_WEIGHTS_NAME}, the only kind of files of which quantized weights and parts of "
+            f"tensors (for models divided among ranks) are read"
+        )
+    files: list[str] = get_checkpoint_shard_files(name, index)[0]
+    return files
 
 
 def _matching(directory: Path, patterns: Sequence[str]) -> list[Path]:

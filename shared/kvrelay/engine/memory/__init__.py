@@ -1,0 +1,1 @@
+"""How many blocks fit beside the weights and the largest step."""

@@ -1,0 +1,1 @@
+"""Runs steps: a batch becomes one packed forward on a device, launched, landed or discarded."""

@@ -1,0 +1,1 @@
+"""Logits become tokens and log-probabilities."""

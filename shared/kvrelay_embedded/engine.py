@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,13 +43,9 @@ from kvrelay_router.openai.request_validation import (
     RequestedOutput,
     allowed_output,
     check_bad_words,
-    check_beams,
-    check_samples,
-    check_scored_part,
     check_token_ids,
     check_vocabulary,
     make_sampling,
-    make_seed,
     stop_rules,
 )
 from kvrelay_router.openai.schema.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -239,18 +234,16 @@ class Engine:
         self._text.check_grammar(request.grammar)
         wanted = RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS)
         max_tokens = allowed_output(len(prompt_ids), wanted, limits, "prompt")
-        check_beams(request, len(prompt_ids), max_tokens, limits)
-        check_samples(request, len(prompt_ids), max_tokens, limits)
-        check_scored_part(request, len(prompt_ids))
-        sampling = make_sampling(
+        return make_sampling(
             request,
             self._text.service.sampling_defaults,
+            limits,
+            num_prompt_tokens=len(prompt_ids),
             max_tokens=max_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
-            seed=make_seed(request.seed),
+            bad_words=bad_words,
         )
-        return msgspec.structs.replace(sampling, bad_words=bad_words)
 
     def _choices(self, request: CompletionRequest, prompt_ids: list[int]) -> list[Choice]:
         stop, text = stop_rules(request), self._text.service

@@ -23,7 +23,7 @@ from kvrelay_router.http.api_error import fields_named, json_response
 from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput, check_model
-from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
+from kvrelay_router.openai.schema.chat_request import parse_chat
 from kvrelay_router.openai.schema.parsing import parse
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
@@ -71,5 +71,4 @@ async def _chat_content(request: PromptFields, content: dict[str, Any]) -> dict[
     last = messages[-1] if messages else {}
     # A last message of the assistant is the beginning of the answer.
     chat["continue_final_message"] = last.get("role") == "assistant" and not last.get("tool_calls")
-    await check_messages(chat)
     return chat

@@ -12,7 +12,7 @@ from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest, check_messages, parse_chat
+from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
 
@@ -61,7 +61,6 @@ async def _requests(content: dict[str, Any], max_conversations: int) -> list[Cha
         shared = {name: content[name] for name in WITH_MESSAGES if name in content} if requests else content
         chat = {**shared, "messages": messages}
         try:
-            await check_messages(chat)
             request = parse_chat(chat)
             requests.append(requests[0].model_copy(update={"messages": request.messages}) if requests else request)
         except ApiError as error:

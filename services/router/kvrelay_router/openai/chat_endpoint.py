@@ -11,7 +11,7 @@ from kvrelay_router.http.body import read_json_object
 from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.schema.chat_request import check_messages, parse_chat
+from kvrelay_router.openai.schema.chat_request import parse_chat
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
 
@@ -30,7 +30,6 @@ class ChatEndpoint:
         """Serves a request whose body was read; see `serve`."""
         service = self._models.select(http, content)
         names = service.names(http)
-        await check_messages(content)
         request = parse_chat(content)
         plan = await while_connected(http, service.settings.request_timeout_s, plan_chat(service, names, [request]))
         return GenerationResponse(service, plan, chat_format(service, f"chatcmpl-{names.unique}", [request], plan.runs))

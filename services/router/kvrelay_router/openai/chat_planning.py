@@ -14,7 +14,7 @@ from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.parsed_text import ParsedText
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
-from kvrelay_router.openai.request_validation import RequestedOutput, check_many_token_ids, check_tokenized
+from kvrelay_router.openai.request_validation import RequestedOutput, check_token_ids, check_tokenized
 from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest
 from kvrelay_router.openai.tool_grammar import answer_grammar, check_tool_grammar, tool_grammar, wants_tool_grammar
 from kvrelay_router.openai.tool_schemas import check_tool_schemas
@@ -84,7 +84,7 @@ async def _prompt(
 ) -> TokenizedPrompt:
     if request.prompt_token_ids:
         token_ids = request.prompt_token_ids
-        await check_many_token_ids(token_ids, limits, fields.prompt_param)
+        check_token_ids(token_ids, limits, fields.prompt_param)
     else:
         max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
         token_ids = await service.encode_chat(request.messages, request.options, max_tokens, fields.prompt_param)

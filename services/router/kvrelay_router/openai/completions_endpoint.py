@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.dispatch.interface import ModelLimits
-from kvrelay_router.http.api_error import ApiError, wrong
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.completion_format import completion_format
@@ -19,14 +19,13 @@ from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, chec
 from kvrelay_router.openai.request_validation import (
     RequestedOutput,
     allowed_output,
-    check_many_token_ids,
+    check_token_ids,
     check_tokenized,
 )
 from kvrelay_router.openai.schema.completion_request import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
     PromptItem,
-    check_many_prompts,
     parse_completion,
     too_many_completions,
 )
@@ -49,7 +48,6 @@ class CompletionsEndpoint:
         """Serves a request whose body was read; see `serve`."""
         service = self._models.select(http, content)
         names = service.names(http)
-        await check_many_prompts(content, service.settings.max_sequences)
         request = parse_completion(content)
         limits = check_request(service, names, request)
         num_each = max(request.num_sequences, request.best_of or 1)
@@ -121,9 +119,9 @@ async def _tokenize(
         token_ids = item
         if request.truncate_prompt_tokens is None and len(token_ids) > limits.max_model_len:
             allowed_output(len(token_ids), fields.output, limits, "prompt")
-        await check_many_token_ids(token_ids, limits, "prompt")
+        check_token_ids(token_ids, limits, "prompt")
     if not token_ids:
-        raise ApiError("Invalid value for 'prompt': it must not be empty", param="prompt")
+        raise wrong("prompt", "it must not be empty")
     return token_ids
 
 

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import msgspec
 
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay_router.access.request_names import RequestNames
-from kvrelay_router.dispatch.interface import ModelLimits
+from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_size import AnswerShape, check_answer
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.forced_opening import with_openings
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.request_validation import (
     RequestedOutput,
     allowed_output,
     check_bad_words,
-    check_beams,
     check_model,
-    check_samples,
-    check_scored_part,
     check_vocabulary,
     known_limits,
     make_requests,
     make_sampling,
-    make_seed,
     stop_rules,
 )
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.shared_scores import share_scores
+from kvrelay_router.text.grammar_check import GrammarCheck
 from kvrelay_router.text.service import DecodedPrompt
 
 
@@ -90,8 +87,19 @@ async def plan_generation(
     bad_words = await service.text.encode_bad_words(request.bad_words)
     check_bad_words(request, bad_words, limits)
     for prompt, max_tokens in zip(prompts, shape.max_tokens, strict=True):
-        sampling = _sampling(service, request, fields, prompt, max_tokens, limits)
-        samplings.append(msgspec.structs.replace(sampling, bad_words=bad_words) if bad_words else sampling)
+        sampling = make_sampling(
+            request,
+            service.text.sampling_defaults,
+            limits,
+            num_prompt_tokens=len(prompt.token_ids),
+            max_tokens=max_tokens,
+            logprobs=fields.logprobs,
+            prompt_logprobs=fields.prompt_logprobs,
+            bad_words=bad_words,
+            grammar=fields.grammar,
+            reasoning=prompt.reasoning,
+        )
+        samplings.append(sampling)
         await share.pause()
     token_ids = [prompt.token_ids for prompt in prompts]
     if fields.scores_in_choices and _only_scores(request, fields, shape.max_tokens):
@@ -145,30 +153,6 @@ def _shape(
     return shape
 
 
-def _sampling(
-    service: ApiService,
-    request: BeamFields,
-    fields: EndpointFields,
-    prompt: TokenizedPrompt,
-    max_tokens: int,
-    limits: ModelLimits,
-) -> Sampling:
-    num_prompt_tokens = len(prompt.token_ids)
-    check_beams(request, num_prompt_tokens, max_tokens, limits)
-    check_samples(request, num_prompt_tokens, max_tokens, limits)
-    check_scored_part(request, num_prompt_tokens)
-    return make_sampling(
-        request,
-        service.text.sampling_defaults,
-        max_tokens=max_tokens,
-        logprobs=fields.logprobs,
-        prompt_logprobs=fields.prompt_logprobs,
-        seed=make_seed(request.seed),
-        grammar=fields.grammar,
-        reasoning=prompt.reasoning,
-    )
-
-
 def _choices(
     service: ApiService, request: BeamFields, fields: EndpointFields, prompt: TokenizedPrompt, first_index: int
 ) -> list[Choice]:
@@ -188,3 +172,34 @@ def _choices(
         )
         for sequence in range(request.num_sequences)
     ]
+
+
+def with_openings(
+    requests: list[GenerateRequest], limits: ModelLimits, grammars: GrammarCheck
+) -> list[GenerateRequest]:
+    """The requests, whose grammars were checked, with their openings. All of them have the same grammar, if any."""
+    if not limits.jump_forward:
+        return requests
+    grammar = next((each.sampling.grammar for each in requests if _may_be_forced(each.sampling)), None)
+    if grammar is None or not (forced := grammars.opening(grammar)):
+        return requests
+    return [msgspec.structs.replace(each, opening=opening_of(each.sampling, forced)) for each in requests]
+
+
+def opening_of(sampling: Sampling, forced: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that join an output at its beginning, of those that its grammar forces there. A worker samples at
+    least one token behind them, and finds out what a stop token among them means."""
+    if not _may_be_forced(sampling):
+        return ()
+    most = max(0, sampling.max_tokens - 1)
+    return tuple(takewhile(lambda token_id: token_id not in sampling.stop_token_ids, forced[:most]))
+
+
+def _may_be_forced(sampling: Sampling) -> bool:
+    """As on workers, no token is forced that has a log-probability, or that limits of tokens may forbid, and the
+    grammar has to begin with the output."""
+    if sampling.grammar is None:
+        return False
+    has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+    begins_later = sampling.reasoning is not None or sampling.channels is not None
+    return not (has_logprobs or begins_later or sampling.limits_tokens or sampling.beams is not None)

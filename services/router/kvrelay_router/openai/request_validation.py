@@ -14,13 +14,11 @@ from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay_router.access.request_names import VALID_REQUEST_ID, RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
-from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.openai.answers.choice import StopRules
 from kvrelay_router.openai.error_mapping import context_length_exceeded, model_not_found, no_worker_ready
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import GenerationFields
-from kvrelay_router.openai.schema.parsing import MANY_INTEGERS
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 
@@ -73,17 +71,6 @@ def check_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> No
         )
 
 
-async def check_many_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> None:
-    """As `check_token_ids`; other callbacks run while a long list is checked."""
-    if len(token_ids) <= MANY_INTEGERS:
-        check_token_ids(token_ids, limits, param)
-        return
-    share = LoopShare()
-    for start in range(0, len(token_ids), MANY_INTEGERS):
-        check_token_ids(token_ids[start : start + MANY_INTEGERS], limits, param)
-        await share.pause()
-
-
 def check_tokenized(token_ids: list[int], tokenizer_size: int, limits: ModelLimits, param: str) -> None:
     """Raises 400 for tokens that the tokenizer has beyond the model's vocabulary."""
     if tokenizer_size > limits.vocab_size:
@@ -104,11 +91,7 @@ def check_bad_words(fields: GenerationFields, bad_words: BadWords, limits: Model
     if fields.allowed_token_ids and {word[0] for word in bad_words if len(word) == 1}.issuperset(
         fields.allowed_token_ids
     ):
-        raise ApiError(
-            "Invalid value for 'bad_words': they forbid all of 'allowed_token_ids'",
-            param="bad_words",
-            code="invalid_value",
-        )
+        raise wrong("bad_words", "they forbid all of 'allowed_token_ids'")
 
 
 def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: ModelLimits, param: str) -> int:
@@ -132,89 +115,56 @@ def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: Mode
     return output.asked
 
 
-def check_beams(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
-    """All beams of a search run at the same time. Raises 400 if no worker could hold them, 503 while no worker runs
-    beam searches."""
-    beams = fields.beams
-    if beams is None:
-        return
-    param = "n" if fields.best_of is None else "best_of"
-    if not limits.max_running:
-        raise no_worker_ready("No decode worker that runs beam searches is ready", 1.0)
-    most = min(limits.max_running, limits.vocab_size)
-    if beams.width > most:
-        raise ApiError(
-            f"Invalid value for '{param}': {beams.width} beams are too many, the workers run up to {most} sequences",
-            param=param,
-            code="invalid_value",
-        )
-    needed = blocks_for_group(num_prompt_tokens, num_prompt_tokens + max_tokens, beams.width, limits.block_size)
-    if needed > limits.num_blocks:
-        raise ApiError(
-            f"{beams.width} beams of up to {max_tokens} tokens after {num_prompt_tokens} of the prompt may take "
-            f"{needed} blocks of {limits.block_size} tokens; a worker has {limits.num_blocks}",
-            param=param,
-            code="context_length_exceeded",
-        )
+def check_group(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
+    """Raises 400 if no worker could hold the beams of a search, or the first tokens of a prompt's samples; 503 while no
+    worker runs beam searches.
 
-
-def check_scored_part(fields: BeamFields, num_prompt_tokens: int) -> None:
-    """Raises 400 if the log-probabilities are to begin behind the prompt."""
-    start = fields.logprob_start_len
-    if start is not None and start >= num_prompt_tokens > 0:
-        raise ApiError(
-            f"Invalid value for 'logprob_start_len': {start} is not a position in a prompt of {num_prompt_tokens} "
-            "tokens",
-            param="logprob_start_len",
-            code="invalid_value",
-        )
-
-
-def check_samples(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
-    """The samples of a request start at the same time. Raises 400 if no worker could hold all with one token each.
-
-    Samples that outgrow a worker later take turns. Single tokens are computed by prefill, one sample after another.
+    All beams run at the same time. Samples start so, and those that outgrow a worker later take turns. Single tokens
+    are computed by prefill, one sample after another.
     """
-    num_samples = 1 if fields.use_beam_search else fields.num_sequences
-    if num_samples == 1 or max_tokens <= 1 or not limits.group_samples:
+    beams, param = fields.beams, "n" if fields.best_of is None else "best_of"
+    if beams is not None:
+        if not limits.max_running:
+            raise no_worker_ready("No decode worker that runs beam searches is ready", 1.0)
+        what, width, length = "beams", beams.width, max_tokens
+        most = min(limits.max_running, limits.vocab_size)
+    elif fields.num_sequences == 1 or max_tokens <= 1 or not limits.group_samples:
         return
-    param = "n" if fields.best_of is None else "best_of"
-    if num_samples > limits.max_running:
-        raise ApiError(
-            f"Invalid value for '{param}': the {num_samples} samples of a prompt run at a time, and the workers run up "
-            f"to {limits.max_running} sequences",
-            param=param,
-            code="invalid_value",
-        )
-    needed = blocks_for_group(num_prompt_tokens, num_prompt_tokens + 1, num_samples, limits.block_size)
+    else:
+        what, width, length, most = "samples", fields.num_sequences, 1, limits.max_running
+    if width > most:
+        raise wrong(param, f"{width} {what} are too many, the workers run up to {most} sequences")
+    needed = blocks_for_group(num_prompt_tokens, num_prompt_tokens + length, width, limits.block_size)
     if needed > limits.num_blocks:
-        raise ApiError(
-            f"{num_samples} samples of a prompt of {num_prompt_tokens} tokens take at least {needed} blocks of "
-            f"{limits.block_size} tokens; a worker has {limits.num_blocks}",
-            param=param,
-            code="context_length_exceeded",
+        raise context_length_exceeded(
+            f"{width} {what} of up to {length} tokens after {num_prompt_tokens} of the prompt may take {needed} blocks "
+            f"of {limits.block_size} tokens; a worker has {limits.num_blocks}",
+            param,
         )
 
 
 def make_sampling(
     fields: BeamFields,
     defaults: SamplingDefaults,
+    limits: ModelLimits,
     *,
+    num_prompt_tokens: int,
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    seed: int,
+    bad_words: BadWords = (),
     grammar: Grammar | None = None,
     reasoning: ReasoningSpan | ReasoningChannels | None = None,
 ) -> Sampling:
     """Returns the sampling parameters for workers, with `defaults` for fields that are not set. `grammar`: in place of
-    the request's own. Raises 400."""
-    grammar = grammar or fields.grammar
+    the request's own. Raises ApiError for what does not fit the prompt, its output or the workers."""
+    check_group(fields, num_prompt_tokens, max_tokens, limits)
+    start = fields.logprob_start_len
+    if start is not None and start >= num_prompt_tokens > 0:
+        raise wrong("logprob_start_len", f"{start} is not a position in a prompt of {num_prompt_tokens} tokens")
     if fields.min_tokens > max_tokens:
-        raise ApiError(
-            f"Invalid value for 'min_tokens': {fields.min_tokens} is more than the {max_tokens} tokens to generate",
-            param="min_tokens",
-        )
+        raise wrong("min_tokens", f"{fields.min_tokens} is more than the {max_tokens} tokens to generate")
+    grammar = grammar or fields.grammar
     if fields.use_beam_search:
         defaults = replace(defaults, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     ends_with_grammar = fields.ignore_eos and grammar is not None
@@ -228,11 +178,13 @@ def make_sampling(
         repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
         logit_bias=fields.logit_bias,
         allowed_token_ids=tuple(dict.fromkeys(fields.allowed_token_ids)),
-        seed=seed,
+        bad_words=bad_words,
+        # All signed 64-bit integers, as clients may choose.
+        seed=secrets.randbits(64) - 2**63 if fields.seed is None else fields.seed,
         logprobs=logprobs,
         logprob_token_ids=tuple(fields.logprob_token_ids),
         prompt_logprobs=prompt_logprobs,
-        logprob_start_len=max(fields.logprob_start_len or 0, 1),
+        logprob_start_len=max(start or 0, 1),
         max_tokens=max_tokens,
         # A grammar that has ended leaves nothing but the end.
         min_tokens=max_tokens if ends_with_grammar else fields.min_tokens,
@@ -257,11 +209,6 @@ def _or(value: Number | None, default: Number) -> Number:
 
 LARGEST_TOP_K = 2**31 - 1
 """Larger than any vocabulary, so the same as no limit, and within 32 bits."""
-
-
-def make_seed(asked: int | None) -> int:
-    """Returns the client's seed, or a random one from the same range: all signed 64-bit integers."""
-    return secrets.randbits(64) - 2**63 if asked is None else asked
 
 
 def make_requests(

@@ -30,7 +30,6 @@ from kvrelay_router.openai.request_validation import (
     stop_rules,
 )
 from kvrelay_router.openai.schema.beam_fields import BeamFields
-from kvrelay_router.openai.schema.chat_request import check_messages
 from kvrelay_router.openai.schema.select_request import SelectChat, SelectText, parse_select
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.shared_scores import scored_once
@@ -54,7 +53,6 @@ class SelectEndpoint:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
         service, content = await self._models.read(http)
         names = service.names(http)
-        await check_messages(content)
         request = parse_select(content, service.settings.max_sequences)
         fields = request.planned
         limits = check_request(service, names, fields)
@@ -81,7 +79,13 @@ async def _plan(
         prompt = request.unconditional_prompt
         texts.append(await _behind_text(service, prompt, "unconditional_prompt", request.choices, limits, True))
     sampling = make_sampling(
-        fields, service.text.sampling_defaults, max_tokens=0, logprobs=None, prompt_logprobs=0, seed=0
+        fields,
+        service.text.sampling_defaults,
+        limits,
+        num_prompt_tokens=0,
+        max_tokens=0,
+        logprobs=None,
+        prompt_logprobs=0,
     )
     parts = [_parts(text, sampling) for text in texts]
     prompts = [text.common for text, own in zip(texts, parts, strict=True) for _ in own]

@@ -10,10 +10,10 @@ from starlette.responses import Response
 from kvrelay_router.http.api_error import ApiError, json_response
 from kvrelay_router.http.json_parts import PartsResponse, Rows, dump_at_once
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.request_validation import check_many_token_ids, check_model, known_limits
-from kvrelay_router.openai.schema.chat_request import ChatFields, check_messages
+from kvrelay_router.openai.request_validation import check_model, check_token_ids, known_limits
+from kvrelay_router.openai.schema.chat_request import ChatFields
 from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
-from kvrelay_router.openai.schema.parsing import NaturalNumbers, RequestModel, check_integers, parse
+from kvrelay_router.openai.schema.parsing import NaturalNumbers, RequestModel, parse
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.text.service import TextTooLong
@@ -61,7 +61,6 @@ class TokenRoutes:
             raise ApiError("Give either 'prompt' or 'messages', not both", param="prompt")
         request: TokenizeText | TokenizeChat
         if "messages" in content:
-            await check_messages(content)
             request = parse(TokenizeChat, content)
             encoding = service.encode_chat(request.messages, request.options)
         else:
@@ -84,10 +83,8 @@ class TokenRoutes:
 
     async def detokenize(self, http: Request) -> Response:
         service, content = await self._read(http)
-        if "tokens" in content:
-            content["tokens"] = await check_integers(content["tokens"], "tokens")
         request = parse(DetokenizeTokens, content)
-        await check_many_token_ids(request.tokens, known_limits(service.dispatcher), "tokens")
+        check_token_ids(request.tokens, known_limits(service.dispatcher), "tokens")
         text = await service.text.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
         return json_response({"prompt": text})
 

@@ -15,7 +15,7 @@ from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput, check_model
-from kvrelay_router.openai.schema.chat_request import ChatRequest, check_messages, parse_chat
+from kvrelay_router.openai.schema.chat_request import ChatRequest, parse_chat
 from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.responses.input_items import as_items, input_messages, is_reference
@@ -49,7 +49,7 @@ class ResponsesEndpoint:
         messages = await input_messages(items, await _parsed(earlier))
         output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
         with fields_named(FIELD_NAMES):
-            chat_request = await _chat_request(request, messages, content)
+            chat_request = _chat_request(request, messages, content)
             planning = plan_chat(service, names, [chat_request], output, prompt_param="input")
             plan = await while_connected(http, service.settings.request_timeout_s, planning)
         scores = TokenScores(service.text.tokenizer, request.top_logprobs if request.wants_logprobs else None)
@@ -70,7 +70,7 @@ class ResponsesEndpoint:
         items, earlier = await self._items(request, self._owner(http))
         messages = await input_messages(items, await _parsed(earlier))
         with fields_named(FIELD_NAMES):
-            chat_request = await _chat_request(request, messages, content)
+            chat_request = _chat_request(request, messages, content)
             encoding = service.encode_chat(chat_request.messages, chat_request.options)
             token_ids = await while_connected(http, service.settings.request_timeout_s, encoding)
         return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
@@ -171,16 +171,13 @@ async def _dumped(items: list[Any]) -> list[bytes]:
     return dumped
 
 
-async def _chat_request(
-    request: ResponsesRequest, messages: list[dict[str, Any]], content: dict[str, Any]
-) -> ChatRequest:
+def _chat_request(request: ResponsesRequest, messages: list[dict[str, Any]], content: dict[str, Any]) -> ChatRequest:
     """The chat completion with this prompt. The instructions come first. `content`: the body of the request."""
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     if not messages:
-        raise ApiError("Invalid value for 'input': it must not be empty", param="input", code="invalid_value")
+        raise wrong("input", "it must not be empty")
     chat = {"model": request.model, "messages": messages}
-    await check_messages(chat)
     return parse_chat({**chat, **tool_fields(request), **generation_fields(request, content)})
 
 

@@ -16,7 +16,7 @@ from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import BeamSpec, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
-from kvrelay_router.openai.forced_opening import opening_of, with_openings
+from kvrelay_router.openai.planning import opening_of, with_openings
 from kvrelay_router.text.grammar_check import GrammarCheck
 from kvrelay_router.text.tokenizer import Tokenizer
 from tests.fakes.random_constraints import CHOICES, REGEXES, random_schema

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.openai.request_validation import make_sampling
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.text.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -34,5 +35,13 @@ def test_a_request_wins_over_the_model_and_null_means_the_default() -> None:
     defaults = SamplingDefaults(temperature=0.0, top_p=0.9, top_k=20)
     fields: dict[str, Any] = {"model": "m", "prompt": "p", "temperature": 0.7, "top_p": None, "top_k": -1}
     request = CompletionRequest.model_validate(fields)
-    sampling = make_sampling(request, defaults, max_tokens=1, logprobs=None, prompt_logprobs=None, seed=1)
+    sampling = make_sampling(
+        request,
+        defaults,
+        ModelLimits(max_model_len=64, vocab_size=10),
+        num_prompt_tokens=1,
+        max_tokens=1,
+        logprobs=None,
+        prompt_logprobs=None,
+    )
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 0)

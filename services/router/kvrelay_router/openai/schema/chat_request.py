@@ -6,18 +6,14 @@ from typing import Annotated, Any
 
 import orjson
 from pydantic import BeforeValidator, Field, SkipValidation
-from pydantic_core import PydanticCustomError
 
 from kvrelay_router.http.api_error import ApiError, wrong
-from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
 from kvrelay_router.openai.schema.parsing import (
     NaturalNumbers,
-    check_integers,
     invalid,
     parse,
-    value_error,
     wrong_type,
 )
 from kvrelay_router.openai.schema.tool_fields import ToolFields, check_tool_results
@@ -55,40 +51,22 @@ MAX_PARTS = 16_384
 """Text parts of a message; tool calls likewise."""
 MAX_ARGUMENTS_CHARS = 1 << 20
 """JSON text of a tool call's arguments, which is parsed at once."""
-MANY_MESSAGES = 64
-"""Messages that are checked at a time: about 0.1 ms."""
-
-
-class CheckedMessages(list[Message]):
-    """Messages in the form for templates."""
-
-
-async def check_messages(content: dict[str, Any]) -> None:
-    """Checks the messages of a body, or the tokens in place of them, if they are many, while other callbacks run.
-    Raises ApiError."""
-    if PROMPT_TOKENS in content:
-        content[PROMPT_TOKENS] = await check_integers(content[PROMPT_TOKENS], PROMPT_TOKENS)
-    messages = content.get("messages")
-    if not isinstance(messages, list) or len(messages) <= MANY_MESSAGES:
-        return
-    checked, share = CheckedMessages(), LoopShare()
-    try:
-        for index, message in enumerate(messages):
-            checked.append(_message(message, index))
-            await share.pause()
-    except PydanticCustomError as error:
-        raise value_error("messages", error) from None
-    content["messages"] = checked
+MAX_MESSAGES = 16_384
+"""They are checked at once, in 25 ms at most."""
+NO_MESSAGES: list[Any] = []
+"""Stands for the messages of a prompt that is tokens."""
 
 
 def _messages(value: Any) -> list[Message]:
     """Returns messages in the form for templates: contents are strings or lists of text parts."""
-    if isinstance(value, CheckedMessages):
-        return value
+    if value is NO_MESSAGES:
+        return []
     if not isinstance(value, list):
         raise wrong_type("it must be a list of messages")
     if not value:
         raise invalid("it must not be empty")
+    if len(value) > MAX_MESSAGES:
+        raise invalid(f"it has {len(value)} messages; at most {MAX_MESSAGES} are allowed")
     return [_message(message, index) for index, message in enumerate(value)]
 
 
@@ -264,18 +242,13 @@ def parse_chat(content: dict[str, Any]) -> ChatRequest:
     request = parse(ChatRequest, _without_messages(content) if content.get(PROMPT_TOKENS) else content)
     request.check_tools()
     check_tool_results(request.messages)
-    if reason := check_stream_options(content):
-        raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
+    check_stream_options(content)
     request.check_beams(wants_logprobs=request.logprobs, max_tokens=request.wanted_tokens)
     request.check_grammar(is_beam_search=request.use_beam_search)
     if request.num_sequences > request.n:
-        raise ApiError(
-            "Invalid value for 'best_of': without 'use_beam_search' it is not supported here",
-            param="best_of",
-            code="unsupported_parameter",
-        )
+        raise wrong("best_of", "without 'use_beam_search' it is not supported here", "unsupported_parameter")
     if request.top_logprobs and not request.logprobs:
-        raise ApiError("Invalid value for 'top_logprobs': it needs 'logprobs' to be true", param="top_logprobs")
+        raise wrong("top_logprobs", "it needs 'logprobs' to be true")
     if request.logprob_token_ids:
         token_ids = list(dict.fromkeys(request.logprob_token_ids))
         return request.model_copy(update={"logprob_token_ids": token_ids, "top_logprobs": len(token_ids)})
@@ -289,4 +262,4 @@ def _without_messages(content: dict[str, Any]) -> dict[str, Any]:
     for name in OF_TEMPLATE:
         if content.get(name):
             raise wrong(name, f"it belongs to 'messages', and '{PROMPT_TOKENS}' stands in their place")
-    return {**content, "messages": CheckedMessages()}
+    return {**content, "messages": NO_MESSAGES}

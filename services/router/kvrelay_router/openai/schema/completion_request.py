@@ -7,13 +7,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay_router.http.api_error import ApiError, wrong
-from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
 from kvrelay_router.openai.schema.parsing import (
-    MANY_INTEGERS,
-    CheckedIntegers,
-    check_integers,
     invalid,
     parse,
     wrong_type,
@@ -25,35 +21,13 @@ DEFAULT_MAX_TOKENS = 16
 PromptItem = str | list[int]
 
 
-async def check_many_prompts(content: dict[str, Any], max_prompts: int) -> None:
-    """Checks the number of prompts, and the types of many token ids while other callbacks run. Raises ApiError."""
-    prompt = content.get("prompt")
-    if not isinstance(prompt, list):
-        return
-    if len(prompt) > max_prompts and type(prompt[0]) is not int:
-        raise too_many_completions(max_prompts)
-    content["prompt"] = checked = await check_integers(prompt, "prompt")
-    if isinstance(checked, CheckedIntegers):
-        return
-    share = LoopShare()
-    is_long = sum(len(item) for item in prompt if isinstance(item, list)) > MANY_INTEGERS
-    for index, item in enumerate(prompt if is_long else ()):
-        if not isinstance(item, list):
-            continue
-        if len(item) > MANY_INTEGERS:
-            prompt[index] = await check_integers(item, f"prompt[{index}]")
-        elif _are_token_ids(item):
-            prompt[index] = CheckedIntegers(item)
-        await share.pause()
-
-
 def too_many_completions(limit: int) -> ApiError:
     return ApiError(f"At most {limit} completions can be asked for at once", param="prompt")
 
 
 def _prompt_list(value: Any) -> list[PromptItem]:
     """Returns a list of prompts from a text, a list of texts, token ids, or a list of lists of token ids."""
-    if isinstance(value, str | CheckedIntegers):
+    if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         raise wrong_type("it must be a string, a list of strings, a list of token ids, or a list of such lists")
@@ -68,9 +42,7 @@ def _prompt_list(value: Any) -> list[PromptItem]:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    if isinstance(items, CheckedIntegers) or not items:
-        return True
-    return type(items[0]) is int and set(map(type, items)) == {int}
+    return not items or (type(items[0]) is int and set(map(type, items)) == {int})
 
 
 class CompletionRequest(BeamFields):
@@ -88,15 +60,14 @@ def parse_completion(content: dict[str, Any]) -> CompletionRequest:
     """Validates a request body. Raises ApiError."""
     refuse_unsupported(content, COMPLETION)
     request = parse(CompletionRequest, content)
-    if reason := check_stream_options(content):
-        raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
+    check_stream_options(content)
     request.check_beams(wants_logprobs=request.logprobs is not None, max_tokens=request.max_tokens)
     if request.echo and request.logprobs is not None and request.logprob_start_len is not None:
         raise wrong("logprob_start_len", "an echoed prompt with 'logprobs' is scored from its beginning")
     _check_suffix(request)
     request.check_grammar(is_beam_search=request.use_beam_search)
     if request.num_sequences > request.n and request.stream:
-        raise ApiError("Invalid value for 'best_of': results cannot be streamed", param="best_of")
+        raise wrong("best_of", "results cannot be streamed")
     if request.logprob_token_ids:
         if request.echo:
             raise wrong("logprob_token_ids", "it cannot be used with 'echo', whose prompt has the most likely tokens")

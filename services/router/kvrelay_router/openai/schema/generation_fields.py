@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field, WrapValidator
 
 from kvrelay.protocol.sampling import SpeculationMethod
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
 
 MAX_STOP_STRINGS = 16
@@ -198,8 +199,7 @@ class GenerationFields(RequestModel):
         return token_ids[:num_kept] if self.truncation_side == "right" else token_ids[-num_kept:]
 
 
-def check_stream_options(content: Mapping[str, Any]) -> str | None:
-    """Returns the reason to refuse stream options without a stream, as OpenAI does, or None."""
+def check_stream_options(content: Mapping[str, Any]) -> None:
+    """Raises ApiError for stream options without a stream, as OpenAI does."""
     if content.get("stream_options") is not None and not content.get("stream"):
-        return "it is only allowed when 'stream' is true"
-    return None
+        raise wrong("stream_options", "it is only allowed when 'stream' is true")

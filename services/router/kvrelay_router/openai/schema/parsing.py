@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvrelay_router.http.api_error import ApiError, wrong
-from kvrelay_router.loop_share import LoopShare
 
 
 class RequestModel(BaseModel):
@@ -55,44 +53,8 @@ def _as_api_error(detail: ErrorDetails) -> ApiError:
     return wrong(param, reason, code)
 
 
-MANY_INTEGERS = 1 << 16
-"""Integers that are checked at a time: about 1 ms."""
-
-
-class CheckedIntegers(list[int]):
-    """A list with nothing but integers."""
-
-
-def _natural_numbers(value: Any, check_each: Callable[[Any], list[int]]) -> list[int]:
-    """Of a long list the types have been checked, and the range will be."""
-    return value if isinstance(value, CheckedIntegers) else check_each(value)
-
-
-NaturalNumbers = Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), WrapValidator(_natural_numbers)]
-"""Token ids of any number, which `check_integers` has checked if they are many."""
-
-
-async def check_integers(value: Any, param: str) -> Any:
-    """Checks a long list that begins with an integer, while other callbacks run; returns other values unchanged.
-
-    Raises ApiError if it has something else than integers.
-    """
-    if not isinstance(value, list) or len(value) <= MANY_INTEGERS or type(value[0]) is not int:
-        return value
-    share = LoopShare()
-    for start in range(0, len(value), MANY_INTEGERS):
-        types = list(map(type, value[start : start + MANY_INTEGERS]))
-        if set(types) != {int}:
-            param = f"{param}[{start + next(index for index, each in enumerate(types) if each is not int)}]"
-            raise wrong(param, "Input should be a valid integer", "invalid_type")
-        await share.pause()
-    return CheckedIntegers(value)
-
-
-def value_error(param: str, error: PydanticCustomError) -> ApiError:
-    """The error of a validator that was called outside of a model."""
-    code = "invalid_type" if error.type.endswith("_type") else "invalid_value"
-    return wrong(param, error.message(), code)
+NaturalNumbers = Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+"""Token ids, of any number."""
 
 
 def _param_name(location: tuple[int | str, ...]) -> str:

@@ -10,7 +10,7 @@ import msgspec
 import orjson
 from pydantic import BeforeValidator, Field, SkipValidation
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.schema.generation_fields import FlagOn
 from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
 from kvrelay_router.output_parsing.events import Tool
@@ -181,11 +181,11 @@ class ToolFields(RequestModel):
         """Raises ApiError for a choice that does not fit the tools."""
         choice = self.choice
         if choice.mode == "required" and not self.tools:
-            raise _wrong_choice("there are no 'tools'")
+            raise wrong("tool_choice", "there are no 'tools'")
         defined = {tool.name for tool in self.defined_tools}
         for name in choice.names or ():
             if name not in defined:
-                raise _wrong_choice(f"there is no tool {name!r}")
+                raise wrong("tool_choice", f"there is no tool {name!r}")
 
 
 def check_tool_results(messages: Sequence[dict[str, Any]]) -> None:
@@ -196,21 +196,14 @@ def check_tool_results(messages: Sequence[dict[str, Any]]) -> None:
         if message["role"] == "tool":
             call_id = message.get("tool_call_id")
             if not has_calls or (called and call_id is not None and call_id not in called):
-                raise _wrong_messages(
-                    f"message {index} is the result of a tool call that no assistant's message before it has"
+                raise wrong(
+                    "messages",
+                    f"message {index} is the result of a tool call that no assistant's message before it has",
                 )
         elif calls := message.get("tool_calls"):
             has_calls = True
             ids = [call["id"] for call in calls if isinstance(call.get("id"), str)]
             named = [call_id for call_id in ids if call_id]  # some servers leave all ids empty
             if len(set(named)) < len(named):
-                raise _wrong_messages(f"two tool calls of message {index} have the same id")
+                raise wrong("messages", f"two tool calls of message {index} have the same id")
             called.update(ids)
-
-
-def _wrong_messages(reason: str) -> ApiError:
-    return ApiError(f"Invalid value for 'messages': {reason}", param="messages", code="invalid_value")
-
-
-def _wrong_choice(reason: str) -> ApiError:
-    return ApiError(f"Invalid value for 'tool_choice': {reason}", param="tool_choice", code="invalid_value")

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.transfer import has_nixl
-from kvrelay.telemetry.metrics_store import HandoffRecord, read_metrics
+from kvrelay.telemetry.metrics_file import HandoffRecord, read_metrics
 from tests.fakes.stack import Stack
 
 LENGTHS = (512, 1024, 2048, 4096, 8176)

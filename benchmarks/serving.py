@@ -37,7 +37,7 @@ import numpy as np
 
 from benchmarks.client import Request, long_prompt_load, run_load, synthetic_load, traced_load
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN
-from kvrelay.telemetry.metrics_store import StepRecord, read_metrics
+from kvrelay.telemetry.metrics_file import StepRecord, read_metrics
 from kvrelay_simulator.results import best_possible_hit_rate
 from tests.fakes.stack import Stack
 

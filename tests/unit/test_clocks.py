@@ -19,7 +19,7 @@ ALLOWED = {
     "shared/kvrelay/messaging/messenger.py": "names of incarnations; a start with an earlier clock is accepted, too",
     "shared/kvrelay/telemetry/event_log.py": "times of lines",
     "shared/kvrelay/telemetry/handoffs.py": "times of stages, to compare processes",
-    "shared/kvrelay/telemetry/metrics_store.py": "times of lines",
+    "shared/kvrelay/telemetry/step_observer.py": "times of lines",
     "shared/kvrelay/telemetry/otlp.py": "times of samples, as OTLP wants them",
     "shared/kvrelay/telemetry/stages.py": "times of stages, to compare processes",
     "shared/kvrelay/telemetry/tracer.py": "times of spans, as OpenTelemetry wants them",

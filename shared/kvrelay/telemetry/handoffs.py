@@ -9,7 +9,7 @@ from typing import Literal
 
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.telemetry.instruments import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
-from kvrelay.telemetry.metrics_store import HandoffRecord, MetricsStore
+from kvrelay.telemetry.metrics_file import HandoffRecord, MetricsFile
 from kvrelay.telemetry.stages import RecentStages, stage
 from kvrelay.telemetry.tracer import Attributes, Tracer, sampled
 
@@ -55,14 +55,14 @@ class HandoffMeter:
         role: str,
         block_bytes: int,
         instruments: Instruments,
-        store: MetricsStore | None = None,
+        file: MetricsFile | None = None,
         tracer: Tracer | None = None,
         recent: RecentStages | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._role = role
         self._block_bytes = block_bytes
-        self._store = store
+        self._file = file
         self._tracer = tracer
         self._recent = recent if recent is not None else RecentStages()
         self._clock = clock
@@ -165,9 +165,9 @@ class HandoffMeter:
 
     def _end(self, timings: HandoffTimings, key: SequenceKey, now: float) -> None:
         self._exposed.record(now - timings.complete_at)
-        if self._store is not None:
+        if self._file is not None:
             to_epoch = time.time() - self._clock()
-            self._store.handoff(
+            self._file.write(
                 HandoffRecord(
                     at=to_epoch + now,
                     request=key[0],

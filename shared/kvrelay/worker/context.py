@@ -15,7 +15,7 @@ from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.telemetry.metrics_file import MetricsFile
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay.transfer.pool_memory import PoolLike
@@ -34,7 +34,7 @@ class WorkerContext:
     steps: StepLoop
     messenger: Messenger
     instruments: Instruments
-    metrics: MetricsStore | None
+    metrics: MetricsFile | None
     events: EventLog | None = None
     tracer: Tracer | None = None
     recent: RecentStages = field(default_factory=RecentStages)

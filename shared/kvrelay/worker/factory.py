@@ -23,7 +23,7 @@ from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.step.batch import ModelSpec
-from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.telemetry.metrics_file import MetricsFile
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 
@@ -141,7 +141,7 @@ def open_index_publisher(config: WorkerConfig, me: PeerRef) -> IndexPublisher:
     )
 
 
-def open_metrics_store(config: WorkerConfig) -> MetricsStore | None:
+def open_metrics_file(config: WorkerConfig) -> MetricsFile | None:
     """The file of step and handoff figures, or None if the configuration names no file."""
     path = config.metrics_file
-    return None if path is None else MetricsStore(Path(str(path).replace("{worker_id}", config.worker_id)))
+    return None if path is None else MetricsFile(Path(str(path).replace("{worker_id}", config.worker_id)))

@@ -14,7 +14,7 @@ from kvrelay.core_leases import CoreLeases
 from kvrelay.engine.model_runner import LaunchedStep, LaunchingRunner, ModelRunner
 from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
-from kvrelay.telemetry.step_trace import StepEventName, StepTrace
+from kvrelay.telemetry.metrics_file import StepEventName, StepTrace
 
 
 class Flight(Protocol):

@@ -109,8 +109,8 @@ class LockstepLoop(StepLoop):
             if not self._stopping:
                 raise
         self._launcher.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._observer is not None:
+            self._observer.close()
 
     async def _begin_pass(self) -> bool:
         """Exchanges the ranks' loads. Returns whether any of them has something to do."""

@@ -9,7 +9,7 @@ import msgspec
 
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status, StatusQuery
-from kvrelay.telemetry.sequence_spans import SequenceSpans
+from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.load_report import report_load
 
@@ -27,13 +27,13 @@ class Reports:
         self,
         context: WorkerContext,
         role: Role,
-        spans: SequenceSpans,
+        observer: StepObserver,
         more_totals: Callable[[], dict[str, float]],
     ) -> None:
         self.draining = False
         self._worker = context
         self._role = role
-        self._spans = spans
+        self._observer = observer
         self._more_totals = more_totals
         self._routers: dict[str, PeerRef] = {}  # key: router id
         self._request_sources: set[str] = set()  # routers that sent requests since the last report to the others
@@ -46,7 +46,7 @@ class Reports:
         plain, named = self._load_reports()
         status = self.status(query.query, named.get(event.peer, plain))
         if query.request:
-            stages = self._worker.recent.of(query.request) + self._spans.open_stages(query.request)
+            stages = self._worker.recent.of(query.request) + self._observer.open_stages(query.request)
             status = msgspec.structs.replace(status, stages=stages)
         self._worker.messenger.send(event.peer, status)
 

@@ -23,9 +23,8 @@ from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import open_event_log
 from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.metrics_store import MetricsStore
-from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.telemetry.stages import RecentStages
+from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay.worker import factory
 from kvrelay.worker.cache_events import CacheEvents
@@ -102,8 +101,8 @@ class WorkerStartup:
         )
         if config.chunking == "dynamic" or (config.role == "decode" and config.speculation != "off"):
             await asyncio.to_thread(calibrate, scheduler, runner, config.token_budget)
-        spans = SequenceSpans(config.role, self.recent, self.tracer)
-        context = self._make_context(runner, scheduler, spans)
+        observer = StepObserver(config.role, self.recent, self.tracer, factory.open_metrics_file(config))
+        context = self._make_context(runner, scheduler, observer)
         delayer = scheduler.prefill_gate = factory.make_delayer(config)
         if isinstance(context.steps, LockstepLoop):
             context.steps.delayer = delayer
@@ -116,7 +115,7 @@ class WorkerStartup:
         if config.publishes_prefixes:
             publisher = factory.open_index_publisher(config, context.messenger.me)
             cache_events = CacheEvents(cache, publisher)
-        reports = Reports(context, role, spans, lambda: _more_totals(delayer, cache_events))
+        reports = Reports(context, role, observer, lambda: _more_totals(delayer, cache_events))
         return StartedWorker(
             context=context,
             role=role,
@@ -129,11 +128,10 @@ class WorkerStartup:
             lockstep=runner if isinstance(runner, LockstepRunner) else None,
         )
 
-    def _make_context(self, runner: ModelRunner, scheduler: Scheduler, spans: SequenceSpans) -> WorkerContext:
+    def _make_context(self, runner: ModelRunner, scheduler: Scheduler, observer: StepObserver) -> WorkerContext:
         """Makes the step loop and opens the event log and the messenger's socket."""
         config = self.config
-        metrics = factory.open_metrics_store(config)
-        steps = self._make_loop(runner, scheduler, metrics, spans)
+        steps = self._make_loop(runner, scheduler, observer)
         event_log = open_event_log(config.event_log, config.worker_id)
         if event_log is not None:
             self.closing.callback(event_log.close)
@@ -164,21 +162,19 @@ class WorkerStartup:
             messenger=messenger,
             events=event_log,
             instruments=self.instruments,
-            metrics=metrics,
+            metrics=observer.file,
             tracer=self.tracer,
             recent=self.recent,
             ranks=runner if isinstance(runner, RankedRunner) else None,
         )
 
-    def _make_loop(
-        self, runner: ModelRunner, scheduler: Scheduler, metrics: MetricsStore | None, spans: SequenceSpans
-    ) -> StepLoop:
+    def _make_loop(self, runner: ModelRunner, scheduler: Scheduler, observer: StepObserver) -> StepLoop:
         is_simulated = self.config.backend == "simulated"
         launcher: MakeLauncher
         if isinstance(runner, LockstepRunner):
             timed = partial(LockstepTimedLauncher, group=runner.group)
             launcher = timed if is_simulated else choose_launcher(runner, overlap=False)
-            return LockstepLoop(runner, scheduler, metrics, group=runner.group, make_launcher=launcher, spans=spans)
+            return LockstepLoop(runner, scheduler, observer, group=runner.group, make_launcher=launcher)
         overlap = overlaps_steps(runner, self.config.overlap, is_simulated=is_simulated)
         cores = _lent_cores(runner)
         num_stages = self.config.num_stages
@@ -187,7 +183,7 @@ class WorkerStartup:
             launcher = partial(PipelinedTimedLauncher, num_stages=num_stages) if num_stages > 1 else TimedLauncher
         else:
             launcher = choose_launcher(runner, overlap=overlap, cores=cores)
-        steps = make_loop(runner, scheduler, metrics, overlap=overlap, make_launcher=launcher, spans=spans)
+        steps = make_loop(runner, scheduler, observer, overlap=overlap, make_launcher=launcher)
         if isinstance(steps, PipelinedStepLoop):
             steps.max_in_flight = num_stages + 1
         return steps

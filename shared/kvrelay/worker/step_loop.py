@@ -40,9 +40,8 @@ from kvrelay.step.batch import (
     failure_kind,
 )
 from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
-from kvrelay.telemetry.metrics_store import MetricsStore
-from kvrelay.telemetry.sequence_spans import SequenceSpans
-from kvrelay.telemetry.step_trace import Mark, StepEventName
+from kvrelay.telemetry.metrics_file import Mark, StepEventName
+from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.failed_steps import log_failed_step
 from kvrelay.worker.launch import Flight, MakeLauncher, ThreadLauncher
 from kvrelay.worker.load_report import SpeedMeter
@@ -171,20 +170,18 @@ class StepLoop:
         self,
         runner: ModelRunner,
         scheduler: Scheduler,
-        metrics: MetricsStore | None = None,
+        observer: StepObserver | None = None,
         *,
         overlap: bool = True,
         make_launcher: MakeLauncher = ThreadLauncher,
-        spans: SequenceSpans | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.totals = StepTotals()
         self.overlap = overlap
         self.speeds = SpeedMeter()
-        self._metrics = metrics
-        self._spans = spans
-        self._trace = metrics.trace if metrics is not None else None
+        self._observer = observer
+        self._trace = observer.file.trace if observer is not None and observer.file is not None else None
         self._launcher = make_launcher(runner, self._trace)
         self._wake = asyncio.Event()
         self._last_planned = 0
@@ -198,20 +195,16 @@ class StepLoop:
         self._introduce(sequence)
         with self._forget_if_refused(sequence.key):
             self.scheduler.add(sequence)
-        if self._metrics is not None:
-            self._metrics.arrived(sequence, is_running=False)
-        if self._spans is not None:
-            self._spans.arrived(sequence, is_running=False)
+        if self._observer is not None:
+            self._observer.arrived(sequence, is_running=False)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
         """Runs a handoff whose KV is here, as `Scheduler.adopt` does. Raises ValueError as `add` does."""
         self._introduce(sequence)
         with self._forget_if_refused(sequence.key):
             output = self.scheduler.adopt(sequence, candidates)
-        if self._metrics is not None:
-            self._metrics.arrived(sequence, is_running=True)
-        if self._spans is not None:
-            self._spans.arrived(sequence, is_running=True)
+        if self._observer is not None:
+            self._observer.arrived(sequence, is_running=True)
         if output is not None:
             self.forget(sequence.key)
         return output
@@ -224,10 +217,8 @@ class StepLoop:
 
     def forget(self, key: SequenceKey) -> None:
         """Drops the sampler state of a sequence that left, once no planned step and no step in flight uses it."""
-        if self._metrics is not None:
-            self._metrics.left(key)
-        if self._spans is not None:
-            self._spans.left(key)
+        if self._observer is not None:
+            self._observer.left(key)
         if self._last_landed < self._last_planned:
             self._forget.append((self._last_planned, key))
         else:
@@ -260,8 +251,8 @@ class StepLoop:
                 await self._wake.wait()
             was_delayed = step.plan.delayed and not step.plan.has_work
         self._launcher.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._observer is not None:
+            self._observer.close()
 
     async def _wait_for_the_gate(self) -> None:
         """Prompts are held back and there is nothing else to do. Waits for an event or the end of the longest delay."""
@@ -326,10 +317,8 @@ class StepLoop:
     ) -> PlannedStep:
         step = PlannedStep(plan, worker_batch(plan), time.perf_counter() - started, ahead)
         self.totals.schedule_s += step.schedule_s
-        if self._metrics is not None:
-            self._metrics.planned(plan)
-        if self._spans is not None:
-            self._spans.planned(plan)
+        if self._observer is not None:
+            self._observer.planned(plan)
         if plan.has_work:
             self._last_planned = plan.step
         callbacks.planned(plan)
@@ -349,14 +338,12 @@ class StepLoop:
         commit_s = time.perf_counter() - started
         self.totals.commit_s += commit_s
         self._note("committed", plan)
-        if self._metrics is not None:
-            self._metrics.committed(plan, result, outputs, self.scheduler, step.schedule_s, commit_s, **how)
-        if self._spans is not None:
-            self._spans.committed(plan, result, outputs, len(self.scheduler.running))
+        if self._observer is not None:
+            self._observer.committed(plan, result, outputs, self.scheduler, step.schedule_s, commit_s, **how)
         for output in outputs:
             if output.finish is not None:
-                if self._spans is not None:
-                    self._spans.left(output.sequence.key, output.finish)
+                if self._observer is not None:
+                    self._observer.left(output.sequence.key, output.finish)
                 self.forget(output.sequence.key)
         callbacks.committed(outputs)
         self._note("published", plan)

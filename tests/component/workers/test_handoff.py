@@ -14,7 +14,7 @@ from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import Reassign, Status, StatusQuery
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.scheduler import BatchScheduler
-from kvrelay.telemetry.metrics_store import StepRecord, read_metrics
+from kvrelay.telemetry.metrics_file import StepRecord, read_metrics
 from tests.component.workers.rig import cancel_and_stop_at_any_moment, fleet, prompt_of, run
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.waiting import PATIENCE_S, until

@@ -10,7 +10,7 @@ import pytest
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.messages import Reassign, Status
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.telemetry.metrics_store import HandoffRecord, read_metrics
+from kvrelay.telemetry.metrics_file import HandoffRecord, read_metrics
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until

@@ -126,7 +126,7 @@ def test_nothing_is_recorded_of_a_trace_that_nobody_samples(redis_url: str, span
             await generate(fleet, new_trace(is_sampled=False))
             await fleet.until_clean()
             for each in fleet.workers.values():
-                assert not each.started.reports._spans._sequences
+                assert not each.started.reports._observer._sequences
 
     run(test)
     assert spans.spans == []

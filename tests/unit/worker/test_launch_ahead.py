@@ -22,8 +22,8 @@ from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_schedu
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import DeviceLost
-from kvrelay.telemetry.metrics_store import MetricsStore, StepRecord, read_metrics
-from kvrelay.telemetry.step_trace import StepEvent
+from kvrelay.telemetry.metrics_file import MetricsFile, StepEvent, StepRecord, read_metrics
+from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.launch import AheadLauncher, ThreadLauncher, choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
@@ -198,10 +198,12 @@ class Watched:
 
     def __init__(self, num_tokens: int, path: Path) -> None:
         self.runner = QueuedRunner(16, 16, 256)
-        self.metrics, self.path = MetricsStore(path), path
+        self.metrics, self.path = MetricsFile(path), path
         scheduler = one_scheduler(self.runner)
         make = choose_launcher(self.runner, overlap=True)
-        self.loop = StepLoop(self.runner, scheduler, self.metrics, overlap=True, make_launcher=make)
+        self.loop = StepLoop(
+            self.runner, scheduler, StepObserver("decode", file=self.metrics), overlap=True, make_launcher=make
+        )
         sampling = Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         self.sequence = new_sequence(("one", 1, 0), [1, 2, 3], sampling, 16)
         self.tokens: list[int] = []

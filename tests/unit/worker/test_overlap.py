@@ -21,8 +21,16 @@ from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_schedu
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.step.batch import StepResult, WorkerBatch
-from kvrelay.telemetry.metrics_store import MetricsStore, StepRecord, read_metrics
-from kvrelay.telemetry.step_trace import Mark, StepEvent, StepEventName, StepTrace
+from kvrelay.telemetry.metrics_file import (
+    Mark,
+    MetricsFile,
+    StepEvent,
+    StepEventName,
+    StepRecord,
+    StepTrace,
+    read_metrics,
+)
+from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner
 from tests.fakes.sequences import new_sequence
@@ -94,7 +102,7 @@ class WatchedTrace(StepTrace):
 def test_planning_ahead_and_publishing_lie_inside_a_forward(tmp_path: Path) -> None:
     """One sequence of 12 tokens: steps 1 to 12. Forward N ends only after the plan of N+1 and the publishing of N-1."""
     last, path = 12, tmp_path / "steps.jsonl"
-    metrics, runner = MetricsStore(path), PatientRunner()
+    metrics, runner = MetricsFile(path), PatientRunner()
     trace = metrics.trace = WatchedTrace()
 
     def hidden_in(step: int) -> bool:
@@ -103,7 +111,8 @@ def test_planning_ahead_and_publishing_lie_inside_a_forward(tmp_path: Path) -> N
         return trace.wait_for(*planned, *published)
 
     runner.wait_for = hidden_in
-    run_one(StepLoop(runner, one_scheduler(runner), metrics, overlap=True), max_tokens=last)
+    observer = StepObserver("decode", file=metrics)
+    run_one(StepLoop(runner, one_scheduler(runner), observer, overlap=True), max_tokens=last)
     records = list(read_metrics(path))
     at = {(e.event, e.step): e.order for e in records if isinstance(e, StepEvent)}
     for step in range(1, last + 1):
@@ -119,7 +128,8 @@ def test_planning_ahead_and_publishing_lie_inside_a_forward(tmp_path: Path) -> N
 
 def test_without_overlap_one_thing_comes_after_the_other(tmp_path: Path) -> None:
     path, runner = tmp_path / "steps.jsonl", HashRunner()
-    run_one(StepLoop(runner, one_scheduler(runner), MetricsStore(path), overlap=False), max_tokens=5)
+    observer = StepObserver("decode", file=MetricsFile(path))
+    run_one(StepLoop(runner, one_scheduler(runner), observer, overlap=False), max_tokens=5)
     records = list(read_metrics(path))
     events = sorted((e for e in records if isinstance(e, StepEvent)), key=lambda e: e.order)
     course = ["plan_begins", "planned", "forward_begins", "forward_ends", "committed", "published"]

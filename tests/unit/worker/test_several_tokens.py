@@ -19,7 +19,8 @@ from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
-from kvrelay.telemetry.metrics_store import MetricsStore, SequenceRecord, read_metrics
+from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, read_metrics
+from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.step_loop import worker_batch
 from kvrelay_decode.stream import entry_of
 from tests.fakes.guessing_drafter import GuessingDrafter
@@ -81,7 +82,7 @@ def cached_hashes(service: Service) -> set[bytes]:
 class Alone:
     """One sequence on a scheduler and the hash model, step by step."""
 
-    def __init__(self, sampling: Sampling, most_drafts: int, metrics: MetricsStore | None = None) -> None:
+    def __init__(self, sampling: Sampling, most_drafts: int, observer: StepObserver | None = None) -> None:
         self.runner = HashRunner(16, 4, 64)
         limits = SchedulerLimits(16, 2, 64, frozenset())
         pool = BlockPool(16, 4)
@@ -92,18 +93,20 @@ class Alone:
         self.sequence = new_sequence(("one", 1, 0), [1, 2, 3], sampling, 4)
         self.runner.add_sequence(self.sequence.key, sampling, [1, 2, 3], 3)
         self.scheduler.add(self.sequence)
-        self.metrics = metrics
-        if metrics is not None:
-            metrics.arrived(self.sequence, is_running=False)
+        self.observer = observer
+        if observer is not None:
+            observer.arrived(self.sequence, is_running=False)
 
     def step(self) -> SequenceOutput:
         plan = self.scheduler.schedule()
-        if self.metrics is not None:
-            self.metrics.planned(plan)
+        if self.observer is not None:
+            self.observer.planned(plan)
         result = self.runner.execute(worker_batch(plan))
         (output,) = outputs = self.scheduler.commit(plan, result)
-        if self.metrics is not None:
-            self.metrics.committed(plan, result, outputs, self.scheduler, 0.0, 0.0, ahead=False)
+        if self.observer is not None:
+            self.observer.committed(plan, result, outputs, self.scheduler, 0.0, 0.0, ahead=False)
+            if output.finish is not None:
+                self.observer.left(self.sequence.key, output.finish)
         return output
 
     def run(self) -> list[SequenceOutput]:
@@ -148,10 +151,11 @@ def test_a_message_to_the_router_has_all_tokens_of_a_row() -> None:
 
 def test_time_per_output_token_counts_tokens_and_not_steps(tmp_path: Path) -> None:
     now = itertools.count()
-    metrics = MetricsStore(tmp_path / "metrics", lambda: float(next(now)))
-    alone = Alone(Sampling(temperature=0, max_tokens=20, ignore_eos=True), 7, metrics)
+    file = MetricsFile(tmp_path / "metrics", lambda: float(next(now)))
+    observer = StepObserver("decode", file=file, clock=lambda: float(next(now)))
+    alone = Alone(Sampling(temperature=0, max_tokens=20, ignore_eos=True), 7, observer)
     outputs = alone.run()
-    metrics.close()
+    observer.close()
     (record,) = [each for each in read_metrics(tmp_path / "metrics") if isinstance(each, SequenceRecord)]
     assert len(outputs) < 20 == record.num_output_tokens
     assert record.tpot_s is not None and record.tpot_s * 19 < next(now)

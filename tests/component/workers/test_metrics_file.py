@@ -8,8 +8,7 @@ import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.telemetry import metrics_store
-from kvrelay.telemetry.metrics_store import HandoffRecord, Record, SequenceRecord, StepRecord, read_metrics
+from kvrelay.telemetry.metrics_file import HandoffRecord, Record, SequenceRecord, StepRecord, read_metrics
 from tests.component.workers.rig import run
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.workers import LocalWorker, StubRouter
@@ -40,7 +39,7 @@ def serve_three_requests(redis_server: EmbeddedRedis, path: str) -> None:
 def test_a_full_disk_ends_no_worker_and_no_request(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_store, "FLUSH_INTERVAL_S", 0.0)  # every step writes
+    monkeypatch.setattr("kvrelay.telemetry.metrics_file.FLUSH_INTERVAL_S", 0.0)  # every step writes
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("there is no device that is always full")

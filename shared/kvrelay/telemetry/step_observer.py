@@ -1,4 +1,5 @@
-"""Times of each sequence on a worker: stages for `/requests/{id}/timeline`, and OpenTelemetry spans if exported.
+"""Observes the steps of a worker and its sequences: records for the metrics file if there is one, stages for
+`/requests/{id}/timeline`, and OpenTelemetry spans if exported.
 
     kvrelay.prefill or kvrelay.decode   from arrival to end on this worker; child of the router's attempt span
       kvrelay.queue                     until the first chunk was scheduled
@@ -7,7 +8,8 @@
                                         spans of all sequences whose chunks it computed
 
 A step without prompt chunks has no span: the span of a decoding sequence names its first and last step, and the metrics
-have the cost of steps. Spans are written when the sequence leaves, so a worker that dies writes no partial spans.
+have the cost of steps. Spans and stages are written when the sequence leaves, so a worker that dies writes no partial
+spans.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from kvrelay.protocol.messages import Stage
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import StepResult
+from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, StepRecord
 from kvrelay.telemetry.stages import RecentStages, stage
 from kvrelay.telemetry.trace_context import TraceContext, new_trace
 from kvrelay.telemetry.tracer import Tracer, sampled
@@ -34,7 +38,7 @@ MAX_CHUNKS = 128
 class _SequenceTimings:
     """Monotonic seconds; None: has not happened. `parent` is None unless the trace is recorded.
 
-    `chunks`: start, end and number of tokens of each chunk.
+    `prefilled`: the prompt was computed here. `chunks`: start, end and number of tokens of each chunk.
     """
 
     sequence: Sequence
@@ -43,26 +47,29 @@ class _SequenceTimings:
     arrived: float
     num_output_before: int
     admitted: float | None = None
+    prefilled: float | None = None
     first_token: float | None = None
     first_step: int = 0
     num_chunks: int = 0
     chunks: list[tuple[float, float, int]] = field(default_factory=list)
 
 
-class SequenceSpans:
-    """Records sequences of one role. Called on the event loop's thread around each step; a step without prompt chunks
-    costs nothing. `tracer` is None if no spans are exported.
+class StepObserver:
+    """Observes one worker. Called on the event loop's thread around each step; without a file a step that has no prompt
+    chunks costs nothing. `tracer` is None if no spans are exported.
     """
 
     def __init__(
         self,
         role: str,
-        recent: RecentStages,
+        recent: RecentStages | None = None,
         tracer: Tracer | None = None,
+        file: MetricsFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.file = file
         self._role = role
-        self._recent = recent
+        self._recent = recent or RecentStages()
         self._tracer = tracer
         self._clock = clock
         self._sequences: dict[SequenceKey, _SequenceTimings] = {}
@@ -84,12 +91,55 @@ class SequenceSpans:
             if timings is not None and timings.admitted is None:
                 timings.admitted, timings.first_step = self._clock(), plan.step
 
-    def committed(self, plan: StepPlan, result: StepResult, outputs: list[SequenceOutput], num_running: int) -> None:
-        """Notes the chunks and first tokens of a finished step."""
+    def committed(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        outputs: list[SequenceOutput],
+        scheduler: Scheduler,
+        schedule_s: float,
+        commit_s: float,
+        *,
+        ahead: bool,
+        launched_ahead: bool = False,
+    ) -> None:
+        """Notes the chunks and first tokens of a finished step, and writes its record."""
         self._last_step = plan.step
-        if not plan.rows or not plan.rows[0].is_prefill:
-            return  # the rows of prompt chunks come first
+        has_chunks = bool(plan.rows) and plan.rows[0].is_prefill  # the rows of prompt chunks come first
+        if self.file is not None:
+            record = _step_record(plan, result, scheduler, schedule_s, commit_s, ahead=ahead, launched=launched_ahead)
+            self.file.write(record)
+        elif not has_chunks:
+            return
         now = self._clock()
+        if has_chunks:
+            self._chunks_computed(plan, now - result.forward_s, now, len(scheduler.running))
+        for output in outputs:
+            if (timings := self._sequences.get(output.sequence.key)) is None:
+                continue
+            if output.prefilled and timings.prefilled is None:
+                timings.prefilled = now
+            if output.token_ids and timings.first_token is None:
+                timings.first_token = now
+
+    def left(self, key: SequenceKey, finish: FinishReason | None = None) -> None:
+        """Ends a sequence and writes its record, stages and spans. Unknown keys are ignored."""
+        timings = self._sequences.pop(key, None)
+        if timings is None:
+            return
+        now = self._clock()
+        self._recent.add(key, self._stages(timings, now))
+        if self.file is not None:
+            self.file.write(_sequence_record(timings, now, finish))
+        if self._tracer is not None and timings.context is not None:
+            self._trace(self._tracer, timings, timings.context, now, finish)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self.file is not None:
+            self.file.close()
+
+    def _chunks_computed(self, plan: StepPlan, start: float, end: float, num_running: int) -> None:
         links = []
         for row in plan.rows:
             if not row.is_prefill:
@@ -97,25 +147,11 @@ class SequenceSpans:
             if (timings := self._sequences.get(row.sequence.key)) is not None:
                 timings.num_chunks += 1
                 if len(timings.chunks) < MAX_CHUNKS:
-                    timings.chunks.append((now - result.forward_s, now, row.num_tokens))
+                    timings.chunks.append((start, end, row.num_tokens))
                 if timings.context is not None:
                     links.append(timings.context)
-        for output in outputs:
-            timings = self._sequences.get(output.sequence.key) if output.prefilled else None
-            if timings is not None and timings.first_token is None:
-                timings.first_token = now
         if self._tracer is not None and links:
-            self._trace_step(self._tracer, plan, now - result.forward_s, now, num_running, links)
-
-    def left(self, key: SequenceKey, finish: FinishReason | None = None) -> None:
-        """Ends a sequence and writes its stages and spans. Unknown keys are ignored."""
-        timings = self._sequences.pop(key, None)
-        if timings is None:
-            return
-        now = self._clock()
-        self._recent.add(key, self._stages(timings, now))
-        if self._tracer is not None and timings.context is not None:
-            self._trace(self._tracer, timings, timings.context, now, finish)
+            self._trace_step(self._tracer, plan, start, end, num_running, links)
 
     def open_stages(self, request: str) -> list[Stage]:
         """Stages of the request's unfinished sequences. O(sequences on this worker)."""
@@ -135,7 +171,7 @@ class SequenceSpans:
                 "last_step": self._last_step,
                 "preemptions": sequence.num_preemptions,
             }
-            stages.append(stage(key, "decode", timings.first_token or timings.admitted, end, detail))
+            stages.append(stage(key, "decode", timings.prefilled or timings.admitted, end, detail))
         return stages
 
     def _trace_step(
@@ -176,4 +212,63 @@ class SequenceSpans:
         if began > timings.arrived:
             tracer.record("kvrelay.queue", context.child(), context, timings.arrived, began)
         if timings.num_chunks and timings.admitted is not None:
-            tracer.record("kvrelay.compute", context.child(), context, timings.admitted, timings.first_token or now)
+            tracer.record("kvrelay.compute", context.child(), context, timings.admitted, timings.prefilled or now)
+
+
+def _step_record(
+    plan: StepPlan,
+    result: StepResult,
+    scheduler: Scheduler,
+    schedule_s: float,
+    commit_s: float,
+    *,
+    ahead: bool,
+    launched: bool,
+) -> StepRecord:
+    num_chunks = sum(row.is_prefill for row in plan.rows)
+    slots = scheduler.blocks.slot_use(scheduler.running.values())
+    return StepRecord(
+        at=time.time(),
+        step=plan.step,
+        num_prefill_tokens=plan.num_prefill_tokens,
+        num_decode_tokens=plan.num_decode_tokens,
+        num_chunks=num_chunks,
+        num_decodes=len(plan.rows) - num_chunks,
+        num_waiting=len(scheduler.waiting) - scheduler.num_pending_handoffs,
+        num_running=len(scheduler.running),
+        num_preempted=len(plan.preempted),
+        num_recomputed=len(plan.recomputed),
+        num_swapped_out_blocks=len(plan.swaps.out.blocks) if plan.swaps is not None else 0,
+        num_swapped_in_blocks=len(plan.swaps.back.blocks) if plan.swaps is not None else 0,
+        num_used_swap_slots=scheduler.swap_use.num_used_slots,
+        num_available_blocks=scheduler.blocks.pool.num_available,
+        num_allocated_slots=slots.allocated,
+        num_committed_slots=slots.committed,
+        schedule_s=schedule_s,
+        copy_s=result.copy_s,
+        forward_s=result.forward_s,
+        commit_s=commit_s,
+        held_back=plan.held_back,
+        ahead=ahead,
+        captured=result.captured,
+        launched_ahead=launched,
+    )
+
+
+def _sequence_record(timings: _SequenceTimings, now: float, finish: FinishReason | None) -> SequenceRecord:
+    sequence, first_token = timings.sequence, timings.first_token
+    num_output = sequence.num_output - timings.num_output_before
+    rest_s = now - first_token if first_token is not None else 0.0
+    return SequenceRecord(
+        time.time(),
+        *sequence.key,
+        sequence.num_prompt,
+        num_output,
+        sequence.num_cached_tokens,
+        sequence.num_preemptions,
+        queue_s=timings.admitted - timings.arrived if timings.admitted is not None else None,
+        ttft_s=first_token - timings.arrived if first_token is not None else None,
+        tpot_s=rest_s / (num_output - 1) if num_output > 1 else None,
+        total_s=now - timings.arrived,
+        finish=finish,
+    )

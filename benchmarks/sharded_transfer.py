@@ -88,7 +88,7 @@ class Pair:
             ]
             senders = [RemoteSender(rank, self.processes[0], transport) for rank in range(sizes[0])]
             receivers = [
-                RemoteReceiver(rank, self.processes[1], transport, needs_quarantine=transport == "nixl")
+                RemoteReceiver(rank, self.processes[1], transport, is_one_sided=transport == "nixl")
                 for rank in range(sizes[1])
             ]
         else:

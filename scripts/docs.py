@@ -18,11 +18,11 @@ from kvrelay.cli.commands import COMMANDS, help_text
 from kvrelay.cli.up_flags import up_parser
 from kvrelay.config import reference
 from kvrelay.flag_parser import FlagParser
+from kvrelay.handoff.receiver import ReceiverState
+from kvrelay.handoff.sender import SenderState
 from kvrelay.telemetry.catalogue import ALL, METRICS
 from kvrelay.telemetry.prometheus import prometheus_name
 from kvrelay_bench.program_bench import programs_parser
-from kvrelay_decode.receiver_handoff import ReceiverState
-from kvrelay_prefill.sender_handoff import SenderState
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HELP_COLUMNS = 102  # argparse leaves two of them free

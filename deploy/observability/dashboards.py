@@ -189,10 +189,9 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
             Panel("Pushed", "Bps", [rate("kvrelay_push_io_bytes_total", "instance")]),
             Panel("Failures", "short", [FAILURES], "By cause; 0 while there is none."),
             Panel(
-                "Asked again, corrupted, quarantined",
+                "Corrupted, quarantined",
                 "short",
                 [
-                    ("asked again", f"sum (rate(kvrelay_handoff_resends_total[{RATE}]))"),
                     ("corrupted", f"sum (rate(kvrelay_handoff_corrupted_total[{RATE}]))"),
                     ("quarantined", f"sum (rate(kvrelay_handoff_quarantines_total[{RATE}]))"),
                 ],

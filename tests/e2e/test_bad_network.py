@@ -22,7 +22,7 @@ from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-FAULTS = '{"seed": 5, "shares": {"drop": 0.08, "corrupt": 0.08, "delay": 0.1, "reorder": 0.1, "stall": 0.02}}'
+FAULTS = '{"seed": 5, "shares": {"drop": 0.02, "corrupt": 0.06, "delay": 0.1, "reorder": 0.1, "stall": 0.02}}'
 WORKER = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--threads", "1", "--num-blocks", "400"]
 WORKER += ["--token-budget", "128", "--max-running", "16", "--transfer-checksums"]
 START_TIMEOUT_S = 90.0
@@ -73,6 +73,6 @@ def test_every_token_is_right_although_the_network_is_not(router: httpx.Client) 
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["token_ids"] == reference.greedy(DEMO_MODEL, prompt, 16)
     workers = {worker["role"]: worker for worker in router.get("/fleet").json()["workers"]}
-    assert workers["decode"]["totals"]["resends"] > 0, "the network was not bad"
+    assert workers["decode"]["totals"]["failed_transfers"] > 0, "the network was not bad"
     assert workers["decode"]["totals"]["corrupted_blocks"] > 0
     assert sum(workers["decode"]["histograms"]["kvrelay.handoff.exposed"]["counts"]) > 0

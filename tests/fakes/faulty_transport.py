@@ -247,7 +247,7 @@ class FaultyReceiver:
         self._inner = inner
         self._faults = faults
         self.name = inner.name
-        self.needs_quarantine = inner.needs_quarantine
+        self.is_one_sided = inner.is_one_sided
 
     @property
     def endpoint(self) -> dict[str, str]:
@@ -260,9 +260,6 @@ class FaultyReceiver:
 
     def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
         self._inner.admit(reservation, first_block, slots)
-
-    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        self._inner.recheck(reservation, blocks)
 
     def release(self, reservation: str) -> None:
         self._landed.discard(reservation)

@@ -32,7 +32,7 @@ class MemoryReceiver(ReceiverThread):
 
     def __init__(self, pool: Bytes, *, one_sided: bool = False) -> None:
         super().__init__("no thread", pool)
-        self.needs_quarantine = one_sided
+        self.is_one_sided = one_sided
         self._address = f"memory-{next(_numbers)}"
         _receivers[self._address] = self
 
@@ -44,13 +44,9 @@ class MemoryReceiver(ReceiverThread):
         self._on_event = on_event
 
     def deliver(self, header: bytes, slots: Sequence[int], data: Bytes) -> None:
-        if self.needs_quarantine:
+        if self.is_one_sided:
             self._pool.scatter(np.asarray(slots, np.int64), data)
-        for event in self._take(header, None if self.needs_quarantine else data.reshape(-1).data):
-            self._on_event(event)
-
-    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        for event in self._recheck(reservation, blocks):
+        for event in self._take(header, None if self.is_one_sided else data.reshape(-1).data):
             self._on_event(event)
 
     def close(self) -> None:

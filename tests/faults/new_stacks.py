@@ -30,7 +30,7 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (5, 20, 60, 120, 300), (1, 4, 16, 40)
 MAX_ATTEMPTS = 8
 PATIENCE_S = 600.0
 STARVED_SHARE = 0.5
-TOTALS = ("handed_over", "failed_pushes", "resends", "failed_transfers", "quarantines")
+TOTALS = ("handed_over", "failed_pushes", "failed_transfers", "quarantines")
 
 
 @dataclass

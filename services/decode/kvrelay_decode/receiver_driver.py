@@ -1,19 +1,36 @@
-"""Handoffs on a decode worker, from prefill's Reserve to the commit: transfers, resends and quarantine.
+"""Handoffs on a decode worker, from prefill's Reserve to the commit: transfers and quarantine.
 
-The scheduler decides when a handoff is admitted: each waits in its queue. The machine in `receiver_handoff.py` decides
-about one reservation. This module passes messages and transfers to both and carries out what they return.
+The scheduler decides when a handoff is admitted: each waits in its queue. The machine in `kvrelay.handoff.receiver`
+decides about one reservation. This module passes messages and transfers to both and carries out what they return.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+from kvrelay.awake_clock import AwakeClock
+from kvrelay.handoff.quarantine import Quarantine
+from kvrelay.handoff.receiver import (
+    BlocksOverdue,
+    Commit,
+    CommitRefused,
+    FreeBlocks,
+    KeepBlocks,
+    PrefillLost,
+    ReceiverHandoff,
+    ReceiverInstruction,
+    ReceiverState,
+    StopReceiving,
+)
+from kvrelay.handoff.receiver import ReceiverEvent as HandoffEvent
 from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
 from kvrelay.protocol.messages import (
     Abort,
+    Cancel,
     Committed,
     Deferred,
     Drained,
@@ -23,49 +40,65 @@ from kvrelay.protocol.messages import (
     PeerRef,
     Refused,
     Released,
-    Resend,
     Reserve,
+    Shards,
 )
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import StepPlan
-from kvrelay.scheduling.sequence import RemoteKV
+from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.telemetry.event_log import recorded
-from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
+from kvrelay.telemetry.handoffs import FailureCause, HandoffMeter, HandoffTimings
 from kvrelay.transfer.base import Corrupted, ReceiverEvent, TransferReceiver
 from kvrelay.transfer.sharded import ShardedReceiver
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.packed_candidates import are_in_vocabulary, unpack_candidates
+from kvrelay.worker.packed_candidates import unpack_candidates
 from kvrelay.worker.requests import OpenRequests, deadline_of, is_same_process
+from kvrelay.worker.score_parts import ScoreParts
 from kvrelay.worker.sequences import make_sequence, sequence_key
-from kvrelay_decode.overdue import STALLED_AFTER_S, OverdueTransfers
-from kvrelay_decode.quarantine import Quarantine
-from kvrelay_decode.receiver_events import (
-    AdoptionRefused,
-    Commit,
-    FreeBlocks,
-    HandoffAborted,
-    HandoffReceived,
-    PrefillLost,
-    QuarantineBlocks,
-    ReceiveCancelled,
-    ReceiverHandoffEvent,
-    ReceiverInstruction,
-    RecheckBlocks,
-    ReservationOpened,
-    SendReleased,
-    SendResend,
-    StopReceiving,
-    WritesDrained,
-)
-from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
-from kvrelay_decode.request import DecodeRequest
-from kvrelay_decode.reservation_transports import Reservations
+from kvrelay_decode.reservations import Reservations
 from kvrelay_decode.stream import TokenStream, entry_of, first_entry_of
 
 log = logging.getLogger(__name__)
 
+BLOCKS_DUE_S = 10.0
+"""The handoff ends if its message is here, blocks are missing, and its sender has sent no block for this long. The
+sender itself notices a broken connection at once and a hanging write within 3 s."""
 NOT_COMMITTED = (ReceiverState.ASKED, ReceiverState.RESERVED, ReceiverState.FILLING)
-RECEIVING = (ReceiverState.RESERVED, ReceiverState.FILLING)
+CAUSES: dict[type[object], FailureCause] = {
+    Abort: "aborted",
+    Cancel: "cancelled",
+    PrefillLost: "prefill_lost",
+    Corrupted: "transfer",
+    BlocksOverdue: "transfer",
+}
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """One sequence on a decode worker. `handoff` and the fields of its sender are for a sequence that prefill hands
+    over, not for a local prompt."""
+
+    sequence: Sequence
+    deadline: float
+    handoff: ReceiverHandoff | None = None
+    handle: Callable[[HandoffEvent], list[ReceiverInstruction]] | None = None  # feeds `handoff`
+    prefill: PeerRef | None = None
+    processes: tuple[str, ...] = ()  # of the prefill worker's ranks, see `kvrelay.process_identity`
+    transport: str = ""
+    shards: Shards = field(default_factory=Shards)  # ranks of the prefill worker
+    first_index: int = 0  # output index of the first token of this attempt
+    scores: ScoreParts | None = None  # if log-probabilities of the prompt are asked for
+    timings: HandoffTimings = field(default_factory=HandoffTimings)
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Returns whether the handoff has ended, but its sender may still write into its blocks."""
+        return self.handoff is not None and self.handoff.state is ReceiverState.QUARANTINED
+
+    @property
+    def is_deferred(self) -> bool:
+        """Returns whether the handoff waits for its reservation and holds nothing."""
+        return self.handoff is not None and self.handoff.state is ReceiverState.ASKED
 
 
 class ReceiverDriver:
@@ -79,14 +112,15 @@ class ReceiverDriver:
         stream: TokenStream,
     ) -> None:
         self.totals: dict[str, float] = dict.fromkeys(
-            ("handoffs_committed", "resends", "corrupted_blocks", "failed_transfers", "quarantines"), 0
+            ("handoffs_committed", "corrupted_blocks", "failed_transfers", "quarantines"), 0
         )
         self._context = context
         self._scheduler = context.scheduler
         self._reservations = Reservations(receivers, context.messenger.me.incarnation, context.spec)
         self._requests = requests
         self._stream = stream
-        self._overdue = OverdueTransfers(self._reservations.needs_quarantine)
+        self._clock = AwakeClock()
+        self._last_blocks: dict[PeerRef, float] = {}  # the last block or handoff message of each prefill worker
         self._quarantine = Quarantine(has_ended, can_be_seen)
         self._meter = HandoffMeter(
             "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
@@ -106,18 +140,13 @@ class ReceiverDriver:
         """Reservations in quarantine whose sender is silent and not proven to have stopped writing."""
         return self._quarantine.num_lost
 
-    @property
-    def num_resent(self) -> int:
-        """Reservations whose missing blocks were requested again."""
-        return sum(request.handoff is not None and request.handoff.awaits_resend for request in self._requests.values())
-
     # -- from the role ------------------------------------------------------------------------------------------------
 
     def begin_drain(self) -> None:
         """Refuses every handoff that waits for its reservation."""
         for request in list(self._requests.values()):
-            if request.handoff is not None and request.handoff.state is ReceiverState.ASKED:
-                self._refuse(request, "the decode worker is draining")
+            if request.is_deferred:
+                self.cancel(request, "the decode worker is draining")
 
     def admit(self) -> None:
         """Begins the transfers of the handoffs that the scheduler admits now. To be called after every change that may
@@ -144,40 +173,28 @@ class ReceiverDriver:
 
     def cancel(self, request: DecodeRequest, reason: str) -> None:
         """Ends a handoff that is not committed, and tells prefill."""
-        handoff = _machine_of(request)
-        if handoff.state in NOT_COMMITTED:
-            self._meter.failed("cancelled", request.timings)
-        if handoff.state is ReceiverState.ASKED:
-            self._refuse(request, reason)
-        else:
-            self._feed(request, ReceiveCancelled(reason))
+        self._feed(request, Cancel(reason=reason))
 
     def peer_lost(self, peer: PeerRef, *, replaced: bool) -> None:
         """A prefill worker is silent or gone. Only if it was `replaced` is it certain that it is gone."""
         lost = [each for each in self._requests.values() if each.prefill == peer and each.handoff is not None]
-        # All leave the queue first: what one of them frees must not be reserved for another one.
-        for request in lost:
-            if _machine_of(request).state in NOT_COMMITTED:
-                self._meter.failed("prefill_lost", request.timings)
-            self._leave_queue(request)
-        for request in lost:
+        # Those that wait leave the queue first: what the others free must not be reserved for one of them.
+        for request in sorted(lost, key=lambda each: not each.is_deferred):
             self._feed(request, PrefillLost())
-        self._scheduler.sender_gone(peer)
         self._reservations.peer_lost(peer)
-        self._overdue.peer_lost(peer)
+        self._last_blocks.pop(peer, None)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
 
     def tick_quarantine(self, now: float) -> None:
-        """Frees blocks that are proven safe, and sends Released again to senders that are silent or sent an invalid
-        Drained."""
+        """Frees blocks that are proven safe, and sends Released again to senders that are silent."""
         due = self._quarantine.tick(now)
         for key in due.safe:
             request = self._requests[key]
-            self._feed(request, WritesDrained())
+            self._feed(request, Drained(reservation=_machine_of(request).reservation))
         for key in due.ask:
             request = self._requests[key]
             reservation = _machine_of(request).reservation
-            self._send_prefill(request, Released(reservation=reservation, reason="no valid Drained came"))
+            self._send_prefill(request, Released(reservation=reservation, reason="no Drained came"))
         overdue = self._quarantine.overdue(now)
         if overdue != self._withheld:
             self._withheld = overdue
@@ -185,19 +202,13 @@ class ReceiverDriver:
             self._scheduler.withhold(frozenset(block for table in tables for block in table))
 
     def check_overdue(self, request: DecodeRequest, now: float) -> None:
-        """Requests lost blocks again, ends a transfer that stands still, and lets no sequence wait for one."""
-        if request.handoff is None or request.handoff.state not in RECEIVING:
+        """Ends a handoff whose message is here and whose blocks do not come. Call it several times a second."""
+        at = self._clock.read(now)
+        if request.handoff is None or request.prefill is None or not request.handoff.awaits_blocks:
             return
-        if self._overdue.has_stalled(request, now) and self._scheduler.transfer_stalled(request.sequence):
-            log.warning(
-                "%s has sent no block for %g s: other sequences do not wait for what it sends",
-                request.prefill.peer_id if request.prefill is not None else "a prefill worker",
-                STALLED_AFTER_S,
-                extra=self._requests.log_fields(request.sequence.key),
-            )
-            self.made_room()
-        if (event := self._overdue.check(request, now)) is not None:
-            self._feed(request, event)
+        # Blocks of other sequences count: a long queue at the sender is no failure.
+        if at - self._last_blocks[request.prefill] > BLOCKS_DUE_S:
+            self._feed(request, BlocksOverdue(f"no block came by {request.transport} for {BLOCKS_DUE_S:g} s"))
 
     # -- from prefill -------------------------------------------------------------------------------------------------
 
@@ -241,21 +252,25 @@ class ReceiverDriver:
         if body.reservation and body.reservation != request.handoff.reservation:
             return
         match body:
-            case Handoff() if request.handoff.state in RECEIVING and (wrong := self._why_wrong(request, body)):
-                self.cancel(request, wrong)
             case Handoff():
-                self._meter.complete(request.timings)
-                self._feed(request, HandoffReceived(body))
-                self._overdue.handed(request, time.monotonic(), is_repeated=body.resend > 0)
+                self._handed_over(request, body)
             case Abort():  # after the commit it changes nothing: from then on only the router ends the request
-                if request.handoff.state in NOT_COMMITTED:
-                    self._meter.failed("aborted", request.timings)
-                self._leave_queue(request)
-                self._feed(request, HandoffAborted())
+                self._feed(request, body)
             case Drained() if request.is_quarantined:
                 self._quarantine.drained(key)
             case Drained():
                 pass
+
+    def _handed_over(self, request: DecodeRequest, body: Handoff) -> None:
+        sequence, num_granted = request.sequence, _machine_of(request).num_granted
+        found = (body.index, body.num_tokens, body.num_blocks)
+        wanted = (request.first_index, sequence.num_tokens, num_granted)
+        if found != wanted and _machine_of(request).state in NOT_COMMITTED:
+            self.cancel(request, f"index, tokens and blocks {found} were handed over, not {wanted}")
+            return
+        self._meter.complete(request.timings)
+        self._note_block(request)
+        self._feed(request, body)
 
     def _handoff_of(self, key: SequenceKey, prefill: PeerRef) -> DecodeRequest | None:
         """The handoff of this prefill worker."""
@@ -264,23 +279,6 @@ class ReceiverDriver:
             return None
         return request
 
-    def _why_wrong(self, request: DecodeRequest, body: Handoff) -> str:
-        """What the handoff message says that cannot be; empty if nothing. The decoder has checked each field alone."""
-        sequence, handoff, vocab_size = request.sequence, _machine_of(request), self._context.spec.vocab_size
-        if (body.index, body.num_tokens) != (request.first_index, sequence.num_tokens):
-            return f"the handoff is about {body.num_tokens} tokens and output {body.index}, not this sequence"
-        if body.num_blocks != handoff.num_granted or body.resend > handoff.num_resend_requests:
-            return f"{body.num_blocks} blocks of {handoff.num_granted} were handed over, as answer {body.resend}"
-        if (body.candidates is not None) != (sequence.sampling.beams is not None):
-            return "a beam search is handed over with candidates, and no other sequence"
-        if body.token_id is not None and body.token_id >= vocab_size:
-            return f"token {body.token_id} was handed over; the vocabulary has {vocab_size}"
-        if body.candidates is not None and not are_in_vocabulary(body.candidates, vocab_size):
-            return f"a candidate outside the vocabulary of {vocab_size} was handed over"
-        if body.logprobs is not None and not body.logprobs.is_paired:
-            return "not every token of the handoff has its log-probability"
-        return ""
-
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         max_running = self._context.scheduler.limits.max_running
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
@@ -288,15 +286,16 @@ class ReceiverDriver:
         if body.num_blocks != num_blocks:
             raise ValueError(f"{body.num_blocks} blocks are offered, the prompt has {num_blocks}")
         transport = self._reservations.choose_transport(prefill, body.transports)
+        is_one_sided = self._reservations.is_one_sided(transport)
         sequence.remote = RemoteKV(prefill, num_to_come=body.num_siblings)
-        handoff = ReceiverHandoff()
+        handoff = ReceiverHandoff(is_one_sided=is_one_sided)
         return DecodeRequest(
             sequence,
             deadline_of(body.prompt),
             handoff=handoff,
-            handle=recorded(self._context.events, "receiver", sequence.key, handoff),
+            handle=recorded(self._context.events, "receiver", sequence.key, handoff, is_one_sided),
             prefill=prefill,
-            processes=tuple(body.processes) or (body.process,),
+            processes=tuple(body.processes) or ("",),
             transport=transport,
             shards=body.shards,
             first_index=sequence.num_output,
@@ -318,27 +317,13 @@ class ReceiverDriver:
         sequence = request.sequence
         first_block = sequence.num_published  # those before it were found in the prefix cache
         blocks = sequence.table.ids.tolist()
-        reservation = self._reservations.name(sequence.key)
-        needs_quarantine = self._reservations.needs_quarantine(request.transport)
-        self._feed(request, ReservationOpened(reservation, first_block, len(blocks), needs_quarantine))
         slots = blocks[first_block:]
-        granted = self._reservations.open(reservation, request.transport, first_block, slots, request.shards)
+        granted = self._reservations.open(sequence.key, request.transport, first_block, slots, request.shards)
+        self._feed(request, granted)
         self._send_prefill(request, granted)
-        self._overdue.granted(request, time.monotonic())
         self._meter.granted(request.timings, request.transport)
         request.timings.num_blocks = len(slots)
         self._context.steps.wake()  # a local prompt may be next in the queue
-
-    def _refuse(self, request: DecodeRequest, reason: str) -> None:
-        self._leave_queue(request)
-        self._requests.remove(request.sequence.key)
-        self._send_prefill(request, Refused(reason=reason))
-
-    def _leave_queue(self, request: DecodeRequest) -> None:
-        """Takes a handoff that is not admitted out of the scheduler's queue."""
-        if _machine_of(request).state is ReceiverState.ASKED:
-            self._scheduler.abort(request.sequence.key)
-            self._context.steps.wake()  # another sequence may be next now
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -346,18 +331,25 @@ class ReceiverDriver:
         request = self._requests.get(self._reservations.key_of(event.reservation))
         if request is None:
             return
-        self._overdue.landed(request, time.monotonic())
-        self._scheduler.transfer_progressed(request.sequence)
+        self._note_block(request)
         if isinstance(event, Corrupted):
             self.totals["corrupted_blocks"] += len(event.blocks)
         self._feed(request, event)
         self._stream.flush()
 
-    def _feed(self, request: DecodeRequest, event: ReceiverHandoffEvent) -> None:
+    def _note_block(self, request: DecodeRequest) -> None:
+        if request.prefill is not None:
+            self._last_blocks[request.prefill] = self._clock.read(time.monotonic())
+
+    def _feed(self, request: DecodeRequest, event: HandoffEvent) -> None:
         assert request.handle is not None
-        for instruction in request.handle(event):
-            self._carry_out(request, instruction)
         handoff = _machine_of(request)
+        was_open = handoff.state in NOT_COMMITTED
+        instructions = request.handle(event)
+        if was_open and handoff.state in (ReceiverState.QUARANTINED, ReceiverState.FREED):
+            self._meter.failed(CAUSES[type(event)], request.timings)
+        for instruction in instructions:
+            self._carry_out(request, instruction)
         if handoff.state is ReceiverState.FREED:
             self._requests.remove(request.sequence.key)
             self._reservations.forget(handoff.reservation)
@@ -369,30 +361,24 @@ class ReceiverDriver:
                 self._reservations.stop(reservation, request.transport)
             case Commit(handoff):
                 self._commit(request, handoff)
-            case QuarantineBlocks():
+            case KeepBlocks():
                 assert request.prefill is not None
                 self.totals["quarantines"] += 1
                 self._quarantine.add(sequence.key, request.prefill, request.processes, time.monotonic())
                 self._scheduler.quarantine(sequence)
                 self.made_room()  # a place among the running sequences; others may also have waited for its prefix
+            case FreeBlocks() if sequence.state is SequenceState.WAITING:
+                self._scheduler.abort(sequence.key)
+                self._context.steps.wake()  # another sequence may be next now
             case FreeBlocks(num_whole):
                 # A commit that failed has appended the first token, whose KV is not here.
                 prompt_end = sequence.num_prompt + request.first_index
                 self._scheduler.release(sequence, min(num_whole * self._context.spec.block_size, prompt_end))
                 self.made_room()
-            case SendResend(reservation, blocks, number, corrupted):
-                self.totals["resends"] += 1
-                request.timings.num_resends += 1
-                resend = Resend(reservation=reservation, blocks=list(blocks), number=number, corrupted=corrupted)
-                self._send_prefill(request, resend)
-            case RecheckBlocks(reservation, blocks):
-                self._reservations.recheck(reservation, request.transport, blocks)
-            case SendReleased(reservation, reason, transport_failed):
-                if transport_failed:
+            case Refused() | Released():
+                if isinstance(instruction, Released) and instruction.transport_failed:
                     self.totals["failed_transfers"] += 1
-                    self._meter.failed("transfer", request.timings)
-                released = Released(reservation=reservation, reason=reason, transport_failed=transport_failed)
-                self._send_prefill(request, released)
+                self._send_prefill(request, instruction)
 
     def _commit(self, request: DecodeRequest, handoff: Handoff) -> None:
         sequence = request.sequence
@@ -405,7 +391,7 @@ class ReceiverDriver:
         except (ValueError, OverflowError) as error:
             fields = self._requests.log_fields(sequence.key)
             log.warning("this worker cannot run a sequence that was handed over: %s", error, extra=fields)
-            self._feed(request, AdoptionRefused(str(error)))
+            self._feed(request, CommitRefused(str(error)))
             return
         self._reservations.forget(handoff.reservation)
         self._send_prefill(request, Committed(reservation=handoff.reservation))
@@ -421,9 +407,7 @@ class ReceiverDriver:
             self._requests.remove(sequence.key)
         self.admit()  # others may have waited for this prefix
 
-    def _send_prefill(
-        self, request: DecodeRequest, body: Granted | Deferred | Refused | Committed | Resend | Released
-    ) -> None:
+    def _send_prefill(self, request: DecodeRequest, body: Granted | Deferred | Refused | Committed | Released) -> None:
         assert request.prefill is not None
         self._requests.send(request.prefill, request.sequence.key, body)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from kvrelay.handoff.receiver import ReceiverState
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
@@ -34,9 +35,7 @@ from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.score_parts import scores_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_decode.receiver_driver import ReceiverDriver
-from kvrelay_decode.receiver_handoff import ReceiverState
-from kvrelay_decode.request import DecodeRequest
+from kvrelay_decode.receiver_driver import DecodeRequest, ReceiverDriver
 from kvrelay_decode.stream import TokenStream, entry_of
 
 log = logging.getLogger(__name__)
@@ -87,7 +86,6 @@ class DecodeRole:
             "queued_tokens": sum(each.num_tokens for each in scheduler.waiting if each.remote is None),
             "cancelled_requests": len(self._requests.cancelled),
             "sender_lost": self._receiving.num_lost,
-            "resent": self._receiving.num_resent,
         }
 
     def totals(self) -> dict[str, float]:

@@ -1,78 +1,83 @@
 """Hands sequences over to decode workers: reservations, pushes, the handoff message, and the blocks held for them.
 
-The machine in `sender_handoff.py` decides about one sequence. This module turns messages of decode workers and routers
-and events of the transports into events of the machines, and carries out the instructions.
+The machine in `kvrelay.handoff.sender` decides about one sequence. This module feeds it with messages of decode workers
+and routers and with events of the transports, and carries out the instructions.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
+from kvrelay.handoff.sender import (
+    AskDecode,
+    BlocksComputed,
+    DecodeLost,
+    FromDecode,
+    PrefillFinished,
+    PrefillScheduled,
+    PushBlocks,
+    ReleaseBlocks,
+    Send,
+    SenderHandoff,
+    SenderInstruction,
+    SenderState,
+    StopPushing,
+)
+from kvrelay.handoff.sender import SenderEvent as HandoffEvent
 from kvrelay.kv.pool import BlockState
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
-    Abort,
-    AnyBody,
+    Cancel,
     Committed,
     Deferred,
-    Drained,
     Failed,
     FirstToken,
     Granted,
     Handoff,
-    NeedDecode,
     PeerRef,
+    Prompt,
     Reassign,
     Refused,
     Released,
-    Resend,
     Reserve,
 )
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.telemetry.handoffs import HandoffMeter
-from kvrelay.telemetry.limited_log import LimitedLog
+from kvrelay.scheduling.sequence import Sequence
+from kvrelay.step.batch import BeamCandidates
+from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
 from kvrelay.worker.ranked_transfers import as_sharded_sender, other_ranks_identities, shards_of
-from kvrelay.worker.requests import OpenRequests, is_same_process
-from kvrelay.worker.sequences import sequence_key
-from kvrelay_prefill.offers import TransportOffers
-from kvrelay_prefill.push_counts import InFlightPushes
-from kvrelay_prefill.request import PrefillRequest
-from kvrelay_prefill.sender_events import (
-    AbortTransfer,
-    BlocksComputed,
-    DecodeLost,
-    DecodeReassigned,
-    HandoffCommitted,
-    PrefillFinished,
-    PrefillScheduled,
-    PushBlocks,
-    ReleaseBlocks,
-    ResendRequested,
-    ReservationDeferred,
-    ReservationGranted,
-    ReservationRefused,
-    ReservationReleased,
-    SendAbort,
-    SendCancelled,
-    SendDrained,
-    SenderHandoffEvent,
-    SenderInstruction,
-    SendFailed,
-    SendHandoff,
-    SendNeedDecode,
-    SendReserve,
-)
-from kvrelay_prefill.sender_handoff import SenderHandoff, SenderState
+from kvrelay.worker.requests import OpenRequests
+from kvrelay.worker.score_parts import ScoreParts
+from kvrelay_prefill.pushes import InFlightPushes, TransportOffers
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRequest:
+    """One sequence on a prefill worker. `handle` is the handoff machine's, recorded if an event log is kept. `held` are
+    the blocks that the handoff holds beside the scheduler; `reservations` are those whose transfers are reported to the
+    machine, each with its transport.
+    """
+
+    sequence: Sequence
+    prompt: Prompt
+    handoff: SenderHandoff
+    handle: Callable[[HandoffEvent], list[SenderInstruction]]
+    deadline: float
+    held: set[int] = field(default_factory=set)
+    reservations: dict[str, str] = field(default_factory=dict)
+    scores: ScoreParts | None = None  # if log-probabilities of the prompt are asked for
+    timings: HandoffTimings = field(default_factory=HandoffTimings)
+    candidates: BeamCandidates | None = None  # that follow the prompt of a beam search
 
 
 class SenderDriver:
@@ -90,9 +95,8 @@ class SenderDriver:
         self._context = context
         self._senders = {name: as_sharded_sender(sender, context.spec) for name, sender in senders.items()}
         self._requests = requests
-        self._log = LimitedLog(log)
         self._offers = TransportOffers(senders)
-        self._process, self._processes = _writers(context)
+        self._processes = [own_identity(), *other_ranks_identities(context)]
         self._shards = shards_of(self._senders, context.spec)
         self._pushes = InFlightPushes()
         self._meter = HandoffMeter(
@@ -137,19 +141,19 @@ class SenderDriver:
             self._context.scheduler.abort(key)
         self._context.steps.forget(key)
         self._meter.complete(request.timings)
-        self._feed(request, PrefillFinished(message))
+        self._feed(request, PrefillFinished(self._handoff_of(request, message) if message.finish is None else None))
 
     def cancel(self, request: PrefillRequest, reason: str) -> None:
         """Ends the request in whatever state it is."""
         self._context.steps.abort(request.sequence.key)
-        self._feed(request, SendCancelled(reason))
+        self._feed(request, Cancel(reason=reason))
 
     def fail(self, request: PrefillRequest, kind: FailureKind, cause: str, *, retriable: bool) -> None:
         """Ends the request here and sends Failed to the router."""
         if request.handoff.state is SenderState.DRAINING:
             return  # the router knows already, and only the transport can end the wait for writes in flight
         self._send_failed(request, kind, cause, retriable=retriable)
-        self._feed(request, SendCancelled(cause))
+        self._feed(request, Cancel(reason=cause))
 
     def decode_lost(self, request: PrefillRequest, peer: PeerRef, reason: str) -> None:
         """The decode worker of this request is silent or gone."""
@@ -158,54 +162,21 @@ class SenderDriver:
 
     # -- from decode and the router -----------------------------------------------------------------------------------
 
-    def on_message(self, event: Delivered) -> None:
-        """A message about a handoff. The handoff may have ended here already."""
-        body, request = event.body, self._requests.get(sequence_key(event.header))
-        if request is None:
-            self._answer_for_unknown(sequence_key(event.header), event.peer, body)
+    def on_message(
+        self, key: SequenceKey, peer: PeerRef, body: Granted | Deferred | Refused | Released | Committed | Reassign
+    ) -> None:
+        """A message about a handoff. If it has ended here, the peer must not wait for it."""
+        event = body if isinstance(body, Reassign) else FromDecode(peer, body)
+        request = self._requests.get(key)
+        if request is not None:
+            self._measure(request, peer, body)
+            self._feed(request, event)
             return
-        if not self._may_say(request, event.peer, body):
-            return
-        self._measure(request, event.peer, body)
-        handoff_event = _event_of(event.peer, body)
-        if handoff_event is None:
-            name = type(body).__name__
-            self._log.warning("kind", "%s sent %s, which is not for a prefill worker", event.peer.peer_id, name)
-            return
-        if isinstance(body, Granted) and (wrong := self._why_wrong(request, body)):
-            self._send_back(event.peer, request.sequence.key, body, wrong)
-            handoff_event = ReservationRefused(event.peer, wrong)
-        self._feed(request, handoff_event)
+        for instruction in SenderHandoff.released(peer).handle(event):
+            if isinstance(instruction, Send):
+                self._requests.send(instruction.to, key, instruction.body)
 
-    @staticmethod
-    def _may_say(request: PrefillRequest, peer: PeerRef, body: AnyBody) -> bool:
-        """Returns whether the peer may send this message. An earlier decode worker may, unless the message concerns the
-        present reservation."""
-        match body:
-            case Reassign():
-                return is_same_process(request.sequence.router, peer)
-            case Committed() | Resend():
-                decode = request.handoff.decode
-                return decode is not None and is_same_process(decode, peer)
-            case _:
-                return True
-
-    def _why_wrong(self, request: PrefillRequest, body: Granted) -> str:
-        """Returns why the grant is invalid; empty if it is valid. The state machine checks the number of slots."""
-        if body.transport not in self._senders:
-            return f"{body.transport!r} was granted, which is no transport here"
-        if self._pushes.key_of(body.reservation) not in (None, request.sequence.key):
-            return f"reservation {body.reservation} was granted to two sequences"
-        if not body.num_stages and self._shards.num_stages > 1:
-            return f"its version knows no stages, and there are {self._shards.num_stages} here"
-        return self._senders[body.transport].why_not_to(1 + len(body.rank_endpoints), body.num_stages or 1)
-
-    def _send_back(self, peer: PeerRef, key: SequenceKey, body: Granted, reason: str) -> None:
-        """Nothing was pushed for this reservation, so it is drained at once."""
-        self._requests.send(peer, key, Abort(reservation=body.reservation, reason=reason))
-        self._requests.send(peer, key, Drained(reservation=body.reservation))
-
-    def _measure(self, request: PrefillRequest, peer: PeerRef, body: AnyBody) -> None:
+    def _measure(self, request: PrefillRequest, peer: PeerRef, body: object) -> None:
         if isinstance(body, Committed):
             self.totals["handed_over"] += 1
         if isinstance(body, Released) and body.transport_failed:
@@ -221,21 +192,6 @@ class SenderDriver:
                 self._meter.failed("transfer" if body.transport_failed else "released", request.timings)
             case Committed() if request.handoff.state is SenderState.HANDED:
                 self._meter.committed(request.timings, request.sequence.key)
-            case Resend():
-                request.timings.num_resends += 1
-            case _:
-                pass
-
-    def _answer_for_unknown(self, key: SequenceKey, peer: PeerRef, body: AnyBody) -> None:
-        """The request has ended here. The peer must not wait for it."""
-        match body:
-            case Granted():
-                self._send_back(peer, key, body, "the request ended on prefill")
-            case Released():
-                self._requests.send(peer, key, Drained(reservation=body.reservation))
-            case Reassign():
-                cause = "the request is no longer held here"
-                self._requests.send(peer, key, Failed(failure=FailureKind.WORKER_LOST, cause=cause, retriable=True))
             case _:
                 pass
 
@@ -258,7 +214,7 @@ class SenderDriver:
                 self._meter.failed("transfer", request.timings if is_current else None)
                 self._note_failure(request.handoff, event)
             case Pushed():
-                pass
+                return
         self._feed(request, event)
 
     def _note_failure(self, handoff: SenderHandoff, event: TransferFailed) -> None:
@@ -270,36 +226,30 @@ class SenderDriver:
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
-    def _feed(self, request: PrefillRequest, event: SenderHandoffEvent) -> None:
+    def _feed(self, request: PrefillRequest, event: HandoffEvent) -> None:
         for instruction in request.handle(event):
             self._carry_out(request, instruction)
 
     def _carry_out(self, request: PrefillRequest, instruction: SenderInstruction) -> None:
-        key, router = request.sequence.key, request.sequence.router
+        key = request.sequence.key
         match instruction:
-            case SendReserve(decode):
+            case AskDecode(decode):
                 self._meter.asked(request.timings)
                 self._requests.send(decode, key, self._reserve(request, decode))
-            case SendNeedDecode(reason, excluded, lacks):
-                self._requests.send(router, key, NeedDecode(reason=reason, excluded=list(excluded), lacks=lacks))
-            case PushBlocks(reservation, transport, endpoint, copies, rank_endpoints, num_stages):
-                self._know_reservation(request, reservation)
+            case PushBlocks(granted, copies):
+                self._know_reservation(request, granted.reservation, granted.transport)
                 self._hold(request, [copy.source for copy in copies])
-                self._pushes.started(reservation, len(copies), time.monotonic())
-                self._senders[transport].push(reservation, (endpoint, *rank_endpoints), copies, num_stages)
+                self._pushes.started(granted.reservation, len(copies), time.monotonic())
+                endpoints = (granted.endpoint, *granted.rank_endpoints)
+                self._senders[granted.transport].push(granted.reservation, endpoints, copies, granted.num_stages)
                 self._meter.pushed(request.timings, len(copies))
-            case SendHandoff(decode, reservation, num_blocks, resend):
-                request.timings.is_handed = True
-                self._requests.send(decode, key, self._handoff_message(request, reservation, num_blocks, resend))
-            case AbortTransfer(reservation, transport):
-                self._know_reservation(request, reservation)
+            case StopPushing(reservation, transport):
+                self._know_reservation(request, reservation, transport)
                 self._senders[transport].abort(reservation)
-            case SendAbort(decode, reservation, reason):
-                self._requests.send(decode, key, Abort(reservation=reservation, reason=reason))
-            case SendDrained(decode, reservation):
-                self._requests.send(decode, key, Drained(reservation=reservation))
-            case SendFailed(kind, cause):
+            case Send(_, Failed(failure=kind, cause=cause)):
                 self._send_failed(request, kind, cause, retriable=True)
+            case Send(to, body):
+                self._requests.send(to, key, body)
             case ReleaseBlocks():
                 self._release(request)
 
@@ -315,7 +265,6 @@ class SenderDriver:
             router=request.sequence.router,
             transports=self._offers.to(decode, time.monotonic()),
             num_blocks=len(request.handoff.blocks),
-            process=self._process,
             num_siblings=self._num_siblings(request, decode),
             shards=self._shards,
             processes=self._processes,
@@ -330,19 +279,18 @@ class SenderDriver:
             for each in self._requests.samples_of(request.sequence.key[0])
         )
 
-    def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int, resend: int) -> Handoff:
-        first = request.handoff.first_token
+    @staticmethod
+    def _handoff_of(request: PrefillRequest, first: FirstToken) -> Handoff:
+        """What decode needs beside the blocks, for no reservation yet."""
         candidates = request.candidates
-        assert first is not None and (first.token_id is not None or candidates is not None)
         return Handoff(
-            reservation=reservation,
+            reservation="",
             index=first.index,
             token_id=first.token_id,
             num_tokens=request.prompt.num_tokens,
-            num_blocks=num_blocks,
+            num_blocks=0,
             logprobs=first.logprobs,
             cached_tokens=first.cached_tokens,
-            resend=resend,
             candidates=pack_candidates(candidates) if candidates is not None else None,
         )
 
@@ -352,46 +300,20 @@ class SenderDriver:
         self._context.pool.hold(new, BlockState.IN_FLIGHT)
         request.held.update(new)
 
-    def _know_reservation(self, request: PrefillRequest, reservation: str) -> None:
+    def _know_reservation(self, request: PrefillRequest, reservation: str, transport: str) -> None:
         self._pushes.register(reservation, request.sequence.key)
-        request.reservations.add(reservation)
+        request.reservations[reservation] = transport
 
     def _forget_reservation(self, request: PrefillRequest, reservation: str) -> None:
         self._pushes.forget(reservation)
-        request.reservations.discard(reservation)
+        request.reservations.pop(reservation, None)
 
     def _release(self, request: PrefillRequest) -> None:
         self._context.pool.release(list(request.held), BlockState.IN_FLIGHT)
         request.held.clear()
         self._requests.remove(request.sequence.key)
-        for reservation in request.reservations:
+        for reservation, transport in request.reservations.items():
+            self._senders[transport].abort(reservation)  # committed: the transport forgets it
             self._pushes.forget(reservation)
         request.reservations.clear()
         self._context.steps.wake()
-
-
-def _writers(context: WorkerContext) -> tuple[str, list[str]]:
-    """`process` and `processes` of `Reserve`."""
-    own, others = own_identity(), other_ranks_identities(context)
-    return ("", [own, *others]) if others else (own, [])
-
-
-def _event_of(peer: PeerRef, body: AnyBody) -> SenderHandoffEvent | None:
-    """None if the message is not one that a prefill worker gets about a handoff."""
-    match body:
-        case Granted():
-            return ReservationGranted(peer, body)
-        case Deferred():
-            return ReservationDeferred(peer)
-        case Refused():
-            return ReservationRefused(peer, body.reason)
-        case Released():
-            return ReservationReleased(peer, body.reservation, body.reason)
-        case Committed():
-            return HandoffCommitted(body.reservation)
-        case Resend():
-            return ResendRequested(body.reservation, tuple(body.blocks), body.number, body.corrupted)
-        case Reassign():
-            return DecodeReassigned(body.decode)
-        case _:
-            return None

@@ -5,17 +5,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
+from kvrelay.handoff.sender import ReservationState, SenderHandoff, SenderState
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
-from kvrelay.protocol.messages import Cancel, FirstToken, Header, PeerRef, Prefill, Stop
+from kvrelay.protocol.messages import (
+    Cancel,
+    Committed,
+    Deferred,
+    FirstToken,
+    Granted,
+    Header,
+    PeerRef,
+    Prefill,
+    Reassign,
+    Refused,
+    Released,
+    Stop,
+)
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffTimings
+from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.transfer.base import TransferSender
 from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
@@ -23,9 +39,9 @@ from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.score_parts import scores_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_prefill.request import PrefillRequest
-from kvrelay_prefill.sender_driver import SenderDriver
-from kvrelay_prefill.sender_handoff import ReservationState, SenderHandoff, SenderState
+from kvrelay_prefill.sender_driver import PrefillRequest, SenderDriver
+
+log = logging.getLogger(__name__)
 
 
 class PrefillRole:
@@ -38,6 +54,7 @@ class PrefillRole:
     ) -> None:
         """`senders` by name: of this process's pool, or of all ranks."""
         self._context = context
+        self._log = LimitedLog(log)
         self._requests: OpenRequests[PrefillRequest] = OpenRequests(context, self.name, self._cancel)
         self._sending = SenderDriver(context, senders, self._requests)
         self._totals: dict[str, float] = dict.fromkeys(
@@ -108,19 +125,24 @@ class PrefillRole:
 
     def on_message(self, event: Delivered) -> None:
         body, key = event.body, sequence_key(event.header)
-        if isinstance(body, Prefill):
-            self._start(event.header, event.peer, body)
-        elif isinstance(body, Stop | Cancel):
-            self._requests.end_by(key, event.peer, body)
-        else:
-            self._sending.on_message(event)
+        match body:
+            case Prefill():
+                self._start(event.header, event.peer, body)
+            case Stop() | Cancel():
+                self._requests.end_by(key, event.peer, body)
+            case Granted() | Deferred() | Refused() | Released() | Committed() | Reassign():
+                self._sending.on_message(key, event.peer, body)
+            case _:
+                name = type(body).__name__
+                self._log.warning("kind", "%s sent %s, which is not for a prefill worker", event.peer.peer_id, name)
 
     def _start(self, header: Header, router: PeerRef, body: Prefill) -> None:
         sequence = self._requests.queue(header, router, body.prompt, prefill_only=True)
         if sequence is None:
             return
-        handoff = SenderHandoff(body.decode)
-        handle = recorded(self._context.events, "sender", sequence.key, handoff, body.decode)
+        arguments = router, body.decode
+        handoff = SenderHandoff(*arguments)
+        handle = recorded(self._context.events, "sender", sequence.key, handoff, *arguments)
         timings = HandoffTimings(key=sequence.key, trace=sequence.trace)
         deadline, scores = deadline_of(body.prompt), scores_of(body.prompt)
         self._requests.add(

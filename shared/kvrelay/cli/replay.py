@@ -22,8 +22,8 @@ from kvrelay.flag_parser import FlagParser
 from kvrelay.telemetry.event_log import BORN, Line, encode_answer
 
 MACHINES = {
-    "sender": ("kvrelay_prefill.sender_handoff", "SenderHandoff"),
-    "receiver": ("kvrelay_decode.receiver_handoff", "ReceiverHandoff"),
+    "sender": ("kvrelay.handoff.sender", "SenderHandoff"),
+    "receiver": ("kvrelay.handoff.receiver", "ReceiverHandoff"),
     "attempts": ("kvrelay_router.dispatch.attempt", "SequenceAttempts"),
     "intake": ("kvrelay_router.dispatch.intake", "TokenIntake"),
 }

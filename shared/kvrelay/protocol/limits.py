@@ -76,7 +76,7 @@ Endpoint = Annotated[dict[Name, Text], Meta(max_length=64)]
 MOST_RANKS = 64
 """The most ranks of a worker."""
 RankCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
-StageCount = Annotated[int, Meta(ge=0, le=MOST_RANKS)]
+StageCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 RankEndpoints = Annotated[list[Endpoint], Meta(max_length=MOST_RANKS - 1)]
 ProcessIdentities = Annotated[list[ProcessIdentity], Meta(max_length=MOST_RANKS)]
 """A transport's own address of a pool: read by the transport."""

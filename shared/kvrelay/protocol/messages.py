@@ -32,7 +32,6 @@ from kvrelay.protocol.limits import (
     Name,
     NotNegative,
     ProcessIdentities,
-    ProcessIdentity,
     RankCount,
     RankEndpoints,
     SampleCount,
@@ -159,30 +158,25 @@ class Generate(Body, frozen=True, kw_only=True, tag="generate"):
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a worker divides the KV of a model: its layers among `num_stages`, and `num_kv_heads` heads of the whole
     model among the `size` ranks of each stage.
-
-    Workers of older versions do not name `num_stages`. They have one stage, and know no worker with several.
     """
 
     size: RankCount = 1
     num_kv_heads: Index = 0
-    num_stages: StageCount = 0
+    num_stages: StageCount = 1
 
 
 class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
     """P>D: hold blocks for this prompt. P already holds blocks for all of it.
 
-    `transports`, best first; `process`: who would write, see `kvrelay.process_identity`; `num_siblings`: other samples
-    of the request that P is going to ask this worker for; `shards`: of the worker that would write.
-
-    If P has several ranks, each is a process that would write. All of them are in `processes`, and `process` is empty,
-    so that older versions do not take the end of one for the end of all.
+    `transports`, best first; `processes`: those that would write, one for each rank, see `kvrelay.process_identity`;
+    `num_siblings`: other samples of the request that P is going to ask this worker for; `shards`: of the worker that
+    would write.
     """
 
     prompt: Prompt
     router: PeerRef
     transports: Transports
     num_blocks: Index
-    process: ProcessIdentity = ""
     num_siblings: SiblingCount = 0
     shards: Shards = Shards()
     processes: ProcessIdentities = []
@@ -201,7 +195,7 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
     transport: Name
     endpoint: Endpoint
     rank_endpoints: RankEndpoints = []
-    num_stages: StageCount = 0  # 0: an older version, see `Shards`
+    num_stages: StageCount = 1
 
     def __post_init__(self) -> None:
         require(len(set(self.slots)) == len(self.slots), "a slot is granted twice")
@@ -277,7 +271,6 @@ class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     """P>D: everything that decode needs beside the blocks. Sent after the first token was sampled.
 
     A beam search has `candidates` in place of the token.
-    Sent again, with its number in `resend`, when the pushes that a Resend asked for are complete.
     """
 
     reservation: Name
@@ -287,7 +280,6 @@ class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     num_blocks: Index  # that P pushed for this reservation
     logprobs: TokenLogprobs | None = None
     cached_tokens: Index = 0
-    resend: Count = 0
     candidates: PackedCandidates | None = None
 
     def __post_init__(self) -> None:
@@ -299,17 +291,6 @@ class Committed(Body, frozen=True, kw_only=True, tag="committed"):
     """D>P: all blocks and the handoff are here, D owns the request."""
 
     reservation: Name
-
-
-class Resend(Body, frozen=True, kw_only=True, tag="resend"):
-    """D>P: these blocks (indices in the prompt) did not come although the handoff did, or came corrupted; push them
-    again. `number` counts the Resends of a reservation.
-    """
-
-    reservation: Name
-    blocks: Blocks
-    number: Count = 0
-    corrupted: bool = False
 
 
 class Abort(Body, frozen=True, kw_only=True, tag="abort"):
@@ -505,7 +486,6 @@ AnyBody = (
     | PromptLogprobs
     | Handoff
     | Committed
-    | Resend
     | Abort
     | Released
     | Drained

@@ -13,7 +13,7 @@ import zmq
 from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.ranks.messages import encode
 from kvrelay.ranks.remote_transfers import report_of
-from kvrelay.ranks.transfer_messages import AbortCall, AdmitCall, PushCall, RecheckCall, ReleaseCall, TransferCall
+from kvrelay.ranks.transfer_messages import AbortCall, AdmitCall, PushCall, ReleaseCall, TransferCall
 from kvrelay.transfer.base import BlockPush, PartReceiver, PartSender, ReceiverEvent, SenderEvent
 from kvrelay.transfer.endpoints import Endpoint
 
@@ -127,8 +127,6 @@ class RankTransfers:
                     transport.admit_parts(reservation, first_block, slots, parts)
                 else:
                     transport.admit(reservation, first_block, slots)
-            case RecheckCall(_, reservation, blocks):
-                transport.recheck(reservation, blocks)
             case ReleaseCall(_, reservation):
                 transport.release(reservation)
             case _:

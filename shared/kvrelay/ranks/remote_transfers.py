@@ -11,7 +11,6 @@ from kvrelay.ranks.transfer_messages import (
     AbortCall,
     AdmitCall,
     PushCall,
-    RecheckCall,
     ReleaseCall,
     TransferCall,
     TransferReport,
@@ -98,14 +97,14 @@ class RemoteSender:
 
 
 class RemoteReceiver:
-    """A `PartReceiver` over another rank's pool. `name` and `needs_quarantine`: of the rank's transport.
+    """A `PartReceiver` over another rank's pool. `name` and `is_one_sided`: of the rank's transport.
 
     See `transfer_messages` for why `release` need not wait.
     """
 
-    def __init__(self, rank: int, calls: RankCalls, name: str, *, needs_quarantine: bool) -> None:
+    def __init__(self, rank: int, calls: RankCalls, name: str, *, is_one_sided: bool) -> None:
         self.name = name
-        self.needs_quarantine = needs_quarantine
+        self.is_one_sided = is_one_sided
         self._rank = rank
         self._calls = calls
 
@@ -122,9 +121,6 @@ class RemoteReceiver:
 
     def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
         self._calls.publish_call(self._rank, AdmitCall(self.name, reservation, first_block, list(slots), list(parts)))
-
-    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        self._calls.publish_call(self._rank, RecheckCall(self.name, reservation, list(blocks)))
 
     def release(self, reservation: str) -> None:
         self._calls.publish_call(self._rank, ReleaseCall(self.name, reservation))

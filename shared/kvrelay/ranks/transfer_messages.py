@@ -57,14 +57,6 @@ class AdmitCall(msgspec.Struct, array_like=True, frozen=True, tag="admit"):
     parts: list[BlockPart] = []
 
 
-class RecheckCall(msgspec.Struct, array_like=True, frozen=True, tag="recheck"):
-    """Compares blocks with their checksums again, as `TransferReceiver.recheck` does."""
-
-    transport: str
-    reservation: str
-    blocks: list[int]
-
-
 class ReleaseCall(msgspec.Struct, array_like=True, frozen=True, tag="release"):
     """Takes no more blocks of a reservation, as `TransferReceiver.release` does."""
 
@@ -72,7 +64,7 @@ class ReleaseCall(msgspec.Struct, array_like=True, frozen=True, tag="release"):
     reservation: str
 
 
-TransferCall = PushCall | AbortCall | AdmitCall | RecheckCall | ReleaseCall
+TransferCall = PushCall | AbortCall | AdmitCall | ReleaseCall
 
 
 class TransferReport(msgspec.Struct, array_like=True, frozen=True, tag="transfer"):

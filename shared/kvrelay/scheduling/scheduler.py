@@ -18,7 +18,6 @@ from typing import Self
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.table import blocks_for
-from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_groups import BeamGroups
 from kvrelay.scheduling.beams.beam_search import BeamSearch
@@ -140,19 +139,6 @@ class BatchScheduler:
         self.lifecycle.publish(sequence)
         self.blocks.adopt(sequence, self.lifecycle.num_reserved_blocks)
         return None
-
-    def transfer_stalled(self, sequence: Sequence) -> bool:
-        """Nothing has come for a handoff for too long: other sequences no longer wait for the prefix that its sender
-        brings. Returns whether some may be admitted now."""
-        return self.remote.stalled(sequence)
-
-    def transfer_progressed(self, sequence: Sequence) -> None:
-        """A block came for a handoff."""
-        self.remote.progressed(sequence)
-
-    def sender_gone(self, sender: PeerRef) -> None:
-        """This sender of handoffs has ended."""
-        self.remote.sender_gone(sender)
 
     def withhold(self, blocks: frozenset[int]) -> None:
         """These quarantined blocks, and no others, may never be released."""

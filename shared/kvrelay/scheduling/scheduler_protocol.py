@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.swapping import SwapUse
@@ -127,19 +126,6 @@ class Scheduler(Protocol):
         ValueError, and changes nothing, for a sequence that is not being received, and for missing or unexpected
         candidates.
         """
-        ...
-
-    def transfer_stalled(self, sequence: Sequence) -> bool:
-        """Nothing has come for a handoff for too long: other sequences no longer wait for the prefix that its sender
-        brings. Returns whether some may be admitted now."""
-        ...
-
-    def transfer_progressed(self, sequence: Sequence) -> None:
-        """A block came for a handoff."""
-        ...
-
-    def sender_gone(self, sender: PeerRef) -> None:
-        """This sender of handoffs has ended."""
         ...
 
     def withhold(self, blocks: frozenset[int]) -> None:

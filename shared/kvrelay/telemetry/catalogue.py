@@ -120,7 +120,6 @@ _METRICS = (
     Metric("kvrelay.handoff.size", "histogram", "By", WORKERS, "Bytes of a handoff"),
     Metric("kvrelay.handoff.rate", "histogram", "GBy/s", WORKERS, "Speed of a handoff from grant to commit"),
     Metric("kvrelay.handoff.failures", "counter", "{handoff}", WORKERS, "Failed handoffs by cause", ("cause",)),
-    Metric("kvrelay.handoff.resends", "counter", "{message}", DECODE, "Requests for missing blocks"),
     Metric("kvrelay.handoff.corrupted", "counter", "{block}", DECODE, "Blocks whose checksum failed"),
     Metric("kvrelay.handoff.quarantines", "counter", "{handoff}", DECODE, "Reservations that were quarantined"),
     Metric("kvrelay.push.blocks", "counter", "{block}", PREFILL, "Blocks given to the network"),

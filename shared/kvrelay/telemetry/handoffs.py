@@ -33,8 +33,6 @@ class HandoffTimings:
     num_blocks: int = 0
     num_tail_blocks: int = 0
     """Prefill only: blocks first given to the transport after the last chunk."""
-    num_resends: int = 0
-    is_handed: bool = False
     key: SequenceKey = ("", 0, 0)
     trace: str = ""
     """The trace context of the attempt."""
@@ -80,7 +78,7 @@ class HandoffMeter:
         timings.asked_at = self._clock()
         timings.granted_at = timings.committed_at = 0.0
         timings.num_blocks = timings.num_tail_blocks = 0
-        timings.is_handed = timings.is_over = False
+        timings.is_over = False
 
     def granted(self, timings: HandoffTimings, transport: str) -> None:
         """Decode granted slots over this transport."""
@@ -89,9 +87,7 @@ class HandoffMeter:
         self._wait.record(timings.granted_at - timings.asked_at)
 
     def pushed(self, timings: HandoffTimings, num_blocks: int) -> None:
-        """Prefill: the transport accepted blocks. Repeated blocks are not counted again."""
-        if timings.is_handed:
-            return
+        """Prefill: the transport accepted blocks."""
         timings.num_blocks += num_blocks
         timings.num_tail_blocks += num_blocks if timings.complete_at else 0
 
@@ -147,7 +143,6 @@ class HandoffMeter:
             "kvrelay.handoff.transport": timings.transport,
             "kvrelay.handoff.blocks": timings.num_blocks,
             "kvrelay.handoff.bytes": timings.num_blocks * self._block_bytes,
-            "kvrelay.handoff.resends": timings.num_resends,
             "kvrelay.handoff.grant_wait_s": max(0.0, timings.granted_at - timings.asked_at),
         }
         if failure is not None:
@@ -178,7 +173,6 @@ class HandoffMeter:
                     num_blocks=timings.num_blocks,
                     num_bytes=timings.num_blocks * self._block_bytes,
                     num_tail_blocks=timings.num_tail_blocks,
-                    num_resends=timings.num_resends,
                     grant_wait_s=timings.granted_at - timings.asked_at,
                     duration_s=timings.committed_at - timings.asked_at,
                     exposed_s=now - timings.complete_at,

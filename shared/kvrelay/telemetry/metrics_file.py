@@ -99,7 +99,6 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     num_blocks: int
     num_bytes: int
     num_tail_blocks: int
-    num_resends: int
     grant_wait_s: float
     duration_s: float
     exposed_s: float

@@ -110,8 +110,8 @@ class TransferReceiver(Protocol):
     """Takes blocks into a pool. One per process and transport."""
 
     name: str
-    needs_quarantine: bool
-    """Whether writes may land after `release`, so that slots must wait for the sender's Drained."""
+    is_one_sided: bool
+    """Whether the sender writes into the slots itself, so that writes may land after `release`."""
 
     @property
     def endpoint(self) -> dict[str, str]:
@@ -126,13 +126,8 @@ class TransferReceiver(Protocol):
         """From now on block `first_block + i` of this reservation may land in `slots[i]`."""
         ...
 
-    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        """Compares blocks that have landed, and that no write in flight may reach, with their checksums. `Landed` or
-        `Corrupted` follows for each block that has landed; for an ended reservation nothing follows."""
-        ...
-
     def release(self, reservation: str) -> None:
-        """Ends a reservation. Where `needs_quarantine` is false nothing of it lands after this returns."""
+        """Ends a reservation. Unless writes are one-sided, nothing of it lands after this returns."""
         ...
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 A write has no sender identity and cannot be refused: any process that has the endpoint may write at any moment, also
 after `release`. Only the notification can be refused: a block counts as landed if its reservation is admitted, and
-once. Therefore slots stay in quarantine until the sender has reported Drained or its process has ended.
+once. Therefore slots are not reused until the sender has reported Drained or its process has ended.
 
 NIXL has no descriptor to wait for, so a thread polls while a reservation is open: every 0.5 ms, and every 0.2 ms while
 blocks arrive. Otherwise it polls every 50 ms, until `admit` wakes it. UCX transports that copy on this side do so
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from threading import Event
 
 from kvrelay.process_identity import own_identity
@@ -42,7 +41,7 @@ class NixlReceiver(ReceiverThread):
     """
 
     name = "nixl"
-    needs_quarantine = True
+    is_one_sided = True
 
     def __init__(
         self, pool: PoolLike, *, ucx_transports: str = "", ucx_devices: str = "", admission_wait_s: float = 0.0
@@ -53,7 +52,6 @@ class NixlReceiver(ReceiverThread):
         self._agent = NixlAgent(region, ucx_transports=ucx_transports, ucx_devices=ucx_devices)
         self._endpoint = NixlEndpoint(self._agent.name, self._agent.metadata(), region, own_identity()).encode()
         self._wake = Event()
-        self._rechecks: SimpleQueue[tuple[str, Sequence[int]]] = SimpleQueue()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -67,11 +65,6 @@ class NixlReceiver(ReceiverThread):
     def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
         """As the base's; notifications are asked for more often from now on."""
         super().admit_parts(reservation, first_block, slots, parts)
-        self._wake.set()
-
-    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        """As the protocol's; on the thread, which may wait for the checksums of a whole prompt."""
-        self._rechecks.put((reservation, blocks))
         self._wake.set()
 
     def close(self) -> None:
@@ -94,9 +87,6 @@ class NixlReceiver(ReceiverThread):
             notes = self._agent.notifications()
             for note in notes:
                 for event in self._take(note, None):
-                    emit(event)
-            while not self._rechecks.empty():
-                for event in self._recheck(*self._rechecks.get()):
                     emit(event)
             now = time.monotonic()
             busy_until = now + BUSY_FOR_S if notes else busy_until

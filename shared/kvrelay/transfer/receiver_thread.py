@@ -1,7 +1,7 @@
 """The thread that all receivers share the code of: it checks messages against the write permits and lands blocks.
 
 A block lands once. With checksums it lands only if its bytes are those that were sent; other blocks are reported as
-`Corrupted` and may be sent again.
+`Corrupted`.
 
 A lock guards the permits. The event loop takes it too, so it is not held while bytes are copied or summed. Instead the
 reservation that is being copied is noted, and only the release of that reservation waits.
@@ -75,10 +75,6 @@ class ReceiverThread:
         with self._changed:
             self._permits.admit(reservation, first_block, slots, parts)
             self._changed.notify_all()
-
-    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        """Reports the blocks as landed: this side copied them itself, so they have no other writer."""
-        self._port.emit(Landed(reservation, tuple(blocks)))
 
     def release(self, reservation: str) -> None:
         """Ends a reservation, known or not. No block of it is written after this returns.
@@ -176,33 +172,10 @@ class ReceiverThread:
         with self._changed:
             if header.reservation not in self._permits:
                 raise Dropped("unknown_reservation")  # released meanwhile, which waits for this
-            sums = None if header.checksums is None else header.checksums[writes.rows]
-            whole = self._permits.land(header.reservation, writes.blocks, sums, header.part)
+            whole = self._permits.land(header.reservation, writes.blocks, header.part)
         self.counters.num_blocks += len(writes.blocks)
         self.counters.num_bytes += len(writes.blocks) * header.block_bytes
         return [Landed(header.reservation, whole)] if whole else []
-
-    def _recheck(self, reservation: str, blocks: Sequence[int]) -> list[ReceiverEvent]:
-        """On the thread that takes messages. Blocks that were sent without checksums count as whole."""
-        with self._changed:
-            parts = self._permits.parts_of(reservation)
-            there = self._permits.landed(reservation, blocks)
-        is_whole = np.ones(len(there.blocks), np.bool_)
-        for number, part in enumerate(parts):
-            with self._changed:
-                sums = self._permits.landed(reservation, there.blocks, number).checksums
-            if sums is not None and sums.size:  # it is empty if the reservation was released meanwhile
-                is_whole &= checksums_of(self._pool.rows(there.slots, part)) == sums
-        whole = tuple(block for block, holds in zip(there.blocks, is_whole, strict=True) if holds)
-        damaged = tuple(block for block, holds in zip(there.blocks, is_whole, strict=True) if not holds)
-        events: list[ReceiverEvent] = [Landed(reservation, whole)] if whole else []
-        if damaged:
-            with self._changed:
-                self._permits.reopen(reservation, damaged)
-            self.counters.dropped["checksum"] += 1
-            log.warning("%s: a repeated write damaged %d blocks that had landed", reservation, len(damaged))
-            events.append(Corrupted(reservation, damaged))
-        return events
 
     def _verify(self, writes: Writes, checksums: Checksums, rows: Bytes | None) -> NDArray[np.bool_]:
         """Which of the blocks to be written, or that lie in their slots already, are as they were sent."""

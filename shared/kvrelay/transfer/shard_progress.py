@@ -2,13 +2,13 @@
 
 A worker's ranks hold the KV of different heads of the same blocks, so a block has left when all of its parts have left
 all ranks, and has landed when it has on all ranks. The failure of one rank's transfer is the failure of the handoff,
-which is repaired as that of a worker with one rank.
+as it is that of a worker with one rank.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvrelay.transfer.base import Corrupted, Landed, Pushed, ReceiverEvent, SenderDrained, SenderEvent, TransferFailed
@@ -89,12 +89,6 @@ class LandingProgress:
     def admitted(self, reservation: str, blocks: Iterable[int]) -> None:
         """The blocks may land on all ranks."""
         self._ranks_of[reservation] = {block: set() for block in blocks}
-
-    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        """All ranks compare these blocks again, and say of each whether it has landed."""
-        ranks_of = self._ranks_of.get(reservation, {})
-        for block in blocks:
-            ranks_of[block] = set()
 
     def released(self, reservation: str) -> None:
         """Nothing more is said of this reservation."""

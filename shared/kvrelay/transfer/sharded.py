@@ -71,16 +71,6 @@ class ShardedSender:
         """Those of all ranks."""
         return [sender.counters for sender in self._ranks]
 
-    def why_not_to(self, num_ranks: int, num_stages: int = 1) -> str:
-        """Why nothing can be pushed to a worker with so many ranks and stages. Empty if it can."""
-        if len(self._ranks) == num_ranks == num_stages == 1:
-            return ""
-        try:
-            self._copies_to(num_ranks, num_stages)
-        except ValueError as error:
-            return str(error)
-        return ""
-
     def _copies_to(self, num_ranks: int, num_stages: int) -> tuple[RankCopy, ...]:
         """Raises ValueError."""
         if num_stages < 1 or num_ranks % num_stages:
@@ -133,7 +123,7 @@ class ShardedReceiver:
         if len(ranks) != layout.shape.num_ranks:
             raise ValueError(f"{len(ranks)} receivers for {layout.shape.num_ranks} ranks")
         self.name = ranks[0].name
-        self.needs_quarantine = any(receiver.needs_quarantine for receiver in ranks)
+        self.is_one_sided = any(receiver.is_one_sided for receiver in ranks)
         self._ranks = tuple(ranks)
         self._layout = layout
         self._progress = LandingProgress(len(ranks))
@@ -175,11 +165,6 @@ class ShardedReceiver:
         for rank, receiver in enumerate(receivers):
             parts = [each.part.target for each in copies if each.target_rank == rank]
             receiver.admit_parts(reservation, first_block, slots, parts)
-
-    def recheck(self, reservation: str, blocks: Sequence[int]) -> None:
-        self._progress.recheck(reservation, blocks)
-        for receiver in self._ranks:
-            receiver.recheck(reservation, blocks)
 
     def release(self, reservation: str) -> None:
         self._progress.released(reservation)

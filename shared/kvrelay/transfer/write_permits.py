@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.transfer.block_parts import BlockPart
-from kvrelay.transfer.wire import BlocksHeader, Checksums, Indices
+from kvrelay.transfer.wire import BlocksHeader, Indices
 
 DropCause = Literal[
     "malformed",
@@ -44,7 +44,6 @@ class _Admitted:
     slots: Indices
     parts: tuple[BlockPart | None, ...]  # that make up each block; None: the whole block
     landed: NDArray[np.bool_]  # [parts, blocks]
-    checksums: Checksums | None = None  # [parts, blocks], of those that have landed, if they were sent
 
     @property
     def is_whole(self) -> NDArray[np.bool_]:
@@ -68,15 +67,6 @@ class Writes:
             return self
         chosen = np.flatnonzero(which)
         return Writes(self.rows[chosen], self.slots[chosen], tuple(self.blocks[i] for i in chosen.tolist()), self.part)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LandedBlocks:
-    """Blocks by prompt index, their slots, and their checksums if they were sent; of shape [num_blocks]."""
-
-    blocks: tuple[int, ...]
-    slots: Indices
-    checksums: Checksums | None
 
 
 class WritePermits:
@@ -144,45 +134,15 @@ class WritePermits:
             raise Dropped("duplicate")
         return Writes(rows, slots[rows], tuple(header.indices[rows].tolist()), part)
 
-    def land(
-        self, reservation: str, blocks: Sequence[int], checksums: Checksums | None = None, part: int = 0
-    ) -> tuple[int, ...]:
-        """This part of blocks that `check` returned has been written into their slots. `checksums`: of it, if sent.
+    def land(self, reservation: str, blocks: Sequence[int], part: int = 0) -> tuple[int, ...]:
+        """This part of blocks that `check` returned has been written into their slots.
 
         Returns the blocks of which all parts have landed now.
         """
         admitted = self._admitted[reservation]
         offsets = np.array(blocks, np.int64) - admitted.first_block
-        if checksums is not None:
-            if admitted.checksums is None:
-                admitted.checksums = np.zeros(admitted.landed.shape, np.uint32)
-            admitted.checksums[part, offsets] = checksums
         admitted.landed[part, offsets] = True
         if len(admitted.parts) > 1:
             offsets = offsets[admitted.is_whole[offsets]]
         self._permitted[admitted.slots[offsets]] = False
         return tuple((offsets + admitted.first_block).tolist())
-
-    def parts_of(self, reservation: str) -> tuple[BlockPart | None, ...]:
-        """The parts in which a reservation's blocks come. Empty for an unknown one."""
-        admitted = self._admitted.get(reservation)
-        return () if admitted is None else admitted.parts
-
-    def landed(self, reservation: str, blocks: Sequence[int], part: int = 0) -> LandedBlocks:
-        """Those of the blocks that have landed, with the checksums of a part. Empty for an unknown reservation."""
-        admitted = self._admitted.get(reservation)
-        if admitted is None:
-            return LandedBlocks((), np.empty(0, np.int64), None)
-        offsets = np.array(blocks, np.int64) - admitted.first_block
-        offsets = offsets[admitted.is_whole[offsets]]
-        found = tuple((offsets + admitted.first_block).tolist())
-        sums = None if admitted.checksums is None else admitted.checksums[part, offsets]
-        return LandedBlocks(found, admitted.slots[offsets], sums)
-
-    def reopen(self, reservation: str, blocks: Sequence[int]) -> None:
-        """These blocks, which had landed, may be written again. An unknown reservation is no error."""
-        admitted = self._admitted.get(reservation)
-        if admitted is not None:
-            offsets = np.array(blocks, np.int64) - admitted.first_block
-            admitted.landed[:, offsets] = False
-            self._permitted[admitted.slots[offsets]] = True

@@ -1,7 +1,7 @@
 """The receiving end over ZMQ: one PULL socket for all senders, and a thread that copies frames into the pool.
 
 `release` waits where a frame of that very reservation is being copied, and for nothing else. So once it returned
-nothing of the reservation is written, and its slots need no quarantine; the price is a wait for the copy of one frame.
+nothing of the reservation is written; the price is a wait for the copy of one frame.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ZmqReceiver(ReceiverThread):
     """
 
     name = "zmq"
-    needs_quarantine = False
+    is_one_sided = False
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ def with_other_ranks_receivers(
     others = range(1, layout.shape.num_ranks)
 
     def remote(rank: int, name: str, own: TransferReceiver) -> RemoteReceiver:
-        return RemoteReceiver(rank, calls, name, needs_quarantine=own.needs_quarantine)
+        return RemoteReceiver(rank, calls, name, is_one_sided=own.is_one_sided)
 
     return {
         name: ShardedReceiver((receiver, *(remote(rank, name, receiver) for rank in others)), layout)

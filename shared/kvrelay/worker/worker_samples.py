@@ -46,7 +46,6 @@ TOTALS: dict[str, tuple[str, str, str]] = {
     "swapped_out_blocks": ("kvrelay.swap.blocks", "direction", "out"),
     "swapped_in_blocks": ("kvrelay.swap.blocks", "direction", "in"),
     "swap_s": ("kvrelay.swap.time", "", ""),
-    "resends": ("kvrelay.handoff.resends", "", ""),
     "corrupted_blocks": ("kvrelay.handoff.corrupted", "", ""),
     "quarantines": ("kvrelay.handoff.quarantines", "", ""),
     "pushed_blocks": ("kvrelay.push.blocks", "", ""),

@@ -98,7 +98,7 @@ class ChannelReceiver(RemoteReceiver):
 
     def __init__(self, transport: PartReceiver) -> None:
         self.channel = Channel({transport.name: transport})
-        super().__init__(RANK, self.channel, transport.name, needs_quarantine=transport.needs_quarantine)
+        super().__init__(RANK, self.channel, transport.name, is_one_sided=transport.is_one_sided)
 
     def close(self) -> None:
         self.channel.close()

@@ -281,7 +281,7 @@ TRANSFERS = TransferSettings("decode", "zmq", checksums=False, max_peers=8)
 
 
 def remote_receiver(group: RankGroup, rank: int) -> RemoteReceiver:
-    return RemoteReceiver(rank, group, "zmq", needs_quarantine=False)
+    return RemoteReceiver(rank, group, "zmq", is_one_sided=False)
 
 
 def test_the_processes_of_ranks_are_known_and_seen_to_end() -> None:

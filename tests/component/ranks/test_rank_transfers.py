@@ -131,7 +131,7 @@ async def test_a_rank_keeps_its_transports_apart(stack: ExitStack) -> None:
     channel = Channel(transports)
     stack.callback(channel.close)
     logs = {name: Log() for name in pools}
-    remotes = {name: RemoteReceiver(RANK, channel, name, needs_quarantine=False) for name in pools}
+    remotes = {name: RemoteReceiver(RANK, channel, name, is_one_sided=False) for name in pools}
     for name, remote in remotes.items():
         assert remote.endpoint == transports[name].endpoint
         remote.start(logs[name].add)
@@ -161,7 +161,7 @@ class TestOneSided:
         for end, log in ((receiver, logs[0]), (sender, logs[1])):
             stack.callback(end.close)
             end.start(log.add)
-        assert receiver.needs_quarantine and receiver.name == sender.name == "nixl"
+        assert receiver.is_one_sided and receiver.name == sender.name == "nixl"
         return sender, receiver, transport, *logs
 
     async def test_a_notification_that_comes_before_the_admission_lands_its_block(self, stack: ExitStack) -> None:

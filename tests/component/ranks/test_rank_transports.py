@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvrelay.config.ranks import RankConfig
-from kvrelay.process_identity import own_identity
 from kvrelay.ranks.transfer_messages import TransferCall, TransferReport, TransferSettings
 from kvrelay.transfer.base import PartReceiver, PartSender, TransferReceiver, TransferSender
 from kvrelay.transfer.endpoints import Endpoint
@@ -24,7 +23,6 @@ from kvrelay.worker.ranked_transfers import (
     with_other_ranks_receivers,
     with_other_ranks_senders,
 )
-from kvrelay_prefill import sender_driver
 from tests.component.transfer.transports import NO_NIXL, without_nixl
 
 pytestmark = pytest.mark.component
@@ -116,7 +114,7 @@ def test_a_worker_offers_the_transports_that_all_of_its_ranks_have(caplog: pytes
             own, *others = receiver.endpoints  # type: ignore[union-attr]
             assert own == receivers[name].endpoint
             assert others == [{"rank": str(rank), "name": name} for rank in (1, 2)]
-            assert receiver.needs_quarantine == (name == "nixl")
+            assert receiver.is_one_sided == (name == "nixl")
         assert (receivers["nixl"]._agent._agent is None) == (calls is lacking)  # type: ignore[attr-defined]
         for end in (*offered.values(), *taken.values()):
             for rank_0 in end._ranks[:1]:  # type: ignore[union-attr]
@@ -125,10 +123,8 @@ def test_a_worker_offers_the_transports_that_all_of_its_ranks_have(caplog: pytes
 
 
 def test_reserve_names_the_processes_of_all_ranks() -> None:
-    assert sender_driver._writers(context_of(None)) == (own_identity(), [])
-    process, processes = sender_driver._writers(context_of(Calls(["zmq"], ["zmq"])))
+    assert other_ranks_identities(context_of(None)) == []
     assert other_ranks_identities(context_of(Calls(["zmq"], ["zmq"]))) == ["machine/1/1", "machine/2/1"]
-    assert (process, processes) == ("", [own_identity(), "machine/1/1", "machine/2/1"])
 
 
 def test_nixl_of_a_prefill_rank_listens_where_the_worker_is_reached() -> None:

@@ -128,7 +128,7 @@ async def test_no_block_lands_without_admission(rig: Rig, random: np.random.Gene
     await target.until_landed("known", admitted.blocks)
     admitted.assert_arrived(source.pool, target.pool)
     assert target.landed("unknown") == []
-    if not target.receiver.needs_quarantine:
+    if not target.receiver.is_one_sided:
         target.assert_untouched(set(range(100)) - set(admitted.slots))
 
 
@@ -142,7 +142,7 @@ async def test_after_release_no_slot_is_written(rig: Rig, random: np.random.Gene
     source.push("first", target.endpoint, first.copies)
     await target.log.until(lambda: len(target.landed("first")) >= num_landed_before)
     target.receiver.release("first")
-    if target.receiver.needs_quarantine:
+    if target.receiver.is_one_sided:
         await source.abort("first")
     target.pool[list(first.slots)] = 0
     second.admit(target)

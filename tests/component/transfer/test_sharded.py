@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.transfer.base import (
     BlockPush,
-    Corrupted,
     Landed,
     PartReceiver,
     PartSender,
@@ -332,22 +331,6 @@ async def test_a_write_of_one_rank_that_never_ends_fails_the_handoff_which_drain
     assert [event.reservation for event in failures] == ["hung"] and "no progress" in failures[0].cause
 
 
-async def test_damage_to_one_ranks_part_is_found_by_its_checksum_and_repaired(stack: ExitStack) -> None:
-    if NO_NIXL:
-        pytest.skip(NO_NIXL)
-    pair, copies = Pair(ENDS["nixl-checksum"], stack, (2, 1), 4), scattered(6)
-    pair.admit("r", [copy.slot for copy in copies])
-    pair.push("r", copies)
-    log = pair.decode.log
-    await log.until(lambda: pair.decode.landed("r") == list(range(6)))
-    pair.decode.pools[0][copies[2].slot, -1] ^= 1  # of the last head: rank 1's
-    pair.receiver.recheck("r", [1, 2])
-    await log.until(lambda: Corrupted("r", (2,)) in log.events and pair.decode.landed("r").count(1) == 2)
-    pair.push("r", copies[2:3])
-    await log.until(lambda: pair.decode.landed("r").count(2) == 2)
-    pair.assert_arrived(copies)
-
-
 async def test_a_worker_with_other_heads_is_refused(stack: ExitStack) -> None:
     pair = Pair(ENDS["zmq"], stack, (2, 1), 4)
     with pytest.raises(ValueError, match="2 KV heads there, 4 here"):
@@ -360,10 +343,9 @@ async def test_a_worker_with_other_heads_is_refused(stack: ExitStack) -> None:
 async def test_stages_that_cannot_be_are_refused(stack: ExitStack) -> None:
     pair = Pair(ENDS["zmq"], stack, (2, 1), 4)
     reason = f"{NUM_LAYERS} layers do not divide among 6 stages"
-    assert pair.receiver.why_not_from(ShardShape(1, 4, 6)) == pair.sender.why_not_to(6, 6) == reason
+    assert pair.receiver.why_not_from(ShardShape(1, 4, 6)) == reason
     with pytest.raises(ValueError, match=reason):
         pair.receiver.admit("r", 0, [1], ShardShape(1, 4, 6))
-    assert pair.sender.why_not_to(3, 2) == "3 ranks do not divide among 2 stages"
     pair.sender.push("r", [{}, {}, {}], [BlockPush(0, 0, 0)], 2)
     assert pair.prefill.log.events == [TransferFailed("r", "3 ranks do not divide among 2 stages")]
 

@@ -59,7 +59,7 @@ def test_what_a_refused_handoff_leaves_in_the_cache_is_true(redis_url: str) -> N
 def test_a_drain_does_not_wait_for_slots_that_nobody_can_prove_safe(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ZmqReceiver, "needs_quarantine", True)
+    monkeypatch.setattr(ZmqReceiver, "is_one_sided", True)
 
     async def test() -> None:
         settings = {"token_budget": 16, "max_running": 16, "drain_timeout_s": 3600.0}

@@ -89,7 +89,6 @@ def test_both_sides_report_times_sizes_and_failures_by_cause(redis_url: str) -> 
             totals = report(f.prefill[0]).totals
             assert totals["handoff_failures.refused"] == 1
             assert totals["push_runs"] <= totals["pushed_blocks"] == 20
-            queues = report(f.decode[0]).queues
-            assert (queues["resent"], report(f.prefill[0]).queues["granted"]) == (0, 0)
+            assert report(f.prefill[0]).queues["granted"] == 0
 
     run(test)

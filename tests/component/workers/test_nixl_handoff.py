@@ -12,12 +12,12 @@ from contextlib import ExitStack
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.handoff.quarantine import SETTLE_TICKS, Due
 from kvrelay.process_identity import identity_of
 from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.worker import factory
-from kvrelay_decode import reservation_transports
-from kvrelay_decode.quarantine import SETTLE_TICKS, Due
+from kvrelay_decode import reservations
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill import sender_driver
 from tests.component.transfer.transports import NO_NIXL
@@ -74,7 +74,7 @@ def test_a_pair_takes_nixl_when_both_have_it_and_says_so_once(
                 assert got.output == expected_tokens(prompt_of(50), GREEDY, 512)
             await f.until_clean()
 
-    with caplog.at_level("INFO", logger=reservation_transports.__name__):
+    with caplog.at_level("INFO", logger=reservations.__name__):
         run(test)
     said = [record.getMessage() for record in caplog.records if "come by" in record.getMessage()]
     assert len(said) == 1

@@ -12,7 +12,7 @@ from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.transfer import select
 from kvrelay.transfer.nixl_transport import NixlSettings
-from kvrelay_decode import overdue, reservation_transports
+from kvrelay_decode import receiver_driver, reservations
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hanging_agent import FakeNetwork, fake_network
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -68,7 +68,7 @@ def test_a_first_write_that_hangs_ends_with_its_connection_and_the_pair_goes_on_
                 await serve_by_zmq(f)
                 await f.until_clean()
 
-    with caplog.at_level("INFO", logger=reservation_transports.__name__):
+    with caplog.at_level("INFO", logger=reservations.__name__):
         run(test)
     assert transports_taken(caplog) == ["nixl", "zmq"]
 
@@ -80,7 +80,7 @@ def test_slots_of_a_write_that_never_ends_stay_in_quarantine_while_the_pair_goes
     """Decode notices where the sender does not, for instance because a call of UCX never returns."""
     stall_s = 0.3 if noticed_by == "prefill" else 1e6
     monkeypatch.setattr(select, "NixlSettings", partial(NixlSettings, stall_timeout_s=stall_s))
-    monkeypatch.setattr(overdue, "ONE_SIDED_STALL_S", 0.3 if noticed_by == "decode" else 1e6)
+    monkeypatch.setattr(receiver_driver, "BLOCKS_DUE_S", 0.3 if noticed_by == "decode" else 1e6)
     cause = "no progress" if noticed_by == "prefill" else "no block came by nixl"
 
     async def test() -> None:

@@ -1,200 +1,128 @@
-"""Sender and receiver machines joined by ordered links and a transport that lands blocks in any order, loses some and
-corrupts some.
-
-What a write does to the memory, what the receiver hears of it, and what the sender hears of it are events of their own.
-
-Random walks over everything that may happen; at the end of each, nobody waits and nobody holds anything.
-"""
+"""Single steps of the sender's and the receiver's machine that a reader should know; the search visits all of them."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvrelay.protocol.messages import FirstToken, Granted, Handoff, PeerRef
+from kvrelay.handoff import receiver, sender
+from kvrelay.handoff.receiver import ReceiverHandoff
+from kvrelay.handoff.sender import FromDecode, ReservationState, SenderHandoff, SenderState
+from kvrelay.protocol.messages import (
+    Abort,
+    Cancel,
+    Committed,
+    Drained,
+    Granted,
+    Handoff,
+    NeedDecode,
+    PeerRef,
+    Reassign,
+    Released,
+)
 from kvrelay.state_machine import IllegalEvent
-from kvrelay.transfer.base import BlockPush, Corrupted, Landed, Pushed, SenderDrained
-from kvrelay_decode import receiver_events as decode
-from kvrelay_decode import receiver_handoff
-from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
-from kvrelay_prefill import sender_events as prefill
-from kvrelay_prefill.sender_handoff import ReservationState, SenderHandoff, SenderState
-from tests.thoroughness import examples
-from tests.unit.handoff.walks import World
+from kvrelay.transfer.base import BlockPush, Corrupted, Landed, SenderDrained, TransferFailed
+
+ROUTER = PeerRef("r", "1", "tcp://r")
+FIRST, SECOND = PeerRef("d1", "1", "tcp://d1"), PeerRef("d2", "1", "tcp://d2")
+HANDOFF = Handoff(reservation="", index=0, token_id=1, num_tokens=1, num_blocks=0)
 
 
-@settings(max_examples=examples(600), deadline=None)
-@given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.sampled_from([0, 1, 3, 40]), st.integers(1, 3))
-def test_every_walk_ends_with_one_owner_or_none_and_nothing_held(
-    seed: int, one_sided: bool, calm: bool, most_faults: int, num_ranks: int
-) -> None:
-    world = World(random.Random(seed), one_sided, most_faults, num_ranks)
-    world.walk(calm)
-    assert world.sender.state is SenderState.RELEASED
-    assert world.blocks_released
-    running = [r for r in world.receivers.values() if r.committed]
-    for receiver in world.receivers.values():
-        assert receiver.machine is None or receiver.machine.state is ReceiverState.RUNNING
-        assert receiver.slots_held == bool(receiver.committed)
-    ended_without_decode = world.cancelled or world.first_ended or world.failed
-    lost = not all(r.alive for r in world.receivers.values())
-    assert len(running) == (0 if ended_without_decode else 1) or (lost and not running)
+def granted(reservation: str, num_blocks: int = 1) -> Granted:
+    return Granted(
+        reservation=reservation, first_block=0, slots=list(range(5, 5 + num_blocks)), transport="t", endpoint={}
+    )
+
+
+def sending(*blocks: int) -> SenderHandoff:
+    """Computed, and granted by the first decode worker."""
+    made = SenderHandoff(ROUTER, FIRST)
+    made.handle(sender.PrefillScheduled(blocks))
+    made.handle(FromDecode(FIRST, granted("r1", len(blocks))))
+    made.handle(sender.PrefillFinished(HANDOFF))
+    return made
+
+
+def filling(*, is_one_sided: bool = False) -> ReceiverHandoff:
+    """One of three blocks has landed, and the message is here."""
+    made = ReceiverHandoff(is_one_sided=is_one_sided)
+    made.handle(granted("r", 3))
+    made.handle(Landed("r", (0,)))
+    made.handle(Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3))
+    return made
 
 
 def test_an_illegal_event_changes_nothing() -> None:
-    sender = SenderHandoff(PeerRef("d", "1", "tcp://d"))
+    prefill = SenderHandoff(ROUTER, FIRST)
     with pytest.raises(IllegalEvent):
-        sender.handle(prefill.BlocksComputed(1))
+        prefill.handle(sender.BlocksComputed(1))
     with pytest.raises(IllegalEvent):
-        sender.handle(prefill.PrefillFinished(FirstToken(index=0, token_id=1)))
-    assert (sender.state, sender.reservation_state) == (SenderState.QUEUED, ReservationState.NONE)
-    receiver = ReceiverHandoff()
-    receiver.handle(decode.ReservationOpened("r", 0, 2, needs_quarantine=False))
+        prefill.handle(sender.PrefillFinished(HANDOFF))
+    assert (prefill.state, prefill.reservation_state) == (SenderState.QUEUED, ReservationState.NONE)
+    decode = filling()
     with pytest.raises(IllegalEvent):
-        receiver.handle(decode.ReservationOpened("s", 0, 2, needs_quarantine=False))
-    assert (receiver.reservation, receiver.num_missing) == ("r", 2)
+        decode.handle(granted("s", 3))
+    assert (decode.reservation, decode.num_received) == ("r", 1)
 
 
 def test_blocks_that_an_earlier_grant_still_reads_outlive_the_commit_of_the_next() -> None:
-    first, second = PeerRef("d1", "1", "tcp://d1"), PeerRef("d2", "1", "tcp://d2")
-    sender = SenderHandoff(first)
-    sender.handle(prefill.PrefillScheduled((10,)))
-    sender.handle(prefill.ReservationGranted(first, granted("r1")))
-    sender.handle(prefill.PrefillFinished(FirstToken(index=0, token_id=1)))
-    assert prefill.AbortTransfer("r1", "t") in sender.handle(prefill.ReservationReleased(first, "r1", "full"))
-    sender.handle(prefill.DecodeReassigned(second))
-    sender.handle(prefill.ReservationGranted(second, granted("r2")))
-    assert sender.handle(prefill.HandoffCommitted("r2")) == []
-    assert sender.state is SenderState.DRAINING
-    assert sender.handle(SenderDrained("r1")) == [prefill.SendDrained(first, "r1"), prefill.ReleaseBlocks()]
+    prefill = sending(10)
+    released = FromDecode(FIRST, Released(reservation="r1", reason="full"))
+    assert sender.StopPushing("r1", "t") in prefill.handle(released)
+    prefill.handle(Reassign(decode=SECOND))
+    prefill.handle(FromDecode(SECOND, granted("r2")))
+    assert prefill.handle(FromDecode(SECOND, Committed(reservation="r2"))) == []
+    assert prefill.state is SenderState.DRAINING
+    drained = sender.Send(FIRST, Drained(reservation="r1"))
+    assert prefill.handle(SenderDrained("r1")) == [drained, sender.ReleaseBlocks()]
+    assert prefill.handle(released) == [drained], "decode lost us, and asks again"
 
 
-def test_decode_that_lost_us_and_asks_again_is_told_when_its_reservation_has_drained() -> None:
-    first = PeerRef("d1", "1", "tcp://d1")
-    sender = SenderHandoff(first)
-    sender.handle(prefill.PrefillScheduled((10,)))
-    sender.handle(prefill.ReservationGranted(first, granted("r1")))
-    sender.handle(prefill.BlocksComputed(1))
-    sender.handle(prefill.DecodeLost(first, "silent"))
-    assert sender.handle(prefill.ReservationReleased(first, "r1", "asks again")) == []
-    assert sender.handle(SenderDrained("r1")) == [prefill.SendDrained(first, "r1")]
-    assert sender.handle(prefill.ReservationReleased(first, "r1", "asks again")) == [prefill.SendDrained(first, "r1")]
-
-
-def filling(*, one_sided: bool = False) -> ReceiverHandoff:
-    receiver = ReceiverHandoff()
-    receiver.handle(decode.ReservationOpened("r", 0, 3, needs_quarantine=one_sided))
-    receiver.handle(Landed("r", (0,)))
-    receiver.handle(decode.HandoffReceived(Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3)))
-    return receiver
-
-
-def test_a_block_that_comes_corrupted_is_asked_for_at_once_and_not_for_ever() -> None:
-    receiver = filling()
-    for number in range(1, receiver_handoff.MAX_CORRUPTIONS + 1):
-        asked = receiver.handle(Corrupted("r", (0, 2)))  # 0 has landed: what comes of it does not matter any more
-        assert asked == [decode.SendResend("r", (2,), number, corrupted=True)]
-    cause = f"block 2 came corrupted {receiver_handoff.MAX_CORRUPTIONS + 1} times"
-    assert receiver.handle(Corrupted("r", (2,))) == [
-        decode.StopReceiving("r"),
-        decode.SendReleased("r", cause, transport_failed=True),
-        decode.FreeBlocks(1),
+def test_a_failed_transfer_asks_for_another_decode_worker_at_once() -> None:
+    prefill = sending(10)
+    need = NeedDecode(reason="transfer failed: the connection broke", excluded=["d1"], lacks=FIRST)
+    assert prefill.handle(TransferFailed("r1", "the connection broke")) == [
+        sender.StopPushing("r1", "t"),
+        sender.Send(ROUTER, need),
     ]
+    assert prefill.handle(TransferFailed("r1", "the connection broke")) == []
 
 
-def test_blocks_that_never_come_are_given_up_and_any_that_lands_starts_the_count_again() -> None:
-    receiver = filling()
-    for _ in range(receiver_handoff.MAX_SILENT_ROUNDS):
-        receiver.handle(decode.HandoffOverdue())
-    receiver.handle(Landed("r", (1,)))
-    for _ in range(receiver_handoff.MAX_SILENT_ROUNDS):
-        assert isinstance(receiver.handle(decode.HandoffOverdue())[0], decode.SendResend)
-    told = receiver.handle(decode.HandoffOverdue())[1]
-    assert isinstance(told, decode.SendReleased)
-    assert told.transport_failed and "1 blocks did not come" in told.reason
+def test_blocks_are_pushed_once_for_each_reservation_when_they_are_computed() -> None:
+    prefill = SenderHandoff(ROUTER, FIRST)
+    prefill.handle(sender.PrefillScheduled((10, 11, 12)))
+    prefill.handle(sender.BlocksComputed(2))
+    grant = Granted(reservation="r1", first_block=1, slots=[5, 6], transport="t", endpoint={})
+    assert prefill.handle(FromDecode(FIRST, grant)) == [sender.PushBlocks(grant, (BlockPush(1, 11, 5),))]
+    assert prefill.handle(sender.BlocksComputed(2)) == []
+    push, handoff = prefill.handle(sender.PrefillFinished(HANDOFF))
+    assert push == sender.PushBlocks(grant, (BlockPush(2, 12, 6),))
+    assert isinstance(handoff, sender.Send) and isinstance(handoff.body, Handoff)
+    assert (handoff.body.reservation, handoff.body.num_blocks) == ("r1", 2)
 
 
-def test_a_corrupted_block_that_is_still_in_flight_is_pushed_again_when_it_has_left() -> None:
-    first = PeerRef("d1", "1", "tcp://d1")
-    sender = SenderHandoff(first)
-    sender.handle(prefill.PrefillScheduled((10, 11)))
-    message = Granted(reservation="r", first_block=0, slots=[5, 6], transport="t", endpoint={})
-    sender.handle(prefill.ReservationGranted(first, message))
-    sender.handle(prefill.BlocksComputed(1))
-    assert sender.handle(prefill.ResendRequested("r", (0, 1), 1, corrupted=True)) == []  # 1 was never pushed
-    [again] = sender.handle(Pushed("r", (0,), 1))
-    assert again == prefill.PushBlocks("r", "t", {}, (BlockPush(0, 10, 5),))
-    assert prefill.SendHandoff(first, "r", 2, resend=0) in sender.handle(
-        prefill.PrefillFinished(FirstToken(index=0, token_id=1))
-    )
-    assert sender.handle(Pushed("r", (1,), 1)) == []
-    assert sender.handle(Pushed("r", (0,), 1)) == [prefill.SendHandoff(first, "r", 2, resend=1)]
+def test_a_grant_of_another_number_of_blocks_is_returned() -> None:
+    prefill = SenderHandoff(ROUTER, FIRST)
+    prefill.handle(sender.PrefillScheduled((10,)))
+    instructions = prefill.handle(FromDecode(FIRST, granted("r1", 2)))
+    bodies = [each.body for each in instructions if isinstance(each, sender.Send)]
+    assert [type(body) for body in bodies] == [Abort, Drained, NeedDecode]
 
 
-def test_where_writes_are_one_sided_the_answer_to_the_last_question_is_awaited() -> None:
-    receiver = filling(one_sided=True)
-    receiver.handle(Corrupted("r", (1,)))
-    assert receiver.handle(Landed("r", (1, 2))) == []
-    message = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3, resend=1)
-    assert receiver.handle(decode.HandoffReceived(message)) == [decode.RecheckBlocks("r", (1,))]
-    assert decode.Commit(message) in receiver.handle(Landed("r", (1,)))
-
-
-def test_a_landed_block_that_a_repeated_write_has_damaged_is_found_and_asked_for_again() -> None:
-    receiver = filling(one_sided=True)
-    assert receiver.handle(decode.HandoffOverdue()) == [decode.SendResend("r", (1, 2), 1, corrupted=False)]
-    assert receiver.handle(Landed("r", (1, 2))) == []  # the first writes were only late
-    answer = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3, resend=1)
-    assert receiver.handle(decode.HandoffReceived(answer)) == [decode.RecheckBlocks("r", (1, 2))]
-    assert receiver.handle(Landed("r", (1,))) == []
-    assert receiver.handle(Corrupted("r", (2,))) == [decode.SendResend("r", (2,), 2, corrupted=True)]
-    assert receiver.handle(Landed("r", (2,))) == []
-    second = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3, resend=2)
-    assert receiver.handle(decode.HandoffReceived(second)) == [decode.RecheckBlocks("r", (2,))]
-    assert decode.Commit(second) in receiver.handle(Landed("r", (2,)))
-
-
-def test_repeated_blocks_of_a_handoff_that_ended_are_not_taken_for_whole() -> None:
-    receiver = filling(one_sided=True)
-    receiver.handle(decode.HandoffOverdue())
-    receiver.handle(Landed("r", (1, 2)))
-    receiver.handle(decode.ReceiveCancelled("client gone"))
-    assert receiver.handle(decode.WritesDrained()) == [decode.FreeBlocks(1)]
-
-
-def granted(reservation: str) -> Granted:
-    return Granted(reservation=reservation, first_block=0, slots=[5], transport="t", endpoint={})
-
-
-@pytest.mark.parametrize("one_sided", [True, False])
-def test_a_missing_block_is_asked_for_again_and_a_late_double_awaited_where_it_cannot_be_refused(
-    one_sided: bool,
+@pytest.mark.parametrize("is_one_sided", [True, False])
+@pytest.mark.parametrize("event", [Corrupted("r", (1,)), receiver.BlocksOverdue("nothing came")])
+def test_a_block_that_does_not_arrive_whole_ends_the_reservation(
+    event: receiver.ReceiverEvent, is_one_sided: bool
 ) -> None:
-    """A late write over a one-sided transport would land after its double, when the slot may have another owner."""
-    receiver = filling(one_sided=one_sided)
-    assert receiver.handle(decode.HandoffOverdue()) == [decode.SendResend("r", (1, 2), 1, corrupted=False)]
-    committed = [type(each) for each in receiver.handle(Landed("r", (1, 2)))]
-    assert committed == ([] if one_sided else [decode.StopReceiving, decode.Commit])
+    decode = filling(is_one_sided=is_one_sided)
+    stop, released, last = decode.handle(event)
+    assert stop == receiver.StopReceiving("r")
+    assert isinstance(released, Released) and released.transport_failed
+    assert last == (receiver.KeepBlocks() if is_one_sided else receiver.FreeBlocks(1))
+    if is_one_sided:
+        assert decode.handle(Drained(reservation="r")) == [receiver.FreeBlocks(1)]
 
 
-def test_pushes_go_to_all_ranks_of_decode() -> None:
-    decode_worker = PeerRef("d1", "1", "tcp://d1")
-    sender = SenderHandoff(decode_worker)
-    sender.handle(prefill.PrefillScheduled((10,)))
-    message = Granted(
-        reservation="r",
-        first_block=0,
-        slots=[5],
-        transport="t",
-        endpoint={"address": "a"},
-        rank_endpoints=[{"address": "b"}],
-        num_stages=2,
-    )
-    sender.handle(prefill.ReservationGranted(decode_worker, message))
-    [push] = sender.handle(prefill.BlocksComputed(1))
-    assert push == prefill.PushBlocks(
-        "r", "t", {"address": "a"}, (BlockPush(0, 10, 5),), rank_endpoints=({"address": "b"},), num_stages=2
-    )
+def test_a_deferred_handoff_that_is_cancelled_is_refused() -> None:
+    [refused, free] = ReceiverHandoff(is_one_sided=True).handle(Cancel(reason="draining"))
+    assert free == receiver.FreeBlocks(0)
+    assert type(refused).__name__ == "Refused"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.protocol.messages import PeerRef
-from kvrelay_prefill.offers import TRY_AGAIN_AFTER_S, TransportOffers
+from kvrelay_prefill.pushes import TRY_AGAIN_AFTER_S, TransportOffers
 
 pytestmark = pytest.mark.unit
 

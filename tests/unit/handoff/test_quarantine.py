@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from kvrelay.handoff.quarantine import ASK_AT_MOST_EVERY_S, FIRST_ASK_S, OVERDUE_AFTER_S, SETTLE_TICKS, Quarantine
 from kvrelay.process_identity import can_be_seen, has_ended, own_identity
 from kvrelay.protocol.messages import PeerRef
-from kvrelay_decode.quarantine import ASK_AT_MOST_EVERY_S, FIRST_ASK_S, OVERDUE_AFTER_S, SETTLE_TICKS, Quarantine
 
 pytestmark = pytest.mark.unit
 
@@ -124,26 +124,6 @@ def test_a_silent_sender_is_asked_less_and_less_often(machine: Machine) -> None:
     assert asked[0] == FIRST_ASK_S
     assert gaps == sorted(gaps)
     assert gaps[-1] == ASK_AT_MOST_EVERY_S
-
-
-def test_a_living_sender_is_asked_once_for_each_invalid_answer_and_less_and_less_often(machine: Machine) -> None:
-    asked = []
-    for tenth in range(10 * int(HOUR_S)):
-        now = tenth / 10
-        machine.quarantine.ask_again(KEY, now)  # an invalid answer at every tick
-        if machine.quarantine.tick(now).ask:
-            asked.append(now)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
-    assert asked[0] >= FIRST_ASK_S and gaps[0] >= 2 * FIRST_ASK_S
-    assert max(gaps) >= ASK_AT_MOST_EVERY_S
-    assert len(asked) <= HOUR_S / ASK_AT_MOST_EVERY_S + 10
-    assert not [now for now in range(int(HOUR_S), int(2 * HOUR_S)) if machine.quarantine.tick(now).ask][1:]
-
-
-def test_a_sender_that_sent_its_proof_after_all_is_not_asked(machine: Machine) -> None:
-    machine.quarantine.ask_again(KEY, 0.0)
-    machine.quarantine.drained(KEY)
-    assert not machine.quarantine.tick(HOUR_S).ask
 
 
 @pytest.mark.parametrize("rest", ["12", "12/3/4", "x/3", "12/-3", "1" * 300 + "/3"])

@@ -8,7 +8,7 @@ from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Shards
 from kvrelay.step.batch import ModelSpec
 from kvrelay.transfer.sharded import ShardedReceiver, ShardLayout
-from kvrelay_decode.reservation_transports import Reservations
+from kvrelay_decode.reservations import Reservations
 from tests.unit.handoff.test_decode_role import SilentReceiver
 
 pytestmark = pytest.mark.unit
@@ -19,8 +19,8 @@ SPEC = ModelSpec("m", 100, 64, (), NUM_LAYERS, NUM_HEADS, 1, 4, 16, 96, "float32
 @pytest.mark.parametrize(
     ("num_stages", "shards", "reason"),
     [
-        (2, Shards(), "its version knows no stages, and there are 2 here"),
-        (2, Shards(size=2, num_kv_heads=NUM_HEADS), "its version knows no stages, and there are 2 here"),
+        (2, Shards(), "0 KV heads there, 4 here"),
+        (2, Shards(size=2, num_kv_heads=NUM_HEADS), ""),
         (2, Shards(size=1, num_kv_heads=NUM_HEADS, num_stages=1), ""),
         (2, Shards(size=2, num_kv_heads=NUM_HEADS, num_stages=3), ""),
         (2, Shards(size=1, num_kv_heads=NUM_HEADS, num_stages=4), "3 layers do not divide among 4 stages"),

@@ -8,15 +8,25 @@ from typing import Any
 
 import pytest
 
-from kvrelay.protocol.messages import FirstToken, Granted, Handoff, PeerRef
+from kvrelay.handoff import receiver as decode
+from kvrelay.handoff import sender as prefill
+from kvrelay.handoff.receiver import ReceiverHandoff, ReceiverState
+from kvrelay.handoff.sender import SenderHandoff, SenderState
+from kvrelay.protocol.messages import (
+    Abort,
+    Cancel,
+    Committed,
+    Deferred,
+    Drained,
+    Granted,
+    Handoff,
+    PeerRef,
+    Reassign,
+    Refused,
+    Released,
+)
 from kvrelay.state_machine import IllegalEvent, TransitionTable
-from kvrelay.transfer.base import Corrupted, Landed, Pushed, SenderDrained, TransferFailed
-from kvrelay_decode import receiver_events as decode
-from kvrelay_decode import receiver_handoff
-from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
-from kvrelay_prefill import sender_events as prefill
-from kvrelay_prefill import sender_handoff
-from kvrelay_prefill.sender_handoff import SenderHandoff, SenderState
+from kvrelay.transfer.base import Corrupted, Landed, SenderDrained, TransferFailed
 from kvrelay_router.dispatch import attempt
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from scripts import docs
@@ -24,43 +34,44 @@ from tests.unit.handoff.check.values import clone, freeze
 
 pytestmark = pytest.mark.unit
 
-D = PeerRef("d", "1", "tcp://d")
+R, D = PeerRef("r", "1", "tcp://r"), PeerRef("d", "1", "tcp://d")
 GRANT = Granted(reservation="r", first_block=0, slots=[5], transport="t", endpoint={})
+CACHED = Granted(reservation="r", first_block=1, slots=[], transport="t", endpoint={})
 HANDOFF = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=1)
-FIRST = FirstToken(index=0, token_id=1)
 
-SENDER_EVENTS: list[prefill.SenderHandoffEvent] = [
+SENDER_EVENTS: list[prefill.SenderEvent] = [
     prefill.PrefillScheduled((1,)),
     prefill.BlocksComputed(1),
-    prefill.PrefillFinished(FIRST),
-    prefill.ReservationGranted(D, GRANT),
-    prefill.ReservationDeferred(D),
-    prefill.ReservationRefused(D, "full"),
-    prefill.ReservationReleased(D, "r", "full"),
-    prefill.HandoffCommitted("r"),
-    prefill.ResendRequested("r", (0,), 1),
+    prefill.PrefillFinished(HANDOFF),
+    prefill.PrefillFinished(None),
+    prefill.FromDecode(D, GRANT),
+    prefill.FromDecode(D, Deferred(reason="full")),
+    prefill.FromDecode(D, Refused(reason="full")),
+    prefill.FromDecode(D, Released(reservation="r", reason="full")),
+    prefill.FromDecode(D, Committed(reservation="r")),
     prefill.DecodeLost(D, "silent"),
-    prefill.DecodeReassigned(D),
-    prefill.SendCancelled("the client is gone"),
-    Pushed("r", (0,), 1),
+    Reassign(decode=D),
+    Cancel(reason="the client is gone"),
     SenderDrained("r"),
     TransferFailed("r", "broken"),
 ]
-RECEIVER_EVENTS: list[decode.ReceiverHandoffEvent] = [
-    decode.ReservationOpened("r", 0, 1, needs_quarantine=True),
+RECEIVER_EVENTS: list[decode.ReceiverEvent] = [
+    GRANT,
     Landed("r", (0,)),
     Corrupted("r", (0,)),
-    decode.HandoffReceived(HANDOFF),
-    decode.HandoffOverdue(),
-    decode.TransferStalled("nothing came"),
-    decode.HandoffAborted(),
-    decode.ReceiveCancelled("the client is gone"),
+    HANDOFF,
+    decode.BlocksOverdue("nothing came"),
+    Abort(reservation="r", reason="no"),
+    Cancel(reason="the client is gone"),
     decode.PrefillLost(),
-    decode.WritesDrained(),
-    decode.AdoptionRefused("full"),
+    Drained(reservation="r"),
+    decode.CommitRefused("full"),
 ]
-COPIED_EVENTS = [decode.ReservationOpened("r", 0, 1, needs_quarantine=False), *RECEIVER_EVENTS[1:]]
-CACHED_EVENTS = [decode.ReservationOpened("r", 1, 1, needs_quarantine=True), *RECEIVER_EVENTS[1:]]
+
+
+def class_of(event: object) -> type[object]:
+    """The one that the table knows an event by."""
+    return type(event.body) if isinstance(event, prefill.FromDecode) else type(event)
 
 
 def legal_states(table: TransitionTable[Any], event: type[object]) -> set[StrEnum]:
@@ -79,8 +90,8 @@ def explore(machine: Any, table: TransitionTable[Any], events: list[Any], depth:
         for before in level:
             for event in events:
                 after = clone(before)
-                if (before.state, type(event)) not in table:
-                    with pytest.raises(IllegalEvent, match=type(event).__name__):
+                if (before.state, class_of(event)) not in table:
+                    with pytest.raises(IllegalEvent, match=class_of(event).__name__):
                         after.handle(event)
                     assert freeze(after) == freeze(clone(before))
                     continue
@@ -96,22 +107,24 @@ def explore(machine: Any, table: TransitionTable[Any], events: list[Any], depth:
 
 
 def test_a_sender_changes_its_state_as_the_diagram_says_and_raises_for_what_its_table_lacks() -> None:
-    changes = explore(SenderHandoff(D), sender_handoff.TRANSITIONS, SENDER_EVENTS, depth=5)
+    changes = explore(SenderHandoff(R, D), prefill.TRANSITIONS, SENDER_EVENTS, depth=5)
     assert changes == set(docs.SENDER_LABELS)
 
 
 def test_a_receiver_changes_its_state_as_the_diagram_says_and_raises_for_what_its_table_lacks() -> None:
     changes = set()
-    for events in (RECEIVER_EVENTS, COPIED_EVENTS, CACHED_EVENTS):
-        changes |= explore(ReceiverHandoff(), receiver_handoff.TRANSITIONS, events, depth=4)
+    for is_one_sided in (True, False):
+        for events in (RECEIVER_EVENTS, [CACHED, *RECEIVER_EVENTS[1:]]):
+            machine = ReceiverHandoff(is_one_sided=is_one_sided)
+            changes |= explore(machine, decode.TRANSITIONS, events, depth=4)
     assert changes == set(docs.RECEIVER_LABELS)
 
 
 @pytest.mark.parametrize(
     ("table", "states", "machine"),
     [
-        (sender_handoff.TRANSITIONS, SenderState, SenderHandoff),
-        (receiver_handoff.TRANSITIONS, ReceiverState, ReceiverHandoff),
+        (prefill.TRANSITIONS, SenderState, SenderHandoff),
+        (decode.TRANSITIONS, ReceiverState, ReceiverHandoff),
         (attempt.TRANSITIONS, AttemptState, SequenceAttempts),
     ],
     ids=["sender", "receiver", "attempts"],
@@ -120,29 +133,31 @@ def test_a_table_names_all_states_and_exactly_the_events_of_handle(
     table: TransitionTable[Any], states: type[StrEnum], machine: Any
 ) -> None:
     assert {state for state, _ in table} == set(states)
-    assert {event for _, event in table} == set(typing.get_args(typing.get_type_hints(machine.handle)["event"]))
+    events = set(typing.get_args(typing.get_type_hints(machine.handle)["event"]))
+    if prefill.FromDecode in events:
+        events |= set(typing.get_args(typing.get_type_hints(prefill.FromDecode)["body"]))
+    assert {event for _, event in table} == events - {prefill.FromDecode}
 
 
 def test_messages_of_peers_are_legal_in_every_state_and_own_events_where_they_are_caused() -> None:
-    senders = sender_handoff.TRANSITIONS
-    for message in SENDER_EVENTS[3:12]:
-        assert legal_states(senders, type(message)) == set(SenderState)
+    senders = prefill.TRANSITIONS
+    for message in SENDER_EVENTS[4:12]:
+        assert legal_states(senders, class_of(message)) == set(SenderState)
     assert legal_states(senders, prefill.PrefillScheduled) == {SenderState.QUEUED}
     assert legal_states(senders, prefill.BlocksComputed) == {SenderState.COMPUTING}
     assert legal_states(senders, prefill.PrefillFinished) == {SenderState.COMPUTING}
-    for own in (Pushed, SenderDrained, TransferFailed):
+    for own in (SenderDrained, TransferFailed):
         assert legal_states(senders, own) == set(SenderState) - {SenderState.QUEUED}
-    receivers = receiver_handoff.TRANSITIONS
-    for received in RECEIVER_EVENTS[3:8]:
-        assert legal_states(receivers, type(received)) == set(ReceiverState)
-    assert legal_states(receivers, decode.ReservationOpened) == {ReceiverState.ASKED}
-    assert legal_states(receivers, decode.AdoptionRefused) == {ReceiverState.RUNNING}
+    receivers = decode.TRANSITIONS
+    for received in (Handoff, Abort, Cancel, decode.PrefillLost):
+        assert legal_states(receivers, received) == set(ReceiverState)
+    assert legal_states(receivers, Granted) == {ReceiverState.ASKED}
+    assert legal_states(receivers, decode.CommitRefused) == {ReceiverState.RUNNING}
 
 
 @pytest.mark.parametrize("event", SENDER_EVENTS, ids=lambda event: type(event).__name__)
-def test_a_released_sender_stays_released_whatever_comes(event: prefill.SenderHandoffEvent) -> None:
-    machine = SenderHandoff(D)
-    machine.handle(prefill.SendCancelled(""))
-    if (SenderState.RELEASED, type(event)) in sender_handoff.TRANSITIONS:
+def test_a_released_sender_stays_released_whatever_comes(event: prefill.SenderEvent) -> None:
+    machine = SenderHandoff.released(R)
+    if (SenderState.RELEASED, class_of(event)) in prefill.TRANSITIONS:
         machine.handle(event)
     assert machine.state is SenderState.RELEASED

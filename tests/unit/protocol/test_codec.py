@@ -224,11 +224,11 @@ def test_a_process_is_an_identity_or_empty(process: str, is_taken: bool) -> None
         "router": router,
         "transports": [],
         "num_blocks": 1,
-        "process": process,
+        "processes": [process],
     }
     with contextlib.nullcontext() if is_taken else pytest.raises(codec.MalformedMessage, match="process"):
         decoded = codec.decode_body([b"", msgspec.msgpack.encode(body)])
-        assert isinstance(decoded, Reserve) and decoded.process == process
+        assert isinstance(decoded, Reserve) and decoded.processes == [process]
 
 
 def test_an_entry_says_what_is_wrong_with_its_log_probabilities() -> None:

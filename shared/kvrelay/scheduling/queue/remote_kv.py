@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.kv.pool import BlockState
-from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
@@ -58,7 +57,6 @@ class RemoteSequences:
         self._num_to_arrive: dict[str, int] = {}  # samples behind the last one that arrived, by sample group
         self._reserved: set[SequenceKey] = set()  # pending handoffs that capacity is reserved for
         self._announced: list[Sequence] = []  # reserved since `take_reservations`
-        self._stalled: set[PeerRef] = set()  # senders that have sent nothing for too long
         self._num_receiving_slots = 0
 
     @property
@@ -169,7 +167,7 @@ class RemoteSequences:
         self.receiving[sequence.key] = sequence
         self._num_receiving_slots += sequence.num_slots
         self._announced.append(sequence)
-        if self._blocks.shares_prefixes and remote.sender not in self._stalled:
+        if self._blocks.shares_prefixes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self._in_progress.promise(sequence.key, hashes[sequence.num_published :])
         if num_to_come:
@@ -187,28 +185,6 @@ class RemoteSequences:
     def _num_own(self, sequence: Sequence) -> int:
         """Blocks that another sample of its group takes beside it."""
         return self._blocks.num_own(sequence, sequence)
-
-    # -- the course of a transfer -------------------------------------------------------------------------------------
-
-    def stalled(self, sequence: Sequence) -> bool:
-        """Nothing has come for this handoff for too long. Until its sender sends again, no sequence waits for a prefix
-        that this sender brings. Returns whether this is new."""
-        if sequence.remote is None or sequence.remote.sender in self._stalled:
-            return False
-        sender = sequence.remote.sender
-        self._stalled.add(sender)
-        for each in self.receiving.values():
-            if each.remote is not None and each.remote.sender == sender:
-                self._waiting.prefixes_changed(self._in_progress.withdraw(each.key))
-        return True
-
-    def progressed(self, sequence: Sequence) -> None:
-        """A block came for this handoff."""
-        if self._stalled and sequence.remote is not None:
-            self._stalled.discard(sequence.remote.sender)
-
-    def sender_gone(self, sender: PeerRef) -> None:
-        self._stalled.discard(sender)
 
     # -- the end of a transfer ----------------------------------------------------------------------------------------
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.protocol.messages import Handoff
+from kvrelay.handoff import receiver
+from kvrelay.handoff.quarantine import SETTLE_TICKS, Quarantine
+from kvrelay.handoff.receiver import ReceiverHandoff
+from kvrelay.handoff.receiver import ReceiverState as D
+from kvrelay.protocol.messages import (
+    Abort,
+    Cancel,
+    Committed,
+    Deferred,
+    Drained,
+    Granted,
+    Handoff,
+    Refused,
+    Released,
+)
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.transfer.base import Landed
-from kvrelay_decode import receiver_events as decode
-from kvrelay_decode.quarantine import SETTLE_TICKS, Quarantine
-from kvrelay_decode.receiver_handoff import ReceiverHandoff
-from kvrelay_decode.receiver_handoff import ReceiverState as D
+from kvrelay.transfer.base import Corrupted, Landed
 from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, State, Write, peer
 from tests.unit.handoff.check.values import clone
 
@@ -31,13 +41,13 @@ def take(state: State, who: str, source: str, kind: str, key: SequenceKey, *more
         case "cancel":
             cancel(state, who, key)
             state.buried[who] = state.buried.get(who, frozenset()) | {key}
-        case _ if key in state.receivers[who]:
-            from_prefill(state, who, key, kind, *more)
+        case "message" if key in state.receivers[who]:
+            from_prefill(state, who, key, more[0])
 
 
 def reserve(state: State, who: str, source: str, key: SequenceKey, num_output: int) -> None:
     if who in state.draining or key in state.buried.get(who, ()):
-        state.post(who, source, "refused", key)
+        state.post(who, source, "message", key, Refused(reason="refused"))
         return
     supersede(state, who, key)
     known = state.receivers[who].get(key)
@@ -46,13 +56,13 @@ def reserve(state: State, who: str, source: str, key: SequenceKey, num_output: i
     if known is not None:
         cancel(state, who, key)
     if key in state.receivers[who]:
-        state.post(who, source, "refused", key)
+        state.post(who, source, "message", key, Refused(reason="refused"))
         return
-    state.receivers[who][key] = Receiving(ReceiverHandoff(), source, num_output)
+    state.receivers[who][key] = Receiving(ReceiverHandoff(is_one_sided=state.size.one_sided), source, num_output)
     admit_pending(state, who)
     made = state.receivers[who][key].machine
     if made is not None and made.state is D.ASKED:
-        state.post(who, source, "deferred", key)
+        state.post(who, source, "message", key, Deferred(reason="full"))
 
 
 def supersede(state: State, who: str, key: SequenceKey) -> None:
@@ -78,62 +88,47 @@ def admit_pending(state: State, who: str) -> None:
         state.granted += 1
         reservation, sent = f"{who}{state.granted}", () if shared else receiving.slots
         first = state.size.num_blocks - len(sent)
-        receiving.machine.handle(
-            decode.ReservationOpened(reservation, first, state.size.num_blocks, state.size.one_sided)
+        granted = Granted(
+            reservation=reservation, first_block=first, slots=list(sent), transport="t", endpoint={"d": who}
         )
+        receiving.machine.handle(granted)
         if state.size.has_ranks:
             state.landing(who).admitted(reservation, range(first, state.size.num_blocks))
-        state.post(who, receiving.prefill, "granted", key, reservation, sent)
+        state.post(who, receiving.prefill, "message", key, granted)
 
 
-def from_prefill(state: State, who: str, key: SequenceKey, kind: str, reservation: str, *more: Any) -> None:
+def from_prefill(state: State, who: str, key: SequenceKey, body: Handoff | Abort | Drained) -> None:
     receiving = state.receivers[who][key]
-    if receiving.machine is None or (reservation and reservation != receiving.machine.reservation):
+    if receiving.machine is None or (body.reservation and body.reservation != receiving.machine.reservation):
         return
-    receiving = state.receiving(who, key)
-    assert receiving.machine is not None
-    match kind:
-        case "handoff":
-            index, resend = more
-            body = Handoff(
-                reservation=reservation,
-                index=index,
-                token_id=index,
-                num_tokens=1,
-                num_blocks=state.size.num_blocks,
-                resend=resend,
-            )
-            run(state, who, key, receiving.machine.handle(decode.HandoffReceived(body)))
-        case "abort":
-            run(state, who, key, receiving.machine.handle(decode.HandoffAborted()))
-        case "drained" if receiving.machine.state is D.QUARANTINED:
-            quarantine(state, who).drained(key)
-            settle(state, who)
+    machine = state.receiving(who, key).machine
+    assert machine is not None
+    if not isinstance(body, Drained):
+        run(state, who, key, machine.handle(body))
+    elif machine.state is D.QUARANTINED:
+        quarantine(state, who).drained(key)
+        settle(state, who)
 
 
-def run(state: State, who: str, key: SequenceKey, instructions: list[decode.ReceiverInstruction]) -> None:
+def run(state: State, who: str, key: SequenceKey, instructions: list[receiver.ReceiverInstruction]) -> None:
     receiving = state.receivers[who][key]
     machine = receiving.machine
     assert machine is not None
     for instruction in instructions:
         match instruction:
-            case decode.Commit(message):
+            case receiver.Commit(message):
                 receiving.running = True
-                state.post(who, receiving.prefill, "committed", key, message.reservation)
+                state.post(who, receiving.prefill, "message", key, Committed(reservation=message.reservation))
                 state.post(who, R, "tokens", key, message.index, (message.token_id,), None)
                 receiving.num_output = message.index + 1
-            case decode.QuarantineBlocks():
+            case receiver.KeepBlocks():
                 quarantine(state, who).add(key, peer(receiving.prefill), [receiving.prefill], 0.0)
-            case decode.FreeBlocks():
+            case receiver.FreeBlocks():
                 receiving.slots = ()
-            case decode.SendResend(reservation, blocks, number):
-                state.post(who, receiving.prefill, "resend", key, reservation, blocks, number)
-            case decode.RecheckBlocks(reservation, blocks):
-                recheck(state, who, key, Landed(reservation, blocks))
-            case decode.StopReceiving(reservation):
+            case receiver.StopReceiving(reservation):
                 state.landing(who).released(reservation)
-            case decode.SendReleased(reservation):
-                state.post(who, receiving.prefill, "released", key, reservation)
+            case Refused() | Released():
+                state.post(who, receiving.prefill, "message", key, instruction)
     if machine.state is D.FREED:
         del state.receivers[who][key]
 
@@ -157,21 +152,22 @@ def land(state: State, who: str, key: SequenceKey, write: Write) -> None:
         report(state, who, key, rank, event)
 
 
-def recheck(state: State, who: str, key: SequenceKey, event: Landed) -> None:
-    if not state.size.has_ranks:
-        machine = state.receivers[who][key].machine
-        assert machine is not None
-        run(state, who, key, machine.handle(event))
+def corrupt(state: State, who: str, key: SequenceKey, write: Write) -> None:
+    """A part comes with other bytes than were sent."""
+    _, _, reservation, index, _, part = write
+    event = Corrupted(reservation, (index,))
+    if state.size.has_ranks:
+        report(state, who, key, state.size.routes[part][1], event)
         return
-    state.landing(who).recheck(event.reservation, event.blocks)
-    for rank in range(state.size.ranks[1]):
-        report(state, who, key, rank, event)
+    machine = state.receiving(who, key).machine
+    assert machine is not None
+    run(state, who, key, machine.handle(event))
 
 
-def report(state: State, who: str, key: SequenceKey, rank: int, event: Landed) -> None:
+def report(state: State, who: str, key: SequenceKey, rank: int, event: Landed | Corrupted) -> None:
     """The transport of a rank reports to the handoff of the worker."""
     joined = state.landing(who).handle(rank, event)
-    machine = state.receivers[who][key].machine
+    machine = state.receiving(who, key).machine
     if joined is not None and machine is not None:
         run(state, who, key, machine.handle(joined))
 
@@ -187,7 +183,7 @@ def settle(state: State, who: str) -> None:
         for key in quarantine(state, who).tick(0.0).safe:
             receiving = state.receiving(who, key)
             assert receiving.machine is not None
-            run(state, who, key, receiving.machine.handle(decode.WritesDrained()))
+            run(state, who, key, receiving.machine.handle(Drained(reservation=receiving.machine.reservation)))
 
 
 def ended(state: State, who: str, key: SequenceKey) -> None:
@@ -198,7 +194,8 @@ def ended(state: State, who: str, key: SequenceKey) -> None:
 def ask(state: State, who: str, key: SequenceKey) -> None:
     receiving = state.receivers[who][key]
     assert receiving.machine is not None
-    state.post(who, receiving.prefill, "released", key, receiving.machine.reservation)
+    released = Released(reservation=receiving.machine.reservation, reason="asks again")
+    state.post(who, receiving.prefill, "message", key, released)
 
 
 def is_lost(state: State, receiving: Receiving) -> bool:
@@ -208,10 +205,10 @@ def is_lost(state: State, receiving: Receiving) -> bool:
     return bool(state.size.parts_of(machine._missing) - receiving.landed - under_way)
 
 
-def resend(state: State, who: str, key: SequenceKey) -> None:
+def overdue(state: State, who: str, key: SequenceKey) -> None:
     receiving = state.receiving(who, key)
     assert receiving.machine is not None
-    run(state, who, key, receiving.machine.handle(decode.HandoffOverdue()))
+    run(state, who, key, receiving.machine.handle(receiver.BlocksOverdue("nothing came")))
 
 
 def local(state: State, who: str, key: SequenceKey) -> None:
@@ -235,8 +232,5 @@ def cancel(state: State, who: str, key: SequenceKey) -> None:
     receiving = state.receiving(who, key)
     if receiving.machine is None or receiving.machine.state is D.RUNNING:
         del state.receivers[who][key]
-    elif receiving.machine.state is D.ASKED:
-        del state.receivers[who][key]
-        state.post(who, receiving.prefill, "refused", key)
     else:
-        run(state, who, key, receiving.machine.handle(decode.ReceiveCancelled("cancelled")))
+        run(state, who, key, receiving.machine.handle(Cancel(reason="cancelled")))

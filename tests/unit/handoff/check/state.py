@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
+from kvrelay.handoff.quarantine import Quarantine
+from kvrelay.handoff.receiver import ReceiverHandoff
+from kvrelay.handoff.sender import SenderHandoff
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.block_parts import rank_copies
 from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
-from kvrelay_decode.quarantine import Quarantine
-from kvrelay_decode.receiver_handoff import ReceiverHandoff
-from kvrelay_prefill.sender_handoff import SenderHandoff
 from tests.unit.dispatch.driven_sequence import DrivenSequence
 from tests.unit.handoff.check.values import clone
 

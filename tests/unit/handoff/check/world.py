@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Self
 
+from kvrelay.handoff.quarantine import Quarantine, QuarantineState
+from kvrelay.handoff.receiver import PrefillLost
+from kvrelay.handoff.receiver import ReceiverState as D
+from kvrelay.handoff.sender import DecodeLost
+from kvrelay.handoff.sender import SenderState as P
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.transfer.base import Pushed, SenderEvent
+from kvrelay.transfer.base import Pushed
 from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
-from kvrelay_decode.quarantine import Quarantine, QuarantineState
-from kvrelay_decode.receiver_events import PrefillLost
-from kvrelay_decode.receiver_handoff import ReceiverState as D
-from kvrelay_prefill.sender_events import DecodeLost
-from kvrelay_prefill.sender_handoff import SenderState as P
 from kvrelay_router.dispatch import events as router
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.sequence_spec import SequenceSpec
@@ -31,7 +31,7 @@ from tests.unit.handoff.check.search import Violation
 from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, Sending, Size, State, Write, peer
 from tests.unit.handoff.check.values import freeze
 
-DISTURBANCES = frozenset({"cancel", "deadline", "die", "cut", "drain", "fail", "lose", "resend"})
+DISTURBANCES = frozenset({"cancel", "deadline", "die", "cut", "drain", "fail", "lose", "late", "corrupt"})
 Step = tuple[Any, ...]
 
 
@@ -132,6 +132,8 @@ class World(State):
                 yield ("vanish", write)
             elif self.budget.get("lose") and not self.size.one_sided:
                 yield ("lose", write)
+            elif self.budget.get("corrupt"):
+                yield ("corrupt", write)
         yield from self._disturbances()
 
     def _placements(self, r: str) -> Iterator[Step]:
@@ -159,7 +161,7 @@ class World(State):
             for reservation, rank in sorted(sending.aborting):
                 if not any(write[2] == reservation and self.size.source_rank(write) == rank for write in self.writes):
                     yield ("drained", who, key, reservation, rank)
-            if state in (P.COMPUTING, P.SENDING, P.HANDED) and self.budget.get("fail") and sending.machine._grant:
+            if state in (P.COMPUTING, P.SENDING, P.HANDED) and self.budget.get("fail") and sending.machine._granted:
                 yield from (("fail", who, key, rank) for rank in range(self.size.ranks[0]))
             if self.budget.get("deadline"):
                 yield ("deadline", who, key)
@@ -172,10 +174,10 @@ class World(State):
             elif machine is None and len(self.free(who)) >= self.size.num_blocks:
                 yield ("local", who, key)
             if machine is not None and machine.awaits_blocks:
-                if decode_side.is_lost(self, receiving) and not self.links.get((who, receiving.prefill)):
-                    yield ("repeat", who, key)
-                elif self.budget.get("resend"):
-                    yield ("resend", who, key)
+                if decode_side.is_lost(self, receiving):
+                    yield ("overdue", who, key)
+                elif self.budget.get("late"):
+                    yield ("late", who, key)
             if machine is not None and machine.state is D.QUARANTINED:
                 if receiving.prefill in self.dead and not any(w[2] == machine.reservation for w in self.writes):
                     yield ("ended", who, key)  # the process is seen to be no more
@@ -320,28 +322,29 @@ class World(State):
         aborted = (reservation, self.size.source_rank(write))
         return p in self.dead or any(aborted in sending.aborting for sending in self.senders[p].values())
 
-    def _land(self, write: Write) -> None:
+    def _land(self, write: Write, *, whole: bool = True) -> None:
         self.writes -= {write}
-        p, d, reservation, index, *_ = write
-        self._tell_pushed(p, reservation, index)
+        _, d, reservation, *_ = write
+        self._tell_pushed(write)
         for key, found in list(self.receivers[d].items()):
             if found.machine is not None and found.machine.reservation == reservation:
-                decode_side.land(self, d, key, write)
+                (decode_side.land if whole else decode_side.corrupt)(self, d, key, write)
+
+    def _corrupt(self, write: Write) -> None:
+        self._land(write, whole=False)
 
     def _vanish(self, write: Write) -> None:
         self.writes -= {write}
 
     def _lose(self, write: Write) -> None:
         self.writes -= {write}
-        self._tell_pushed(write[0], write[2], write[3])
+        self._tell_pushed(write)
 
-    def _tell_pushed(self, p: str, reservation: str, index: int) -> None:
-        event = Pushed(reservation, (index,), 1)
-        joined: SenderEvent | None = self.pushing(p).handle(event) if self.size.has_ranks else event
-        if joined is None:
-            return
-        for key in [key for key, sending in self.senders[p].items() if sending.machine.state is not P.QUEUED]:
-            prefill_side.run(self, p, key, self.sending(p, key).machine.handle(joined))
+    def _tell_pushed(self, write: Write) -> None:
+        """The machine need not know; what joins the ranks must."""
+        p, _, reservation, index, *_ = write
+        if self.size.has_ranks:
+            self.pushing(p).handle(Pushed(reservation, (index,), 1))
 
 
 def _frozen_all(workers: Mapping[str, Mapping[SequenceKey, Sending | Receiving]]) -> Hashable:
@@ -363,13 +366,14 @@ _STEPS: dict[str, Callable[..., None]] = {
     "fail": prefill_side.fail,
     "decode": decode_side.step,
     "local": decode_side.local,
-    "repeat": decode_side.resend,
-    "resend": decode_side.resend,
+    "overdue": decode_side.overdue,
+    "late": decode_side.overdue,
     "ask": decode_side.ask,
     "ended": decode_side.ended,
     "land": World._land,
     "vanish": World._vanish,
     "lose": World._lose,
+    "corrupt": World._corrupt,
     "deadline": World._deadline,
     "die": World._die,
     "drain": World._drain,

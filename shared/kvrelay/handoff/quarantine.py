@@ -2,7 +2,7 @@
 
 States of an entry:
 
-1. AWAITED  the sender is alive and will send Drained. If its Drained is invalid, Released is sent again.
+1. AWAITED  the sender is alive and will send Drained.
 2. LOST     the sender is silent, or has lost its state. Silence does not prove that it has ended: a stopped process
             resumes in the middle of a copy. Released is sent again, less and less often, so that a sender that resumes
             answers. If the sender runs on this machine, its processes are also watched.
@@ -92,13 +92,6 @@ class Quarantine:
         """The sender says that no write is in flight and none will follow."""
         self._prove(self._entries[key])
 
-    def ask_again(self, key: SequenceKey, now: float) -> None:
-        """The sender's Drained was invalid. `tick` returns the sequence in `ask` once, with the intervals of silent
-        senders, so that a sender whose every Drained is invalid gets no stream of messages."""
-        entry = self._entries[key]
-        if entry.state is QuarantineState.AWAITED and entry.ask_at == math.inf:
-            entry.ask_at = now + entry.ask_again_s
-
     def lost(self, peer: PeerRef, now: float, *, replaced: bool) -> None:
         """The link to a sender is lost. `replaced`: a newer incarnation of the sender has connected."""
         for entry in self._entries.values():
@@ -130,7 +123,7 @@ class Quarantine:
                     safe.append(key)
             elif now >= entry.ask_at:
                 entry.ask_again_s = min(2 * entry.ask_again_s, ASK_AT_MOST_EVERY_S)
-                entry.ask_at = now + entry.ask_again_s if entry.state is QuarantineState.LOST else math.inf
+                entry.ask_at = now + entry.ask_again_s
                 ask.append(key)
         return Due(tuple(safe), tuple(ask))
 

@@ -1,10 +1,34 @@
-"""Counts the blocks in flight of each reservation, and the time during which any block is in flight."""
+"""A prefill worker's pushes: the transports to offer to each decode worker, and the blocks in flight."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import Pushed, SenderEvent
 from kvrelay.worker.load_report import PushClock
+
+TRY_AGAIN_AFTER_S = 60.0
+
+
+class TransportOffers:
+    """`names`: this worker's transports, best first."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+        self._failed: dict[tuple[PeerRef, str], float] = {}
+
+    def failed(self, peer: PeerRef, name: str, now: float) -> None:
+        """A push to this peer did not arrive."""
+        self._failed = {pair: at for pair, at in self._failed.items() if now - at < TRY_AGAIN_AFTER_S}
+        self._failed[peer, name] = now
+
+    def to(self, peer: PeerRef, now: float) -> list[str]:
+        """Those that did not fail with this peer lately, best first; all of them if none is left."""
+        long_ago = now - TRY_AGAIN_AFTER_S
+        left = [name for name in self._names if self._failed.get((peer, name), long_ago) <= long_ago]
+        return left or list(self._names)
 
 
 class InFlightPushes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Granted, PeerRef, Shards
@@ -45,8 +45,6 @@ class Reservations:
         """Why a sender with these transports and ranks cannot write here. Empty if it can."""
         found = next((self._receivers[name] for name in offered if name in self._receivers), None)
         if found is not None:
-            if not shards.num_stages and found.num_stages > 1:
-                return f"its version knows no stages, and there are {found.num_stages} here"
             return found.why_not_from(_shape_of(shards))
         return f"no common transport: {offered} offered, {list(self._receivers)} here"
 
@@ -64,26 +62,22 @@ class Reservations:
             )
         return chosen
 
-    def needs_quarantine(self, transport: str) -> bool:
-        """Whether a sender writes one-sidedly: this worker cannot refuse a write, so blocks of a cancelled reservation
-        are unsafe until the sender says that it has stopped."""
-        return self._receivers[transport].needs_quarantine
+    def is_one_sided(self, transport: str) -> bool:
+        """Whether a sender writes into the slots itself: this worker cannot refuse a write, so slots of a cancelled
+        reservation are unsafe until the sender says that it has stopped."""
+        return self._receivers[transport].is_one_sided
 
     # -- reservations -------------------------------------------------------------------------------------------------
-
-    def name(self, key: SequenceKey) -> str:
-        """The name of a new reservation for a sequence."""
-        reservation = f"{self._incarnation}-{next(self._numbers)}"
-        self._keys[reservation] = key
-        return reservation
 
     def key_of(self, reservation: str) -> SequenceKey | None:
         """The sequence that a reservation is for; None after `forget`."""
         return self._keys.get(reservation)
 
-    def open(self, reservation: str, transport: str, first_block: int, slots: list[int], shards: Shards) -> Granted:
-        """Lets a sender with these ranks write its blocks from `first_block` on into `slots`. Returns the message to
-        it."""
+    def open(self, key: SequenceKey, transport: str, first_block: int, slots: list[int], shards: Shards) -> Granted:
+        """Makes a reservation for a sequence: a sender with these ranks may write its blocks from `first_block` on into
+        `slots`. Returns the message to the sender."""
+        reservation = f"{self._incarnation}-{next(self._numbers)}"
+        self._keys[reservation] = key
         receiver = self._receivers[transport]
         receiver.admit(reservation, first_block, slots, _shape_of(shards))
         endpoint, *rank_endpoints = receiver.endpoints
@@ -101,10 +95,6 @@ class Reservations:
         """Refuses further writes, if the transport can."""
         self._receivers[transport].release(reservation)
 
-    def recheck(self, reservation: str, transport: str, blocks: Sequence[int]) -> None:
-        """Compares blocks that have landed with the bytes that were sent; `on_transfer` gets the result."""
-        self._receivers[transport].recheck(reservation, blocks)
-
     def forget(self, reservation: str) -> None:
         """Ignores what its transport still reports."""
         self._keys.pop(reservation, None)
@@ -115,4 +105,4 @@ class Reservations:
 
 
 def _shape_of(shards: Shards) -> ShardShape:
-    return ShardShape(shards.size, shards.num_kv_heads, shards.num_stages or 1)
+    return ShardShape(shards.size, shards.num_kv_heads, shards.num_stages)

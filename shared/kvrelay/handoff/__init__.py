@@ -1,0 +1,1 @@
+"""How a sequence and its KV blocks move from a prefill to a decode worker: the state machines of both sides."""

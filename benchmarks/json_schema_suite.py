@@ -28,6 +28,8 @@ from jsonschema import Draft202012Validator
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay_router.text.grammar_check import MAX_CPU_S
+from kvrelay_router.text.grammar_process import CompilerSpec, GrammarProcess
 
 TOKENIZER_JSON = Path(__file__).resolve().parents[1] / "models" / "demo" / "tokenizer.json"
 END = 2
@@ -40,13 +42,17 @@ class RandomModel:
     def __init__(self) -> None:
         written = TOKENIZER_JSON.read_text(encoding="utf-8")
         self._tokenizer = tokenizers.Tokenizer.from_str(written)
-        self._compiler = LLGuidanceCompiler(written, self._tokenizer.get_vocab_size(), [END])
+        size = self._tokenizer.get_vocab_size()
+        self._compiler = LLGuidanceCompiler(written, size, [END])
+        self._door = GrammarProcess(CompilerSpec(written, size, (END,), MAX_CPU_S))
 
     def answer(self, schema: Any, seed: int) -> str | None:
         """Returns an answer, or None if it is longer than `MAX_TOKENS`. Raises GrammarError for a refused schema."""
-        matcher = self._compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema), whitespace=""))
+        grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema), whitespace="")
+        if refusal := self._door.verdict(grammar).refusal:
+            raise GrammarError(refusal)
+        matcher = self._compiler.compile(grammar)
         mask, rng = np.zeros(self._compiler.mask_words, np.int32), random.Random(seed)
-        matcher.fill(mask)  # some limits are only met here
         output: list[int] = []
         while len(output) < MAX_TOKENS:
             run = list(matcher.forced())
@@ -59,6 +65,9 @@ class RandomModel:
             if output[-1] == END:
                 return str(self._tokenizer.decode(output[:-1], skip_special_tokens=False))
         return None
+
+    def close(self) -> None:
+        self._door.close()
 
 
 def verdict(schema: Any, answer: str | None) -> str:
@@ -98,6 +107,7 @@ def check(suite: list[dict[str, Any]], num_answers: int) -> list[str]:
             verdicts.update(found)
             if "wrong" in found:
                 wrong.append(f"| {file['file']} | {group['description']} | {found.count('wrong')} of {num_answers} |")
+    model.close()
     share = num_accepted / num_schemas
     counted = ", ".join(f"{count} {name}" for name, count in verdicts.items())
     return [

@@ -22,6 +22,7 @@ ENDLESS: dict[str, dict[str, Any]] = {
             "required": [f"p{number}" for number in range(900)],
         }
     },
+    "a large multiple": {"guided_json": {"type": "integer", "multipleOf": 9_999_991}},
     "optional characters": {"guided_regex": "(a?){9999}a{9999}"},
     "repetitions within terminals": {"guided_grammar": 'start: A\nA: B{199}\nB: C{199}\nC: D{199}\nD: "a"'},
     "a chain of rules": {

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, address_of, allow_only
 from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex, shortened
-from kvrelay.grammar.regex_size import check_regex_sizes
 from kvrelay.grammar.schema_rewrite import rewritten
-from kvrelay.grammar.structural_tag import rewritten_tag, structural_tag_to_lark
+from kvrelay.grammar.structural_tag import structural_tag_to_lark
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -34,10 +32,6 @@ COMPILED_BASE_BYTES, COMPILED_BYTES_PER_TEXT_BYTE = 256 << 10, 144
 57 KB. It leaves out the lexer states that outputs add, up to 3 MB for a long `maxLength`, which `LIMITS` bounds."""
 LIMITS = LLParserLimits(max_lexer_states=50_000, precompute_large_lexemes=False)
 """The others are the library's: 20 ms to build a lexer, 14 ms of lexing and 3 ms of parsing for a mask."""
-
-MIN_PASSED_TOKENS = 16
-"""Shorter outputs are accepted token by token, and the runs of each place computed. Longer ones are searched backwards
-for the last place outside all runs: 0.3 ms for 400 tokens of JSON instead of 3 to 8."""
 
 NO_OUTPUT = "no output satisfies it"
 
@@ -83,10 +77,9 @@ class LLGuidanceCompiler:
         return LLGuidanceMatcher(found.deep_copy(), self._eos_token_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        check_regex_sizes(grammar)
         matcher = self._matcher(grammar)
-        if matcher.is_error() and (other := _rewritten(grammar)) is not None:
-            matcher = self._matcher(other)
+        if matcher.is_error() and grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG):
+            matcher = self._matcher(grammar, rewrites=True)
         _check(matcher)
         self._keep(grammar, matcher)
         return matcher
@@ -103,19 +96,13 @@ class LLGuidanceCompiler:
                 oldest, _ = self._compiled.popitem(last=False)
                 self._compiled_bytes -= _estimated_bytes(oldest)
 
-    def _matcher(self, grammar: Grammar) -> LLMatcher:
-        return LLMatcher(self._tokenizer, _NOTATIONS[grammar.kind](grammar), log_level=0, limits=LIMITS)
+    def _matcher(self, grammar: Grammar, *, rewrites: bool = False) -> LLMatcher:
+        """`rewrites`: its schemas are rewritten first."""
+        return LLMatcher(self._tokenizer, _notation(grammar, rewrites), log_level=0, limits=LIMITS)
 
 
 def _estimated_bytes(grammar: Grammar) -> int:
     return COMPILED_BASE_BYTES + COMPILED_BYTES_PER_TEXT_BYTE * len(grammar.text.encode())
-
-
-def _rewritten(grammar: Grammar) -> Grammar | None:
-    """The grammar without keywords that the library refuses; None if no rule changes it."""
-    rewrite = {GrammarKind.JSON_SCHEMA: rewritten, GrammarKind.STRUCTURAL_TAG: rewritten_tag}.get(grammar.kind)
-    text = None if rewrite is None else rewrite(grammar.text)
-    return None if text is None else msgspec.structs.replace(grammar, text=text)
 
 
 class LLGuidanceMatcher:
@@ -144,8 +131,7 @@ class LLGuidanceMatcher:
             self._run = None
             self._consume(token_ids)
             return
-        is_long = self._run is None and len(token_ids) >= MIN_PASSED_TOKENS
-        at = self._pass(token_ids) if is_long else 0
+        at = 0
         while at < len(token_ids):
             run = self._kept_run()
             end = min(self._run_at + len(token_ids) - at, len(run))
@@ -160,20 +146,6 @@ class LLGuidanceMatcher:
                 self._run = None
             self._consume(part)
             at += len(part)
-
-    def _pass(self, token_ids: Sequence[int]) -> int:
-        """Appends tokens up to the last place at which no byte is forced, and returns how many. No run includes that
-        place, so the runs before it have no effect on those behind. Without such a place it appends none."""
-        if any(token_id in self._eos_token_ids for token_id in token_ids):
-            return 0
-        if not self._matcher.consume_tokens(list(token_ids)):
-            _check(self._matcher)
-        num_passed, total = len(token_ids), len(token_ids)
-        while num_passed and self._matcher.compute_ff_bytes():
-            back = min(max(1, total - num_passed), num_passed)
-            self._matcher.rollback(back)
-            num_passed -= back
-        return num_passed
 
     def _consume(self, token_ids: Sequence[int]) -> None:
         self._has_ended = token_ids[-1] in self._eos_token_ids
@@ -224,38 +196,32 @@ def _in_words(reason: str) -> str:
     return "it is nested too deeply" if "recursion limit exceeded" in reason else shortened(reason)
 
 
-def _of_json_schema(grammar: Grammar) -> str:
+def _notation(grammar: Grammar, rewrites: bool) -> str:
+    """The grammar in the library's notation. Raises GrammarError."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return _of_json_schema(grammar, rewrites)
+        case GrammarKind.STRUCTURAL_TAG:
+            return structural_tag_to_lark(grammar.text, grammar.whitespace, rewrites=rewrites)
+        case GrammarKind.REGEX:
+            return str(LLMatcher.grammar_from_regex(lark_of_regex(grammar.text)))
+        case GrammarKind.CHOICE:
+            # A terminal, which the lexer decides: as rules, many choices would exceed the parser's limits.
+            choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
+            return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
+        case GrammarKind.GRAMMAR:
+            return str(LLMatcher.grammar_from_lark(lark_of_grammar(grammar.text, "the grammar")))
+
+
+def _of_json_schema(grammar: Grammar, rewrites: bool) -> str:
     if grammar.text.strip() == "false":
         raise GrammarError(NO_OUTPUT)
     options: JsonCompileOptions = {"whitespace_flexible": True}
     if grammar.whitespace is not None:
         options = {"whitespace_pattern": grammar.whitespace}
+    text = (rewritten(grammar.text) if rewrites else None) or grammar.text
     try:
-        text = "{}" if grammar.text.strip() == "true" else grammar.text  # the library takes no schemas but objects
+        text = "{}" if text.strip() == "true" else text  # the library takes no schemas but objects
         return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
     except ValueError as error:
         raise GrammarError(_in_words(f"the schema is no JSON: {error}")) from None
-
-
-def _of_regex(grammar: Grammar) -> str:
-    return str(LLMatcher.grammar_from_regex(lark_of_regex(grammar.text)))
-
-
-def _of_choices(grammar: Grammar) -> str:
-    # A terminal, which the lexer decides: as rules, many choices would exceed the parser's limits.
-    choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
-    return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
-
-
-def _of_grammar(grammar: Grammar) -> str:
-    return str(LLMatcher.grammar_from_lark(lark_of_grammar(grammar.text, "the grammar")))
-
-
-_NOTATIONS: dict[GrammarKind, Callable[[Grammar], str]] = {
-    GrammarKind.JSON_SCHEMA: _of_json_schema,
-    GrammarKind.REGEX: _of_regex,
-    GrammarKind.CHOICE: _of_choices,
-    GrammarKind.GRAMMAR: _of_grammar,
-    GrammarKind.STRUCTURAL_TAG: lambda grammar: structural_tag_to_lark(grammar.text, grammar.whitespace),
-}
-"""Functions that translate each kind of grammar for the library."""

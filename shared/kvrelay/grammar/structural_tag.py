@@ -1,31 +1,46 @@
-"""Structural tags: free text in which certain strings begin a part that follows a JSON schema.
+"""Structural tags: free text in which certain strings begin a part that follows a JSON schema, as Lark.
 
 vLLM's and SGLang's form: `{"type": "structural_tag", "structures": [{"begin": ..., "schema": {...}, "end": ...}],
 "triggers": [...]}`. Where the text contains a trigger, it must go on with the `begin` of a structure that starts with
-that trigger, then a value of its schema, then its `end`. For the newer form see `tag_format.py`.
+that trigger, then a value of its schema, then its `end`.
+
+XGrammar's form is `{"type": "structural_tag", "format": {...}}`. Its formats are `const_string`, `json_schema`,
+`regex`, `grammar`, `any_text`, `sequence`, `or`, `tag`, `triggered_tags`, `tags_with_separator` and `token`. Free text
+ends at the first place where what follows it stands.
+
+`begin`, `end` and triggers are strings, or the format `{"type": "token", "token": ID}` for a special token, which no
+text matches. If it has a `text`, free text ends before this text as well as before the token. A tag with
+`"lazy_begin": true` is taken as soon as its `begin` is there, even if free text may stand there too.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from llguidance import StructTag
 
 from kvrelay.grammar.grammar_compiler import GrammarError
+from kvrelay.grammar.notations import lark_of_grammar, lark_of_regex
 from kvrelay.grammar.schema_rewrite import rewritten
-from kvrelay.grammar.tag_format import tag_format_to_lark
+
+MAX_DEPTH = 16
+MAX_FORMATS = 4096
+
+Marker = str | dict[str, Any]
+"""A text, or a token."""
 
 
-def structural_tag_to_lark(text: str, whitespace: str | None = None) -> str:
-    """The tag, given as JSON in either form, as a Lark grammar. `whitespace` limits the whitespace of the JSON in the
-    newer form. Raises GrammarError."""
+def structural_tag_to_lark(text: str, whitespace: str | None = None, *, rewrites: bool = False) -> str:
+    """The tag, given as JSON in either form, as a Lark grammar. `whitespace` limits the whitespace of the JSON in
+    XGrammar's form. `rewrites`: schemas are rewritten first. Raises GrammarError."""
     try:
         tag = json.loads(text)
         if isinstance(tag, dict) and "format" in tag:
-            return tag_format_to_lark(tag["format"], whitespace)
+            return _of_format(tag["format"], whitespace, rewrites=rewrites)
         triggers = [_string(trigger, "triggers") for trigger in tag["triggers"]]
-        tags = [_structure(structure, triggers) for structure in tag["structures"]]
+        tags = [_structure(structure, triggers, rewrites=rewrites) for structure in tag["structures"]]
     except KeyError as error:
         raise GrammarError(f"a structural tag needs {error.args[0]!r}") from None
     except GrammarError:
@@ -37,41 +52,194 @@ def structural_tag_to_lark(text: str, whitespace: str | None = None) -> str:
     return str(StructTag.to_grammar(tags, assume_special=False))
 
 
-def rewritten_tag(text: str) -> str | None:
-    """A tag of the newer form with its schemas `rewritten`. None if no rule changes any of them."""
-    try:
-        tag = json.loads(text)
-        num_changed = _rewrite_schemas(tag.get("format"))
-    except (AttributeError, ValueError, RecursionError):
-        return None
-    return json.dumps(tag) if num_changed else None
-
-
-def _rewrite_schemas(tag_format: Any) -> int:
-    if isinstance(tag_format, list):
-        return sum(_rewrite_schemas(each) for each in tag_format)
-    if not isinstance(tag_format, dict):
-        return 0
-    if tag_format.get("type") != "json_schema":
-        return sum(_rewrite_schemas(each) for each in tag_format.values())
-    changed = rewritten(json.dumps(tag_format.get("json_schema")))
-    if changed is None:
-        return 0
-    tag_format["json_schema"] = json.loads(changed)
-    return 1
-
-
-def _structure(structure: dict[str, Any], triggers: list[str]) -> StructTag:
+def _structure(structure: dict[str, Any], triggers: list[str], *, rewrites: bool) -> StructTag:
     begin, end = _string(structure["begin"], "begin"), _string(structure["end"], "end")
     trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
     if trigger is None:
         raise GrammarError(f"no trigger is the beginning of {begin!r}")
     if not isinstance(structure["schema"], dict):
         raise TypeError("schema must be objects")
-    return StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=end)
+    schema = _rewritten(structure["schema"]) if rewrites else structure["schema"]
+    return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
+
+
+def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
+    text = rewritten(json.dumps(schema))
+    found: dict[str, Any] = schema if text is None else json.loads(text)
+    return found
 
 
 def _string(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be strings")
     return value
+
+
+def _of_format(tag_format: Any, whitespace: str | None, *, rewrites: bool) -> str:
+    written = _Written(whitespace, rewrites=rewrites)
+    start = written.expression(tag_format, "", 0)
+    lark = "\n".join(["%llguidance {}", f"start: {start}", "TAG_TEXT: /(.|\\n)*/", *written.rules])
+    grammars = [{"name": "structural_tag", "lark_grammar": lark}, *written.side_grammars]
+    return json.dumps({"grammars": grammars})
+
+
+class _Written:
+    def __init__(self, whitespace: str | None, *, rewrites: bool) -> None:
+        self._whitespace, self._rewrites = whitespace, rewrites
+        self.rules: list[str] = []
+        self.side_grammars: list[dict[str, str]] = []
+        self._num_formats = 0
+
+    def expression(self, tag_format: Any, end: Marker, depth: int) -> str:
+        """Returns the expression of a format that `end` follows."""
+        self._num_formats += 1
+        if self._num_formats > MAX_FORMATS or depth > MAX_DEPTH:
+            raise GrammarError(f"a structural tag has at most {MAX_FORMATS} formats, {MAX_DEPTH} deep")
+        if not isinstance(tag_format, dict):
+            raise GrammarError("malformed structural tag: a format must be an object")
+        match tag_format:
+            case {"type": "const_string", "value": str() as value}:
+                return _joined(_quoted(value), _quoted(end))
+            case {"type": "json_schema", "json_schema": dict() | bool() as schema}:
+                return _joined(self._json(schema), _quoted(end))
+            case {"type": "token"}:
+                return _joined(_quoted(tag_format), _quoted(end))
+            case {"type": "regex", "pattern": str() as pattern}:
+                return _joined(f"/{_in_slashes(lark_of_regex(pattern))}/", _quoted(end))
+            case {"type": "grammar", "grammar": str() as grammar}:
+                return _joined(self._side_grammar(grammar), _quoted(end))
+            case {"type": "any_text"}:
+                return self._text_until(end) if end else "TAG_TEXT"
+            case {"type": "sequence", "elements": [*elements, last]}:
+                if any(_is_open(each) for each in elements):
+                    raise GrammarError("free text in a sequence of a structural tag must be its last element")
+                firsts = [self.expression(each, "", depth + 1) for each in elements]
+                return _joined(*firsts, self.expression(last, end, depth + 1))
+            case {"type": "or", "elements": [_, *_] as elements}:
+                return _either([self.expression(each, end, depth + 1) for each in elements])
+            case {"type": "tag"}:
+                return _joined(self._tag(tag_format, "", depth), _quoted(end))
+            case {"type": "triggered_tags", "triggers": list() as triggers, "tags": [_, *_] as tags}:
+                return self._triggered(tag_format, triggers, tags, end, depth)
+            case {"type": "tags_with_separator", "separator": str() as separator, "tags": [_, *_] as tags}:
+                return _joined(self._separated(tag_format, separator, tags, depth), _quoted(end))
+        kind = tag_format.get("type")
+        raise GrammarError(f"the format {kind!r} of a structural tag is malformed, or not supported")
+
+    def _json(self, schema: dict[str, Any] | bool) -> str:
+        if self._rewrites and isinstance(schema, dict):
+            schema = _rewritten(schema)
+        if self._whitespace is not None and schema is not False:
+            schema = ({} if schema is True else schema) | {"x-guidance": {"whitespace_pattern": self._whitespace}}
+        return f"%json {json.dumps(schema if schema is not True else {})}"
+
+    def _tag(self, tag: Any, trigger: Marker, depth: int) -> str:
+        """A tag without the `trigger` that it begins with."""
+        match tag:
+            case {"begin": str() | dict() as begin, "content": content, "end": str() | dict() as end}:
+                rest = "" if isinstance(begin, dict) and begin == trigger else begin
+                if isinstance(begin, str) and isinstance(trigger, str):
+                    rest = begin[len(trigger) :]
+                opening = self._lazy(rest) if tag.get("lazy_begin") is True else _quoted(rest)
+                return _joined(opening, self.expression(content, end, depth + 1))
+        raise GrammarError(
+            "a tag of a structural tag needs 'begin' and 'end', which are texts or tokens, and 'content'"
+        )
+
+    def _triggered(
+        self, tag_format: dict[str, Any], triggers: list[Any], tags: list[Any], end: Marker, depth: int
+    ) -> str:
+        if tag_format.get("excludes"):
+            raise GrammarError("'excludes' of a structural tag is not supported")
+        choices = []
+        for tag in tags:
+            begin = tag.get("begin") if isinstance(tag, dict) else None
+            found = [each for each in triggers if _begins_with(begin, each)]
+            if not found:
+                raise GrammarError(f"no trigger is the beginning of {begin!r}")
+            choices.append(_joined(self._text_until(found[0]), self._tag(tag, found[0], depth)))
+        one = _either(choices)
+        rest = self._text_until(end) if end else "TAG_TEXT"
+        if tag_format.get("stop_after_first"):
+            first = _joined(one, _quoted(end))
+            return first if tag_format.get("at_least_one") else _either([first, rest])
+        return _joined(f"{one}{'+' if tag_format.get('at_least_one') else '*'}", rest)
+
+    def _separated(self, tag_format: dict[str, Any], separator: str, tags: list[Any], depth: int) -> str:
+        one = _either([self._tag(tag, "", depth) for tag in tags])
+        more = "" if tag_format.get("stop_after_first") else f"({_joined(_quoted(separator), one)})*"
+        expression = _joined(one, more)
+        return expression if tag_format.get("at_least_one") else f"({expression})?"
+
+    def _lazy(self, text: Marker) -> str:
+        """A text that the lexer takes as soon as it is there."""
+        if isinstance(text, dict):
+            return _either([_quoted(text), *filter(None, [self._lazy(_text_of(text))])])
+        if not text:
+            return ""
+        name = f"lazy_{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: {_quoted(text)}")
+        return name
+
+    def _text_until(self, end: Marker) -> str:
+        """Free text to the first `end`. Both are one lexeme, unless `end` is a token."""
+        if isinstance(end, dict):
+            until_token, text = _joined("TAG_TEXT", _quoted(end)), _text_of(end)
+            return _either([until_token, self._text_until(text)]) if text else until_token
+        name = f"until_{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: TAG_TEXT {_quoted(end)}")
+        return name
+
+    def _side_grammar(self, text: str) -> str:
+        name = f"grammar_{len(self.side_grammars)}"
+        self.side_grammars.append({"name": name, "lark_grammar": lark_of_grammar(text, "a grammar")})
+        return "@" + name
+
+
+def _is_open(tag_format: Any) -> bool:
+    """Returns whether a format may end with free text."""
+    match tag_format:
+        case {"type": "any_text" | "triggered_tags"}:
+            return True
+        case {"type": "sequence" | "or", "elements": list() as elements}:
+            return any(_is_open(each) for each in elements)
+        case {"type": "tags_with_separator", "tags": list() as tags}:
+            return any(_is_open(each) for each in tags)
+        case {"content": content, "end": ""}:
+            return _is_open(content)
+    return False
+
+
+def _text_of(token: dict[str, Any]) -> str:
+    text = token.get("text", "")
+    if not isinstance(text, str):
+        raise GrammarError("the text of a token of a structural tag must be a string")
+    return text
+
+
+def _begins_with(begin: Any, trigger: Any) -> bool:
+    if isinstance(begin, str) and isinstance(trigger, str):
+        return bool(trigger) and begin.startswith(trigger)
+    return isinstance(begin, dict) and begin == trigger
+
+
+def _quoted(marker: Marker) -> str:
+    if isinstance(marker, str):
+        return json.dumps(marker, ensure_ascii=False) if marker else ""
+    token_id = marker.get("token")
+    if marker.get("type") != "token" or type(token_id) is not int or token_id < 0:
+        raise GrammarError("a token of a structural tag must have the type 'token' and the id 'token'")
+    return f"<[{token_id}]>"
+
+
+def _joined(*parts: str) -> str:
+    return f"({' '.join(filter(None, parts))})" if any(parts) else '""'
+
+
+def _either(choices: list[str]) -> str:
+    return f"({' | '.join(choices)})"
+
+
+def _in_slashes(pattern: str) -> str:
+    escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+    return escaped.replace("\n", "\\n")

@@ -91,8 +91,6 @@ def nested(depth: int) -> Any:
         (CALLS | {"triggers": ["<g"]}, "no trigger"),
         (CALLS | {"excludes": ["x"]}, "'excludes'"),
         ({"type": "grammar", "grammar": "("}, "neither"),
-        ({"type": "regex", "pattern": "((a{99}){99}){99}"}, "repetitions"),
-        ({"type": "grammar", "grammar": "start: /((a{99}){99}){99}/"}, "repetitions"),
         ({"type": "sequence", "elements": [{"type": "any_text"}, NUMBER]}, "last element"),
         ({"type": "sequence", "elements": [THINK | {"end": ""}, NUMBER]}, "last element"),
         ({"type": "sequence", "elements": [SEPARATED | {"tags": [OTHER | {"end": ""}]}, NUMBER]}, "last element"),

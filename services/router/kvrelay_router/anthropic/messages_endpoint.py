@@ -17,8 +17,8 @@ from kvrelay_router.anthropic.messages_request import (
     generation_fields,
     template_fields,
     thinking_budget,
+    tool_fields,
 )
-from kvrelay_router.anthropic.tools import tool_fields
 from kvrelay_router.http.api_error import fields_named, json_response
 from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse

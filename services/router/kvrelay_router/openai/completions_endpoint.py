@@ -12,7 +12,6 @@ from kvrelay_router.http.api_error import wrong
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.completion_format import completion_format
-from kvrelay_router.openai.answers.prompt_scores import most
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.error_mapping import context_length_exceeded
 from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
@@ -140,12 +139,13 @@ async def _prompt(
 def _endpoint_fields(request: CompletionRequest) -> EndpointFields:
     # The choices of `best_of` are ranked by their log-probabilities, so these are always computed.
     is_ranked = request.num_sequences > request.n
+    echoed = request.logprobs if request.echo else None
     return EndpointFields(
         prompt_param="prompt",
         output=RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS),
         logprobs=0 if is_ranked and request.logprobs is None else request.logprobs,
-        prompt_logprobs=most(request.prompt_logprobs, request.logprobs if request.echo else None),
-        echo_logprobs=request.logprobs if request.echo else None,
+        prompt_logprobs=max((each for each in (request.prompt_logprobs, echoed) if each is not None), default=None),
+        echo_logprobs=echoed,
         has_echo=request.echo,
         scores_in_choices=True,
     )

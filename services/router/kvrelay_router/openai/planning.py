@@ -27,7 +27,7 @@ from kvrelay_router.openai.request_validation import (
     make_sampling,
     stop_rules,
 )
-from kvrelay_router.openai.schema.beam_fields import BeamFields
+from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.shared_scores import share_scores
 from kvrelay_router.text.grammar_check import GrammarCheck
 from kvrelay_router.text.service import DecodedPrompt
@@ -63,7 +63,7 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     is_parsed: bool = False  # reasoning or tool calls are looked for in the output
 
 
-def check_request(service: ApiService, names: RequestNames, request: BeamFields) -> ModelLimits:
+def check_request(service: ApiService, names: RequestNames, request: GenerationFields) -> ModelLimits:
     """Checks everything that needs no prompt tokens. Returns the model's limits; raises ApiError."""
     check_model(service.settings, request.model)
     service.rate_limiter.check_priority(names.key, request.priority)
@@ -75,7 +75,7 @@ def check_request(service: ApiService, names: RequestNames, request: BeamFields)
 async def plan_generation(
     service: ApiService,
     names: RequestNames,
-    request: BeamFields,
+    request: GenerationFields,
     fields: EndpointFields,
     prompts: Sequence[TokenizedPrompt],
     limits: ModelLimits,
@@ -114,7 +114,7 @@ async def plan_generation(
     return Plan(runs, shape)
 
 
-def _only_scores(request: BeamFields, fields: EndpointFields, max_tokens: Sequence[int]) -> bool:
+def _only_scores(request: GenerationFields, fields: EndpointFields, max_tokens: Sequence[int]) -> bool:
     """Returns whether the answer is nothing but the log-probabilities of the prompts, in one choice each."""
     is_scored = request.prompt_logprobs is not None and not fields.has_echo
     return is_scored and request.num_sequences == 1 and not any(max_tokens)
@@ -122,7 +122,7 @@ def _only_scores(request: BeamFields, fields: EndpointFields, max_tokens: Sequen
 
 def _shape(
     service: ApiService,
-    request: BeamFields,
+    request: GenerationFields,
     fields: EndpointFields,
     prompts: Sequence[TokenizedPrompt],
     limits: ModelLimits,
@@ -154,7 +154,7 @@ def _shape(
 
 
 def _choices(
-    service: ApiService, request: BeamFields, fields: EndpointFields, prompt: TokenizedPrompt, first_index: int
+    service: ApiService, request: GenerationFields, fields: EndpointFields, prompt: TokenizedPrompt, first_index: int
 ) -> list[Choice]:
     text = service.text
     stop = stop_rules(request)

@@ -17,8 +17,7 @@ from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, Model
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.openai.answers.choice import StopRules
 from kvrelay_router.openai.error_mapping import context_length_exceeded, model_not_found, no_worker_ready
-from kvrelay_router.openai.schema.beam_fields import BeamFields
-from kvrelay_router.openai.schema.generation_fields import GenerationFields
+from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 
@@ -115,7 +114,7 @@ def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: Mode
     return output.asked
 
 
-def check_group(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
+def check_group(fields: GenerationFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
     """Raises 400 if no worker could hold the beams of a search, or the first tokens of a prompt's samples; 503 while no
     worker runs beam searches.
 
@@ -144,7 +143,7 @@ def check_group(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, lim
 
 
 def make_sampling(
-    fields: BeamFields,
+    fields: GenerationFields,
     defaults: SamplingDefaults,
     limits: ModelLimits,
     *,
@@ -214,7 +213,7 @@ LARGEST_TOP_K = 2**31 - 1
 def make_requests(
     names: RequestNames,
     settings: ApiSettings,
-    fields: BeamFields,
+    fields: GenerationFields,
     prompts: list[list[int]],
     samplings: list[Sampling],
 ) -> list[GenerateRequest]:

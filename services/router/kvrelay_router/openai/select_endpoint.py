@@ -29,11 +29,10 @@ from kvrelay_router.openai.request_validation import (
     make_sampling,
     stop_rules,
 )
-from kvrelay_router.openai.schema.beam_fields import BeamFields
+from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.schema.select_request import SelectChat, SelectText, parse_select
 from kvrelay_router.openai.served_models import ServedModels
-from kvrelay_router.openai.shared_scores import scored_once
-from kvrelay_router.openai.tokenized_choices import TokenizedChoices, tokenize_choices
+from kvrelay_router.openai.shared_scores import TokenizedChoices, scored_once, tokenize_choices
 from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.text.chat_template import Message
 from kvrelay_router.text.service import ChatOptions, TextTooLong, count_chars
@@ -67,7 +66,7 @@ async def _plan(
     service: ApiService,
     names: RequestNames,
     request: SelectText | SelectChat,
-    fields: BeamFields,
+    fields: GenerationFields,
     limits: ModelLimits,
 ) -> tuple[Plan, list[ScoredGroup]]:
     if isinstance(request, SelectChat):
@@ -125,7 +124,7 @@ def _parts(text: TokenizedChoices, sampling: Sampling) -> list[list[Ending]]:
 
 
 def _run(
-    service: ApiService, fields: BeamFields, generate: GenerateRequest, endings: list[Ending], first_index: int
+    service: ApiService, fields: GenerationFields, generate: GenerateRequest, endings: list[Ending], first_index: int
 ) -> PromptRun:
     stop = stop_rules(fields)
     # No sequence has a token, so one object is enough.

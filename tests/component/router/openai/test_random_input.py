@@ -10,8 +10,8 @@ import pytest
 
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
+from kvrelay_router.openai.schema.other_fields import CHAT, COMPLETION
 from kvrelay_router.openai.schema.select_request import SelectChat, SelectText
-from kvrelay_router.openai.schema.unsupported import CHAT, COMPLETION
 from tests.component.router.one_connection import OneConnection, one_connection
 from tests.component.router.rig import MODEL, Router
 

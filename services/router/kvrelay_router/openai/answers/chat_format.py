@@ -17,8 +17,13 @@ from kvrelay_router.openai.answers.answer_format import (
     beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, are_large, chat_logprobs
-from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
+from kvrelay_router.openai.answers.logprob_format import (
+    TOKEN_IDS,
+    PromptScores,
+    are_large,
+    chat_logprobs,
+    prompt_scores,
+)
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest

@@ -19,11 +19,12 @@ from kvrelay_router.openai.answers.choice import Choice, TokenRecords
 from kvrelay_router.openai.answers.logprob_format import (
     TOKEN_IDS,
     EchoedRows,
+    PromptScores,
     ScoredTokens,
     are_large,
     completion_logprobs,
+    prompt_scores,
 )
-from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.completion_request import CompletionRequest

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two APIs write them."""
+"""Log-probabilities of outputs as OpenAI's two APIs write them, and of prompts as vLLM does (`prompt_logprobs`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import Any, Protocol
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.dispatch.collected_logprobs import LogprobRows
 from kvrelay_router.http.json_parts import Rows
+from kvrelay_router.openai.generation import PromptRun
+from kvrelay_router.openai.schema.grammar_fields import GenerationFields
+from kvrelay_router.text.tokenizer import Tokenizer
 
 MAX_AT_ONCE = 1024
 """Log-probabilities, alternatives included, that are written at a time: about a millisecond."""
 
 LOWEST = -9999.0
 """Written for minus infinity, which JSON cannot represent."""
-
-
-class TokenSpellings(Protocol):
-    """Gives the bytes of tokens, as `Tokenizer` does."""
-
-    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class TokenIdTexts:
@@ -31,6 +28,8 @@ class TokenIdTexts:
 
 
 TOKEN_IDS = TokenIdTexts()
+TokenSpellings = Tokenizer | TokenIdTexts
+"""Gives the bytes of tokens."""
 
 
 class OptionalRows(Protocol):
@@ -140,3 +139,47 @@ def are_large(num_entries: int, num_top: int) -> bool:
 def finite(logprob: float) -> float:
     """Replaces minus infinity by `LOWEST`: JSON cannot represent it."""
     return logprob if logprob > LOWEST else LOWEST
+
+
+def prompt_scores(tokenizer: Tokenizer, request: GenerationFields) -> PromptScores | None:
+    """Returns None if the request does not ask for `prompt_logprobs`."""
+    return None if request.prompt_logprobs is None else PromptScores(tokenizer, request.prompt_logprobs)
+
+
+class PromptScores:
+    """Text completions have the scores in each choice, chat completions once in the answer. Streams have none."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer, self._num_top = tokenizer, num_top
+
+    def of(self, run: PromptRun, first_run: PromptRun | None = None) -> Rows:
+        """Returns one object per token, with token ids as keys, and None for tokens that are not scored: the first one,
+        which follows nothing, and those before `logprob_start_len`. `first_run` has scored what the request's prompts
+        have in common (`shared_scores`)."""
+        before = run if first_run is None else first_run
+        first, own_first = before.request.sampling.logprob_start_len, run.request.sampling.logprob_start_len
+
+        def entries(start: int, stop: int) -> list[TokenLogprobs]:
+            return [
+                *before.prompt_logprobs[max(0, start - first) : max(0, min(stop, own_first) - first)],
+                *run.prompt_logprobs[max(0, start - own_first) : max(0, stop - own_first)],
+            ]
+
+        def objects(start: int, stop: int) -> list[Any]:
+            unscored = [None] * (min(first, stop) - start)
+            return [*unscored, *map(self._of_token, entries(start, stop))]
+
+        return Rows(own_first + len(run.prompt_logprobs), objects, 2 * (self._num_top + 1))
+
+    def _of_token(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """The most likely tokens, and the prompt's own token, whose rank is known only if it is one of them."""
+        top = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._num_top]
+        scores = {
+            str(token_id): self._score(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(top, start=1)
+        }
+        scores.setdefault(str(entry.token_id), self._score(entry.token_id, entry.logprob, None))
+        return scores
+
+    def _score(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}

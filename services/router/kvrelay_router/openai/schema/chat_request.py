@@ -8,8 +8,9 @@ import orjson
 from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay_router.http.api_error import ApiError, wrong
-from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
+from kvrelay_router.openai.schema.grammar_fields import GenerationFields
+from kvrelay_router.openai.schema.other_fields import CHAT, refuse_unsupported
 from kvrelay_router.openai.schema.parsing import (
     NaturalNumbers,
     invalid,
@@ -17,7 +18,6 @@ from kvrelay_router.openai.schema.parsing import (
     wrong_type,
 )
 from kvrelay_router.openai.schema.tool_fields import ToolFields, check_tool_results
-from kvrelay_router.openai.schema.unsupported import CHAT, refuse_unsupported
 from kvrelay_router.text.chat_template import RESERVED_NAMES, Message
 from kvrelay_router.text.service import ChatOptions
 
@@ -207,7 +207,7 @@ class ChatFields(ToolFields):
         return {"reasoning_effort": self.reasoning_effort, **switches, **self.chat_template_kwargs}
 
 
-class ChatRequest(ChatFields, BeamFields):
+class ChatRequest(ChatFields, GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
@@ -244,7 +244,7 @@ def parse_chat(content: dict[str, Any]) -> ChatRequest:
     check_tool_results(request.messages)
     check_stream_options(content)
     request.check_beams(wants_logprobs=request.logprobs, max_tokens=request.wanted_tokens)
-    request.check_grammar(is_beam_search=request.use_beam_search)
+    request.check_grammar()
     if request.num_sequences > request.n:
         raise wrong("best_of", "without 'use_beam_search' it is not supported here", "unsupported_parameter")
     if request.top_logprobs and not request.logprobs:

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay_router.http.api_error import ApiError, wrong
-from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
+from kvrelay_router.openai.schema.grammar_fields import GenerationFields
+from kvrelay_router.openai.schema.other_fields import COMPLETION, refuse_unsupported
 from kvrelay_router.openai.schema.parsing import (
     invalid,
     parse,
     wrong_type,
 )
-from kvrelay_router.openai.schema.unsupported import COMPLETION, refuse_unsupported
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -45,7 +45,7 @@ def _are_token_ids(items: list[Any]) -> bool:
     return not items or (type(items[0]) is int and set(map(type, items)) == {int})
 
 
-class CompletionRequest(BeamFields):
+class CompletionRequest(GenerationFields):
     """Token ids are validated as integers here, and checked against the vocabulary later."""
 
     # `_prompt_list` has checked them: pydantic would copy each.
@@ -65,7 +65,7 @@ def parse_completion(content: dict[str, Any]) -> CompletionRequest:
     if request.echo and request.logprobs is not None and request.logprob_start_len is not None:
         raise wrong("logprob_start_len", "an echoed prompt with 'logprobs' is scored from its beginning")
     _check_suffix(request)
-    request.check_grammar(is_beam_search=request.use_beam_search)
+    request.check_grammar()
     if request.num_sequences > request.n and request.stream:
         raise wrong("best_of", "results cannot be streamed")
     if request.logprob_token_ids:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WrapValidator
 
-from kvrelay.protocol.sampling import SpeculationMethod
+from kvrelay.protocol.sampling import BeamSpec, SpeculationMethod
 from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
 
@@ -108,18 +108,26 @@ Flag = Annotated[bool, or_default(False)]
 FlagOn = Annotated[bool, or_default(True)]
 Stop = Annotated[list[str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map)]
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), Field(max_length=MAX_STOP_TOKENS), or_default([])
-]
-AllowedTokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), Field(max_length=MAX_ALLOWED_TOKENS), or_default([])
-]
-LogprobTokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), Field(max_length=MAX_LOGPROB_TOKENS), or_default([])
-]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), or_default([])]
 BadWords = Annotated[list[str], BeforeValidator(_bad_words)]
 CacheSalt = Annotated[str, Field(max_length=1024), BeforeValidator(_salt)]
 Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
+
+
+MAX_LENGTH_PENALTY = 5.0
+
+NO_BEAMS: dict[str, tuple[object, ...]] = {"length_penalty": (None, 1.0), "early_stopping": (None, False)}
+"""Values that are harmless without a beam search."""
+
+UNUSED_VALUES: dict[str, float] = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0}
+"""Harmless values of the sampling fields. A beam search does not sample, so other values are mistakes."""
+
+
+def _early_stopping(value: Any, _: Any) -> Any:
+    """Replaces pydantic's messages, of which there would be one for each type of the union."""
+    if value is None or value == "never" or isinstance(value, bool):
+        return value
+    raise wrong_type("it must be true, false or 'never'")
 
 
 class StreamOptions(RequestModel):
@@ -127,8 +135,8 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: Flag = False
 
 
-class GenerationFields(RequestModel):
-    """Sampling, stopping and streaming. `request_validation` checks the ranges that depend on the model."""
+class SamplingFields(RequestModel):
+    """Sampling, beams, stopping and streaming. `request_validation` checks the ranges that depend on the model."""
 
     model: str
     stream: Flag = False
@@ -145,11 +153,11 @@ class GenerationFields(RequestModel):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: LogitBias = Field(default_factory=dict)
-    allowed_token_ids: AllowedTokenIds = Field(default_factory=list)
+    allowed_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_ALLOWED_TOKENS)
     bad_words: BadWords = Field(default_factory=list)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop = Field(default_factory=list)
-    stop_token_ids: TokenIds = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: Flag = False
     no_stop_trim: Flag = False  # SGLang's name of the same
     ignore_eos: Flag = False
@@ -159,13 +167,18 @@ class GenerationFields(RequestModel):
     cache_salt: CacheSalt = ""
     extra_key: Annotated[str, Field(max_length=1024), or_default("")] = ""
     user: Annotated[str, Field(max_length=1024), or_default("")] = ""
-    logprob_token_ids: LogprobTokenIds = Field(default_factory=list)
+    logprob_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_LOGPROB_TOKENS)
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     logprob_start_len: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None
     truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
     speculation: SpeculationMethod | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
+    # vLLM's fields of beam searches: `n` texts of `best_of` beams are returned; `best_of` defaults to `n`.
+    use_beam_search: Flag = False
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+    early_stopping: Annotated[bool | Literal["never"] | None, WrapValidator(_early_stopping)] = None
 
     @property
     def keeps_stop_string(self) -> bool:
@@ -197,6 +210,54 @@ class GenerationFields(RequestModel):
         if len(token_ids) <= num_kept:
             return token_ids
         return token_ids[:num_kept] if self.truncation_side == "right" else token_ids[-num_kept:]
+
+    @property
+    def beams(self) -> BeamSpec | None:
+        """The beam search to run, if any."""
+        if not self.use_beam_search:
+            return None
+        return BeamSpec(
+            width=self.best_of or self.n,
+            num_returned=self.n,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=bool(self.early_stopping) if self.early_stopping != "never" else "never",
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of texts to generate for each prompt."""
+        return self.n if self.use_beam_search else self.best_of or self.n
+
+    def check_beams(self, *, wants_logprobs: bool, max_tokens: int | None) -> None:
+        """Raises ApiError for fields that contradict a beam search, or that need one."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs", "scores of a prompt cannot be streamed")
+        if self.logprob_start_len is not None and self.prompt_logprobs is None:
+            raise wrong("logprob_start_len", "it needs 'prompt_logprobs'")
+        if self.logprob_token_ids and (self.use_beam_search or not wants_logprobs):
+            reason = "a beam search has none" if self.use_beam_search else "it needs 'logprobs'"
+            raise wrong("logprob_token_ids", reason)
+        if self.best_of is not None and self.best_of < self.n:
+            raise wrong("best_of", "it must not be less than 'n'")
+        if not self.use_beam_search:
+            for name, harmless in NO_BEAMS.items():
+                if getattr(self, name) not in harmless:
+                    raise wrong(name, "it needs 'use_beam_search' to be true")
+            return
+        for name, unused in UNUSED_VALUES.items():
+            if getattr(self, name) not in (None, unused):
+                raise wrong(name, f"a beam search draws nothing: leave it out, or set it to {unused:g}")
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name):
+                raise wrong(name, "the tokens of a beam search cannot be limited; 'logit_bias' can make them unlikely")
+        if self.stop:
+            raise wrong("stop", "stop strings do not end beams; 'stop_token_ids' do")
+        if self.prompt_logprobs is not None:
+            raise wrong("prompt_logprobs", "a beam search does not score its prompt")
+        if wants_logprobs:
+            raise wrong("logprobs", "a beam search has no log-probabilities of tokens, but a score of each text")
+        if max_tokens == 0:
+            raise wrong("max_tokens", "a beam search needs at least 1")
 
 
 def check_stream_options(content: Mapping[str, Any]) -> None:

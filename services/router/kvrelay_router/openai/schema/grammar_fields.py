@@ -13,7 +13,7 @@ from pydantic import Field
 
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay_router.http.api_error import wrong
-from kvrelay_router.openai.schema.generation_fields import GenerationFields
+from kvrelay_router.openai.schema.generation_fields import SamplingFields
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICE_STRINGS = 10_000
@@ -24,7 +24,9 @@ _VALUES = ("const", "enum", "default", "examples")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 
 
-class GrammarFields(GenerationFields):
+class GenerationFields(SamplingFields):
+    """The fields that completions and chat completions share."""
+
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -79,16 +81,13 @@ class GrammarFields(GenerationFields):
         value = getattr(self, param)
         return None if param == "response_format" and value == {"type": "text"} else value
 
-    def check_grammar(self, *, is_beam_search: bool) -> None:
+    def check_grammar(self) -> None:
         """Raises ApiError for fields that contradict a constrained output."""
-        grammar = self.grammar
-        if grammar is None:
-            return
-        if is_beam_search:
+        if self.grammar is not None and self.use_beam_search:
             raise wrong("use_beam_search", "the output of a beam search cannot be constrained")
 
 
-GRAMMAR_FIELDS = frozenset(GrammarFields.model_fields.keys() - GenerationFields.model_fields.keys())
+GRAMMAR_FIELDS = frozenset(GenerationFields.model_fields.keys() - SamplingFields.model_fields.keys())
 
 
 def _of_response_format(value: Any, whitespace: str | None) -> Grammar:

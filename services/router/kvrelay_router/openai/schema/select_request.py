@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SkipValidation, WrapValidator
 
 from kvrelay_router.http.api_error import wrong
-from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.chat_request import ChatFields
 from kvrelay_router.openai.schema.generation_fields import CacheSalt, FlagOn, or_default
+from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.schema.parsing import RequestModel, invalid, parse, wrong_type
 
 PASSED_ON = ("cache_salt", "extra_key", "user", "priority")
@@ -45,10 +45,10 @@ class SelectFields(RequestModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
 
     @property
-    def planned(self) -> BeamFields:
+    def planned(self) -> GenerationFields:
         """As a request that scores its prompts and generates nothing."""
         given = {name: value for name in PASSED_ON if (value := getattr(self, name))}
-        return BeamFields.model_validate({"model": self.model, "max_tokens": 0, "prompt_logprobs": 0, **given})
+        return GenerationFields.model_validate({"model": self.model, "max_tokens": 0, "prompt_logprobs": 0, **given})
 
 
 class SelectText(SelectFields):

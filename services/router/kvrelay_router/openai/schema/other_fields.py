@@ -1,4 +1,5 @@
-"""Fields of OpenAI's and other servers' APIs that are not supported and would change the answer.
+"""Fields beyond the models of requests: of OpenAI's and other servers' APIs that are not supported and would change the
+answer, and of chat completions that other APIs lack.
 
 A request with such a field is refused, unless its value is listed here as harmless. Other unknown fields are ignored,
 as in other servers.
@@ -6,6 +7,7 @@ as in other servers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvrelay_router.http.api_error import ApiError
@@ -87,3 +89,33 @@ def refuse_unsupported(content: dict[str, Any], table: dict[str, tuple[Any, ...]
 def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
     """Compares with each harmless value, and distinguishes false from 0 and true from 1."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)
+
+
+EXTENSIONS = (
+    "allowed_token_ids",
+    "bad_words",
+    "cache_salt",
+    "chat_template_kwargs",
+    "extra_key",
+    "frequency_penalty",
+    "guided_whitespace_pattern",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "priority",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "speculation",
+    "stop_token_ids",
+    "structured_outputs",
+    "thinking_token_budget",
+)
+"""Requests of APIs that lack these fields may have them, with the same meaning."""
+
+
+def extension_fields(content: dict[str, Any], further: Sequence[str] = ()) -> dict[str, Any]:
+    """Those fields of a body that are set, and `further` ones that only this API lacks."""
+    return {name: content[name] for name in (*EXTENSIONS, *further) if content.get(name) is not None}

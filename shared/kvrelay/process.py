@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 from kvrelay.config import ConfigError
 from kvrelay.config.common import CommonConfig
 from kvrelay.config.loader import variable_warnings
-from kvrelay.telemetry.logs import setup_logging
+from kvrelay.logs import setup_logging
 
 log = logging.getLogger(__name__)
 

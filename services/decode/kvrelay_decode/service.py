@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from kvrelay.handoff.receiver import ReceiverState
 from kvrelay.kv.table import blocks_for
+from kvrelay.logs import LimitedLog
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
@@ -27,7 +28,6 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.transfer.base import TransferReceiver
 from kvrelay.transfer.sharded import ShardedReceiver
 from kvrelay.worker.context import WorkerContext

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from kvrelay.handoff.sender import ReservationState, SenderHandoff, SenderState
 from kvrelay.kv.table import blocks_for
+from kvrelay.logs import LimitedLog
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
@@ -31,7 +32,6 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffTimings
-from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.transfer.base import TransferSender
 from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext

@@ -26,11 +26,11 @@ import msgspec
 import zmq
 
 from kvrelay.curve import CurveKey
+from kvrelay.logs import LimitedLog
 from kvrelay.messaging.process_probe import ProcessProbes
 from kvrelay.messaging.sockets import MessengerSockets, tcp_host
 from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
-from kvrelay.telemetry.limited_log import LimitedLog
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import re
 import zmq
 
 from kvrelay.curve import OVERHEAD_BYTES, CurveKey
+from kvrelay.logs import LimitedLog
 from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate
 from kvrelay.protocol.codec import MAX_FRAME_BYTES
-from kvrelay.telemetry.limited_log import LimitedLog
 
 log = logging.getLogger(__name__)
 

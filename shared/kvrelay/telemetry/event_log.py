@@ -17,14 +17,12 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from kvrelay.background_writer import BackgroundWriter, open_to_append, write_all
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.telemetry.line_file import open_to_append
 
 EventT = TypeVar("EventT")
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
@@ -96,19 +94,17 @@ class EventLog:
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._numbers = itertools.count(1)
-        self._lines: SimpleQueue[bytes | None] = SimpleQueue()
-        self._waiting_bytes = 0
-        self._lock = Lock()
         self._is_broken = False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._writer = _Writer(path, max_bytes)
-        self._thread = Thread(target=self._write_out, name="event-log", daemon=True)
-        self._thread.start()
+        self._path = path
+        self._file = open_to_append(path)
+        self._max_bytes = max_bytes if path.is_file() else math.inf  # pipes and devices are not renamed
+        self._size = path.stat().st_size
+        self._writer = BackgroundWriter(self._write_lines, MAX_WAITING_BYTES, "event-log")
 
     def close(self) -> None:
         """Waits up to CLOSE_TIMEOUT_S for lines that are not written yet. Idempotent."""
-        self._lines.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._writer.close(CLOSE_TIMEOUT_S):
+            self._file.close()
 
     def record(
         self, kind: str, key: SequenceKey, machine: Machine[EventT, AnswerT], *arguments: object
@@ -134,68 +130,29 @@ class EventLog:
         return handle
 
     def _write(self, line: Line) -> None:
-        if not self._is_broken:
-            self._put(encoder.encode(line) + b"\n")
-
-    def _put(self, line: bytes) -> None:
-        with self._lock:
-            self._waiting_bytes += len(line)
-            is_too_far = self._waiting_bytes > MAX_WAITING_BYTES
-        if is_too_far:
+        if not self._is_broken and not self._writer.put(encoder.encode(line) + b"\n"):
             self._end(f"the disk is {MAX_WAITING_BYTES >> 20} MiB behind")
-        else:
-            self._lines.put(line)
 
     def _end(self, cause: object) -> None:
         self._is_broken = True
         log.error("the event log ends here: %s", cause)
 
-    def _write_out(self) -> None:
-        """Runs on the log's own thread. Writes all waiting lines at once."""
-        is_last = False
-        while not is_last:
-            lines = [self._lines.get(), *(self._lines.get_nowait() for _ in range(self._lines.qsize()))]
-            is_last = None in lines
-            taken = [line for line in lines if line is not None]
-            if not self._is_broken:
-                try:
-                    self._writer.write(taken)
-                except OSError as error:
-                    self._end(error)
-            with self._lock:
-                self._waiting_bytes -= sum(map(len, taken))
-        self._writer.close()
-
-
-def _raw(value: object) -> msgspec.Raw:
-    return msgspec.Raw(encoder.encode(value))
-
-
-class _Writer:
-    """Writes the file and renames it when it is full."""
-
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path = path
-        self._file = open_to_append(path)
-        self._max_bytes = max_bytes if path.is_file() else math.inf  # pipes and devices are not renamed
-        self._size = path.stat().st_size
-
-    def write(self, lines: list[bytes]) -> None:
-        """Writes lines in as few calls as `max_bytes` allows. Raises OSError."""
+    def _write_lines(self, lines: list[bytes]) -> None:
+        """Runs on the writer's thread. Writes in as few calls as `max_bytes` allows."""
+        if self._is_broken:
+            return
         together: list[bytes] = []
-        for line in lines:
-            together.append(line)
-            self._size += len(line)
-            if self._size >= self._max_bytes:
-                self._write_all(b"".join(together))
-                self._rotate()
-                together = []
-        self._write_all(b"".join(together))
-
-    def _write_all(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
+        try:
+            for line in lines:
+                together.append(line)
+                self._size += len(line)
+                if self._size >= self._max_bytes:
+                    write_all(self._file, b"".join(together))
+                    self._rotate()
+                    together = []
+            write_all(self._file, b"".join(together))
+        except OSError as error:
+            self._end(error)
 
     def _rotate(self) -> None:
         self._file.close()
@@ -203,5 +160,6 @@ class _Writer:
         self._file = open_to_append(self._path)
         self._size = 0
 
-    def close(self) -> None:
-        self._file.close()
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(encoder.encode(value))

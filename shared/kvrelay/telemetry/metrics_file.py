@@ -7,19 +7,28 @@ step costs microseconds and never waits for the disk.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from kvrelay.background_writer import BackgroundWriter, open_to_append, write_all
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.telemetry.line_file import BackgroundLines
+
+log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 1.0
+CLOSE_TIMEOUT_S = 2.0
+MAX_WAITING_BYTES = 16 << 20
+"""Bytes kept in memory while the disk is slow: minutes of a busy worker."""
+MAX_LINE_BYTES = 1 << 20
 StepEventName = Literal[
     "plan_begins", "planned", "plan_cancelled", "forward_begins", "forward_ends", "committed", "published", "failed"
 ]
@@ -143,20 +152,28 @@ class StepTrace:
 
 
 class MetricsFile:
-    """Appends records to a file. Called on the event loop's thread, but for `trace`."""
+    """Appends records to a file of whole lines. Called on the event loop's thread, but for `trace`.
+
+    Lines that cannot be written, or not in time, are dropped, with a warning when dropping begins: they are not worth
+    failing the process or keeping them in memory. Raises OSError if the file cannot be opened.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file = BackgroundLines(path)
+        self.trace = StepTrace(clock)
+        self._path = path
+        self._file = open_to_append(path)
+        _remove_cut_line(path)
+        self._writer = BackgroundWriter(self._write_lines, MAX_WAITING_BYTES, "metrics-file")
         self._encoder = msgspec.json.Encoder()
         self._clock = clock
         self._buffer = bytearray()
         self._flushed = clock()
-        self.trace = StepTrace(clock)
+        self._is_late = self._is_failing = self._is_closed = False
 
     def write(self, record: Record) -> None:
         """Writes a record, behind the events of steps so far. Does nothing once closed: handoffs may end after the last
         step."""
-        if self._file.is_closed:
+        if self._is_closed:
             return
         self._put(record)
         for event in self.trace.drain():
@@ -167,17 +184,50 @@ class MetricsFile:
             self._flush()
 
     def close(self) -> None:
-        """Writes buffered lines and closes the file. Idempotent."""
-        if not self._file.is_closed:
-            for event in self.trace.drain():
-                self._put(event)
-            self._flush()
+        """Writes buffered lines and closes the file, within `CLOSE_TIMEOUT_S`. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for event in self.trace.drain():
+            self._put(event)
+        self._flush()
+        if self._writer.close(CLOSE_TIMEOUT_S):
             self._file.close()
+        else:
+            log.warning("%s takes no bytes: its last lines are lost", self._path)
 
     def _put(self, record: Record) -> None:
         self._buffer += self._encoder.encode(record)
         self._buffer += b"\n"
 
     def _flush(self) -> None:
-        self._file.write(self._buffer)
+        is_late = not self._writer.put(bytes(self._buffer))
+        if is_late and not self._is_late:
+            log.warning("%s is not written as fast as lines come: some are lost", self._path)
+        self._is_late = is_late
         self._buffer.clear()
+
+    def _write_lines(self, parts: list[bytes]) -> None:
+        """Runs on the writer's thread."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            write_all(self._file, b"".join(parts))
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("%s cannot be written, lines are lost until it can: %s", self._path, error)
+            self._is_failing = True
+            with suppress(OSError):  # pipes and devices
+                self._file.truncate(size)  # leaves no part of a line
+
+
+def _remove_cut_line(path: Path) -> None:
+    """Removes what a crash left of a last line."""
+    if not path.is_file():  # a pipe or device
+        return
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES)
+        file.seek(start)
+        tail = file.read()
+    if tail and not tail.endswith(b"\n"):
+        os.truncate(path, start + tail.rfind(b"\n") + 1)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from kvrelay.config.ranks import RankConfig
+from kvrelay.logs import setup_logging
 from kvrelay.process import deferred_collection, end_with_parent, settle_garbage
 from kvrelay.ranks.messages import RANK_PROTOCOL, RankSettings, Software
 from kvrelay.ranks.rank_member import FollowingRunner, MemberOptions, RankEnds, RankMember, Report
 from kvrelay.ranks.rank_process import PARENT_VARIABLE
 from kvrelay.ranks.transfer_messages import TransferSettings
-from kvrelay.telemetry.logs import setup_logging
 from kvrelay.transfer.base import PartReceiver, PartSender, TransferReceiver, TransferSender
 from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.transfer.select import make_receivers, make_senders

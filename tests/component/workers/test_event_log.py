@@ -148,7 +148,7 @@ def test_a_log_that_cannot_be_written_stops_and_the_machine_goes_on(
 ) -> None:
     world = World(1, spec(), 1, 1, mischief=0)
     log = EventLog(tmp_path / "router", 1 << 20)
-    log._writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     record(log, world)
     world.run()
     log.close()
@@ -163,7 +163,7 @@ def test_a_disk_that_stands_still_holds_up_nobody_and_ends_the_log(
     log = EventLog(tmp_path / "router", 1 << 20)
     read, write = os.pipe()
     os.set_blocking(write, True)
-    log._writer._file = open(write, "wb", buffering=0)  # noqa: SIM115
+    log._file = open(write, "wb", buffering=0)  # noqa: SIM115
     os.write(write, bytes(fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)))  # full
     world = World(1, spec(max_tokens=100), 1, 1, mischief=0)
     record(log, world)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.telemetry.background_log import BackgroundHandler
+from kvrelay.logs import BackgroundHandler
 from tests.fakes.waiting import PATIENCE_S, wait_until
 
 PIPE_CHARS = 1 << 16
@@ -27,7 +27,7 @@ def pipe() -> Iterator[tuple[int, BackgroundHandler]]:
     """The end to read, and a handler with room for a hundred lines beside what the pipe holds."""
     read_end, write_end = os.pipe()
     stream = os.fdopen(write_end, "w")
-    handler = BackgroundHandler(stream, max_waiting_chars=PIPE_CHARS + 100 * (len(LINE) + 1))
+    handler = BackgroundHandler(stream, max_waiting_bytes=PIPE_CHARS + 100 * (len(LINE) + 1))
     yield read_end, handler
     os.close(read_end)
     handler.close()
@@ -39,7 +39,7 @@ def test_a_reader_that_stands_still_costs_lines_and_no_time(pipe: tuple[int, Bac
     num_lines = 10 * PIPE_CHARS // (len(LINE) + 1)
     for _ in range(num_lines):
         handler.handle(record(LINE))
-    assert handler._num_put - handler._num_written <= PIPE_CHARS + 100 * (len(LINE) + 1)
+    assert handler._writer.num_waiting_bytes <= PIPE_CHARS + 100 * (len(LINE) + 1)
     read = bytearray()
 
     def read_all() -> None:
@@ -48,7 +48,7 @@ def test_a_reader_that_stands_still_costs_lines_and_no_time(pipe: tuple[int, Bac
 
     reader = threading.Thread(target=read_all)
     reader.start()
-    wait_until(lambda: handler._num_put == handler._num_written)
+    wait_until(lambda: handler._writer.num_waiting_bytes == 0)
     handler.handle(record("goes on"))
     reader.join(PATIENCE_S)
     lines = read.decode().splitlines()
@@ -66,13 +66,13 @@ def test_a_reader_that_is_gone_raises_nothing() -> None:
         handler.handle(record(LINE))
     handler.flush()
     handler.close()
-    assert handler._num_written == handler._num_put
+    assert handler._writer.num_waiting_bytes == 0
     stream.close()
 
 
 PROGRAM = """
 import logging
-from kvrelay.telemetry.logs import setup_logging
+from kvrelay.logs import setup_logging
 setup_logging()
 for number in range(NUM):
     logging.getLogger("a").info("%s %d", "x" * 100, number)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvrelay.telemetry.limited_log import LimitedLog
+from kvrelay.logs import LimitedLog
 
 pytestmark = pytest.mark.unit
 

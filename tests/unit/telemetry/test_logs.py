@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from kvrelay.telemetry.logs import log_with, setup_logging
+from kvrelay.logs import log_with, setup_logging
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.telemetry.background_log import BackgroundHandler
+from kvrelay.logs import BackgroundHandler
 from kvrelay.transfer import nixl_agent
 from kvrelay.transfer.nixl_agent import TransportUnavailable, import_api
 

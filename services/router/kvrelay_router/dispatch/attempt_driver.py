@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
+from kvrelay.logs import LimitedLog
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
 from kvrelay.state_machine import IllegalEvent
-from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay_router.dispatch.active_requests import (
     ActiveRequest,

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from kvrelay.logs import LimitedLog
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
 from kvrelay.protocol.messages import (
     Cancel,
@@ -20,7 +21,6 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     TokenEntry,
 )
-from kvrelay.telemetry.limited_log import LimitedLog
 from kvrelay_router.dispatch.active_requests import ActiveSequence
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
 from kvrelay_router.dispatch.events import AttemptFailed, DecodeNeeded, WorkerLost

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine import token_masks
-from kvrelay.engine.forbidding import forbid_by_torch, forbid_tokens
 from kvrelay.engine.make import make_runner
+from kvrelay.engine.masks import token_masks
+from kvrelay.engine.masks.apply import apply_by_torch, apply_masks
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
@@ -56,8 +56,8 @@ def test_masks_forbid_what_their_bits_do_not_allow(device: torch.device, vocab_s
     logits = torch.randn(num_rows, vocab_size + 5)[:, :vocab_size]
     expected, on_device = logits.clone(), logits.to(device)
     packed = torch.from_numpy(np.stack([mask[:words] for mask in masks]))
-    forbid_by_torch(expected, torch.tensor(rows), packed)
-    forbid_tokens(on_device, rows, masks)
+    apply_by_torch(expected, torch.tensor(rows), packed)
+    apply_masks(on_device, rows, masks)
     assert torch.equal(on_device.cpu(), expected)
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvrelay.engine import token_masks
 from kvrelay.engine.load.causal_model import CausalModel
+from kvrelay.engine.masks import token_masks
+from kvrelay.engine.masks.token_masks import TokenMasks
 from kvrelay.engine.run.in_flight import StepInFlight
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.engine.sample.sampler import Sampler
-from kvrelay.engine.token_masks import TokenMasks
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, ReasoningSpan, Sampling

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.worker import Role
-from kvrelay.engine.model_grammars import make_grammar_compiler
+from kvrelay.engine.masks.model_grammars import make_grammar_compiler
 from kvrelay.process import service_main
 from kvrelay.simulated.model_facts import read_facts
 from kvrelay.simulated.simulated_runner import make_simulated_runner

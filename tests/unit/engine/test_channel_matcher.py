@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.channel_matcher import ChannelMatcher
+from kvrelay.engine.masks.channel_matcher import ChannelMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import ReasoningChannels

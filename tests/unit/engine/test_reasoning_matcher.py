@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.reasoning_matcher import ReasoningMatcher
+from kvrelay.engine.masks.reasoning_matcher import ReasoningMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import ReasoningSpan

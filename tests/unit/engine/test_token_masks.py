@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine import forbidding, grammar_state, token_masks
-from kvrelay.engine.forbidding import forbid_by_torch, forbid_tokens
+from kvrelay.engine.masks import apply, grammar_state, token_masks
+from kvrelay.engine.masks.apply import apply_by_torch, apply_masks
+from kvrelay.engine.masks.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.engine.sample.sampler import Sampler
-from kvrelay.engine.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, TokenMask
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.failure_kind import FailureKind
@@ -495,8 +495,8 @@ def test_logits_are_masked_in_place_as_by_unpacked_bits(vocab_size: int, num_row
         expected[row][torch.from_numpy(allowed == 0)] = -torch.inf
     by_torch = logits.clone()
     if rows:
-        forbid_by_torch(by_torch, torch.tensor(rows), torch.from_numpy(np.stack(masks)))
-    forbid_tokens(logits, rows, masks)
+        apply_by_torch(by_torch, torch.tensor(rows), torch.from_numpy(np.stack(masks)))
+    apply_masks(logits, rows, masks)
     assert torch.equal(logits, expected) and torch.equal(by_torch, expected)
 
 
@@ -512,12 +512,12 @@ def test_the_most_likely_allowed_token_is_that_of_masked_logits(vocab_size: int,
         if rng.random() < 0.7
     }
     before = logits.clone()
-    found = forbidding.most_likely(logits, masks)
+    found = apply.most_likely(logits, masks)
     assert found is not None
     assert torch.equal(logits.nan_to_num(9.0), before.nan_to_num(9.0))
     assert torch.equal(found[1].nan_to_num(9.0), logits.amax(dim=-1).nan_to_num(9.0))
     if masks:
-        forbid_by_torch(logits, torch.tensor([*masks]), torch.from_numpy(np.stack([*masks.values()])))
+        apply_by_torch(logits, torch.tensor([*masks]), torch.from_numpy(np.stack([*masks.values()])))
     for row in range(num_rows):
         if not logits[row].isnan().any() and logits[row].amax() > -torch.inf:
             assert int(found[0][row]) == int(logits[row].numpy().argmax())
@@ -529,7 +529,7 @@ def test_threads_that_share_the_rows_find_the_same_tokens(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = forbidding.most_likely(logits)
+        found = apply.most_likely(logits)
     finally:
         torch.set_num_threads(before)
     assert found is not None

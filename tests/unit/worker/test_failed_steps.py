@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.engine.masks.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.engine.sample.pending_tokens import BadLogits
-from kvrelay.engine.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import RowsFailed
 from kvrelay.worker.failed_steps import log_failed_step

@@ -18,7 +18,7 @@ from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, 
 from kvrelay.backends.populate import populate_in_background
 from kvrelay.engine.load.causal_model import CausalModel
 from kvrelay.engine.load.model_spec import spec_of
-from kvrelay.engine.model_grammars import make_grammar_compiler
+from kvrelay.engine.masks.model_grammars import make_grammar_compiler
 from kvrelay.engine.parallel.lockstep import Lockstep
 from kvrelay.engine.run.device import Moment, to_device, use_on_this_thread
 from kvrelay.engine.run.device_pool import DevicePool

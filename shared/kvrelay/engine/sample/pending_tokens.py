@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrelay.engine.masks.token_masks import TokenMasks
 from kvrelay.engine.run.device import HostCopy, to_device, to_host
 from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.engine.sample.pending_logprobs import PendingLogprobs
 from kvrelay.engine.sample.sampler_state import Parameters, SamplerState
 from kvrelay.engine.sample.truncation import Limits, sample_from_more
-from kvrelay.engine.token_masks import TokenMasks
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey

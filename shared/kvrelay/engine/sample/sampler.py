@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.forbidding import forbid_tokens, most_likely
+from kvrelay.engine.masks.apply import apply_masks, most_likely
+from kvrelay.engine.masks.token_masks import TokenMasks
 from kvrelay.engine.run.device import to_device
 from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.engine.sample.pending_logprobs import PendingLogprobs
@@ -29,7 +30,6 @@ from kvrelay.engine.sample.pending_tokens import (
 from kvrelay.engine.sample.randoms import uniforms
 from kvrelay.engine.sample.sampler_state import Parameters, SamplerState
 from kvrelay.engine.sample.truncation import Limits, sample_from_all, sample_from_few
-from kvrelay.engine.token_masks import TokenMasks
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, TokenMask
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -268,7 +268,7 @@ class Sampler:
         self._add_biases(work, slots)
         self._forbid_ends(work, slots, parameters, positions)
         if masks:
-            forbid_tokens(work, [*masks], [*masks.values()])
+            apply_masks(work, [*masks], [*masks.values()])
         random = parameters["temperature"] > 0
         if not random.any():
             return SampledOnDevice(_argmax(work), peaks)

@@ -9,9 +9,9 @@ from time import perf_counter
 
 import numpy as np
 
-from kvrelay.engine.channel_matcher import ChannelMatcher
-from kvrelay.engine.ordered_work import OrderedWork
-from kvrelay.engine.reasoning_matcher import ReasoningMatcher
+from kvrelay.engine.masks.channel_matcher import ChannelMatcher
+from kvrelay.engine.masks.ordered_work import OrderedWork
+from kvrelay.engine.masks.reasoning_matcher import ReasoningMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_only
 from kvrelay.step.batch import GrammarWork
 

@@ -14,7 +14,7 @@ _COLUMNS_A_PROGRAM = 2048
 
 
 @triton.jit
-def _forbid(
+def _apply(
     logits, rows, masks, row_stride, num_words, vocab_size, COLUMNS: tl.constexpr
 ):  # a program for a part of a row
     place = tl.program_id(0).to(tl.int64)
@@ -26,11 +26,11 @@ def _forbid(
     tl.store(logits + row * row_stride + columns, float("-inf"), inside & (is_allowed == 0))
 
 
-def forbid(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """Sets logits, `[rows, vocab]` float32 on a GPU, to minus infinity in place, in the rows `rows`, `[masks]` int64,
     where the bits of `masks`, `[masks, words]` int32, are 0."""
     vocab_size = logits.shape[1]
     grid = (len(rows), triton.cdiv(vocab_size, _COLUMNS_A_PROGRAM))
-    _forbid[grid](
+    _apply[grid](
         logits, rows, masks, logits.stride(0), masks.shape[1], vocab_size, COLUMNS=_COLUMNS_A_PROGRAM, num_warps=4
     )

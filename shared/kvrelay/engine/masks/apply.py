@@ -18,13 +18,13 @@ from kvrelay.engine.run.device import to_device
 from kvrelay.grammar.grammar_compiler import TokenMask, address_of
 
 
-def forbid_tokens(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
+def apply_masks(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
     """Sets the logits, `[rows, vocab]` float32, of tokens that the masks of `rows` do not allow to minus infinity, in
     place."""
     kernel = _kernel() if logits.device.type == "cpu" and logits.stride(1) == 1 else None
     if kernel is None:
         packed = to_device(np.stack([mask[: -(-logits.shape[1] // 32)] for mask in masks]), logits.device)
-        _find_forbid(logits.device.type)(logits, to_device(np.array(rows, np.int64), logits.device), packed)
+        _find_kernel(logits.device.type)(logits, to_device(np.array(rows, np.int64), logits.device), packed)
         return
     where = np.array(rows, np.int64)
     addresses = np.array([address_of(mask) for mask in masks], np.uintp)
@@ -58,17 +58,17 @@ def most_likely(
 
 
 @cache
-def _find_forbid(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+def _find_kernel(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """Triton's kernel on a GPU if Triton is installed, else plain torch."""
     if device_type != "cuda" or find_spec("triton") is None:
-        return forbid_by_torch
+        return apply_by_torch
     return cast(
         "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]",
-        import_module("kvrelay.engine.triton_masks").forbid,
+        import_module("kvrelay.engine.masks.triton_apply").apply_masks,
     )
 
 
-def forbid_by_torch(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+def apply_by_torch(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """Sets logits, `[rows, vocab]`, to minus infinity in place, in the rows `rows`, `[masks]` int64, where the bits of
     `masks`, `[masks, words]` int32, are 0."""
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)

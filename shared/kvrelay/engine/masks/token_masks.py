@@ -23,12 +23,12 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.channel_matcher import ChannelMatcher
-from kvrelay.engine.grammar_state import GrammarCounters, GrammarState
-from kvrelay.engine.ordered_work import WorkThreads, wait
-from kvrelay.engine.reasoning_matcher import ReasoningMatcher
+from kvrelay.engine.masks.channel_matcher import ChannelMatcher
+from kvrelay.engine.masks.grammar_state import GrammarCounters, GrammarState
+from kvrelay.engine.masks.ordered_work import WorkThreads, wait
+from kvrelay.engine.masks.reasoning_matcher import ReasoningMatcher
+from kvrelay.engine.masks.token_limits import TokenLimits, remove
 from kvrelay.engine.sample.draft_rows import DraftRows
-from kvrelay.engine.token_limits import TokenLimits, remove
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar

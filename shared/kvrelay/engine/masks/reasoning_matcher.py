@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from kvrelay.engine.token_limits import remove
+from kvrelay.engine.masks.token_limits import remove
 from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow, allow_all, allow_only
 from kvrelay.protocol.sampling import ReasoningSpan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.beams.beam_groups import BeamGroup, BeamGroups
+from kvrelay.scheduling.beams.beam_groups import BeamGroups
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
 from kvrelay.scheduling.memory.swapping import Swapper
@@ -13,6 +13,7 @@ from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.speculation.drafter import Drafter
@@ -35,6 +36,7 @@ class SequenceLifecycle:
         in_progress: PrefixesInProgress,
         remote: RemoteSequences,
         swaps: Swapper,
+        capacity: ReservedCapacity,
         beams: BeamGroups,
         sample_groups: SampleGroups,
         shares: TenantShares,
@@ -48,6 +50,7 @@ class SequenceLifecycle:
         self.in_progress = in_progress
         self.remote = remote
         self.swaps = swaps
+        self.capacity = capacity
         self.beams = beams
         self.sample_groups = sample_groups
         self.shares = shares
@@ -85,8 +88,8 @@ class SequenceLifecycle:
         self.sample_groups.settle(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
-        if sequence.beams is not None:
-            self.beams.admitted(sequence.beams)
+        if sequence.fork_of is not None:
+            self.beams.admitted(sequence)
         if self.blocks.shares_prefixes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
@@ -140,9 +143,13 @@ class SequenceLifecycle:
             self.blocks.free(sequence)
 
     def lose_blocks(self, sequence: Sequence) -> None:
-        """A running sequence stops and its blocks are released. The caller queues it again."""
-        self._stop_running(sequence)
-        self.blocks.free(sequence)
+        """A running sequence stops, with its forks, and its blocks are released. The caller queues it again."""
+        for each in self.forks_of(sequence):
+            self._stop_running(each)
+            self.blocks.free(each)
+            each.state = SequenceState.FINISHED  # the others end
+        if sequence.fork_of is not None:
+            self.beams.collapse(sequence)
 
     def requeue_swapped(self, sequence: Sequence) -> None:
         """A sequence was to be copied back from the host, and was not: it waits again, its KV still on the host."""
@@ -161,7 +168,7 @@ class SequenceLifecycle:
         sequence = self._sequences.get(key)
         if sequence is None:
             return False
-        if sequence.num_planned or (sequence.beams is not None and sequence.beams.is_in_flight):
+        if any(each.num_planned for each in self.forks_of(sequence)):
             sequence.abort_requested = True
         else:
             self.leave(sequence)
@@ -169,19 +176,21 @@ class SequenceLifecycle:
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends, in whatever state it is, and is forgotten."""
-        if sequence.state is SequenceState.RUNNING and sequence.beams is not None:
-            self._leave_beams(sequence.beams)
-        elif sequence.state is SequenceState.RUNNING:
-            self._stop_running(sequence)
-            # A planned step still writes into its blocks: they must not be allocated to others before it has ended.
-            if sequence.num_planned:
-                self._ended_in_flight.add(sequence)
-            else:
-                self.blocks.free(sequence)
+        if sequence.state is SequenceState.RUNNING:
+            for each in self.forks_of(sequence):
+                self._stop_running(each)
+                each.state = SequenceState.FINISHED
+                # A planned step still writes into its blocks: they must not be allocated to others before it has ended.
+                if each.num_planned:
+                    self._ended_in_flight.add(each)
+                else:
+                    self.blocks.free(each)
         elif sequence.remote is not None:
             self.remote.leave(sequence)
         else:
             self.waiting.remove(sequence)
+        if sequence.fork_of is not None:
+            self.beams.left(sequence)
         self.swaps.drop(sequence)
         self.drafter.ended(sequence)
         sequence.state = SequenceState.FINISHED
@@ -191,16 +200,15 @@ class SequenceLifecycle:
         if not self.running:
             self.new_token_ratio.idle()
 
-    def _leave_beams(self, group: BeamGroup) -> None:
-        # Beams are never planned ahead, so that no step is behind the one that ended them: blocks are freed at once.
-        self.beams.leave(group)
-        self.waiting.prefixes_changed(self.in_progress.withdraw(group.leader.key))
-
     # -- numbers ------------------------------------------------------------------------------------------------------
 
     def get(self, key: SequenceKey) -> Sequence | None:
         """Returns the sequence if it waits, is being received, or runs."""
         return self._sequences.get(key)
+
+    def forks_of(self, sequence: Sequence) -> list[Sequence]:
+        """Returns the sequences that live and end with this one, which stands for them, and itself."""
+        return [sequence] if sequence.fork_of is None else self.beams.forks_of(sequence)
 
     @property
     def has_work(self) -> bool:
@@ -210,13 +218,12 @@ class SequenceLifecycle:
     @property
     def num_slots(self) -> int:
         """Number of running sequences, with those that capacity is reserved for: beams, samples and handoffs."""
-        reserved = self.beams.num_reserved_slots + self.sample_groups.num_reserved_slots
-        return len(self.running) + reserved + self.remote.num_slots
+        return len(self.running) + self.capacity.num_slots
 
     @property
     def num_reserved_blocks(self) -> int:
         """Number of blocks that are reserved for samples, beams and handoffs."""
-        return self.beams.num_reserved_blocks + self.sample_groups.num_reserved_blocks + self.remote.num_reserved_blocks
+        return self.capacity.num_blocks
 
     @property
     def num_headroom_blocks(self) -> int:

@@ -51,20 +51,18 @@ class Preemptor:
         """Takes a sequence's blocks and queues it again. Its KV is swapped to the host or recomputed later.
 
         A recomputed sequence computes its output along with its prompt; blocks that it published may still be cached.
-        The beams of a search are preempted together, and their common prefix is recomputed.
+        Forks are preempted together, and their common prefix is recomputed.
         """
-        lifecycle, is_swapped = self._lifecycle, False
-        if sequence.beams is not None:
-            sequence = sequence.beams.leader
-            self._preempt_beams(sequence, draft)
-        elif lifecycle.swaps.undo(sequence, draft):
+        lifecycle, sequence = self._lifecycle, sequence.fork_of or sequence
+        if lifecycle.swaps.undo(sequence, draft):
             draft.preempt(sequence)
             lifecycle.requeue_swapped(sequence)
             return
-        else:
-            is_swapped = lifecycle.swaps.preempt(sequence, draft)
-            lifecycle.lose_blocks(sequence)
-        draft.preempt(sequence)
+        is_swapped = lifecycle.swaps.preempt(sequence, draft)
+        for each in lifecycle.forks_of(sequence):
+            draft.drop_row(each)
+        lifecycle.lose_blocks(sequence)
+        draft.preempted.append(sequence)
         sequence.state = SequenceState.SWAPPED if is_swapped else SequenceState.WAITING
         if not is_swapped:
             draft.recomputed.append(sequence)
@@ -73,9 +71,3 @@ class Preemptor:
         lifecycle.waiting.resume(sequence)
         if draft.is_short_of_blocks:
             lifecycle.new_token_ratio.retracted(lifecycle.running.values())
-
-    def _preempt_beams(self, leader: Sequence, draft: PlanDraft) -> None:
-        lifecycle = self._lifecycle
-        assert leader.beams is not None
-        lifecycle.beams.preempt(leader.beams, draft.drop_row)
-        lifecycle.waiting.prefixes_changed(lifecycle.in_progress.withdraw(leader.key))

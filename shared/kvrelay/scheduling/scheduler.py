@@ -19,8 +19,8 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.beams.beam_commit import BeamCommit
 from kvrelay.scheduling.beams.beam_groups import BeamGroups
-from kvrelay.scheduling.beams.beam_search import BeamSearch
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
@@ -33,6 +33,7 @@ from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.scheduler_protocol import PrefillGate
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -57,12 +58,13 @@ class BatchScheduler:
         self.settings = settings
         self.running: dict[SequenceKey, Sequence] = {}
         self.in_progress = PrefixesInProgress()
+        capacity = ReservedCapacity()
         order, starvation_bound = ORDERS[settings.queue_order], settings.queue_starvation_bound
         self.shares = TenantShares(self.running, limits.max_running)
         self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, self.shares)
-        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress)
+        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, capacity)
         self.swaps = Swapper(blocks, settings)
-        self.sample_groups = SampleGroups(blocks, limits)
+        self.sample_groups = SampleGroups(blocks, limits, capacity)
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
         self.lifecycle = SequenceLifecycle(
             limits,
@@ -72,7 +74,8 @@ class BatchScheduler:
             in_progress=self.in_progress,
             remote=self.remote,
             swaps=self.swaps,
-            beams=BeamGroups(blocks, self.running),
+            capacity=capacity,
+            beams=BeamGroups(blocks, self.running, capacity),
             sample_groups=self.sample_groups,
             shares=self.shares,
             new_token_ratio=self.new_token_ratio,
@@ -90,7 +93,8 @@ class BatchScheduler:
             max_shared_forced_tokens=settings.max_shared_forced_tokens,
             num_stages=settings.num_stages,
         )
-        self._commit = StepCommit(self.lifecycle)
+        self._beams = BeamCommit(self.lifecycle)
+        self._commit = StepCommit(self.lifecycle, self._beams)
         self._step = 0
         self._uncommitted: list[StepPlan] = []  # steps in flight, and one planned behind them
         self._admitted_ahead: list[Sequence] = []  # admitted for a plan without rows: the next plan reports them
@@ -125,17 +129,12 @@ class BatchScheduler:
 
         A beam search brings the candidates that follow its prompt. Returns its output if they end it.
         """
-        if (sequence.sampling.beams is None) != (candidates is None):
-            raise ValueError(f"sequence {sequence.key}: a beam search needs candidates, and no other sequence has any")
-        if candidates is not None:
-            BeamSearch.check(candidates)
+        self._beams.check(sequence, candidates)
         if sequence.state is not SequenceState.WAITING_FOR_REMOTE_KV:
             raise ValueError(f"sequence {sequence.key} is {sequence.state}: it receives no KV")
         self.lifecycle.received(sequence)
-        if sequence.beams is not None and candidates is not None:
-            sequence.beams.offer(sequence, candidates)
-            output = self._commit.advance_beams(sequence.beams)
-            return output if output is not None and output.finish is not None else None
+        if candidates is not None:
+            return self._beams.adopt(sequence, candidates)
         self.lifecycle.publish(sequence)
         self.blocks.adopt(sequence, self.lifecycle.num_reserved_blocks)
         return None
@@ -224,18 +223,18 @@ class BatchScheduler:
         if not self._uncommitted:
             self.blocks.step_landed(0)
         self.blocks.copies.cancelled(plan.copies)
-        # All rows end before any sequence leaves, because the beams of a search leave together.
+        # All rows end before any sequence leaves, because forks leave together.
         rows = [row for row in plan.rows if self.lifecycle.row_ended(row)]
-        for sequence in dict.fromkeys(_leader(row) for row in rows):
+        for sequence in dict.fromkeys((row.sequence.fork_of or row.sequence) for row in rows):
             if sequence.abort_requested and not sequence.num_planned:
                 self.lifecycle.leave(sequence)
 
     def _must_commit_first(self) -> bool:
         """Returns whether the results of a step in flight are needed to plan the next one."""
         if self.settings.num_stages > 1:  # sequences that sample in a step in flight have no row in the next one
-            return any(row.sequence.needs_commit_first for plan in self._uncommitted for row in plan.rows)
+            return any(row.sequence.fork_of is not None for plan in self._uncommitted for row in plan.rows)
         rows = self._uncommitted[0].rows
-        if any(row.drafts is not None or row.sequence.needs_commit_first for row in rows):
+        if any(row.drafts is not None or row.sequence.fork_of is not None for row in rows):
             return True
         return self._awaits_forced_tokens(rows) or self._expects_drafts()
 
@@ -311,7 +310,7 @@ class BatchScheduler:
         self.blocks.copies.done(plan.copies)
         failed = []
         rows = [row for row in plan.rows if self.lifecycle.row_ended(row)]
-        for sequence in dict.fromkeys(_leader(row) for row in rows):
+        for sequence in dict.fromkeys((row.sequence.fork_of or row.sequence) for row in rows):
             if keys is None or sequence.key in keys or sequence.abort_requested:
                 self.lifecycle.leave(sequence)
                 failed.append(sequence)
@@ -376,11 +375,6 @@ class BatchScheduler:
         return self.settings.group_samples
 
     @property
-    def num_reserved_samples(self) -> int:
-        """Number of waiting samples with reserved capacity."""
-        return self.sample_groups.num_reserved_slots
-
-    @property
     def swap_use(self) -> SwapUse:
         """Copies to and from the host since the start, and the use of the swap space now."""
         return self.swaps.use
@@ -396,15 +390,10 @@ class BatchScheduler:
         return self.lifecycle.has_work
 
 
-def _leader(row: PlannedRow) -> Sequence:
-    """Returns the row's sequence; for a beam, the leader of its group."""
-    return row.sequence if row.sequence.beams is None else row.sequence.beams.leader
-
-
 def _blocks_with_copies(draft: PlanDraft) -> Iterator[int]:
-    """Yields the blocks that are written and may have to be copied before: those of beams and of prompts with tails."""
+    """Yields the blocks that are written and may have to be copied before: those of forks and of prompts with tails."""
     for row in draft.rows:
-        if row.sequence.beams is not None or row.sequence.tail_end:
+        if row.sequence.fork_of is not None or row.sequence.tail_end:
             table, end = row.sequence.table, row.position + row.num_tokens
             first, stop = row.position // table.block_size, blocks_for(end, table.block_size)
             # All blocks, not only the first: a prefix whose step failed is computed again, up to a block whose copy was

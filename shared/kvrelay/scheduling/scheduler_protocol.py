@@ -85,11 +85,6 @@ class Scheduler(Protocol):
         ...
 
     @property
-    def num_reserved_samples(self) -> int:
-        """Number of waiting samples with reserved capacity."""
-        ...
-
-    @property
     def num_kept_tokens(self) -> int:
         """Number of tokens of earlier outputs that are kept for drafts."""
         ...

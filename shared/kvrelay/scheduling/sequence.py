@@ -38,7 +38,6 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 
 if TYPE_CHECKING:
-    from kvrelay.scheduling.beams.beam_groups import BeamGroup
     from kvrelay.scheduling.speculation.drafter import SequenceDrafts
 
 
@@ -136,13 +135,15 @@ class Sequence:
     max_length: int = 0  # number of prompt and output tokens at which it ends
     hashes: list[BlockHash] = field(default_factory=list)
     abort_requested: bool = False  # ends at the commit of the step in flight
-    needs_commit_first: bool = False  # the host must see its results before its next step can be planned
     jumps: bool = False  # its steps may bring tokens that its grammar forces, beside the sampled one
     drafts: SequenceDrafts | None = None  # the drafter's state; None: no drafts
     num_preemptions: int = 0
     sample_group: str = ""  # admitted, preempted and resumed together; empty: none
-    beams: BeamGroup | None = None  # the beam search that it belongs to
-    num_borrowed: int = 0  # first blocks of its table, which its beam group holds
+    # Forks share blocks. One of them stands for all, and all name it, itself included; None: it is never forked.
+    fork_of: Sequence | None = None
+    num_slots: int = 1  # running sequences that it becomes, with its forks
+    num_fork_blocks: int = 0  # blocks that its forks will take beside its own
+    num_candidates: int = 0  # the most likely next tokens are wanted, so many of them, instead of a sampled one
     # Other prompts of its request have the same tokens up to this position within a block, and only these, so the
     # first part of that block is shared by copies (`memory/block_tails.py`). 0: there are none.
     tail_end: int = 0
@@ -177,11 +178,6 @@ class Sequence:
         return self.tail_end - self.num_computed - self.num_planned if self.computes_tail else self.num_remaining
 
     @property
-    def num_slots(self) -> int:
-        """Number of running sequences that it becomes: the width of a beam search, else 1."""
-        return 1 if self.sampling.beams is None or self.prefill_only else self.sampling.beams.width
-
-    @property
     def num_full_blocks(self) -> int:
         """Number of blocks that its tokens fill."""
         return self.tokens.num_tokens // self.table.block_size
@@ -192,19 +188,19 @@ class Sequence:
         num_tokens = self.tokens.num_tokens + self.num_expected
         position = self.num_computed + self.num_planned
         is_last = num_tokens - position == 1 and num_tokens > self.num_prompt and position > 0
-        return is_last and (self.beams is None or self.beams.wants_candidates)
+        return is_last and (self.fork_of is None or self.num_candidates > 0)
 
     @property
     def is_prompting(self) -> bool:
-        """Returns whether the next row is a chunk of a prompt. Decodes have several tokens if a grammar forced them."""
-        return (self.beams is not None or self.block_state is not BlockState.RUNNING) and not self.is_decoding
+        """Returns whether the next row is a chunk of a prompt. Decodes have several tokens if a grammar forced them;
+        forks compute what follows their common prefix again as chunks."""
+        return (self.fork_of is not None or self.block_state is not BlockState.RUNNING) and not self.is_decoding
 
     @property
     def wants_token(self) -> bool:
-        """Returns whether a token is sampled once all KV is computed. A prompt that is only scored needs none."""
-        if self.beams is not None:
-            return self.beams.wants_candidates
-        return self.sampling.max_tokens > self.num_output
+        """Returns whether a token is sampled, or candidates are found, once all KV is computed. A prompt that is only
+        scored needs none, and a common prefix of forks that is computed again."""
+        return self.sampling.max_tokens > self.num_output if self.fork_of is None else self.num_candidates > 0
 
     def row_ends(self, num_tokens: int, *, sample: bool) -> None:
         """An uncommitted step with a row of `num_tokens` tokens has ended, or does not run."""

@@ -124,8 +124,7 @@ class SequenceAdmission:
         available = self._blocks.num_available
         headroom = 0 if self._groups.has_reserved_capacity(sequence) else self._lifecycle.num_headroom_blocks
         headroom += sum(followers.values())
-        if sequence.beams is not None:
-            headroom += sequence.beams.num_reserved_blocks()
+        headroom += sequence.num_fork_blocks
         if self._refused is not None:
             key, available_then, headroom_then = self._refused
             if key == sequence.key and available <= available_then and headroom >= headroom_then:
@@ -149,8 +148,7 @@ class SequenceAdmission:
         """Blocks that must stay available besides a handoff's own: a sequence whose KV arrives cannot be preempted."""
         lifecycle = self._lifecycle
         headroom = 0 if self._remote.has_capacity(sequence) else lifecycle.num_reserved_blocks
-        if sequence.beams is not None:
-            headroom += sequence.beams.num_reserved_blocks()
+        headroom += sequence.num_fork_blocks
         if lifecycle.running or self._remote.receiving:
             # At least a block for each running sequence: else one that grows would preempt another at once.
             expected = lifecycle.new_token_ratio.headroom(lifecycle.running.values(), self._blocks)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.beams.beam_groups import BeamGroup
+from kvrelay.scheduling.beams.beam_commit import BeamCommit
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -16,8 +16,9 @@ from kvrelay.step.batch import RowResult
 class StepCommit:
     """Commits the rows of steps to the sequences of one scheduler."""
 
-    def __init__(self, lifecycle: SequenceLifecycle) -> None:
+    def __init__(self, lifecycle: SequenceLifecycle, beams: BeamCommit) -> None:
         self._lifecycle = lifecycle
+        self._beams = beams
         self._block_size = lifecycle.blocks.pool.block_size
 
     def commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
@@ -26,14 +27,12 @@ class StepCommit:
         The KV of all new tokens but the last, and those that a grammar forced, is computed, see `RowResult`.
         """
         outputs: list[SequenceOutput] = []
-        groups: dict[BeamGroup, None] = {}
         lifecycle, block_size = self._lifecycle, self._block_size
         computing, finished = BlockState.COMPUTING, SequenceState.FINISHED
         for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
-            if sequence.beams is not None:
-                self._commit_beam(row, given)
-                groups[sequence.beams] = None
+            if sequence.fork_of is not None:
+                self._beams.commit_row(row, given)
                 continue
             # `SequenceLifecycle.row_ended` without the call, which would be 5% of the whole commit.
             if sequence.num_moot or sequence.is_behind:
@@ -83,7 +82,7 @@ class StepCommit:
             if token_ids or scores or prefilled:
                 index = start - sequence.num_prompt
                 outputs.append(SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled))
-        return outputs + [output for group in groups if (output := self.advance_beams(group)) is not None]
+        return outputs + self._beams.advance()
 
     def _prefilled(self, sequence: Sequence, finish: FinishReason | None) -> FinishReason | None:
         """Called when the KV of the whole prompt is computed. Returns why the sequence ends, or None."""
@@ -92,39 +91,3 @@ class StepCommit:
         if finish is None and not sequence.prefill_only:
             self._lifecycle.blocks.change_block_state(sequence, BlockState.RUNNING)
         return finish
-
-    # -- beams --------------------------------------------------------------------------------------------------------
-
-    def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
-        sequence = row.sequence
-        assert sequence.beams is not None
-        self._lifecycle.row_ended(row)  # beams end only in `advance_beams`, so the sequence is always there
-        sequence.num_computed += row.num_tokens
-        if given.candidates is not None:
-            sequence.beams.offer(sequence, given.candidates)
-
-    def advance_beams(self, group: BeamGroup) -> SequenceOutput | None:
-        """Makes a step of a beam search once the candidates of all its beams are there. Returns its output, if any."""
-        lifecycle, leader = self._lifecycle, group.leader
-        if leader.abort_requested:
-            lifecycle.leave(leader)
-            return None
-        is_prefix = not group.has_beams
-        if is_prefix:
-            lifecycle.publish(leader)  # beams publish nothing: a beam that no other follows is not worth caching
-        if not group.is_ready:
-            return None
-        step = lifecycle.beams.advance(group)
-        finish = step.results[0].finish if step.results else None
-        if finish:
-            lifecycle.leave(leader)
-        if not finish and not (is_prefix and step.first is not None):
-            return None
-        return SequenceOutput(
-            leader,
-            0,
-            finish=finish,
-            prefilled=is_prefix,
-            candidates=step.first if is_prefix else None,
-            beams=step.results,
-        )

@@ -75,19 +75,19 @@ class StepPlanner:
         draft.prompting = prompting = []
         most_rows = self._most_decodes(draft)
         for sequence in self._running.values():
-            is_beam = sequence.beams is not None
-            if (is_beam or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding:
+            is_fork = sequence.fork_of is not None
+            if (is_fork or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding:
                 prompting.append(sequence)
                 continue
             if sequence.num_planned and not self._goes_on(sequence):
                 continue
-            if len(rows) >= most_rows and not is_beam:  # beams advance together
+            if len(rows) >= most_rows and not is_fork:  # forks advance together
                 continue
             position = sequence.num_computed + sequence.num_planned
             rows.append(PlannedRow(sequence, position, 1, False, True))
             if sequence.drafts is not None:
                 speculating.append(len(rows) - 1)
-            if is_beam or position >= sequence.table.capacity_tokens:
+            if is_fork or position >= sequence.table.capacity_tokens:
                 short.append(sequence)
             if not sequence.jumps:
                 has_others = True

@@ -12,7 +12,7 @@ ahead of those of busy tenants until it has used the lead up. So two tenants tha
 `IDLE_CREDIT`, plus what one admission and the output of the running sequences count.
 
 Limit: while several tenants wait, none takes more running slots than `max_running` times its weight over the weights
-of the waiting tenants.
+of the waiting tenants, unless it was served `IDLE_CREDIT` less than the next one.
 
 While one tenant is here, nothing is counted per step.
 """
@@ -149,8 +149,11 @@ class TenantShares:
             share.counter += OUTPUT_COST * num_new * sequence.num_slots / share.weight
             self._num_counted[sequence.key] = sequence.num_output
 
-    def has_room(self, share: TenantShare, num_slots: int) -> bool:
-        """Returns whether a waiting tenant may take so many more running slots. Any number if it holds none."""
+    def may_take(self, share: TenantShare, num_slots: int, turn_of: TenantShare) -> bool:
+        """Returns whether a waiting tenant may take so many more running slots, any number if it holds none. `turn_of`:
+        the tenant that is next, which can be passed because it holds its share."""
+        if share is not turn_of and share.counter - turn_of.counter >= self.idle_credit:
+            return False
         num_held = share.num_slots - share.num_waiting_slots
         if len(self._waiting) < 2 or num_held <= 0:
             return True

@@ -132,10 +132,10 @@ def worker_batch(plan: StepPlan) -> WorkerBatch:
 
 
 def _beam_row(sequence: Sequence) -> BeamRow | None:
-    if sequence.beams is None:
+    if not sequence.num_candidates:
         return None
     history = sequence.tokens.view(0, sequence.num_tokens)
-    return BeamRow(sequence.beams.num_candidates, history, sequence.num_prompt)
+    return BeamRow(sequence.num_candidates, history, sequence.num_prompt)
 
 
 def _worker_row(row: PlannedRow) -> WorkerRow:
@@ -145,7 +145,7 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
     if row.drafts is not None:
         token_ids = np.concatenate((token_ids, row.drafts))
     return WorkerRow(
-        key=sequence.key if sequence.beams is None else sequence.beams.leader.key,
+        key=(sequence.fork_of or sequence).key,
         token_ids=token_ids,
         position=position,
         block_ids=sequence.table.ids,

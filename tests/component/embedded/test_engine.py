@@ -270,7 +270,7 @@ def test_numpy_arrays_and_numbers_are_taken(llm: LLM) -> None:
 
 def test_drafts_come_from_earlier_outputs(model: Path) -> None:
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    with LLM(str(model), **SMALL, max_model_len=256, suffix_cache_tokens=4096) as llm:
+    with LLM(str(model), **SMALL, max_model_len=256) as llm:
         (expected,) = llm.generate([1, 2, 3], params)
         drafted = replace(params, speculation="suffix")
         salted = replace(drafted, cache_salt="other")

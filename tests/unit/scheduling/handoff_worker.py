@@ -106,7 +106,7 @@ class HandoffWorker:
             each.sample_group == sequence.sample_group != "" for each in self.open
         ):
             return  # its group may have been admitted before
-        if self.scheduler.sample_groups.num_reserved_slots or sequence.sample_group:
+        if self.scheduler.lifecycle.capacity.num_slots > len(self.lands_at) or sequence.sample_group:
             return
         for other in self.open[: self.open.index(sequence)]:
             waits = other.state is SequenceState.WAITING and not other.num_preemptions and not other.sample_group

@@ -142,10 +142,9 @@ class World:
         assert len(sources | set(targets)) == len(sources) + len(targets)
         planned = {row.sequence for row in plan.rows}
         for sequence in plan.preempted:
-            group = sequence.beams
-            if group is not None:
-                assert group.leader is sequence, "a group is preempted as its leader"
-                assert group.members == [sequence]
+            if sequence.fork_of is not None:
+                assert sequence.fork_of is sequence, "a group is preempted as its leader"
+                assert self.scheduler.lifecycle.forks_of(sequence) == [sequence]
                 assert sequence not in planned
         written = {int(row.sequence.table.ids[row.position // BLOCK_SIZE]) for row in plan.rows}
         assert written >= set(targets), "a copy for nobody in this step"
@@ -157,13 +156,15 @@ class World:
         self.scheduler.waiting.check_integrity()
         running = self.scheduler.running
         assert len(running) <= self.scheduler.num_slots <= self.scheduler.limits.max_running
-        for group in {s.beams for s in [*running.values(), *self.scheduler.waiting] if s.beams is not None}:
-            together = [member.key in running for member in group.members]
+        for leader in {s.fork_of for s in [*running.values(), *self.scheduler.waiting]} - {None}:
+            assert leader is not None
+            forks = self.scheduler.lifecycle.forks_of(leader)
+            together = [fork.key in running for fork in forks]
             assert all(together) or not any(together), "a part of a group runs"
-            assert any(together) == (group.leader.state is SequenceState.RUNNING)
+            assert any(together) == (leader.state is SequenceState.RUNNING)
             if not any(together):
-                assert group.members == [group.leader]
-                assert not group.leader.table.num_blocks, "a group that waits holds something"
+                assert forks == [leader]
+                assert not leader.table.num_blocks, "a group that waits holds something"
 
 
 def check_texts(got: list[BeamResult], expected: list[Text]) -> None:

@@ -103,6 +103,8 @@ def test_requests_choose_and_some_have_no_drafts() -> None:
         ("ngram", msgspec.structs.replace(plain, max_tokens=1), False),
     ):
         sequence = sequence_of([1, 2, 3], sampling)
+        if sampling.beams is not None:
+            sequence.fork_of = sequence
         drafter_of(method).begin(sequence)
         assert (sequence.drafts is not None) is expected
     prefilling = sequence_of([1, 2, 3], plain, prefill_only=True)

@@ -137,7 +137,7 @@ def test_an_adopted_sequence_takes_no_blocks_that_are_reserved_for_others(schedu
     assert list(bench.scheduler.reserve()) == [handoff]
     first = bench.handoff([1] * 8, 2, ("samples", 0, 3), RemoteKV(SENDER, num_to_come=2))
     assert list(bench.scheduler.reserve()) == [first]
-    assert bench.scheduler.remote.num_reserved_blocks == 6
+    assert bench.scheduler.lifecycle.num_reserved_blocks == 6
     bench.arrive(handoff)
     assert handoff.table.num_blocks == 2
     assert bench.pool.num_available == 7

@@ -196,10 +196,10 @@ def test_the_rest_goes_on_when_the_first_is_aborted_before_its_prompt_is_compute
     group = samples(world, 1, [2] * 20, 3, 4)
     world.step()
     assert world.scheduler.abort(group[0].key)
-    assert world.scheduler.num_reserved_samples == 2
+    assert world.scheduler.lifecycle.capacity.num_slots == 2
     world.run()
     assert [s.num_output for s in group] == [0, 4, 4]
-    assert world.scheduler.num_reserved_samples == 0
+    assert world.scheduler.lifecycle.capacity.num_slots == 0
 
 
 def test_a_sample_that_is_aborted_while_room_is_set_aside_gives_it_back() -> None:

@@ -247,6 +247,7 @@ def test_tenants_that_are_gone_are_forgotten_beyond_a_limit() -> None:
 def test_while_tenants_wait_none_holds_more_slots_than_its_share() -> None:
     """The flood's short prompts count little when they are admitted, and its long outputs only as they come."""
     bench = bench_for(num_blocks=200, token_budget=64, max_running=8)
+    bench.scheduler.shares.idle_credit = 4096.0
     flood = Flood(bench, {"long": 3.0, "short": 1.0}, {"long": [(1, 12)], "short": [(24, 1)]})
     for _ in range(40):
         flood.fill()

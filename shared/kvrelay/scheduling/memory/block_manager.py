@@ -69,8 +69,7 @@ class BlockManager:
         if sequence.remote is None:
             num_tokens = self._num_at_admission(sequence, num_tokens)
         num_blocks = blocks_for(num_tokens, self.pool.block_size)
-        if sequence.beams is not None:
-            num_blocks += sequence.beams.num_reserved_blocks()
+        num_blocks += sequence.num_fork_blocks
         if num_blocks <= self.num_usable:
             return True
         return num_blocks - len(self.withheld.intersection(self.cached_prefix(sequence))) <= self.num_usable
@@ -234,10 +233,10 @@ class BlockManager:
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes the table long enough for `num_tokens` tokens. All or nothing.
 
-        A beam also gets a copy of the block that its next token goes to, if other beams share that block.
+        A fork also gets a copy of the block that its next token goes to, if others share that block.
         """
-        if sequence.beams is not None:
-            return self._grow_beam(sequence, num_tokens)
+        if sequence.fork_of is not None:
+            return self._grow_fork(sequence, num_tokens)
         return self._lengthen(sequence, num_tokens)
 
     def _lengthen(self, sequence: Sequence, num_tokens: int, headroom: int = 0) -> bool:
@@ -252,23 +251,23 @@ class BlockManager:
         return True
 
     def grow_each(self, sequences: Seq[Sequence]) -> list[Sequence]:
-        """Gives each sequence one more block, in one operation. Returns the sequences that still need `grow`: beams,
+        """Gives each sequence one more block, in one operation. Returns the sequences that still need `grow`: forks,
         which may share the block that they write, or all if there are not enough blocks for the others.
         """
-        beams = [sequence for sequence in sequences if sequence.beams is not None]
-        if len(sequences) - len(beams) > self.pool.num_available:
+        forks = [sequence for sequence in sequences if sequence.fork_of is not None]
+        if len(sequences) - len(forks) > self.pool.num_available:
             return list(sequences)
         by_state: dict[BlockState, list[Sequence]] = {}
         for sequence in sequences:
-            if sequence.beams is None:
+            if sequence.fork_of is None:
                 by_state.setdefault(sequence.block_state, []).append(sequence)
         for state, growing in by_state.items():
             blocks = self.pool.allocate_each([sequence.table.last for sequence in growing], state)
             for sequence, block in zip(growing, blocks, strict=True):
                 sequence.table.append((block,))
-        return beams
+        return forks
 
-    def _grow_beam(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _grow_fork(self, sequence: Sequence, num_tokens: int) -> bool:
         table = sequence.table
         index = sequence.next_position // table.block_size
         must_copy = index < table.num_blocks and self.copies.must_copy(int(table.ids[index]))
@@ -349,10 +348,9 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Releases a sequence's blocks. Published ones stay cached. Drops its computed length with them."""
-        blocks = sequence.table.clear()[sequence.num_borrowed :]
+        blocks = sequence.table.clear()
         self.copies.drop(blocks)
         self.pool.release(blocks, sequence.block_state)
-        sequence.num_borrowed = 0
         sequence.computes_tail = False
         sequence.num_computed = 0
         sequence.num_published = 0
@@ -381,7 +379,7 @@ class WholeSequenceBlocks(BlockManager):
     """Allocates blocks for the longest possible output at admission (Yu et al., Orca, OSDI 2022, section 4.2)."""
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
-        if sequence.beams is not None:
-            return sequence.num_tokens  # a common prefix samples nothing; its beams take blocks as tokens come
+        if sequence.fork_of is not None:
+            return sequence.num_tokens  # a common prefix samples nothing; its forks take blocks as tokens come
         # The KV of the last sampled token is never computed.
         return max(sequence.num_tokens, sequence.num_tokens + self.remaining_output(sequence) - 1)

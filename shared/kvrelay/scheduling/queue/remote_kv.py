@@ -25,6 +25,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
@@ -46,32 +47,19 @@ class RemoteSequences:
         limits: SchedulerLimits,
         waiting: WaitingQueue,
         in_progress: PrefixesInProgress,
+        capacity: ReservedCapacity,
     ) -> None:
         self._blocks = blocks
         self._limits = limits
         self._waiting = waiting
         self._in_progress = in_progress
+        self._capacity = capacity
         self.receiving: dict[SequenceKey, Sequence] = {}
         self._expected: dict[str, _Expected] = {}
         self._pending: dict[str, dict[SequenceKey, Sequence]] = {}  # handoffs in the queue, by sample group
         self._num_to_arrive: dict[str, int] = {}  # samples behind the last one that arrived, by sample group
         self._reserved: set[SequenceKey] = set()  # pending handoffs that capacity is reserved for
         self._announced: list[Sequence] = []  # reserved since `take_reservations`
-        self._num_receiving_slots = 0
-
-    @property
-    def num_slots(self) -> int:
-        """Running sequences that those being received will become, and those that capacity is reserved for."""
-        return self._num_receiving_slots + sum(expected.num_samples for expected in self._expected.values())
-
-    @property
-    def num_reserved_blocks(self) -> int:
-        """Blocks for samples that are still to be admitted, and for the first tokens of beams being received."""
-        num_blocks = sum(each.num_samples * each.num_blocks_each for each in self._expected.values())
-        for sequence in self.receiving.values():
-            if sequence.beams is not None:
-                num_blocks += sequence.beams.num_reserved_blocks()
-        return num_blocks
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -95,11 +83,21 @@ class RemoteSequences:
             each.sample_group for each in self.receiving.values()
         }
         for group in self._expected.keys() - present:
-            del self._expected[group]
+            self._expect(group, 0)
             for sequence in self._pending.get(group, {}).values():
                 if sequence.key in self._reserved:
                     self._reserved.remove(sequence.key)
                     self._waiting.withdraw_reservation(sequence)
+
+    def _expect(self, group: str, num_samples: int) -> None:
+        """Capacity is reserved for so many samples of this group from now on."""
+        expected = self._expected[group]
+        expected.num_samples = num_samples
+        if num_samples:
+            self._capacity.reserve(group, num_samples, num_samples * expected.num_blocks_each)
+        else:
+            self._capacity.end(group)
+            del self._expected[group]
 
     def _reserve_for_pending(self, group: str) -> None:
         expected, pending = self._expected.get(group), self._pending.get(group, {})
@@ -124,10 +122,7 @@ class RemoteSequences:
             del self._pending[sequence.sample_group], self._num_to_arrive[sequence.sample_group]
         if sequence.key in self._reserved:
             self._reserved.remove(sequence.key)
-            expected = self._expected[sequence.sample_group]
-            expected.num_samples -= 1
-            if not expected.num_samples:
-                del self._expected[sequence.sample_group]
+            self._expect(sequence.sample_group, self._expected[sequence.sample_group].num_samples - 1)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -165,13 +160,14 @@ class RemoteSequences:
         self._no_longer_pending(sequence)
         sequence.state = SequenceState.WAITING_FOR_REMOTE_KV
         self.receiving[sequence.key] = sequence
-        self._num_receiving_slots += sequence.num_slots
+        self._capacity.reserve(sequence.key, sequence.num_slots, sequence.num_fork_blocks)
         self._announced.append(sequence)
         if self._blocks.shares_prefixes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self._in_progress.promise(sequence.key, hashes[sequence.num_published :])
         if num_to_come:
             self._expected[sequence.sample_group] = _Expected(num_to_come, num_blocks_each)
+            self._expect(sequence.sample_group, num_to_come)
             self._reserve_for_pending(sequence.sample_group)
         return True
 
@@ -209,5 +205,5 @@ class RemoteSequences:
 
     def _end_transfer(self, sequence: Sequence) -> None:
         del self.receiving[sequence.key]
-        self._num_receiving_slots -= sequence.num_slots
+        self._capacity.end(sequence.key)
         self._waiting.prefixes_changed(self._in_progress.withdraw(sequence.key))

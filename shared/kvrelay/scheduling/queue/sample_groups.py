@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
@@ -40,19 +41,12 @@ class SampleGroups:
     """The groups of one scheduler's sequences. A sequence without a group forms one of its own. A sequence that only
     computes its prompt for a handoff leaves with its first token, so it is in no group."""
 
-    def __init__(self, blocks: BlockManager, limits: SchedulerLimits) -> None:
+    def __init__(self, blocks: BlockManager, limits: SchedulerLimits, capacity: ReservedCapacity) -> None:
         self._blocks = blocks
         self._limits = limits
+        self._capacity = capacity
         self._members: dict[str, dict[SequenceKey, Sequence]] = {}
-        self._reserved: dict[SequenceKey, int] = {}  # blocks of RESERVED samples
         self._lost: set[SequenceKey] = set()  # samples that were RESERVED before
-        self.num_reserved_blocks = 0
-        """Number of blocks that are reserved for samples of admitted groups."""
-
-    @property
-    def num_reserved_slots(self) -> int:
-        """Number of running sequences that are reserved for samples of admitted groups."""
-        return len(self._reserved)
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence joined the scheduler."""
@@ -69,7 +63,7 @@ class SampleGroups:
                 del self._members[sequence.sample_group]
 
     def has_reserved_capacity(self, sequence: Sequence) -> bool:
-        return sequence.key in self._reserved
+        return sequence in self._capacity
 
     def _fresh_with(self, sequence: Sequence) -> list[Sequence]:
         """Returns the other fresh samples of a fresh sequence's group."""
@@ -80,12 +74,11 @@ class SampleGroups:
 
     def reserve(self, sequence: Sequence, num_blocks: int) -> None:
         """Reserves capacity for a fresh sample, until `settle`."""
-        self._reserved[sequence.key] = num_blocks
-        self.num_reserved_blocks += num_blocks
+        self._capacity.reserve(sequence, 1, num_blocks)
 
     def settle(self, sequence: Sequence) -> None:
         """The sequence has its blocks, or leaves: its reserved capacity ends."""
-        self.num_reserved_blocks -= self._reserved.pop(sequence.key, 0)
+        self._capacity.end(sequence)
         self._lost.discard(sequence.key)
 
     def running_with(self, sequence: Sequence) -> list[Sequence]:
@@ -98,7 +91,7 @@ class SampleGroups:
     def lose_reserved(self, sequence: Sequence) -> list[Sequence]:
         """The running samples of the group are preempted: its RESERVED samples become LOST. Returns them."""
         members = self._members.get(sequence.sample_group, {})
-        reserved = [each for each in members.values() if each.key in self._reserved]
+        reserved = [each for each in members.values() if each in self._capacity]
         for each in reserved:
             self.settle(each)
             self._lost.add(each.key)
@@ -112,11 +105,11 @@ class SampleGroups:
         return [
             each
             for each in members.values()
-            if self._waits(each) and self._is_lost(each) and each.key not in self._reserved
+            if self._waits(each) and self._is_lost(each) and each not in self._capacity
         ]
 
     def _is_fresh(self, sequence: Sequence) -> bool:
-        return self._waits(sequence) and sequence.key not in self._reserved and not self._is_lost(sequence)
+        return self._waits(sequence) and sequence not in self._capacity and not self._is_lost(sequence)
 
     def _is_lost(self, sequence: Sequence) -> bool:
         return bool(sequence.num_preemptions) or sequence.key in self._lost

@@ -219,13 +219,14 @@ class WaitingQueue(Collection[Sequence]):
         """The sequence to admit next; None if there is none, or all wait for prefixes that others compute."""
         if self._reserved and (sequence := self.reserved_head()) is not None:
             return sequence
-        lanes, first = self._lanes.values(), None
+        lanes = self._lanes.values()
+        first: tuple[Sequence, TenantShare] | None = None
         for lane in lanes if len(lanes) == 1 else sorted(lanes, key=self._turn_of):
             if (sequence := self._head_of(lane)) is not None:
-                if self._shares.has_room(lane.share, sequence.num_slots):
+                first = first or (sequence, lane.share)
+                if self._shares.may_take(lane.share, sequence.num_slots, turn_of=first[1]):
                     return sequence
-                first = first or sequence
-        return first
+        return first[0] if first is not None else None
 
     def _turn_of(self, lane: Lane) -> tuple[int, float, int]:
         """Sorts lanes. Of tenants that were served equally, the one that was admitted least recently is first."""

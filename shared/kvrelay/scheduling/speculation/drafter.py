@@ -72,10 +72,10 @@ class Drafter:
         self._certain = (1.0,) * settings.num_speculative_tokens
 
     def begin(self, sequence: Sequence) -> None:
-        """A sequence joins. Prefill workers, beams and prompts that are only scored have no drafts."""
+        """A sequence joins. Prefill workers, forks and prompts that are only scored have no drafts."""
         sampling, settings = sequence.sampling, self._settings
         method = sampling.speculation or settings.method
-        if method == "off" or sequence.prefill_only or sampling.beams is not None or sampling.max_tokens < 2:
+        if method == "off" or sequence.prefill_only or sequence.fork_of is not None or sampling.max_tokens < 2:
             return
         index = NgramIndex(sequence.tokens, settings.prompt_lookup_min, settings.prompt_lookup_max)
         owner = None

@@ -52,8 +52,7 @@ from kvrelay.transfer.base import Corrupted, ReceiverEvent, TransferReceiver
 from kvrelay.transfer.sharded import ShardedReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import unpack_candidates
-from kvrelay.worker.requests import OpenRequests, deadline_of, is_same_process
-from kvrelay.worker.score_parts import ScoreParts
+from kvrelay.worker.requests import OpenRequests, ScoreParts, deadline_of, is_same_process
 from kvrelay.worker.sequences import make_sequence, sequence_key
 from kvrelay_decode.reservations import Reservations
 from kvrelay_decode.stream import TokenStream, entry_of, first_entry_of

@@ -31,8 +31,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.transfer.base import TransferReceiver
 from kvrelay.transfer.sharded import ShardedReceiver
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.requests import OpenRequests, deadline_of
-from kvrelay.worker.score_parts import scores_of
+from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay_decode.receiver_driver import DecodeRequest, ReceiverDriver
@@ -199,8 +198,7 @@ class DecodeRole:
 
     def _entry(self, request: DecodeRequest, output: SequenceOutput) -> TokenEntry:
         if request.handoff is None and output.index == request.first_index:
-            scores = request.scores.kept if request.scores is not None else []
-            return entry_of(output, scores, self._local_usage(request))
+            return entry_of(output, self._local_usage(request))
         return entry_of(output)
 
     def _local_usage(self, request: DecodeRequest) -> SequenceUsage:

@@ -1,18 +1,17 @@
-"""Tokens on their way to the routers: one message per step and router, and one for each scored prompt."""
+"""Tokens on their way to the routers: one message per step and router."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from kvrelay.protocol.messages import Handoff, PeerRef, SequenceUsage, TokenBatch, TokenEntry
-from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
 
 
 class TokenStream:
     """Collects the entries of a step and sends them as one message to each router. `totals` sums up what the entries
-    say about the use of blocks. Entries that score a prompt are sent alone."""
+    say about the use of blocks."""
 
     def __init__(self, send: Callable[[PeerRef, TokenBatch], None]) -> None:
         self.totals: dict[str, float] = dict.fromkeys(
@@ -22,12 +21,8 @@ class TokenStream:
         self._pending: dict[PeerRef, list[TokenEntry]] = {}
 
     def put(self, router: PeerRef, entry: TokenEntry) -> None:
-        """Adds an entry to the router's next message. One that scores a prompt is sent alone: several together may be
-        too large for a message."""
-        if entry.prompt_logprobs:
-            self._send(router, TokenBatch(entries=[entry]))
-        else:
-            self._pending.setdefault(router, []).append(entry)
+        """Adds an entry to the router's next message."""
+        self._pending.setdefault(router, []).append(entry)
         if (usage := entry.usage) is not None:
             self.totals["prompt_blocks"] += usage.prompt_blocks
             self.totals["received_blocks"] += usage.received_blocks
@@ -40,9 +35,7 @@ class TokenStream:
             self._send(router, TokenBatch(entries=entries))
 
 
-def entry_of(
-    output: SequenceOutput, prompt_logprobs: list[TokenLogprobs] | None = None, usage: SequenceUsage | None = None
-) -> TokenEntry:
+def entry_of(output: SequenceOutput, usage: SequenceUsage | None = None) -> TokenEntry:
     """The message entry for the output of a step. `usage`: for the first token of a prompt that was computed here."""
     key = output.sequence.key
     return TokenEntry(
@@ -52,7 +45,6 @@ def entry_of(
         index=output.index,
         token_ids=[*output.token_ids],
         logprobs=[*output.logprobs],
-        prompt_logprobs=prompt_logprobs or [],
         cached_tokens=output.sequence.num_cached_tokens if usage is not None else None,
         finish=output.finish,
         usage=usage,

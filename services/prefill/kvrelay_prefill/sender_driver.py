@@ -54,8 +54,7 @@ from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
 from kvrelay.worker.ranked_transfers import as_sharded_sender, other_ranks_identities, shards_of
-from kvrelay.worker.requests import OpenRequests
-from kvrelay.worker.score_parts import ScoreParts
+from kvrelay.worker.requests import OpenRequests, ScoreParts
 from kvrelay_prefill.pushes import InFlightPushes, TransportOffers
 
 log = logging.getLogger(__name__)

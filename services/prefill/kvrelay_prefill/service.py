@@ -35,8 +35,7 @@ from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay.transfer.base import TransferSender
 from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.requests import OpenRequests, deadline_of
-from kvrelay.worker.score_parts import scores_of
+from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay_prefill.sender_driver import PrefillRequest, SenderDriver
@@ -177,7 +176,6 @@ class PrefillRole:
             index=output.index,
             token_id=output.token_ids[0] if output.token_ids else None,
             logprobs=output.logprobs[0] if output.logprobs else None,
-            prompt_logprobs=request.scores.kept if request.scores is not None else [],
             cached_tokens=sequence.num_cached_tokens,
             finish=output.finish,
             beams=list(output.beams),

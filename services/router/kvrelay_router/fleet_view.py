@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from math import isfinite
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 
 from kvrelay.fleet import WorkerRecord
-from kvrelay.protocol.messages import LoadReport, PeerRef, Status
+from kvrelay.protocol.messages import PeerRef, Status
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.dispatch.load import OutstandingLoad, WorkerLoad, worker_key
@@ -57,7 +56,6 @@ class KnownWorker:
     missing_since: float | None = None  # since when the registry lacks it
     foreign: WorkerLoad | None = None  # reported load minus this router's own share at that moment
     step_cost: StepCost | None = None  # measured speed; None: not measured
-    transfer_bytes_s: float | None = None
     candidate: Candidate | None = None  # cached; None: something changed
 
     def state(self, now: float) -> WorkerState:
@@ -126,9 +124,7 @@ class FleetView:
         was, self._ready = known.state(now), None
         known.foreign = _foreign(status, self._load.of(worker_key(peer)))
         known.status, known.answered_at, known.lost, known.candidate = status, now, "", None
-        report = status.load or LoadReport()
-        known.step_cost = StepCost(*report.step_cost) if _are_speeds(report.step_cost) else None
-        known.transfer_bytes_s = report.transfer_bytes_s if _are_speeds((report.transfer_bytes_s,)) else None
+        known.step_cost = StepCost(*status.load.step_cost) if status.load.step_cost is not None else None
         self._notify(known, was, "it answers", now)
 
     def lost(self, peer: PeerRef, reason: str, now: float) -> None:
@@ -249,14 +245,14 @@ class FleetView:
             head_pairs=head.num_pairs,
             head_since_s=head.since_s,
             num_pending=own.num_pending + foreign.num_pending,
-            context_tokens=status.load.context_tokens if status is not None and status.load is not None else 0,
+            context_tokens=status.load.context_tokens if status is not None else 0,
             recent_tokens=self._load.recent_tokens(key),
             num_blocks=record.num_blocks,
             block_size=record.block_size,
             block_bytes=record.block_bytes,
             token_budget=record.token_budget,
             step_cost=known.step_cost,
-            transfer_bytes_s=known.transfer_bytes_s,
+            transfer_bytes_s=status.load.transfer_bytes_s if status is not None else None,
         )
 
     def _notify(self, known: KnownWorker, was: WorkerState, reason: str, now: float) -> None:
@@ -266,8 +262,7 @@ class FleetView:
 
 
 def _limits_of(records: list[WorkerRecord]) -> ModelLimits:
-    knows_beams = all(record.max_running for record in records)
-    decode = [record for record in records if record.role == "decode" and knows_beams]
+    decode = [record for record in records if record.role == "decode"]
     return ModelLimits(
         min(record.max_model_len for record in records),
         min(record.vocab_size for record in records),
@@ -277,11 +272,6 @@ def _limits_of(records: list[WorkerRecord]) -> ModelLimits:
         group_samples=bool(decode) and all(record.group_samples for record in decode),
         jump_forward=all(record.jump_forward for record in records),
     )
-
-
-def _are_speeds(values: tuple[float | None, ...] | None) -> TypeGuard[tuple[float, ...]]:
-    """Returns whether measured speeds are usable. A single NaN would make every comparison of workers false."""
-    return values is not None and all(value is not None and isfinite(value) and value >= 0 for value in values)
 
 
 def _is_succeeded_by(known: KnownWorker, record: WorkerRecord) -> bool:
@@ -295,19 +285,15 @@ def _is_succeeded_by(known: KnownWorker, record: WorkerRecord) -> bool:
 
 def _foreign(status: Status, own: WorkerLoad) -> WorkerLoad:
     """Load of other routers on a worker: its report contains this router's share at that moment."""
-    queues = status.queues
-    num_arriving = sum(queues.get(name, 0) for name in ("asked", "reserved", "filling"))
+    report = status.load
+    num_arriving = sum(status.queues.get(name, 0) for name in ("asked", "reserved", "filling"))
     num_pending = max(0, num_arriving - own.num_pending)
-    if (report := status.load) is not None:
-        return WorkerLoad(
-            max(0, report.queued_tokens - report.own_queued_tokens),
-            max(0, report.num_sequences - report.own_sequences) + num_pending,
-            max(0.0, report.queued_pairs - report.own_queued_pairs),
-            num_pending,
-        )
-    num_tokens = queues.get("queued_tokens", 0) - own.num_tokens
-    num_sequences = queues.get("waiting", 0) + queues.get("running", 0) - own.num_sequences
-    return WorkerLoad(max(0, num_tokens), max(0, num_sequences))
+    return WorkerLoad(
+        max(0, report.queued_tokens - report.own_queued_tokens),
+        max(0, report.num_sequences - report.own_sequences) + num_pending,
+        max(0.0, report.queued_pairs - report.own_queued_pairs),
+        num_pending,
+    )
 
 
 def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) -> dict[str, Any]:
@@ -333,7 +319,7 @@ def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) ->
         "swap": dict(status.swap) if status is not None else {},
         "totals": dict(status.totals) if status is not None else {},
         "histograms": msgspec.to_builtins(status.histograms) if status is not None else {},
-        "load": msgspec.to_builtins(status.load) if status is not None and status.load is not None else {},
+        "load": msgspec.to_builtins(status.load) if status is not None else {},
         "live": is_live,
         "age_s": round(now - known.answered_at, 3) if known.answered_at is not None else None,
     }

@@ -16,7 +16,7 @@ NO_SLOT = -1
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One incarnation of a worker. `block_size` and `max_model_len` are in tokens.
 
-    Change it with `msgspec.structs.replace`. Unknown fields of newer versions are ignored.
+    Change it with `msgspec.structs.replace`.
     """
 
     worker_id: str
@@ -36,28 +36,28 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_model_len: int
     vocab_size: int
     max_running: int = 0
-    """Maximum running sequences; 0 from an older version, which has no beam search either."""
+    """Maximum running sequences."""
     group_samples: bool = False
-    """Whether it runs the samples of a request together; false from an older version."""
+    """Whether it runs the samples of a request together."""
     jump_forward: bool = False
-    """Whether tokens that a grammar forces join without being sampled; false from an older version."""
+    """Whether tokens that a grammar forces join without being sampled."""
     slot: int = NO_SLOT
     draining: bool = False
     load: dict[str, float] = {}
     block_bytes: int = 0
-    """Bytes of a block with all layers; 0 from an older version."""
+    """Bytes of a block with all layers."""
     group: str = ""
     """Id of rank 0 of its group with data-parallel attention; empty: it is in none."""
     token_budget: int = 0
-    """Maximum tokens of a step; 0 from an older version."""
+    """Maximum tokens of a step."""
     device: str = ""
-    """For display: cpu, or the GPU's name and UUID; empty: simulated, or an older version."""
+    """For display: cpu, or the GPU's name and UUID; empty: simulated."""
     kv_dtype: str = ""
-    """For display: element type of KV; empty: simulated, or an older version."""
+    """For display: element type of KV; empty: simulated."""
     tokenizer: str = ""
     """See `kvrelay.tokenizer_identity`; empty: unknown."""
     process: str = ""
-    """The worker's process, see `kvrelay.process_identity`; empty from an older version. Not checked."""
+    """The worker's process, see `kvrelay.process_identity`."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,8 +2,7 @@
 
 A limit rejects what no correct peer sends. It is no policy: the router's limits for clients are narrower, and a worker
 also compares with its own model and pool (`kvrelay.worker.sequences`). Rules between the fields of a struct are in its
-`__post_init__`, which the decoder calls. Structs of which a message brings many have `violation` instead, which the
-receiver calls for the entries that bring more than tokens.
+`__post_init__`, which the decoder calls.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ from kvrelay.protocol.packed_logprobs import PackedLogprobs
 from kvrelay.protocol.sampling import (
     BeamResults,
     FinishReason,
-    PromptLogprobList,
     Sampling,
     StepLogprobs,
     TokenLogprobs,
@@ -124,11 +123,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: Int64 = 0
     num_samples: SampleCount = 1  # samples of the request with this prompt, including this one
     timeout_s: Seconds = 600.0  # the time until the request's deadline when this is sent
-    scores_in_parts: bool = False  # the router takes `PromptLogprobs`; one of an older version does not
     tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # opaque; waiting tenants get fair shares of a worker
     weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # the tenant's weight
     session: SessionKey = ""  # by the client's word, requests of one session belong together
-    # Opaque. Drafts may come from earlier outputs of the same owner. None: from none; an older router knows no owner.
+    # Opaque. Drafts may come from earlier outputs of the same owner. None: from none.
     text_owner: Annotated[str, msgspec.Meta(max_length=64)] | None = None
 
     @property
@@ -231,14 +229,12 @@ class Reassign(Body, frozen=True, kw_only=True, tag="reassign"):
 class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
     """P>R: the first token (none when the prompt was only scored), with its index in the output.
 
-    Of a beam search only its end, if it ends with the prompt: `finish` and `beams`. `prompt_logprobs` is for routers
-    that do not take `PromptLogprobs`; so is that of `TokenEntry`.
+    Of a beam search only its end, if it ends with the prompt: `finish` and `beams`.
     """
 
     index: Index
     token_id: TokenId | None = None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: PromptLogprobList = []
     cached_tokens: Index = 0
     finish: FinishReason | None = None
     beams: BeamResults = []
@@ -340,20 +336,10 @@ class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     index: int
     token_ids: StepTokens
     logprobs: StepLogprobs = []
-    prompt_logprobs: PromptLogprobList = []
     cached_tokens: Index | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
     beams: BeamResults = []
-
-    def violation(self) -> str:
-        """What contradicts what in the log-probabilities; empty if nothing does. Not part of decoding: most entries
-        have none."""
-        if self.logprobs and len(self.logprobs) != len(self.token_ids):
-            return f"{len(self.token_ids)} tokens with {len(self.logprobs)} log-probabilities"
-        if not all(each.is_paired for each in (*self.logprobs, *self.prompt_logprobs)):
-            return "not every token has its log-probability"
-        return ""
 
 
 class TokenBatch(Body, frozen=True, kw_only=True, tag="token_batch"):
@@ -387,7 +373,7 @@ class Failed(Body, frozen=True, kw_only=True, tag="failed"):
 class StatusQuery(Body, frozen=True, kw_only=True, tag="status_query"):
     """R>P,D: report your queues and blocks; of a `request` that is named, also what happened to it there.
 
-    `ended_sessions`: no request of these will come. Workers of older versions do not read them.
+    `ended_sessions`: no request of these will come.
     """
 
     query: Count
@@ -433,7 +419,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     own_queued_tokens: Count = 0
     own_queued_pairs: Finite = 0.0
     own_sequences: Count = 0
-    step_cost: tuple[Finite, Finite, Finite] | None = None
+    step_cost: tuple[NotNegative, NotNegative, NotNegative] | None = None
     transfer_bytes_s: NotNegative | None = None  # the measured rate of pushes
 
 
@@ -448,7 +434,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
     totals: dict[Name, Finite]
     swap: dict[Name, Count] = {}
     histograms: dict[Name, HistogramReport] = {}
-    load: LoadReport | None = None  # a worker of an older version sends none
+    load: LoadReport = LoadReport()
     stages: Annotated[list[Stage], msgspec.Meta(max_length=MOST_STAGES)] = []  # stages of the request in the query
 
 

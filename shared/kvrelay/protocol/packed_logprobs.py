@@ -5,6 +5,7 @@ A million of them as objects take a second to decode, and the garbage collector 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Annotated
@@ -12,6 +13,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from kvrelay.protocol.limits import MOST_LOGPROBS, NumLogprobs, require
 from kvrelay.protocol.sampling import TokenLogprobs
@@ -93,3 +95,36 @@ def _packed(num_top: int, entries: Sequence[TokenLogprobs]) -> PackedLogprobs:
         np.array(list(chain.from_iterable(each.top_ids for each in entries)), "<i4").tobytes(),
         np.array(list(chain.from_iterable(each.top_logprobs for each in entries)), "<f8").tobytes(),
     )
+
+
+class CollectedLogprobs(msgspec.Struct):
+    """Log-probabilities as they came, still packed: most are read once, in slices, each of which is unpacked."""
+
+    parts: list[PackedLogprobs] = []
+    starts: list[int] = []  # entries before each part
+    num_entries: int = 0
+
+    def add(self, part: PackedLogprobs) -> None:
+        self.parts.append(part)
+        self.starts.append(self.num_entries)
+        self.num_entries += len(part)
+
+    def __len__(self) -> int:
+        return self.num_entries
+
+    def __getitem__(self, index: slice, /) -> list[TokenLogprobs]:
+        start, stop, _ = index.indices(self.num_entries)
+        rows: list[TokenLogprobs] = []
+        at = max(0, bisect_right(self.starts, start) - 1)
+        while at < len(self.parts) and self.starts[at] < stop:
+            before = self.starts[at]
+            rows += self.parts[at].rows(max(0, start - before), max(0, stop - before))
+            at += 1
+        return rows
+
+
+def own_logprobs(rows: Sequence[TokenLogprobs] | CollectedLogprobs) -> NDArray[np.float64]:
+    """Each token's own log-probability, without its alternatives."""
+    if isinstance(rows, CollectedLogprobs):
+        return np.frombuffer(b"".join(part.logprobs for part in rows.parts), "<f8")
+    return np.array([entry.logprob for entry in rows[:]], np.float64)

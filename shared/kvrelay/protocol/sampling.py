@@ -13,7 +13,6 @@ from kvrelay.protocol.limits import (
     MOST_LOGPROBS,
     MOST_SAMPLES,
     MOST_STEP_TOKENS,
-    MOST_TEXT_TOKENS,
     Index,
     Int64,
     LogProb,
@@ -162,11 +161,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_ids: Annotated[list[TokenId], Meta(max_length=MOST_LOGPROBS)]  # most likely first, or as they were asked for
     top_logprobs: Annotated[list[LogProb], Meta(max_length=MOST_LOGPROBS)]
 
-    @property
-    def is_paired(self) -> bool:
-        """Returns whether each of the top ids has its log-probability."""
-        return len(self.top_ids) == len(self.top_logprobs)
-
 
 class BeamResult(msgspec.Struct, frozen=True, array_like=True):
     """A finished text of a beam search. `token_ids` includes the end token, if one ended it."""
@@ -178,5 +172,4 @@ class BeamResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 StepLogprobs = Annotated[list[TokenLogprobs], Meta(max_length=MOST_STEP_TOKENS)]
-PromptLogprobList = Annotated[list[TokenLogprobs], Meta(max_length=MOST_TEXT_TOKENS)]
 BeamResults = Annotated[list[BeamResult], Meta(max_length=MOST_SAMPLES)]

@@ -84,7 +84,7 @@ class Reports:
             swap=self._swap(),
             histograms={name: histogram.report() for name, histogram in worker.instruments.histograms()},
             totals=self._role.totals() | self._counters() | self._steps() | self._more_totals(),
-            load=load,
+            load=load or LoadReport(),
         )
 
     def digest(self) -> dict[str, float]:
@@ -101,7 +101,7 @@ class Reports:
         if routers:
             plain, named = self._load_reports()
             for router in routers:
-                self._worker.messenger.send(router, self.status(load=named.get(router, plain)))
+                self._worker.messenger.send(router, self.status(UNSOLICITED, named.get(router, plain)))
 
     def _load_reports(self) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
         totals, speeds = self._role.totals(), self._worker.steps.speeds

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, TypeVar
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
+from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, PromptLogprobs, Stop
+from kvrelay.protocol.packed_logprobs import packed_in_parts
+from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.tracer import trace_fields
-from kvrelay.worker.cancelled_requests import CancelledRequestCache
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.score_parts import ScoreParts
 from kvrelay.worker.sequences import make_sequence, sequence_key
 
 DEADLINE_GRACE_S = 5.0
@@ -43,6 +45,56 @@ def is_same_process(one: PeerRef, other: PeerRef) -> bool:
 def deadline_of(prompt: Prompt) -> float:
     """The monotonic time at which a worker ends this request on its own."""
     return time.monotonic() + prompt.timeout_s + DEADLINE_GRACE_S
+
+
+class CancelledRequestCache:
+    """Keys of cancelled attempts, oldest first: a cancel can arrive before the request that it cancels. Entries
+    expire after `keep_s` seconds; at most `at_most` are kept."""
+
+    def __init__(self, keep_s: float = 120.0, at_most: int = 65536) -> None:
+        self._keep_s = keep_s
+        self._at_most = at_most
+        self._cancelled_at: OrderedDict[SequenceKey, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._cancelled_at)
+
+    def add(self, key: SequenceKey, now: float) -> None:
+        """Remembers that this attempt was cancelled at `now`, in monotonic seconds."""
+        self._cancelled_at[key] = now
+        self._cancelled_at.move_to_end(key)
+        while self._cancelled_at and (
+            len(self._cancelled_at) > self._at_most or now - next(iter(self._cancelled_at.values())) > self._keep_s
+        ):
+            self._cancelled_at.popitem(last=False)
+
+    def __contains__(self, key: SequenceKey) -> bool:
+        return key in self._cancelled_at
+
+
+class ScoreParts:
+    """The log-probabilities of a prompt on their way from the steps to the router."""
+
+    __slots__ = ("_num_sent",)
+
+    def __init__(self) -> None:
+        self._num_sent = 0
+
+    def add(self, entries: SequenceOf[TokenLogprobs]) -> Iterator[PromptLogprobs]:
+        """The messages for the entries of the next positions. Send every one before the next call."""
+        for part in packed_in_parts(entries):
+            message = PromptLogprobs(start=self._num_sent, part=part)
+            self._num_sent += len(part)
+            yield message
+
+    def restart(self) -> None:
+        """The prompt is computed again from its beginning."""
+        self._num_sent = 0
+
+
+def scores_of(prompt: Prompt) -> ScoreParts | None:
+    """Returns None if the prompt's log-probabilities are not asked for."""
+    return None if prompt.sampling.prompt_logprobs is None else ScoreParts()
 
 
 class OpenRequests(Mapping[SequenceKey, RequestT]):

@@ -36,8 +36,8 @@ def make_sequence(
     num_blocks = blocks_for(max(longest, len(tokens)), spec.block_size)
     if num_blocks > spec.num_blocks:
         raise PromptRefused(f"it may grow to {num_blocks} blocks, the pool has {spec.num_blocks}")
-    if prompt.sampling.beams is not None:
-        _check_beams(prompt, prompt.sampling.beams, len(tokens), longest, spec, max_running)
+    if prompt.sampling.beams is not None and max_running is not None:
+        _check_beams(prompt.sampling.beams, len(tokens), longest, spec, max_running)
     num_unneeded, tail_end = _scored_part(prompt, len(tokens), spec.block_size)
     return Sequence(
         key=sequence_key(header),
@@ -69,17 +69,8 @@ def _scored_part(prompt: Prompt, num_tokens: int, block_size: int) -> tuple[int,
     return 1, sampling.num_shared if is_tail else 0
 
 
-def _check_beams(
-    prompt: Prompt, beams: BeamSpec, num_tokens: int, longest: int, spec: ModelSpec, max_running: int | None
-) -> None:
+def _check_beams(beams: BeamSpec, num_tokens: int, longest: int, spec: ModelSpec, max_running: int) -> None:
     """Checks that all beams of a search fit at once. Raises PromptRefused."""
-    if not 1 <= beams.num_returned <= beams.width or prompt.num_output or prompt.sampling.max_tokens < 1:
-        raise PromptRefused(
-            f"no beam search of {prompt.sampling.max_tokens} tokens with {beams.width} beams, {beams.num_returned} to "
-            f"be returned, after {prompt.num_output} tokens of output"
-        )
-    if max_running is None:
-        return
     if beams.width > max_running:
         raise PromptRefused(f"{beams.width} beams run at a time, and max_running is {max_running}")
     num_blocks = blocks_for_group(num_tokens, longest, beams.width, spec.block_size)

@@ -16,8 +16,6 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, Literal
 
-import msgspec
-
 from kvrelay.fleet import WorkerRecord
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
@@ -48,7 +46,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
-from kvrelay.worker.score_parts import ScoreParts
+from kvrelay.worker.requests import scores_of
 from tests.fakes.waiting import PATIENCE_S
 
 FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0)
@@ -209,10 +207,11 @@ class FakePrefill(FakeWorker):
         await self.passing("start")
         prompt = body.prompt
         first = self._first_token(key, prompt)
-        if prompt.scores_in_parts:
-            for part in ScoreParts(in_parts=True).add(first.prompt_logprobs):
+        if (scores := scores_of(prompt)) is not None:
+            tokens = unpack_tokens(prompt.tokens).tolist()[: prompt.num_tokens - prompt.num_output]
+            scored = tokens[prompt.sampling.logprob_start_len :]
+            for part in scores.add([TokenLogprobs(each, -1.0, [], []) for each in scored]):
                 self.send(router, key, part)
-            first = msgspec.structs.replace(first, prompt_logprobs=[])
         await self.passing("first token")
         self.send(router, key, first)
         decode = body.decode
@@ -255,15 +254,10 @@ class FakePrefill(FakeWorker):
                 decode = reply.decode
 
     def _first_token(self, key: Key, prompt: Prompt) -> FirstToken:
-        scores = []
-        if prompt.sampling.prompt_logprobs is not None:
-            tokens = unpack_tokens(prompt.tokens).tolist()[: prompt.num_tokens - prompt.num_output]
-            scores = [TokenLogprobs(each, -1.0, [], []) for each in tokens[prompt.sampling.logprob_start_len :]]
         is_last = prompt.num_output + 1 >= prompt.sampling.max_tokens
         return FirstToken(
             index=prompt.num_output,
             token_id=true_token(key[2], prompt.num_output) if prompt.sampling.max_tokens else None,
-            prompt_logprobs=scores,
             cached_tokens=CACHED_TOKENS,
             finish=FinishReason.LENGTH if is_last else None,
         )

@@ -14,7 +14,7 @@ from kvrelay.fleet import WorkerRecord
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.messages import AnyBody, Generate, PeerRef, Prompt, SequenceUsage, TokenBatch, TokenEntry
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
-from kvrelay.worker.score_parts import scores_of
+from kvrelay.worker.requests import scores_of
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
@@ -48,17 +48,15 @@ class BulkDecode(FakeDecode):
         assert isinstance(body, Generate), body
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._send_all, peer)
-        kept = self._send_scores(key, peer, body.prompt)
-        self._answers.append(msgspec.structs.replace(self._answer(key, body.prompt), prompt_logprobs=kept))
+        self._send_scores(key, peer, body.prompt)
+        self._answers.append(self._answer(key, body.prompt))
 
-    def _send_scores(self, key: Key, router: PeerRef, prompt: Prompt) -> list[TokenLogprobs]:
-        """Returns those that go with the first token."""
+    def _send_scores(self, key: Key, router: PeerRef, prompt: Prompt) -> None:
         if (scores := scores_of(prompt)) is None:
-            return []
+            return
         num_scores = prompt.sampling.num_prompt_scores(prompt.num_tokens)
         for message in scores.add([score(7, prompt.sampling.prompt_logprobs or 0)] * num_scores):
             self.send(router, key, message)
-        return scores.kept
 
     def _answer(self, key: Key, prompt: Prompt) -> TokenEntry:
         sampling = prompt.sampling

@@ -37,7 +37,7 @@ def record(log: EventLog, world: World, request: str = "r") -> None:
     """As the dispatcher does it."""
     machine, key = world.machine, (request, 0, 0)
     machine.handle_event = log.record("attempts", key, machine.attempts, machine.spec)
-    machine.handle_entry = log.record("intake", key, machine.intake, 0, False, 0, ())
+    machine.handle_entry = log.record("intake", key, machine.intake, 0, 0, ())
 
 
 @pytest.fixture

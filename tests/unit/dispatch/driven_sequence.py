@@ -9,11 +9,18 @@ import msgspec
 
 from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
-from kvrelay_router.dispatch.events import AttemptFailed, Ended, Event, Instruction, WorkerLost, WorkersAssigned
+from kvrelay_router.dispatch.events import (
+    AttemptFailed,
+    Ended,
+    Event,
+    Instruction,
+    SequenceSpec,
+    WorkerLost,
+    WorkersAssigned,
+)
+from kvrelay_router.dispatch.inbox import _entry_of
 from kvrelay_router.dispatch.intake import ScoresReceived, TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.dispatch.sequence_spec import SequenceSpec
-from kvrelay_router.dispatch.token_path import entry_of, token_events
 from tests.unit.handoff.check.values import clone
 
 
@@ -28,7 +35,7 @@ class FirstTokenReceived(msgspec.Struct, frozen=True):
             sender=self.worker.peer_id, incarnation="", reply_to="", to_incarnation="", link=1, request="r",
             attempt=self.attempt,
         )  # fmt: skip
-        return entry_of(header, self.body)
+        return _entry_of(header, self.body)
 
 
 class TokensReceived(msgspec.Struct, frozen=True):
@@ -61,12 +68,7 @@ class DrivenSequence:
 
     def __init__(self, spec: SequenceSpec) -> None:
         self.attempts = SequenceAttempts(spec)
-        self.intake = TokenIntake(
-            spec.sequence,
-            is_beam_search=spec.sampling.beams is not None,
-            num_scores=0 if spec.sampling.prompt_logprobs is None else spec.num_prompt_tokens - 1,
-            opening=spec.opening,
-        )
+        self.intake = TokenIntake(spec.sequence, spec.num_scores, spec.opening)
         self.handle_event: Callable[[Event], list[Instruction]] = self.attempts.handle
         self.handle_entry: Callable[[TokenEntry | ScoresReceived], SequenceDelta | None] = self.intake.handle
 
@@ -85,7 +87,7 @@ class DrivenSequence:
             return self._receive_scores(event)
         from_prefill = isinstance(event, FirstTokenReceived)
         worker, entry = event.worker, event.entry
-        if not self.attempts.accepts_tokens(worker, entry, from_prefill, self.intake.lacks_scores):
+        if not self.attempts.accepts_tokens(worker, entry.attempt, from_prefill):
             return []
         return self._deliver(self.handle_entry(entry), from_prefill)
 
@@ -97,7 +99,7 @@ class DrivenSequence:
 
     def _deliver(self, delta: SequenceDelta | None, from_prefill: bool) -> list[Done]:
         done: list[Done] = [] if delta is None else [Deliver(delta)]
-        for each in token_events(self.attempts, delta, from_prefill):
+        for each in self.attempts.events_of(delta, from_prefill):
             done += self._carried_out(self.handle_event(each))
         return done
 

@@ -35,7 +35,7 @@ from kvrelay_router.dispatch.events import (
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.load import worker_key
-from kvrelay_router.dispatch.retry_budget import MAX_UNCOUNTED_ATTEMPTS, PROVEN_TOKENS
+from kvrelay_router.dispatch.retry import MAX_UNCOUNTED_ATTEMPTS, PROVEN_TOKENS
 from tests.unit.dispatch.attempt_events import (
     D2,
     D3,
@@ -423,23 +423,17 @@ def reassigning() -> DrivenSequence:
 
 
 ILLEGAL: list[tuple[Callable[[], DrivenSequence], AnyEvent]] = [
-    (lambda: DrivenSequence(spec()), first(5)),
     (lambda: DrivenSequence(spec()), DecodeChosen(D)),
     (lambda: DrivenSequence(spec()), WorkersAssigned(None, None, 1.0)),
     (lambda: DrivenSequence(spec()), WorkersAssigned(P, None, 1.0)),
     (placed, WorkersAssigned(P, D, 1.0)),
     (placed, PlacementFailed("late")),
     (placed, DecodeChosen(D2)),
-    (placed, first(5, attempt=2)),
-    (placed, first(5, worker=P2)),
-    (placed, tokens(0, 5, worker=D2)),
     (placed, failed(D2)),
     (placed, DecodeNeeded(P2, 1, "refused", frozenset({"d"}))),
     (reassigning, DecodeChosen(D)),
     (streaming, WorkersAssigned(P, D, 1.0)),
     (streaming, DecodeChosen(D2)),
-    (resumed, first(5, index=0, attempt=2)),
-    (lambda: placed(prompt_logprobs=0), first(5)),
     (lambda: placed(decode=None, max_tokens=1), need("d")),
 ]
 
@@ -451,6 +445,25 @@ def test_an_illegal_event_raises_and_changes_nothing(make: Callable[[], DrivenSe
     with pytest.raises(IllegalEvent):
         machine.handle(event)
     assert machine.values() == before
+
+
+@pytest.mark.parametrize(
+    ("make", "event"),
+    [
+        (lambda: DrivenSequence(spec()), first(5)),
+        (placed, first(5, attempt=2)),
+        (placed, first(5, worker=P2)),
+        (placed, tokens(0, 5, worker=D2)),
+        (resumed, first(5, index=0, attempt=2)),
+        (lambda: placed(prompt_logprobs=0), first(5)),
+    ],
+)
+def test_tokens_of_others_and_of_the_past_are_not_delivered(
+    make: Callable[[], DrivenSequence], event: AnyEvent
+) -> None:
+    machine = make()
+    before = list(machine.output)
+    assert delivered(machine.handle(event)) == [] and machine.output == before
 
 
 def test_after_the_end_events_from_outside_are_void_and_those_of_the_shell_illegal() -> None:

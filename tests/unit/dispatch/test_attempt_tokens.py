@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-
 import msgspec
-import pytest
 
 from kvrelay.protocol.messages import (
     FirstToken,
@@ -17,7 +14,6 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.protocol.packed_logprobs import packed_in_parts
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
-from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     Cancelled,
@@ -42,7 +38,6 @@ from tests.unit.dispatch.attempt_events import (
     tokens,
 )
 from tests.unit.dispatch.driven_sequence import (
-    AnyEvent,
     Deliver,
     Done,
     DrivenSequence,
@@ -139,35 +134,6 @@ def test_a_finish_without_a_new_token_ends_the_sequence() -> None:
     assert ended == Ended(None)
 
 
-def test_scoring_ends_with_one_delta_without_tokens() -> None:
-    machine = placed(decode=None, max_tokens=0, prompt_logprobs=0)
-    scores = [TokenLogprobs(12, -1.0, [], []), TokenLogprobs(13, -2.0, [], [])]
-    body = FirstToken(index=0, prompt_logprobs=scores, finish=LENGTH)
-    deliver, ended = machine.handle(FirstTokenReceived(P, 1, body))
-    assert isinstance(deliver, Deliver) and deliver.delta.prompt_logprobs == scores
-    assert (deliver.delta.token_ids, deliver.delta.finish, ended) == ([], LENGTH, Ended(None))
-
-
-def test_prompt_logprobs_stand_in_front_even_where_decode_is_faster() -> None:
-    scores = [TokenLogprobs(12, -1.0, [], []), TokenLogprobs(13, -2.0, [], [])]
-    machine = placed(prompt_logprobs=0)
-    assert machine.handle(tokens(0, 5)) == []
-    assert machine.handle(tokens(1, 6)) == []
-    instructions = machine.handle(first(5, prompt_logprobs=scores))
-    assert delivered(instructions) == [5, 6]
-    assert isinstance(instructions[0], Deliver) and instructions[0].delta.prompt_logprobs == scores
-    assert len(instructions) == 1
-
-
-def test_prompt_logprobs_that_died_with_prefill_are_computed_again() -> None:
-    machine = placed(prompt_logprobs=0)
-    machine.handle(tokens(0, 5))
-    assert isinstance(machine.handle(lost(P, "killed"))[-1], FindPlacement)
-    machine.handle(WorkersAssigned(P2, D, 60.0))
-    scores = [TokenLogprobs(12, -1.0, [], []), TokenLogprobs(13, -2.0, [], [])]
-    assert delivered(machine.handle(first(9, attempt=2, worker=P2, prompt_logprobs=scores))) == [9]
-
-
 def scores(start: int, *token_ids: int, attempt: int = 1, worker: PeerRef = P) -> ScoresFrom:
     (part,) = packed_in_parts([TokenLogprobs(token_id, -1.0, [], []) for token_id in token_ids])
     return ScoresFrom(worker, ScoresReceived(attempt, PromptLogprobs(start=start, part=part)))
@@ -188,6 +154,15 @@ def test_parts_of_prompt_logprobs_go_out_with_the_first_token_and_once() -> None
     assert (delivered(instructions), scored(instructions)) == ([5], [12, 13])
     assert machine.handle(scores(0, 12, 13)) == []
     assert scored(machine.handle(tokens(0, 5, 6))) == []
+
+
+def test_scoring_ends_with_one_delta_without_tokens() -> None:
+    machine = placed(decode=None, max_tokens=0, prompt_logprobs=0)
+    machine.handle(scores(0, 12, 13))
+    done = machine.handle(FirstTokenReceived(P, 1, FirstToken(index=0, finish=LENGTH)))
+    assert scored(done) == [12, 13]
+    assert isinstance(done[0], Deliver) and (done[0].delta.token_ids, done[0].delta.finish) == ([], LENGTH)
+    assert done[1:] == [Ended(None)]
 
 
 def test_the_last_part_releases_tokens_of_a_faster_decode_worker() -> None:
@@ -233,27 +208,8 @@ def test_an_attempt_after_the_first_token_scores_nothing() -> None:
     machine.handle(lost(P, "killed"))
     (send,) = machine.handle(WorkersAssigned(P2, D, 60.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill)
-    assert (send.body.prompt.sampling.prompt_logprobs, send.body.prompt.scores_in_parts) == (None, False)
+    assert send.body.prompt.sampling.prompt_logprobs is None
     assert delivered(machine.handle(first(6, index=1, attempt=2, worker=P2))) == [6]
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        *(scores(1, 13), scores(0, 12, 13, 14), scores(2, 14), scores(0, 12, worker=D), scores(0, 12, attempt=2)),
-        *(first(5), *(first(5, prompt_logprobs=[TokenLogprobs(12, -1.0, [], [])] * count) for count in (1, 3))),
-    ],
-    ids=[
-        *("a gap", "too many", "beyond the end", "decode", "an attempt to come"),
-        *("a token without them", "a token with too few", "a token with too many"),
-    ],
-)
-def test_parts_that_cannot_be_are_refused(event: AnyEvent) -> None:
-    machine = placed(prompt_logprobs=0)
-    before = copy.deepcopy(machine.values())
-    with pytest.raises(IllegalEvent):
-        machine.handle(event)
-    assert machine.values() == before
 
 
 def test_cached_tokens_are_told_once_and_usage_with_the_next_delta() -> None:
@@ -274,7 +230,8 @@ BEAMS = [BeamResult([1, 2, 3], -0.5, -1.5, LENGTH), BeamResult([4], -0.7, -0.7, 
 
 def searching() -> DrivenSequence:
     sampling = Sampling(max_tokens=3, beams=BeamSpec(width=2, num_returned=2))
-    machine = DrivenSequence(msgspec.structs.replace(spec(), sampling=sampling))
+    prompt = msgspec.structs.replace(spec().prompt, sampling=sampling)
+    machine = DrivenSequence(msgspec.structs.replace(spec(), prompt=prompt))
     machine.handle(WorkersAssigned(P, D, 60.0))
     return machine
 
@@ -307,13 +264,3 @@ def test_a_beam_search_starts_again_with_the_prompt() -> None:
     assert isinstance(send, Send) and isinstance(send.body, Prefill)
     assert unpack_tokens(send.body.prompt.tokens).tolist() == PROMPT
     assert send.body.prompt.num_output == 0
-
-
-@pytest.mark.parametrize(
-    "event", [first(7), tokens(0, 7), tokens(0, finish=LENGTH), tokens(0, 7, finish=LENGTH, beams=BEAMS)]
-)
-def test_tokens_are_no_answer_to_a_beam_search(event: AnyEvent) -> None:
-    machine = searching()
-    with pytest.raises(IllegalEvent, match="beam search"):
-        machine.handle(event)
-    assert machine.state is AttemptState.PREFILLING

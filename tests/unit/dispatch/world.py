@@ -18,10 +18,12 @@ from kvrelay.protocol.messages import (
     Generate,
     PeerRef,
     Prefill,
+    Prompt,
     Reassign,
     SequenceUsage,
     Stop,
     TokenEntry,
+    pack_tokens,
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
@@ -36,12 +38,12 @@ from kvrelay_router.dispatch.events import (
     FindPlacement,
     PlacementFailed,
     Send,
+    SequenceSpec,
     WorkerLost,
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import worker_key
-from kvrelay_router.dispatch.sequence_spec import SequenceSpec
 from tests.unit.dispatch.driven_sequence import (
     AnyEvent,
     Deliver,
@@ -70,9 +72,9 @@ def spec(
     """`num_forced`: length of the opening, as far as `max_tokens` leave room for another token."""
     return SequenceSpec(
         sequence=0,
-        prompt=b"".join(token.to_bytes(4, "little") for token in PROMPT),
-        num_prompt_tokens=len(PROMPT),
-        sampling=Sampling(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
+        prompt=Prompt(
+            tokens=pack_tokens(PROMPT), sampling=Sampling(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+        ),
         opening=tuple(true_token(index) for index in range(min(num_forced, max_tokens - 1))),
         max_attempts=max_attempts,
     )

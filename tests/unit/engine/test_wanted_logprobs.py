@@ -47,7 +47,6 @@ def test_they_are_the_models_own_and_replace_the_most_likely(rows: list[Sampling
         likeliest = expected.argsort(descending=True)[: sampling.logprobs].tolist()
         assert entry.top_ids == (list(sampling.logprob_token_ids) or likeliest)
         assert entry.top_logprobs == pytest.approx(expected[entry.top_ids].tolist(), abs=1e-5)
-        assert entry.is_paired
 
 
 def test_a_slot_that_is_used_again_wants_nothing() -> None:

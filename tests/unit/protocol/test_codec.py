@@ -21,7 +21,6 @@ from kvrelay.protocol.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from kvrelay.protocol.sampling import TokenLogprobs
 from tests.thoroughness import examples
 from tests.unit.protocol.message_strategies import KINDS, hostile_frames, structs_of, values
 
@@ -229,17 +228,6 @@ def test_a_process_is_an_identity_or_empty(process: str, is_taken: bool) -> None
     with contextlib.nullcontext() if is_taken else pytest.raises(codec.MalformedMessage, match="process"):
         decoded = codec.decode_body([b"", msgspec.msgpack.encode(body)])
         assert isinstance(decoded, Reserve) and decoded.processes == [process]
-
-
-def test_an_entry_says_what_is_wrong_with_its_log_probabilities() -> None:
-    def violation(*logprobs: TokenLogprobs) -> str:
-        return TokenEntry(
-            request="r", attempt=1, sequence=0, index=0, token_ids=[7], logprobs=list(logprobs)
-        ).violation()
-
-    assert not violation() and not violation(TokenLogprobs(7, -1.0, [7], [-1.0]))
-    assert "2 log-probabilities" in violation(*[TokenLogprobs(7, -1.0, [], [])] * 2)
-    assert "not every token" in violation(TokenLogprobs(7, -1.0, [7], []))
 
 
 @pytest.mark.parametrize("frame", [b"\x81\xa1x" + b"\x91" * 100_000, b"\x81\xa1x" * 100_000], ids=["arrays", "maps"])

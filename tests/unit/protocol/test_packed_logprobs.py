@@ -14,12 +14,13 @@ from kvrelay.protocol import codec
 from kvrelay.protocol.messages import PromptLogprobs
 from kvrelay.protocol.packed_logprobs import (
     MOST_LOGPROBS_PER_MESSAGE,
+    CollectedLogprobs,
     PackedLogprobs,
+    own_logprobs,
     packed_in_parts,
 )
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay.worker.score_parts import ScoreParts
-from kvrelay_router.dispatch.collected_logprobs import CollectedLogprobs, own_logprobs
+from kvrelay.worker.requests import ScoreParts
 from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
@@ -44,7 +45,7 @@ def sent_and_received(message: PromptLogprobs) -> PromptLogprobs:
 @settings(max_examples=examples(100))
 @given(st.lists(st.lists(entries(), max_size=8), max_size=4), st.integers(-3, 40), st.integers(-3, 40))
 def test_what_steps_brought_arrives_in_slices(steps: list[list[TokenLogprobs]], start: int, stop: int) -> None:
-    parts, collected = ScoreParts(in_parts=True), CollectedLogprobs()
+    parts, collected = ScoreParts(), CollectedLogprobs()
     for step in steps:
         for message in map(sent_and_received, parts.add(step)):
             assert message.start == len(collected)
@@ -102,12 +103,3 @@ def test_what_does_not_fit_together_is_refused(fields: tuple[int, bytes, bytes, 
     data = msgspec.msgpack.encode({"kind": "prompt_logprobs", "start": 0, "part": fields})
     with pytest.raises(codec.MalformedMessage):
         codec.decode_body([b"", data])
-
-
-def test_a_router_that_takes_no_parts_gets_all_with_the_first_token() -> None:
-    parts = ScoreParts(in_parts=False)
-    rows = [TokenLogprobs(1, -0.5, [], []), TokenLogprobs(2, -0.5, [3], [-1.0])]
-    assert [*parts.add(rows[:1]), *parts.add(rows[1:])] == []
-    assert parts.kept == rows
-    parts.restart()
-    assert [*parts.add(rows)] == [] and parts.kept == rows

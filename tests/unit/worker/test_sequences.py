@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.protocol.messages import Header, PeerRef, Prompt, pack_tokens
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.worker.cancelled_requests import CancelledRequestCache
+from kvrelay.worker.requests import CancelledRequestCache
 from kvrelay.worker.sequences import PromptRefused, make_sequence
 from tests.fakes.hash_runner import VOCAB_SIZE, HashRunner
 

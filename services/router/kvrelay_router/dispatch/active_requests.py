@@ -16,7 +16,7 @@ from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import Held, WorkerKey
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
 from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
-from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
+from kvrelay_router.dispatch.retry import PROVEN_TOKENS
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.routing.policy import PolicyName
 

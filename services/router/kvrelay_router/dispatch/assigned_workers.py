@@ -27,15 +27,15 @@ class AssignedWorkers:
 
     def is_prefill(self, worker: PeerRef) -> bool:
         """Compares id and incarnation."""
-        return _same(worker, self.prefill)
+        return is_same(worker, self.prefill)
 
     def is_decode(self, worker: PeerRef) -> bool:
         """Compares id and incarnation."""
-        return _same(worker, self.decode)
+        return is_same(worker, self.decode)
 
     def was_decode(self, worker: PeerRef) -> bool:
         """Returns whether this worker decoded the attempt before another one replaced it."""
-        return any(_same(worker, replaced) for replaced in self.replaced)
+        return any(is_same(worker, replaced) for replaced in self.replaced)
 
     def lacks_decode(self, event: DecodeNeeded) -> bool:
         """Returns whether prefill cannot hand over to the present decode worker, or only to an earlier one."""
@@ -58,5 +58,5 @@ class AssignedWorkers:
         self.decode_returned = returned
 
 
-def _same(worker: PeerRef, assigned: PeerRef | None) -> bool:
+def is_same(worker: PeerRef, assigned: PeerRef | None) -> bool:
     return assigned is not None and worker.peer_id == assigned.peer_id and worker.incarnation == assigned.incarnation

@@ -11,7 +11,8 @@ States of the current attempt:
 A failed attempt is cancelled on both workers. The next attempt starts in state 1 and computes the tokens delivered so
 far as a part of its prompt. `RetryBudget` says which attempts count.
 
-The machine sees no tokens. `TokenIntake` orders them, and `receive_tokens` reports the first and the last one here.
+The machine sees no tokens. For each entry of a worker, three calls follow each other: `accepts_tokens` checks the
+sender, `TokenIntake.handle` returns the delta to deliver, and `events_of` the events for this machine.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from kvrelay.protocol.messages import (
     Prefill,
     Reassign,
     Stop,
-    TokenEntry,
 )
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.state_machine import IllegalEvent, Transition, TransitionTable, find_transition, transition_table
-from kvrelay_router.dispatch.assigned_workers import AssignedWorkers
+from kvrelay_router.dispatch.assigned_workers import AssignedWorkers, is_same
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     AwaitLostWorkers,
@@ -48,14 +48,15 @@ from kvrelay_router.dispatch.events import (
     PlacementFailed,
     Send,
     SequenceFinished,
+    SequenceSpec,
     StopMatched,
     WorkerBack,
     WorkerLost,
     WorkersAssigned,
 )
+from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import worker_key
-from kvrelay_router.dispatch.retry_budget import RetryBudget
-from kvrelay_router.dispatch.sequence_spec import SequenceSpec
+from kvrelay_router.dispatch.retry import RetryBudget
 
 
 class AttemptState(StrEnum):
@@ -131,46 +132,29 @@ class SequenceAttempts:
         """Returns whether this incarnation is a worker of the current attempt."""
         return self._workers.is_prefill(worker) or self._workers.is_decode(worker)
 
-    def accepts_tokens(self, worker: PeerRef, entry: TokenEntry, from_prefill: bool, lacks_scores: bool) -> bool:
-        """Returns False for tokens of the past: of an earlier attempt, or of a decode worker that was replaced.
-
-        `lacks_scores`: log-probabilities of the prompt have not come. Raises IllegalEvent if this worker cannot have
-        such tokens.
-        """
-        if entry.attempt != self.attempt or self.state not in _WITH_WORKERS:
-            return self._is_past(entry.attempt)
-        workers = self._workers
-        sender = workers.prefill if from_prefill else workers.decode
-        if sender is None or worker.peer_id != sender.peer_id or worker.incarnation != sender.incarnation:
-            if not from_prefill and workers.was_decode(worker):
-                return False
-            role = "prefill" if from_prefill else "decode"
-            raise IllegalEvent(f"{worker.peer_id} is not the {role} worker of this attempt")
-        if entry.index + len(entry.token_ids) > self.spec.sampling.max_tokens:
-            raise IllegalEvent(f"output {entry.index} and {len(entry.token_ids)} tokens from there are too many")
-        if lacks_scores and not entry.prompt_logprobs and self._must_have_scores(entry, from_prefill):
-            raise IllegalEvent("the prompt's log-probabilities were asked for and did not come")
-        return True
+    def accepts_tokens(self, worker: PeerRef, attempt: int, from_prefill: bool) -> bool:
+        """Returns False for tokens of the past: of an earlier attempt, or of a decode worker that was replaced."""
+        sender = self._workers.prefill if from_prefill else self._workers.decode
+        return self._is_current(attempt) and is_same(worker, sender)
 
     def accepts_scores(self, worker: PeerRef, attempt: int) -> bool:
         """As `accepts_tokens`, for log-probabilities of the prompt: they come from the worker that computes it."""
-        if attempt != self.attempt or self.state not in _WITH_WORKERS:
-            return self._is_past(attempt)
-        sender = self._workers.prefill or self._workers.decode
-        if sender is None or worker_key(worker) != worker_key(sender):
-            raise IllegalEvent(f"{worker.peer_id} does not compute the prompt of this attempt")
-        return True
+        return self._is_current(attempt) and is_same(worker, self._workers.prefill or self._workers.decode)
 
-    def _is_past(self, attempt: int) -> bool:
-        """Returns False. Raises IllegalEvent if this attempt has not begun."""
-        if self.is_over or attempt < self.attempt:
-            return False
-        raise IllegalEvent(f"tokens of attempt {attempt}, but attempt {self.attempt} is {self.state}")
+    def _is_current(self, attempt: int) -> bool:
+        return attempt == self.attempt and self.state in _WITH_WORKERS
 
-    def _must_have_scores(self, entry: TokenEntry, from_prefill: bool) -> bool:
-        """The worker that computed the prompt must send its log-probabilities no later than its first token."""
-        computed_prompt = from_prefill or self._workers.prefill is None
-        return computed_prompt and entry.index == self.num_resumed and self._needs_prefill_output
+    def events_of(self, delta: SequenceDelta | None, from_prefill: bool) -> list[Event]:
+        """Returns the events that follow from an entry: none between the first and the last tokens. `delta` is what the
+        intake returned for it."""
+        events: list[Event] = []
+        if not from_prefill and self.state is AttemptState.PREFILLING:
+            events.append(DecodeStarted())
+        if delta is not None and not self.is_streaming:
+            events.append(FirstTokenDelivered())
+        if delta is not None and delta.finish is not None:
+            events.append(SequenceFinished())
+        return events
 
     # -- placement ----------------------------------------------------------------------------------------------------
 
@@ -251,8 +235,7 @@ class SequenceAttempts:
     @property
     def _needs_prefill_output(self) -> bool:
         """Prompt log-probabilities come from prefill alone, and are delivered with the first token of the sequence."""
-        wants_scores = self.spec.sampling.num_prompt_scores(self.spec.num_prompt_tokens) > 0
-        return wants_scores and not self._has_tokens and not self.num_resumed
+        return self.spec.num_scores > 0 and not self._has_tokens and not self.num_resumed
 
     # -- failures and retries -----------------------------------------------------------------------------------------
 

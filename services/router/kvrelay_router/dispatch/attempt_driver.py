@@ -24,7 +24,6 @@ from kvrelay_router.dispatch.active_requests import (
 )
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
-    AttemptFailed,
     AwaitLostWorkers,
     DecodeChosen,
     Ended,
@@ -40,7 +39,6 @@ from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
 from kvrelay_router.dispatch.load import OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
-from kvrelay_router.dispatch.token_path import token_events
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.dispatch.worker_waits import WorkerWaits
 from kvrelay_router.loop_share import LoopShare
@@ -100,7 +98,9 @@ class AttemptDriver:
         try:
             instructions = sequence.handle_event(event)
         except IllegalEvent as error:
-            self._report_illegal(sequence, str(error))
+            self.num_illegal += 1
+            where = sequence.request_id, sequence.index
+            self._log.warning("illegal", "dropped what does not fit request %s, sequence %d: %s", *where, error)
             return
         for instruction in instructions:
             self._carry_out(sequence, instruction)
@@ -108,27 +108,15 @@ class AttemptDriver:
 
     def receive(self, sequence: ActiveSequence, worker: PeerRef, entry: TokenEntry, from_prefill: bool = False) -> None:
         """Delivers the tokens of an entry, once the tokens before them have come."""
-        attempts = sequence.attempts
-        try:
-            if not attempts.accepts_tokens(worker, entry, from_prefill, sequence.intake.lacks_scores):
-                return
-            delta = sequence.handle_entry(entry)
-        except IllegalEvent as error:
-            self.broke_protocol(sequence, worker, str(error))
-            return
-        self._deliver(sequence, delta, from_prefill)
+        if sequence.attempts.accepts_tokens(worker, entry.attempt, from_prefill):
+            self._deliver(sequence, sequence.handle_entry(entry), from_prefill)
 
     def receive_scores(self, sequence: ActiveSequence, worker: PeerRef, scores: ScoresReceived) -> None:
         """Keeps log-probabilities of the prompt until all of them have come."""
-        try:
-            if not sequence.attempts.accepts_scores(worker, scores.attempt):
-                return
+        if sequence.attempts.accepts_scores(worker, scores.attempt):
             delta = sequence.handle_entry(scores)
-        except IllegalEvent as error:
-            self.broke_protocol(sequence, worker, str(error))
-            return
-        if delta is not None:  # tokens of decode waited for them
-            self._deliver(sequence, delta, from_prefill=True)
+            if delta is not None:  # tokens of decode waited for them
+                self._deliver(sequence, delta, from_prefill=True)
 
     def _deliver(self, sequence: ActiveSequence, delta: SequenceDelta | None, from_prefill: bool) -> None:
         attempts = sequence.attempts
@@ -142,18 +130,8 @@ class AttemptDriver:
             if sequence is self._waits.suspect:
                 self._waits.suspect_got_tokens()
         if has_events:
-            for event in token_events(attempts, delta, from_prefill):
+            for event in attempts.events_of(delta, from_prefill):
                 self.feed(sequence, event)
-
-    def broke_protocol(self, sequence: ActiveSequence, worker: PeerRef, error: str) -> None:
-        """A message of this worker about the sequence was dropped. The client must not wait for what it brought: the
-        attempt ends."""
-        self._report_illegal(sequence, error)
-        attempts = sequence.attempts
-        if attempts.involves(worker):
-            num_output = len(sequence.intake.output)
-            kind, cause = FailureKind.PROTOCOL_ERROR, f"{worker.peer_id} broke the protocol: {error}"
-            self.feed(sequence, AttemptFailed(worker, attempts.attempt, num_output, kind, cause, retriable=True))
 
     def place_all(self, sequences: Iterable[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
         """Sends an attempt of each sequence to the chosen workers, in slices with turns of the event loop in between.
@@ -384,11 +362,6 @@ class AttemptDriver:
             num_pairs=work.num_pairs,
             num_pending_blocks=work.num_decode_blocks if attempts.awaits_handoff else 0,
         )
-
-    def _report_illegal(self, sequence: ActiveSequence, error: str) -> None:
-        self.num_illegal += 1
-        where = sequence.request_id, sequence.index
-        self._log.warning("illegal", "dropped a message that does not fit request %s, sequence %d: %s", *where, error)
 
 
 def _log_fields(sequence: ActiveSequence) -> dict[str, Any]:

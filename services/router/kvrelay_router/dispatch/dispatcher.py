@@ -12,21 +12,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import LinkEvent
-from kvrelay.protocol.messages import pack_tokens
+from kvrelay.protocol.messages import Prompt, pack_tokens
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.active_requests import ActiveRequest, ActiveSequence, DispatchSettings
 from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, first_search
-from kvrelay_router.dispatch.events import Cancelled, StopMatched, WorkerBack
+from kvrelay_router.dispatch.events import Cancelled, SequenceSpec, StopMatched, WorkerBack
 from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import (
-    Ending,
     GenerateRequest,
     ModelLimits,
     NoWorkerReady,
@@ -40,7 +41,6 @@ from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
 from kvrelay_router.dispatch.request_counts import RequestCounts, own_figures
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
-from kvrelay_router.dispatch.sequence_spec import SequenceSpec
 from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
@@ -328,26 +328,30 @@ class RouterDispatcher:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(request.timeout_s, self._deadline_passed, handle)
         running = ActiveRequest(handle, record, time.monotonic() + request.timeout_s, timer, prefixes)
-        for index in range(request.num_sequences):
-            ending = request.endings[index] if request.endings else Ending([], request.sampling)
-            spec = SequenceSpec(
+        prompt = Prompt(
+            tokens=prefixes.packed,
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            tenant=request.tenant,
+            weight=request.weight,
+            session=request.session_key,
+            text_owner=request.text_owner,
+            num_samples=1 if request.endings else request.num_sequences,
+        )
+        specs = [
+            SequenceSpec(
                 sequence=index,
-                prompt=prefixes.packed,
-                ending=pack_tokens(ending.token_ids),
-                num_prompt_tokens=len(request.prompt_ids) + len(ending.token_ids),
-                sampling=ending.sampling,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-                tenant=request.tenant,
-                weight=request.weight,
-                session=request.session_key,
-                text_owner=request.text_owner,
-                num_samples=1 if request.endings else request.num_sequences,
+                prompt=replace(prompt, sampling=request.endings[index].sampling) if request.endings else prompt,
+                ending=pack_tokens(request.endings[index].token_ids) if request.endings else b"",
                 opening=request.opening,
                 max_attempts=self.settings.max_attempts,
             )
+            for index in range(request.num_sequences)
+        ]
+        for spec in specs:
             sequence = self._make_sequence(spec, running)
-            running.sequences[index] = self._sequences[request.request_id, index] = sequence
+            running.sequences[spec.sequence] = self._sequences[request.request_id, spec.sequence] = sequence
         self._running[handle] = running
         self._records.add(record)
         self._counts.add("submitted", request.owner)
@@ -355,14 +359,10 @@ class RouterDispatcher:
         return running
 
     def _make_sequence(self, spec: SequenceSpec, running: ActiveRequest) -> ActiveSequence:
-        is_beam_search = spec.sampling.beams is not None
-        num_scores = spec.sampling.num_prompt_scores(spec.num_prompt_tokens)
-        attempts = SequenceAttempts(spec)
-        opening = spec.opening
-        intake = TokenIntake(spec.sequence, is_beam_search=is_beam_search, num_scores=num_scores, opening=opening)
+        attempts, given = SequenceAttempts(spec), (spec.sequence, spec.num_scores, spec.opening)
+        intake = TokenIntake(*given)
         key = running.record.request_id, 0, spec.sequence
         handle_event = recorded(self._events, "attempts", key, attempts, spec)
-        given = spec.sequence, is_beam_search, num_scores, opening
         handle_entry = recorded(self._events, "intake", key, intake, *given)
         history = running.record.sequences[spec.sequence]
         return ActiveSequence(spec.sequence, attempts, intake, handle_event, handle_entry, running, history)

@@ -1,13 +1,50 @@
-"""Events and instructions of the attempt machine: plain data between the machine and `AttemptDriver`."""
+"""What the attempt machine is made of, its events and its instructions: plain data between the machine and
+`AttemptDriver`."""
 
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import AnyBody, PeerRef
-from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.messages import TOKEN_BYTES, AnyBody, PeerRef, Prompt, pack_tokens
+from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.load import WorkerKey
+
+
+class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What is the same for all attempts of a sequence. `prompt` is that of a first attempt: its tokens are shared by
+    all sequences of the request, and `ending` is what follows them in this one."""
+
+    sequence: int
+    prompt: Prompt
+    ending: bytes = b""
+    opening: tuple[int, ...] = ()  # see `GenerateRequest`
+    max_attempts: int = 3  # only attempts that count, see `RetryBudget`
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.prompt.sampling
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt and the ending."""
+        return (len(self.prompt.tokens) + len(self.ending)) // TOKEN_BYTES
+
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities of the prompt that are asked for."""
+        return self.sampling.num_prompt_scores(self.num_prompt_tokens)
+
+    def prompt_after(self, output: list[int], timeout_s: float) -> Prompt:
+        """Returns the prompt of an attempt that goes on after these output tokens, of earlier attempts or of
+        the opening."""
+        prompt = self.prompt
+        if output and self.sampling.prompt_logprobs is not None:  # the scores were delivered with the first token
+            prompt = replace(prompt, sampling=replace(self.sampling, prompt_logprobs=None))
+        tokens = b"".join((prompt.tokens, self.ending, pack_tokens(output))) if output or self.ending else prompt.tokens
+        return replace(prompt, tokens=tokens, num_output=len(output), timeout_s=timeout_s)
+
 
 # -- events from placement --------------------------------------------------------------------------------------------
 
@@ -71,7 +108,7 @@ class DecodeNeeded(msgspec.Struct, frozen=True):
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):
-    """A worker sent Failed, gave the sequence up, or broke the protocol.
+    """A worker sent Failed.
 
     `num_output` counts the tokens delivered so far, over all attempts. `refused`: the worker computed nothing.
     """

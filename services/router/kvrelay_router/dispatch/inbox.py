@@ -13,6 +13,7 @@ from kvrelay.protocol.messages import (
     Cancel,
     Failed,
     FirstToken,
+    Header,
     NeedDecode,
     PeerRef,
     PromptLogprobs,
@@ -27,8 +28,7 @@ from kvrelay_router.dispatch.events import AttemptFailed, DecodeNeeded, WorkerLo
 from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.placement import Placement
-from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
-from kvrelay_router.dispatch.token_path import entry_of
+from kvrelay_router.dispatch.retry import PROVEN_TOKENS
 from kvrelay_router.fleet_view import FleetView
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Inbox:
     def _on_first_token(self, message: Delivered, body: FirstToken) -> None:
         self._placement.breakers.succeeded(worker_key(message.peer))
         if (sequence := self._sequence_of(message)) is not None:
-            self._driver.receive(sequence, message.peer, entry_of(message.header, body), from_prefill=True)
+            self._driver.receive(sequence, message.peer, _entry_of(message.header, body), from_prefill=True)
 
     # -- handoffs and failures ----------------------------------------------------------------------------------------
 
@@ -186,3 +186,18 @@ def _is_success(entry: TokenEntry, sequence: ActiveSequence | None) -> bool:
         return False
     proven_at = sequence.attempts.num_resumed + PROVEN_TOKENS
     return entry.index < proven_at <= entry.index + len(entry.token_ids)
+
+
+def _entry_of(header: Header, first: FirstToken) -> TokenEntry:
+    """Prefill's first token as an entry like those of decode."""
+    return TokenEntry(
+        request=header.request,
+        attempt=header.attempt,
+        sequence=header.sequence,
+        index=first.index,
+        token_ids=[] if first.token_id is None else [first.token_id],
+        logprobs=[] if first.logprobs is None else [first.logprobs],
+        cached_tokens=first.cached_tokens,
+        finish=first.finish,
+        beams=first.beams,
+    )

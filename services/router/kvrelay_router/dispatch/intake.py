@@ -11,9 +11,8 @@ from typing import final
 import msgspec
 
 from kvrelay.protocol.messages import PromptLogprobs, SequenceUsage, TokenEntry
+from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
-from kvrelay.state_machine import IllegalEvent
-from kvrelay_router.dispatch.collected_logprobs import CollectedLogprobs
 from kvrelay_router.dispatch.interface import SequenceDelta, join_deltas
 
 
@@ -30,9 +29,7 @@ class TokenIntake:
     `opening`: tokens that the output begins with. They go out with the first ones of a worker, so that a request that
     fails before has no output."""
 
-    def __init__(
-        self, sequence: int, *, is_beam_search: bool = False, num_scores: int = 0, opening: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, sequence: int, num_scores: int = 0, opening: tuple[int, ...] = ()) -> None:
         self.output: list[int] = list(opening)  # tokens delivered, over all attempts, and the opening
         self._opening = opening  # until it is delivered
         self.lacks_scores = num_scores > 0  # some of the prompt's log-probabilities are still to come
@@ -40,20 +37,17 @@ class TokenIntake:
         self._num_scores = num_scores
         self._scores = CollectedLogprobs()
         self._sequence = sequence
-        self._is_beam_search = is_beam_search
         self._attempt = 1
-        self._num_resumed = len(opening)  # output tokens that the attempt got with the prompt
         self._held: dict[int, TokenEntry] = {}  # entries behind a gap, by the index of their first token
         self._usage: SequenceUsage | None = None  # sent with the next delta, then None
         self._cached_tokens: int | None = None  # sent with the next delta, then None
         self._cached_tokens_reported = False
-        # The next delta brings more than an entry's tokens.
-        self._has_details = is_beam_search or self._scores_due or bool(opening)
+        self._has_details = self._scores_due or bool(opening)  # the next delta brings more than an entry's tokens
 
     def handle(self, entry: TokenEntry | ScoresReceived) -> SequenceDelta | None:
         """Returns the tokens that can be delivered now, in one delta. Nothing follows a delta with a finish reason.
 
-        `entry` must be of the current attempt or of a new one. Raises IllegalEvent, and then nothing has changed.
+        `entry` must be of the current attempt or of a new one.
         """
         if type(entry) is ScoresReceived:  # `isinstance` takes ten times as long for a struct that is none
             return self._handle_scores(entry)
@@ -75,11 +69,10 @@ class TokenIntake:
 
     def _handle_unusual(self, entry: TokenEntry) -> SequenceDelta | None:
         """Does what `handle` does, for entries of any kind."""
-        has_details = entry.logprobs or entry.prompt_logprobs or self._is_beam_search
-        if has_details or entry.attempt != self._attempt or entry.index < self._num_resumed:
-            self._check(entry)
+        if entry.attempt != self._attempt:
+            self._begin_attempt(entry.attempt)
         num_known = len(self.output) - entry.index
-        if num_known < 0 or (self.lacks_scores and not entry.prompt_logprobs):
+        if num_known < 0 or self.lacks_scores:
             self._hold(entry)
             return None
         token_ids, logprobs, finish = entry.token_ids, entry.logprobs, entry.finish
@@ -92,7 +85,7 @@ class TokenIntake:
         delta = None
         if token_ids or finish is not None:
             self.output += token_ids
-            if self._has_details:
+            if self._has_details or entry.beams:
                 delta = self._delta_with_details(entry, token_ids, logprobs, finish)
             else:
                 delta = SequenceDelta(self._sequence, token_ids, logprobs, finish=finish)
@@ -114,40 +107,23 @@ class TokenIntake:
             self._sequence,
             [*opening, *token_ids] if opening else token_ids,
             logprobs,
-            (entry.prompt_logprobs or self._scores) if self._scores_due else (),
+            self._scores if self._scores_due else (),
             self._cached_tokens,
             finish,
             self._usage,
-            entry.beams if self._is_beam_search else (),
+            entry.beams,
         )
         if self._scores_due:
-            self._scores_due = self.lacks_scores = False
+            self._scores_due = False
             self._scores = CollectedLogprobs()
-        self._has_details = self._is_beam_search
+        self._has_details = False
         self._cached_tokens = self._usage = None
         return delta
 
-    def _check(self, entry: TokenEntry) -> None:
-        """Raises IllegalEvent if the entry is of the wrong kind or starts before the output that its attempt resumed.
-
-        The first entry of a new attempt clears the entries held for the previous one.
-        """
-        if violation := entry.violation():
-            raise IllegalEvent(violation)
-        num_scores = len(entry.prompt_logprobs)
-        if num_scores and self.lacks_scores and num_scores != self._num_scores:
-            raise IllegalEvent(f"{num_scores} log-probabilities of a prompt with {self._num_scores}")
-        if self._is_beam_search and not _is_of_beam_search(entry):
-            raise IllegalEvent("tokens of a beam search, or its end without texts")
-        num_resumed = self._num_resumed if entry.attempt == self._attempt else len(self.output)
-        if entry.index < num_resumed:
-            raise IllegalEvent(f"output index {entry.index} is older than attempt {entry.attempt}")
-        if entry.attempt != self._attempt:
-            self._begin_attempt(entry.attempt)
-
     def _begin_attempt(self, attempt: int) -> None:
-        """Its worker computes the prompt again, and with it the log-probabilities, unless all of them came before."""
-        self._attempt, self._num_resumed = attempt, len(self.output)
+        """The entries held for the previous one are dropped. Its worker computes the prompt again, and with it the
+        log-probabilities, unless all of them came before."""
+        self._attempt = attempt
         self._held.clear()
         if self.lacks_scores:
             self._scores = CollectedLogprobs()
@@ -156,15 +132,9 @@ class TokenIntake:
         """Keeps a part. The last one releases tokens that came before it from another worker."""
         if not self.lacks_scores:
             return None
-        start, part = event.body.start, event.body.part
-        num_known = len(self._scores) if event.attempt == self._attempt else 0
-        if start > num_known or start + len(part) > self._num_scores:
-            raise IllegalEvent(
-                f"log-probabilities {start} to {start + len(part)} of the prompt, after {num_known} of "
-                f"{self._num_scores}"
-            )
         if event.attempt != self._attempt:
             self._begin_attempt(event.attempt)
+        start, part, num_known = event.body.start, event.body.part, len(self._scores)
         if start + len(part) > num_known:  # a prompt that is computed again may have other parts
             self._scores.add(part.without_first(num_known - start) if num_known > start else part)
             self.lacks_scores = len(self._scores) < self._num_scores
@@ -183,7 +153,3 @@ class TokenIntake:
             return delta
         released = self.handle(self._held.pop(index))
         return join_deltas([each for each in (delta, released) if each is not None]) if released is not None else delta
-
-
-def _is_of_beam_search(entry: TokenEntry) -> bool:
-    return not entry.token_ids and (entry.finish is not None) == bool(entry.beams)

@@ -11,8 +11,8 @@ import msgspec
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
+from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
-from kvrelay_router.dispatch.collected_logprobs import LogprobRows
 
 
 class NoWorkerReady(Exception):
@@ -104,7 +104,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, gc=False):
     sequence: int
     token_ids: list[int]
     logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: LogprobRows = ()
+    prompt_logprobs: Sequence[TokenLogprobs] | CollectedLogprobs = ()
     cached_tokens: int | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
@@ -211,8 +211,8 @@ class RequestHandle(Protocol):
 class ModelLimits:
     """The limits of the ready workers. `max_model_len` counts prompt and output tokens of a sequence.
 
-    `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 where there is
-    none, or an older worker that knows no beam search. `group_samples`: whether they run a request's samples at once.
+    `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 if there is none.
+    `group_samples`: whether they run a request's samples at once.
     `jump_forward`: whether all workers let forced tokens join without being sampled.
     """
 

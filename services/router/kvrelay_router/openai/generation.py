@@ -6,11 +6,12 @@ import asyncio
 import json
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay_router.dispatch.collected_logprobs import LogprobRows
+from kvrelay.protocol.packed_logprobs import CollectedLogprobs
+from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.dispatch.interface import (
     Dispatcher,
     GenerateRequest,
@@ -33,7 +34,7 @@ class PromptRun:
 
     request: GenerateRequest
     choices: list[Choice]
-    prompt_logprobs: LogprobRows = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] | CollectedLogprobs = ()
     least_cached: int | None = None
 
     @property

@@ -18,13 +18,14 @@ from kvrelay.handoff.receiver import PrefillLost
 from kvrelay.handoff.receiver import ReceiverState as D
 from kvrelay.handoff.sender import DecodeLost
 from kvrelay.handoff.sender import SenderState as P
+from kvrelay.protocol.messages import Prompt
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import Pushed
 from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
 from kvrelay_router.dispatch import events as router
+from kvrelay_router.dispatch.events import SequenceSpec
 from kvrelay_router.dispatch.load import worker_key
-from kvrelay_router.dispatch.sequence_spec import SequenceSpec
 from tests.unit.dispatch.driven_sequence import DrivenSequence
 from tests.unit.handoff.check import decode_side, prefill_side, router_side
 from tests.unit.handoff.check.search import Violation
@@ -386,9 +387,7 @@ def start(size: Size) -> World:
     """The state in which every request waits for its workers."""
     spec = SequenceSpec(
         sequence=0,
-        prompt=b"\1\0\0\0",
-        num_prompt_tokens=1,
-        sampling=Sampling(max_tokens=MAX_TOKENS),
+        prompt=Prompt(tokens=b"\1\0\0\0", sampling=Sampling(max_tokens=MAX_TOKENS)),
         max_attempts=size.max_attempts,
     )
     names = [f"q{number}" for number in range(size.num_requests)]

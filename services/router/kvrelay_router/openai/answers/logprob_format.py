@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.dispatch.collected_logprobs import LogprobRows
 from kvrelay_router.http.json_parts import Rows
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
@@ -44,7 +44,7 @@ class OptionalRows(Protocol):
 class EchoedRows:
     """The entries of a prompt and its output. The prompt's first token has none, because it follows nothing."""
 
-    prompt: LogprobRows
+    prompt: Sequence[TokenLogprobs] | CollectedLogprobs
     output: list[TokenLogprobs]
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay_router.dispatch.collected_logprobs import own_logprobs
+from kvrelay.protocol.packed_logprobs import own_logprobs
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.openai.answers.answer_format import DocumentFormat
 from kvrelay_router.openai.answers.choice import Choice

@@ -15,7 +15,8 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvrelay.cli.url_errors import cause, start_one
+from kvrelay.cli.health import cause
+from kvrelay.cli.router_url import start_one
 from kvrelay.process import event_loop_factory
 from kvrelay_bench.flags import BenchFlagError, BenchPlan, read_flags
 from kvrelay_bench.http import BadUrl, Client, ConnectionLost

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from http.client import HTTPException
 from typing import Any
 
-from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
+from kvrelay.cli.health import cause
+from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url, start_one
 from kvrelay.cli.stack_state import NoStack
-from kvrelay.cli.url_errors import cause, start_one
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import whole
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`package` is run in place of this process; without one, the command is the function of its name in
-    `kvrelay.cli.NAME`. `parser` is MODULE:FUNCTION. Both are named, so that this module imports nothing."""
+    """`package` is run in place of this process; without one, the command is the function of its name beside the
+    parser. `parser` is MODULE:FUNCTION. Both are named, so that this module imports nothing."""
 
     name: str
     group: str
@@ -28,16 +28,21 @@ class Command:
         make: Callable[[], FlagParser] = getattr(import_module(module), function)
         return make()
 
+    def run(self, argv: Sequence[str]) -> int:
+        """Runs a command without a package. Returns the exit status."""
+        function: Callable[[Sequence[str]], int] = getattr(import_module(self.parser.partition(":")[0]), self.name)
+        return function(argv)
+
 
 _HERE, _SERVICES, _FLEET, _MEASURE = "on one machine", "services", "a running fleet", "measuring and planning"
-_PARSERS = "kvrelay.cli.service_parsers"
+_PARSERS = "kvrelay.cli.services"
 
 COMMANDS = {
     command.name: command
     for command in (
-        Command("up", _HERE, "start everything on this machine", "kvrelay.cli.up_flags:up_parser"),
-        Command("status", _HERE, "list the stacks that `kvrelay up` runs here", "kvrelay.cli.status:status_parser"),
-        Command("stop", _HERE, "stop a stack of `kvrelay up`", "kvrelay.cli.stop:stop_parser"),
+        Command("up", _HERE, "start everything on this machine", "kvrelay.cli.up:up_parser"),
+        Command("status", _HERE, "list the stacks that `kvrelay up` runs here", "kvrelay.cli.stacks:status_parser"),
+        Command("stop", _HERE, "stop a stack of `kvrelay up`", "kvrelay.cli.stacks:stop_parser"),
         Command("chat", _HERE, "talk to a served model in this terminal", "kvrelay.cli.chat:chat_parser"),
         Command(
             "router",

@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
 
-from kvrelay.cli.url_errors import cause
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import number
 
@@ -49,3 +48,9 @@ def health_parser() -> FlagParser:
         "--timeout", type=number(0.001, 3600), default=2.0, metavar="SECONDS", help="how long to wait (default: 2)"
     )
     return parser
+
+
+def cause(error: Exception) -> str:
+    """The system's words for an error of `urllib`, such as `Connection refused`."""
+    reason = getattr(error, "reason", error)
+    return getattr(reason, "strerror", None) or str(reason)

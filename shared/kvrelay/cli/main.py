@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import metadata
 
 from kvrelay.cli.commands import COMMANDS, help_text
 from kvrelay.flag_parser import closest
@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if command.package is not None:
         os.execv(sys.executable, [sys.executable, "-m", command.package, *rest])
-    status: int = getattr(import_module(f"kvrelay.cli.{name}"), name)(rest)
-    return status
+    return command.run(rest)
 
 
 if __name__ == "__main__":

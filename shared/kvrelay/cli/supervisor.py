@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvrelay.cli.display import DIED, READY, STARTING, STOPPED, STOPPING, Display
-from kvrelay.cli.log_excerpt import log_excerpt
 from kvrelay.cli.readiness import ReadyCheck
 from kvrelay.machine_memory import num_memory_kills
 from kvrelay.process import describe_exit, die_with_parent
@@ -31,6 +31,14 @@ HEALTHY_AFTER_S = 60.0
 """A service that ran this long restarts with the shortest pause."""
 KILL_GRACE_S = 5.0
 """Additional time after a service's drain timeout before it is killed."""
+MAX_LOG_LINES = 30
+MAX_LOG_COLUMNS = 300
+MAX_ERROR_COLUMNS = 1000
+"""The line of the error is cut later than others, because advice stands at its end."""
+_ERROR = re.compile(
+    r" (ERROR|CRITICAL) |\"level\": ?\"(error|critical)\"|^[A-Za-z_.]*(Error|Exception)\b.*:|cannot start"
+)
+_CONFIGURATION = re.compile(r"\bconfiguration: ")
 
 
 class ServiceStartFailed(Exception):
@@ -222,3 +230,17 @@ class Supervisor:
     def kill(self) -> None:
         for service in (self._front, *self._others):
             service.kill()
+
+
+def log_excerpt(lines: Sequence[str]) -> list[str]:
+    """The last error first, then the last lines. Without the line of the configuration; long lines are cut."""
+    last = [line for line in lines if not _CONFIGURATION.search(line)][-MAX_LOG_LINES:]
+    error = next((number for number in range(len(last) - 1, -1, -1) if _ERROR.search(last[number])), None)
+    if error is None:
+        return [_cut(line) for line in last]
+    before = [_cut(line) for number, line in enumerate(last) if number != error]
+    return [_cut(last[error], MAX_ERROR_COLUMNS), *(["(the last lines of the log)", *before] if before else [])]
+
+
+def _cut(line: str, columns: int = MAX_LOG_COLUMNS) -> str:
+    return line if len(line) <= columns else f"{line[: columns - 1]}…"

@@ -21,9 +21,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
+from kvrelay.cli.health import cause
+from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url, start_one
 from kvrelay.cli.stack_state import NoStack
-from kvrelay.cli.url_errors import cause, start_one
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import number
 

@@ -17,14 +17,14 @@ from pathlib import Path
 from kvrelay.cli.detached import DETACHED, up_detached
 from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.instance_lock import InstanceLock
-from kvrelay.cli.invocation import own_command
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
 from kvrelay.cli.model_files import longest_sequence
 from kvrelay.cli.preflight import check_plan, find_models, hold_port
 from kvrelay.cli.readiness import RouterReady, WorkerReady
+from kvrelay.cli.router_url import own_command
 from kvrelay.cli.stack_state import StackState, remove_state, start_of
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
-from kvrelay.cli.up_flags import parse_up_flags
+from kvrelay.cli.up_flags import parse_up_flags, up_parser
 from kvrelay.config.common import is_wildcard, mask_password
 from kvrelay.config.demo import DEMO_MODEL_NAME
 from kvrelay.config.loader import (
@@ -37,6 +37,8 @@ from kvrelay.core_leases import SharedLeases
 from kvrelay.fleet import Registry, RegistryError, RegistryUnavailable
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
 from kvrelay.process import describe_exit
+
+__all__ = ["up", "up_parser"]
 
 REDIS_POLL_S = 0.5
 

@@ -17,8 +17,7 @@ from kvrelay.cli.chat import chat
 from kvrelay.cli.drain import drain
 from kvrelay.cli.router_url import DEFAULT_URL
 from kvrelay.cli.stack_state import NoStack, StackState, find_stack, running_stacks, start_of
-from kvrelay.cli.status import status
-from kvrelay.cli.stop import stop
+from kvrelay.cli.stacks import status, stop
 from kvrelay.cli.top import top
 from kvrelay.fleet import RegistryUnavailable
 from tests.fakes.up import FAKE_SERVICES, ROOT, Up

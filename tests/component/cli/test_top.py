@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvrelay.cli.invocation import own_command
+from kvrelay.cli.router_url import own_command
 from kvrelay.cli.top import top, view
 from tests.fakes.waiting import PATIENCE_S
 

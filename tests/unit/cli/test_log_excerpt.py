@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cli.log_excerpt import MAX_COLUMNS, MAX_ERROR_COLUMNS, MAX_LINES, log_excerpt
+from kvrelay.cli.supervisor import MAX_ERROR_COLUMNS, MAX_LOG_COLUMNS, MAX_LOG_LINES, log_excerpt
 
 CONFIGURATION = f"2026-01-01T00:00:00Z INFO    kvrelay.process: configuration: model=m {'x' * 900}"
 ERROR = "2026-01-01T00:00:01Z ERROR   kvrelay.process: the decode worker cannot start: no memory"
@@ -27,7 +27,7 @@ def test_the_last_error_of_several_and_of_other_forms() -> None:
 
 def test_the_end_of_a_long_error_is_kept() -> None:
     error = f"2026 ERROR   a: {'x' * 700} Raise the share"
-    assert log_excerpt([error, "y" * 700]) == [error, "(the last lines of the log)", "y" * (MAX_COLUMNS - 1) + "…"]
+    assert log_excerpt([error, "y" * 700]) == [error, "(the last lines of the log)", "y" * (MAX_LOG_COLUMNS - 1) + "…"]
 
 
 def test_without_an_error_the_last_lines() -> None:
@@ -38,10 +38,10 @@ def test_without_an_error_the_last_lines() -> None:
 @given(st.lists(st.one_of(st.just(CONFIGURATION), st.just(ERROR), st.text(max_size=500))))
 def test_it_is_short_and_loses_no_line_but_the_configuration(lines: list[str]) -> None:
     excerpt = log_excerpt(lines)
-    assert len(excerpt) <= MAX_LINES + 1
-    assert all(len(line) <= MAX_COLUMNS for line in excerpt[1:])
+    assert len(excerpt) <= MAX_LOG_LINES + 1
+    assert all(len(line) <= MAX_LOG_COLUMNS for line in excerpt[1:])
     assert all(len(line) <= MAX_ERROR_COLUMNS for line in excerpt[:1])
-    kept = [line for line in lines if "configuration: " not in line][-MAX_LINES:]
+    kept = [line for line in lines if "configuration: " not in line][-MAX_LOG_LINES:]
     if ERROR in kept:
         assert "ERROR" in excerpt[0] or "rror" in excerpt[0] or "xception" in excerpt[0]
     assert len(excerpt) >= len(kept)

@@ -28,7 +28,6 @@ import torch
 from benchmarks.gpu.compiler import find_cuda_home
 from benchmarks.gpu.kernel_archive import pack
 from kvrelay.backends.backend import KV_DTYPES, KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
-from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.trial import trial_rows
 
@@ -117,15 +116,14 @@ class _Nothing:
 def recipes(flashinfer: Any, wanted: Iterable[Layers], capability: tuple[int, int]) -> dict[str, Any]:
     """By name, FlashInfer's own `JitSpec` of each module that kvrelay asks for on GPUs of `capability`.
 
-    Chunks and single tokens, as they are tried at the start; shared prefixes; decoding steps for CUDA graphs.
+    Chunks and single tokens, as they are tried at the start; decoding steps for CUDA graphs.
     """
     found: dict[str, Any] = {}
     with _pretending(flashinfer, capability, found):
         for layers in wanted:
-            for costs in (None, CascadeCosts(row_tokens=0, step_tokens=0)):
-                rows = trial_rows(_BLOCK_SIZE, layers.kind, shared=costs is not None)
-                pool = allocate_pool(layers.layout, int(rows.block_tables.max()) + 1, _CPU)
-                layers.attend(FlashInferBackend(_CPU, flashinfer, costs).plan(pool, rows), len(rows.token_rows))
+            rows = trial_rows(_BLOCK_SIZE, layers.kind)
+            pool = allocate_pool(layers.layout, int(rows.block_tables.max()) + 1, _CPU)
+            layers.attend(FlashInferBackend(_CPU, flashinfer).plan(pool, rows), len(rows.token_rows))
             fixed = FlashInferBackend(_CPU, flashinfer).fixed_steps(pool, 2, 1)(2)
             fixed.replan(PackedRows(np.ones(2, np.int32), np.array([0, 3], np.int32), np.array([[0], [1]], np.int32)))
             layers.attend(fixed, 2)

@@ -172,18 +172,3 @@ def append_paged_kv_cache(*args: Any, **options: Any) -> None:
         page = int(page_ids[int(page_starts[row]) + position // page_size])
         keys[page, :, position % page_size] = key[token]
         values[page, :, position % page_size] = value[token]
-
-
-def merge_state_in_place(*args: Any, **options: Any) -> None:
-    """Outputs of the same queries over other keys join `v`, weighted by the sums that `s` and `s_other` tell of."""
-    check_call("merge_state_in_place", *args, **options)
-    v, s, v_other, s_other = args
-    assert v.shape == v_other.shape
-    assert s.shape == s_other.shape == v.shape[:2]
-    assert v.dtype == v_other.dtype
-    assert s.dtype == s_other.dtype == torch.float32
-    assert all(tensor.is_contiguous() for tensor in args)
-    _check_threads(*v.shape[1:])
-    weights = torch.stack([s, s_other]).double().mul(math.log(2)).softmax(0)[..., None]
-    v.copy_(weights[0] * v.double() + weights[1] * v_other.double())
-    s.copy_(torch.logaddexp2(s.double(), s_other.double()))

@@ -46,7 +46,6 @@ RECORDED: dict[str, dict[str, str]] = {
             "append_key append_value batch_indices positions paged_kv_cache kv_indices kv_indptr kv_last_page_len "
             "kv_layout="
         ),
-        "merge_state_in_place": "v s v_other s_other mask=",
     },
     "0.7.2.post1": {
         "BatchDecodeWithPagedKVCacheWrapper.__init__": (
@@ -85,7 +84,6 @@ RECORDED: dict[str, dict[str, str]] = {
             "append_key append_value batch_indices positions paged_kv_cache kv_indices kv_indptr kv_last_page_len "
             "kv_layout="
         ),
-        "merge_state_in_place": "v s v_other s_other mask=",
     },
 }
 

@@ -22,7 +22,6 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "__version__",
     "append_paged_kv_cache",
-    "merge_state_in_place",
 ]
 _PLAN_WORDS = 1024
 
@@ -97,10 +96,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_OnDevice, fake_flashinfer.BatchDecodeW
 
 def append_paged_kv_cache(*args: Any) -> None:
     launch(fake_flashinfer.append_paged_kv_cache, *args)
-
-
-def merge_state_in_place(*args: Any) -> None:
-    launch(fake_flashinfer.merge_state_in_place, *args)
 
 
 def _attend(

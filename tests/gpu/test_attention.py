@@ -18,7 +18,6 @@ from kvrelay.backends.backend import (
     as_stored,
     bits,
 )
-from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
@@ -72,16 +71,15 @@ SHAPES = {
 }
 
 
-def backend_for(device: torch.device, *, cascade: bool = False) -> FlashInferBackend:
+def backend_for(device: torch.device) -> FlashInferBackend:
     skip_without_flashinfer(device)
-    costs = CascadeCosts(row_tokens=0, step_tokens=0) if cascade else None
-    return FlashInferBackend(device, fake_flashinfer if device.type == "cpu" else None, costs)
+    return FlashInferBackend(device, fake_flashinfer if device.type == "cpu" else None)
 
 
 class Step:
     """Random rows over scattered blocks, with pool and new tokens on the device."""
 
-    def __init__(self, shape: Shape, device: torch.device, rng: np.random.Generator, *, share: bool) -> None:
+    def __init__(self, shape: Shape, device: torch.device, rng: np.random.Generator) -> None:
         large = device.type == "cuda"
         chunks = [(int(rng.integers(300)), int(rng.integers(2, 600 if large else 20))) for _ in range(rng.integers(3))]
         longest = 3000 if large else 90  # on a GPU, some rows are split over its processors
@@ -93,10 +91,6 @@ class Step:
         ids = np.split(rng.permutation(sum(counts)).astype(np.int32), np.cumsum(counts)[:-1])
         for row, blocks in enumerate(ids):
             tables[row, : len(blocks)] = blocks
-        for row in range(len(chunks) + 1, len(counts) if share else 0):
-            other = int(rng.integers(len(chunks), row))
-            depth = min(positions[row], positions[other]) // size
-            tables[row, :depth] = tables[other, :depth]
         self.rows = PackedRows(np.array(lengths, np.int32), np.array(positions, np.int32), tables)
         generator = torch.Generator(device).manual_seed(int(rng.integers(1 << 30)))
 
@@ -136,34 +130,16 @@ def check(step: Step, backend: AttentionBackend) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("cascade", [False, True], ids=["rows", "cascade"])
-def test_random_steps_agree_with_torch_in_float32(device: torch.device, name: str, cascade: bool) -> None:
-    backend = backend_for(device, cascade=cascade)
+def test_random_steps_agree_with_torch_in_float32(device: torch.device, name: str) -> None:
+    backend = backend_for(device)
     for seed in range(20 if device.type == "cuda" else 3):
-        check(Step(SHAPES[name], device, np.random.default_rng(seed), share=cascade), backend)
-
-
-def test_a_long_prefix_read_by_many_rows_agrees_with_torch(device: torch.device) -> None:
-    """As samples of one prompt: one group, whose prefix is split over the processors and merged twice."""
-    shape, num_rows = SHAPES["llama"], 48 if device.type == "cuda" else 3
-    depth = 400 if device.type == "cuda" else 4
-    step = Step(shape, device, np.random.default_rng(0), share=False)
-    tables = np.arange(num_rows * (depth + 1), dtype=np.int32).reshape(num_rows, -1)
-    tables[:, :-1] = tables[0, :-1]
-    positions = depth * shape.block_size + np.arange(num_rows, dtype=np.int32) % shape.block_size
-    step.rows = PackedRows(np.ones(num_rows, np.int32), positions, tables)
-    step.pool = allocate_pool(shape.layout, num_rows * (depth + 1), device).normal_()
-    step.query = torch.randn(num_rows, shape.num_heads, shape.head_dim, device=device).to(shape.dtype) * 3
-    step.key, step.value = torch.randn(2, num_rows, 8, shape.head_dim, device=device).to(shape.dtype)
-    backend = backend_for(device, cascade=True)
-    assert backend.shared_prefixes(step.pool, step.rows) is not None
-    check(step, backend)
+        check(Step(SHAPES[name], device, np.random.default_rng(seed)), backend)
 
 
 def test_steps_planned_while_the_last_one_still_waits_for_the_device(device: torch.device) -> None:
     """A plan goes to the device from memory that the next plan overwrites."""
     backend = backend_for(device)
-    steps = [Step(SHAPES["llama"], device, np.random.default_rng(seed), share=False) for seed in range(6)]
+    steps = [Step(SHAPES["llama"], device, np.random.default_rng(seed)) for seed in range(6)]
     expected = [step.expected() for step in steps]
     for step in steps:
         step.attend(step.plan(backend))  # compiles; the pool now holds the tokens, as the reference has it
@@ -176,15 +152,14 @@ def test_steps_planned_while_the_last_one_still_waits_for_the_device(device: tor
         compare(out, reference)
 
 
-@pytest.mark.parametrize("cascade", [False, True], ids=["rows", "cascade"])
 @pytest.mark.parametrize("names", [("gemma2", "gemma2-full"), ("llama-e4m3",)], ids=str)
-def test_the_trial_at_the_start_is_passed(device: torch.device, names: tuple[str, ...], cascade: bool) -> None:
+def test_the_trial_at_the_start_is_passed(device: torch.device, names: tuple[str, ...]) -> None:
     kinds = [SHAPES[name].kind for name in names]
-    try_layers(backend_for(device, cascade=cascade), SHAPES[names[0]].layout, kinds, device, shared=cascade)
+    try_layers(backend_for(device), SHAPES[names[0]].layout, kinds, device)
 
 
 def test_flashinfer_is_chosen_on_a_gpu(device: torch.device) -> None:
     skip_without_flashinfer(device)
     shape = SHAPES["llama"]
-    chosen = select_backend(device, shape.layout, [shape.kind], cascade=True)
+    chosen = select_backend(device, shape.layout, [shape.kind])
     assert isinstance(chosen, FlashInferBackend) == (device.type == "cuda")

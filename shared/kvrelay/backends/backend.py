@@ -127,10 +127,6 @@ class LayerKind(NamedTuple):
         """Keys that are visible before the query's own; -1: all."""
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
-    def sees_all(self, num_keys: int) -> bool:
-        """Returns whether the query at the last of `num_keys` tokens attends to all of them."""
-        return self.sliding_window is None or num_keys <= self.sliding_window
-
     @property
     def params(self) -> AttentionParams:
         return AttentionParams(self.scaling, self.sliding_window, self.softcap)
@@ -244,13 +240,4 @@ class CapturableBackend(AttentionBackend, Protocol):
 
     def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> FixedSteps:
         """Returns a factory of steps of up to `max_rows` rows over `pool`, each of up to `max_row_blocks` blocks."""
-        ...
-
-
-@runtime_checkable
-class SharingBackend(AttentionBackend, Protocol):
-    """A backend that reads shared prefixes once for several rows, in steps that are launched kernel by kernel."""
-
-    def prefers_launches(self, pool: torch.Tensor, rows: PackedRows) -> bool:
-        """Whether a step shares so much that launching it kernel by kernel is faster than replaying a CUDA graph."""
         ...

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import replace
 
 import torch
 
 from kvrelay.backends.backend import AttentionBackend, KVLayout, LayerKind, is_eight_bit
-from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.backends.flashinfer import FlashInferBackend
@@ -19,16 +17,13 @@ from kvrelay.backends.trial import try_layers
 _log = logging.getLogger(__name__)
 
 
-def select_backend(
-    device: torch.device, layout: KVLayout, kinds: Collection[LayerKind] = (), *, cascade: bool = False
-) -> AttentionBackend:
+def select_backend(device: torch.device, layout: KVLayout, kinds: Collection[LayerKind] = ()) -> AttentionBackend:
     """Returns the fastest backend that works, and logs why a faster one does not.
 
-    On a GPU, a small step with each of `kinds` of layers is run and compared with plain torch first. With `cascade`,
-    decoding rows read common prefixes together if that pays.
+    On a GPU, a small step with each of `kinds` of layers is run and compared with plain torch first.
     """
     if device.type == "cuda":
-        return select_flashinfer(device, layout, kinds, cascade=cascade)
+        return select_flashinfer(device, layout, kinds)
     if device.type != "cpu":
         return TorchBackend()
     if not CpuBackend.can_hold(layout.dtype, layout.head_dim):
@@ -43,9 +38,7 @@ def select_backend(
         return TorchBackend()
 
 
-def select_flashinfer(
-    device: torch.device, layout: KVLayout, kinds: Collection[LayerKind], *, cascade: bool = False
-) -> AttentionBackend:
+def select_flashinfer(device: torch.device, layout: KVLayout, kinds: Collection[LayerKind]) -> AttentionBackend:
     """Returns FlashInfer if it is installed, supports the layout and passes the trial, else plain torch."""
     if not FlashInferBackend.can_hold(layout):
         heads = f"{layout.num_kv_heads} heads of {layout.head_dim}"
@@ -68,24 +61,6 @@ def select_flashinfer(
     if failure is not None:
         _log.warning("attention in plain torch, which is much slower: FlashInfer does not work: %s", failure)
         return TorchBackend()
-    if not (cascade and kinds):
-        return backend
-    num_kv_heads, pool_bytes = layout.num_kv_heads, layout.pool_dtype.itemsize
-    group = max(kind.num_heads for kind in kinds) // num_kv_heads
-    # Outputs are 16-bit floats, whatever the pool's dtype.
-    costs = CascadeCosts.of(
-        group * layout.dtype.itemsize // pool_bytes, token_bytes=2 * num_kv_heads * layout.head_dim * pool_bytes
-    )
-    # Cascade attention is tried on this backend itself: a second one would allocate another workspace, and the wrappers
-    # that it makes could not be used by the first step.
-    backend.share_prefixes(replace(costs, step_tokens=0))
-    try:
-        try_layers(backend, layout, kinds, device, shared=True)
-    except Exception as error:
-        _log.warning("cascade_attention: shared prefixes are read row by row, it does not work: %s", _reason(error))
-        backend.share_prefixes(None)
-    else:
-        backend.share_prefixes(costs)
     return backend
 
 

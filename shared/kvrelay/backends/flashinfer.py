@@ -26,8 +26,6 @@ from kvrelay.backends.backend import (
     is_eight_bit,
     last_contiguous,
 )
-from kvrelay.backends.cascade import CascadeCosts, CascadePlan, plan_cascade
-from kvrelay.backends.flashinfer_cascade import CascadeDecode, PlacedRows
 from kvrelay.backends.flashinfer_graphs import FlashInferFixedSteps, plan_options
 from kvrelay.backends.paging import PagedRows, num_chunk_rows, page_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
@@ -60,10 +58,8 @@ class FlashInferBackend:
 
     name = "flashinfer"
 
-    def __init__(self, device: torch.device, module: Any = None, cascade: CascadeCosts | None = None) -> None:
+    def __init__(self, device: torch.device, module: Any = None) -> None:
         """`module` replaces `flashinfer` in tests.
-
-        With `cascade`, decoding rows read a common prefix of blocks together if that saves more than it costs.
 
         Raises:
             ImportError: FlashInfer is not installed.
@@ -73,10 +69,7 @@ class FlashInferBackend:
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._prefill: dict[LayerKind, Any] = {}
         self._decode: dict[LayerKind, Any] = {}
-        self._prefix: dict[LayerKind, Any] = {}
-        self._cascade = cascade
         self._prefill_kernels = "auto"
-        self._shared: tuple[PackedRows, CascadePlan | None] | None = None  # cached for the newest step
         self._planned = torch.cuda.Event() if device.type == "cuda" else None
         self.fallback = TorchBackend()
 
@@ -111,26 +104,6 @@ class FlashInferBackend:
         if self._planned is not None:
             self._planned.synchronize()
 
-    def shared_prefixes(self, pool: torch.Tensor, rows: PackedRows) -> CascadePlan | None:
-        """How the rows behind the step's chunks read common prefixes together, or None if that does not pay."""
-        if self._cascade is None:
-            return None
-        if self._shared is None or self._shared[0] is not rows:
-            first = num_chunk_rows(rows)
-            tables, num_keys = rows.block_tables[first:], rows.positions[first:] + 1
-            self._shared = rows, plan_cascade(tables, num_keys, PoolShape(*pool.shape).block_size, self._cascade)
-        return self._shared[1]
-
-    def prefers_launches(self, pool: torch.Tensor, rows: PackedRows) -> bool:
-        plan = self.shared_prefixes(pool, rows)
-        return plan is not None and self._cascade is not None and plan.saved_tokens >= self._cascade.graph_tokens
-
-    def share_prefixes(self, costs: CascadeCosts | None) -> None:
-        """Sets the costs above which common prefixes are read together, from the next step on. None: never."""
-        self._cascade, self._shared = costs, None
-        if costs is None:
-            self._prefix.clear()
-
     def note_planned(self) -> None:
         """Notes that the copies of all plans so far have been launched."""
         if self._planned is not None:
@@ -158,8 +131,6 @@ class FlashInferBackend:
         """The decode kernel's wrapper for this kind of layer."""
         if kind not in self._decode:
             self._decode[kind] = self.make_decode(kind, num_kv_heads, head_dim)
-            if self._cascade is not None:
-                self.prefix_wrapper(kind, num_kv_heads, head_dim)  # its memory must be counted at the start
         return self._decode[kind]
 
     def make_decode(self, kind: LayerKind, num_kv_heads: int, head_dim: int, **options: Any) -> Any:
@@ -176,14 +147,6 @@ class FlashInferBackend:
     def append(self, *arguments: Any) -> None:
         """`append_paged_kv_cache` in the pool's layout."""
         self.flashinfer.append_paged_kv_cache(*arguments, _LAYOUT)
-
-    def prefix_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
-        """The wrapper of the kernel for common prefixes of this kind of layer."""
-        if kind not in self._prefix:
-            make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            workspace = self.workspace_for(kind.num_heads // num_kv_heads, head_dim)
-            self._prefix[kind] = make(workspace, _LAYOUT, backend="fa2")
-        return self._prefix[kind]
 
     def workspace_for(self, group: int, head_dim: int, least_bytes: int = 0) -> torch.Tensor:
         """The workspace, large enough for `group` query heads per KV head, and at least `least_bytes`."""
@@ -262,28 +225,8 @@ class FlashInferStep:
         if self._num_chunks == self._paged.num_rows:
             return None
         wrapper = self._backend.decode_wrapper(kind, *self._heads)
-        shared = self._shared_prefixes(kind)
-        if shared is None:
-            self._plan_rows(wrapper, kind, *self._take(self._num_chunks, self._paged.num_rows))
-            return wrapper
-        prefix = self._backend.prefix_wrapper(kind, *self._heads)
-        self._plan_queries(prefix, kind, shared.plan.prefixes, shared.prefix_ids, causal=False)
-        self._plan_rows(wrapper, kind, shared.plan.suffixes, shared.suffix_ids)
-        return CascadeDecode(prefix, wrapper, self._backend.flashinfer.merge_state_in_place, shared)
-
-    def _shared_prefixes(self, kind: LayerKind) -> PlacedRows | None:
-        """The prefixes that single tokens of the step read together in layers of this kind, or None."""
-        num_keys = int(self._rows.positions[self._num_chunks :].max()) + 1
-        return self._shared if kind.sees_all(num_keys) else None  # otherwise each row sees another part of a prefix
-
-    @cached_property
-    def _shared(self) -> PlacedRows | None:
-        plan = self._backend.shared_prefixes(self._pool, self._rows)
-        if plan is None:
-            return None
-        numbers = (plan.prefixes.page_ids, plan.suffixes.page_ids, plan.order)
-        prefix_ids, suffix_ids, order = _to_device(self._pool.device, *numbers)
-        return PlacedRows(plan, prefix_ids, suffix_ids, None if plan.keeps_order else order.long())
+        self._plan_rows(wrapper, kind, *self._take(self._num_chunks, self._paged.num_rows))
+        return wrapper
 
     @property
     def _heads(self) -> tuple[int, int]:

@@ -20,7 +20,6 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 # four times 2^-9 or 2^-12. A wrong key or scale is off by tenths.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 _CAPPED_TOLERANCE = 3e-2  # GPUs' fast tanh is off by 2^-11 of a logit, and a weight by as much as its logit
-_SHARED_TOKENS = 1024  # enough for eight rows to read together, whatever a row costs
 _LONGEST_WINDOW = 8192  # tokens; a longer window is tried without reaching its edge
 
 
@@ -28,15 +27,8 @@ class WrongAttention(Exception):
     """The kernels ran and computed something else."""
 
 
-def try_layers(
-    backend: AttentionBackend,
-    layout: KVLayout,
-    kinds: Collection[LayerKind],
-    device: torch.device,
-    *,
-    shared: bool = False,
-) -> None:
-    """Runs chunks and single tokens over scattered blocks of a small pool, or single tokens that share a prefix.
+def try_layers(backend: AttentionBackend, layout: KVLayout, kinds: Collection[LayerKind], device: torch.device) -> None:
+    """Runs chunks and single tokens over scattered blocks of a small pool.
 
     Raises:
         WrongAttention: the result is not that of plain torch.
@@ -44,7 +36,7 @@ def try_layers(
     """
     small = replace(layout, num_layers=2)
     for kind in sorted(kinds, key=str):
-        rows = trial_rows(layout.block_size, kind, shared=shared)
+        rows = trial_rows(layout.block_size, kind)
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
@@ -68,13 +60,9 @@ def try_layers(
             raise WrongAttention(f"{kind} is off by {error:.2g}")
 
 
-def trial_rows(block_size: int, kind: LayerKind, *, shared: bool = False) -> PackedRows:
-    """The step for the trial of a kind of layer, over the blocks from 0 on."""
-    return (_make_sharing_rows if shared else _make_rows)(block_size, kind)
-
-
-def _make_rows(block_size: int, kind: LayerKind) -> PackedRows:
-    """Two chunks, a prompt's first and a later one, then single tokens: the first, one in a new block, one far on.
+def trial_rows(block_size: int, kind: LayerKind) -> PackedRows:
+    """The step for the trial of a kind of layer, over the blocks from 0 on: two chunks, a prompt's first and a later
+    one, then single tokens: the first, one in a new block, one far on.
 
     If the layers have a window, the later ones do not see their first keys.
     """
@@ -86,13 +74,3 @@ def _make_rows(block_size: int, kind: LayerKind) -> PackedRows:
     used = np.arange(tables.shape[1]) < num_blocks[:, None]
     tables.T[used.T] = np.arange(num_blocks.sum(), dtype=np.int32)[::-1]  # rows alternate, from the pool's end
     return PackedRows(query_lens, positions, tables)
-
-
-def _make_sharing_rows(block_size: int, kind: LayerKind) -> PackedRows:
-    """Single tokens. Every other one is behind the same blocks, as many as fit the layers' window."""
-    room = min(_SHARED_TOKENS, kind.sliding_window or _SHARED_TOKENS)
-    num_shared = max(room // block_size - 1, 1)
-    positions = num_shared * block_size + np.arange(16, dtype=np.int32) % block_size
-    tables = np.arange(16 * (num_shared + 1), dtype=np.int32).reshape(16, -1)[:, ::-1].copy()
-    tables[::2, :-1] = tables[0, :-1]
-    return PackedRows(np.ones(16, np.int32), positions, tables)

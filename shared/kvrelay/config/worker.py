@@ -101,11 +101,6 @@ class WorkerConfig(RankedConfig):
         "to max_running; or up to 256 if that is more, and steps may have drafts or forced tokens)",
         json_schema_extra={"list": True},
     )
-    cascade_attention: bool = Field(
-        default=False,
-        description="on a GPU, sequences with a common prefix read its KV together, in steps for which that saves "
-        "more than it costs; experimental",
-    )
     fused_layers: bool = Field(
         default=True,
         description="on a CPU, run the decoder layers of Llama, Mistral, Qwen2 and Qwen3 models through fused C "

@@ -63,7 +63,6 @@ def make_runner(
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
     graphs: GraphSettings | None = None,
-    cascade_attention: bool = False,
     fused_layers: bool = True,
     quantization: Quantization = "none",
     tensor_parallel: GroupCoordinator | None = None,
@@ -103,7 +102,7 @@ def make_runner(
         graphs = None
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
-    loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention, fused_layers=fused_layers)
+    loaded = load_model(source, block_size, backend, fused_layers=fused_layers)
     if num_blocks is None and size_pool is not None:
         num_blocks = _sized_pool(loaded, size_pool, gauge, graphs, swap_bytes, group)
     elif num_blocks is None:

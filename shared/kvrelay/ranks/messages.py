@@ -47,7 +47,6 @@ class RankSettings(msgspec.Struct, array_like=True, frozen=True):
     pool_sizing: tuple[float, int, int, bool] | None  # the fields of PoolSizing, for a share of the memory
     swap_bytes: int | None
     max_model_len: int | None
-    cascade_attention: bool
     fused_layers: bool
     quantization: Literal["none", "int8", "int4"]
     load_format: Literal["auto", "dummy"]

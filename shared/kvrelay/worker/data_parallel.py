@@ -128,7 +128,6 @@ def _make_part(config: WorkerConfig, coordinator: GroupCoordinator, device: torc
         max_model_len=config.max_model_len,
         device=device,
         num_threads=_threads(config),
-        cascade_attention=config.cascade_attention,
         quantization=config.quantization,
         load_format=config.load_format,
         data_parallel=coordinator,

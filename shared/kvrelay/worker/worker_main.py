@@ -79,7 +79,6 @@ def _make_runner(config: WorkerConfig, *, hands_over: bool) -> ModelRunner:
             max_model_len=config.max_model_len,
             device=device,
             num_threads=config.threads,
-            cascade_attention=config.cascade_attention,
             fused_layers=config.fused_layers,
             quantization=config.quantization,
             load_format=config.load_format,

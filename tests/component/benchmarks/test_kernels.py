@@ -72,17 +72,12 @@ def ask_to_append(*arguments: Any) -> None:
     asking.jit.core.JitSpec("page").build_and_load().append(*arguments)
 
 
-def ask_to_merge(*arguments: Any) -> None:
-    asking.jit.core.JitSpec("cascade").build_and_load().merge(*arguments)
-
-
 asking = SimpleNamespace(
     __name__="asking",
     get_compute_capability=no_device,
     BatchPrefillWithPagedKVCacheWrapper=AskingPrefill,
     BatchDecodeWithPagedKVCacheWrapper=AskingDecode,
     append_paged_kv_cache=ask_to_append,
-    merge_state_in_place=ask_to_merge,
     jit=SimpleNamespace(core=SimpleNamespace(JitSpec=Recipe)),
 )
 
@@ -100,20 +95,16 @@ def test_all_that_a_start_and_steps_ask_for_is_kept() -> None:
     assert names("32,8,128") == {
         "page",
         "prefill fa3 128 torch.bfloat16 False False",  # chunks
-        "prefill fa2 128 torch.bfloat16 False False",  # single tokens on tensor cores, shared prefixes
-        "cascade",
+        "prefill fa2 128 torch.bfloat16 False False",  # single tokens on tensor cores
     }
     assert names("8,4,256,window=70,softcap=50") == {
         "page",
         "prefill fa3 256 torch.bfloat16 True True",
         "decode fa2 256 torch.bfloat16 True True",
-        "prefill fa2 256 torch.bfloat16 True True",
-        "cascade",
     }
     assert names("32,8,128,fp8_e4m3") == {
         "page",
         "prefill fa2 128 torch.bfloat16 False False torch.float8_e4m3fn",
-        "cascade",
     }
     assert names("8,8,64,float16") > {"decode fa2 64 torch.float16 False False"}
 

@@ -49,7 +49,6 @@ def rank_settings(size: int, num_slots: int = 0, transfers: TransferSettings | N
         pool_sizing=None,
         swap_bytes=1024 * num_slots,
         max_model_len=LONGEST,
-        cascade_attention=False,
         fused_layers=True,
         quantization="none",
         load_format="auto",

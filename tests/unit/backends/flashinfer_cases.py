@@ -11,21 +11,11 @@ import torch
 
 from kvrelay.backends.backend import KV_DTYPES, KVLayout, LayerKind
 from tests.fakes import fake_flashinfer
-from tests.unit.backends.cases import AttentionCase
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
 KINDS = {LayerKind(8, 0.125, None, None), LayerKind(8, 0.125, 20, None), LayerKind(6, 0.3, None, 30.0)}
 E5M2 = KV_DTYPES["fp8_e5m2"]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # outputs are means of unit normals, rounded to 8 or 11 bits
-
-
-def share(case: AttentionCase, leaders: list[int], depths: list[int]) -> None:
-    """Lets each decoding row begin with blocks of a row before it, as many as both have in full."""
-    tables, positions = case.packed.block_tables, case.packed.positions
-    for row, (leader, depth) in enumerate(zip(leaders, depths, strict=True)):
-        both = range(len(positions) - len(leaders) + min(leader, row), len(positions) - len(leaders) + row + 1)
-        num_blocks = min(depth, *(int(positions[each]) // case.block_size for each in (both[0], both[-1])))
-        tables[both[-1], :num_blocks] = tables[both[0], :num_blocks]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> None:

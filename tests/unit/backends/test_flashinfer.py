@@ -13,17 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.backends import choose_backend
-from kvrelay.backends.backend import KV_DTYPES, LayerKind, PackedRows, SharingBackend, bits
-from kvrelay.backends.cascade import CascadeCosts
+from kvrelay.backends.backend import KV_DTYPES, PackedRows, bits
 from kvrelay.backends.flashinfer import FlashInferBackend, workspace_bytes
-from kvrelay.backends.flashinfer_cascade import merged_heads
 from kvrelay.backends.paging import num_chunk_rows, page_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.fakes import fake_flashinfer
 from tests.fakes.flashinfer_signatures import RECORDED, check_call, describe
 from tests.thoroughness import examples
 from tests.unit.backends.cases import CPU, AttentionCase, dense_attention
-from tests.unit.backends.flashinfer_cases import E5M2, LAYOUT, TOLERANCE, install, share
+from tests.unit.backends.flashinfer_cases import E5M2, LAYOUT, TOLERANCE
 
 pytestmark = pytest.mark.unit
 STORED = st.sampled_from([None, *KV_DTYPES.values()])
@@ -31,10 +29,6 @@ STORED = st.sampled_from([None, *KV_DTYPES.values()])
 
 def make_backend() -> FlashInferBackend:
     return FlashInferBackend(CPU, fake_flashinfer)
-
-
-def sharing_backend(step_tokens: int = 0) -> FlashInferBackend:
-    return FlashInferBackend(CPU, fake_flashinfer, CascadeCosts(row_tokens=4, step_tokens=step_tokens))
 
 
 @st.composite
@@ -63,94 +57,6 @@ def test_agrees_with_attention_written_out(case: AttentionCase) -> None:
     _, expected_pool = case.run(TorchBackend())
     torch.testing.assert_close(out.double(), dense_attention(case), atol=TOLERANCE[case.dtype], rtol=0)
     assert torch.equal(bits(pool), bits(expected_pool))
-
-
-@st.composite
-def sharing_cases(draw: st.DrawFn) -> AttentionCase:
-    chunks = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(2, 5)), max_size=1))
-    decoding = draw(st.lists(st.sampled_from([40, 56, 64]) | st.integers(0, 64), min_size=1, max_size=6))
-    case = AttentionCase(
-        chunks + [(position, 1) for position in decoding],
-        num_kv_heads=draw(st.sampled_from([1, 2])),
-        group=draw(st.sampled_from([1, 2, 4])),
-        head_dim=64,
-        block_size=draw(st.sampled_from([8, 16])),
-        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
-        window=draw(st.none() | st.integers(30, 80)),
-        softcap=draw(st.none() | st.sampled_from([0.5, 50.0])),
-        stored=draw(STORED),
-        seed=draw(st.integers(0, 2**16)),
-    )
-    numbers = st.lists(st.integers(0, 8), min_size=len(decoding), max_size=len(decoding))
-    share(case, draw(numbers), draw(numbers))
-    return case
-
-
-@settings(max_examples=examples(30))
-@given(sharing_cases())
-def test_rows_that_read_shared_prefixes_together_agree_with_attention_written_out(case: AttentionCase) -> None:
-    out, pool = case.run(sharing_backend())
-    _, expected_pool = case.run(TorchBackend())
-    # Parts are rounded before they are merged, and the result once more.
-    torch.testing.assert_close(out.double(), dense_attention(case), atol=3 * TOLERANCE[case.dtype], rtol=0)
-    assert torch.equal(bits(pool), bits(expected_pool))
-
-
-PREFIXES = fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper
-
-
-@pytest.mark.parametrize(
-    ("change", "num_prefix_plans"),
-    [
-        ({}, 1),
-        ({"softcap": 20.0}, 1),
-        ({"window": 101}, 1),  # the longest row has 101 keys: it sees all of them
-        ({"window": 100}, 0),
-        ({"with_sinks": True}, 0),
-    ],
-    ids=str,
-)
-def test_prefixes_are_read_together_where_every_row_sees_them_whole(
-    change: dict[str, Any], num_prefix_plans: int
-) -> None:
-    case = AttentionCase([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16, **change)
-    share(case, [0, 0, 0], [4, 4, 4])
-    before = PREFIXES.planned
-    out, _ = case.run(sharing_backend())
-    assert PREFIXES.planned - before == num_prefix_plans
-    torch.testing.assert_close(out.double(), dense_attention(case), atol=1e-2, rtol=0)
-
-
-def test_prefixes_that_save_too_little_are_read_row_by_row() -> None:
-    case = AttentionCase([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16)
-    share(case, [0, 0, 0], [4, 4, 4])
-    saved = 2 * 4 * case.block_size - 3 * 4
-    for step_tokens, expected in ((saved, 1), (saved + 1, 0)):
-        before = PREFIXES.planned
-        case.run(sharing_backend(step_tokens))
-        assert PREFIXES.planned - before == expected
-    before = PREFIXES.planned
-    case.run(make_backend())
-    assert PREFIXES.planned == before
-
-
-def test_a_step_that_shares_more_than_a_graph_is_worth_is_better_launched() -> None:
-    case = AttentionCase([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16)
-    share(case, [0, 0, 0], [4, 4, 4])
-    saved = 2 * 4 * case.block_size - 3 * 4
-    for step_tokens, graph_tokens, expected in ((0, saved, True), (0, saved + 1, False), (saved + 1, 0, False)):
-        backend = FlashInferBackend(CPU, fake_flashinfer, CascadeCosts(4, step_tokens, graph_tokens))
-        assert isinstance(backend, SharingBackend)
-        assert backend.prefers_launches(case.pool, case.packed) is expected
-    assert not make_backend().prefers_launches(case.pool, case.packed)
-
-
-@given(st.integers(1, 200), st.sampled_from([64, 128, 256]))
-def test_a_block_of_threads_merges_as_many_heads_as_fit_it(num_heads: int, head_dim: int) -> None:
-    count = merged_heads(num_heads, head_dim)
-    assert num_heads % count == 0
-    assert count * head_dim <= 8192
-    assert count == num_heads or num_heads * head_dim > 8192
 
 
 def test_a_step_is_planned_once_for_each_kind_of_layer() -> None:
@@ -214,17 +120,6 @@ def test_what_the_kernels_do_not_know_is_refused_and_left_to_torch(
         make_backend().plan(pool, AttentionCase([(0, 1)]).packed)
 
 
-def test_prefixes_of_8_bits_save_half_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    costs = []
-    for stored in (None, E5M2):
-        layout = dataclasses.replace(LAYOUT, stored=stored)
-        backend = choose_backend.select_flashinfer(CPU, layout, {LayerKind(8, 0.125, None, None)}, cascade=True)
-        assert isinstance(backend, FlashInferBackend) and backend._cascade is not None
-        costs.append(backend._cascade)
-    assert dataclasses.astuple(costs[1]) == tuple(2 * cost for cost in dataclasses.astuple(costs[0]))
-
-
 @given(st.integers(1, 300), st.integers(1, 32), st.integers(1, 71), st.sampled_from([64, 128, 256]))
 def test_the_workspace_holds_what_a_plan_sets_aside(num_sms: int, num_kv_heads: int, group: int, head_dim: int) -> None:
     room = workspace_bytes(num_sms, group, head_dim)
@@ -273,5 +168,5 @@ def test_an_installed_flashinfer_takes_the_calls(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fake_flashinfer, "check_call", bind)
     case = AttentionCase([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16)
     case.run(make_backend())
-    of_others = {"merge_state_in_place", "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer"}
+    of_others = {"BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer"}
     assert set(calls) == set(names) - of_others

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.backends.trial import WrongAttention, try_layers
 from tests.fakes import fake_flashinfer
 from tests.unit.backends.cases import CPU, AttentionCase, dense_attention
-from tests.unit.backends.flashinfer_cases import E5M2, KINDS, LAYOUT, TOLERANCE, install, share
+from tests.unit.backends.flashinfer_cases import E5M2, KINDS, LAYOUT, TOLERANCE, install
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +36,7 @@ def test_a_flashinfer_that_passes_the_trial_is_taken(
 ) -> None:
     install(monkeypatch)
     layout = dataclasses.replace(LAYOUT, stored=stored)
-    assert isinstance(choose_backend.select_flashinfer(CPU, layout, KINDS, cascade=True), FlashInferBackend)
+    assert isinstance(choose_backend.select_flashinfer(CPU, layout, KINDS), FlashInferBackend)
 
 
 def test_a_flashinfer_without_kernels_for_8_bits_leaves_attention_to_torch(
@@ -56,28 +56,8 @@ def test_a_flashinfer_without_kernels_for_8_bits_leaves_attention_to_torch(
     assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, KINDS), FlashInferBackend)
 
 
-@pytest.mark.parametrize("cascade", [False, True])
-def test_with_cascade_attention_the_trial_shares_prefixes_in_every_kind_of_layer(
-    monkeypatch: pytest.MonkeyPatch, cascade: bool
-) -> None:
-    class Counted(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
-        windows: ClassVar[list[int]] = []
-
-        def plan(self, *args: Any, **options: Any) -> None:
-            if not options["causal"]:
-                assert self.options["backend"] == "fa2"
-                self.windows.append(options["window_left"])
-            super().plan(*args, **options)
-
-    install(monkeypatch, BatchPrefillWithPagedKVCacheWrapper=Counted)
-    kinds = {LayerKind(8, 0.125, None, None), LayerKind(8, 0.125, 128, 30.0)}
-    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, kinds, cascade=cascade), FlashInferBackend)
-    assert sorted(Counted.windows) == ([-1, 127] if cascade else [])
-
-
-@pytest.mark.parametrize("merges", [True, False])
-def test_the_trials_workspace_and_wrappers_are_those_that_serve(monkeypatch: pytest.MonkeyPatch, merges: bool) -> None:
-    """They are made once, and before memory is profiled: those for prefixes, too."""
+def test_the_trials_workspace_and_wrappers_are_those_that_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made once, and before memory is profiled."""
     workspaces: list[torch.Tensor] = []  # of each wrapper
 
     def counted(base: type[Any]) -> type[Any]:
@@ -90,29 +70,14 @@ def test_the_trials_workspace_and_wrappers_are_those_that_serve(monkeypatch: pyt
 
     names = ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper")
     parts: dict[str, Any] = {name: counted(getattr(fake_flashinfer, name)) for name in names}
-    if not merges:
-        parts["merge_state_in_place"] = lambda *_: None
     install(monkeypatch, **parts)
     case = AttentionCase([(0, 20), (100, 1), (90, 1), (95, 1)], head_dim=64, dtype=torch.bfloat16)
-    share(case, [0, 0, 0], [4, 4, 4])
     kind = LayerKind(case.num_kv_heads * case.group, case.params.scaling, None, None)
-    backend = choose_backend.select_flashinfer(CPU, LAYOUT, {kind}, cascade=True)
-    assert len(workspaces) == 3, "for chunks, for single tokens, for prefixes"
+    backend = choose_backend.select_flashinfer(CPU, LAYOUT, {kind})
+    assert len(workspaces) == 2, "for chunks, for single tokens"
     assert all(each is workspaces[0] for each in workspaces)
     case.run(backend)
-    assert len(workspaces) == 3
-
-
-def test_a_merge_that_fails_leaves_prefixes_to_each_row(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    install(monkeypatch, merge_state_in_place=lambda *_: None)
-    backend = choose_backend.select_flashinfer(CPU, LAYOUT, {LayerKind(8, 0.125, None, None)}, cascade=True)
-    assert isinstance(backend, FlashInferBackend)
-    assert "cascade_attention: shared prefixes are read row by row, it does not work: WrongAttention" in caplog.text
-    case = AttentionCase([(100, 1), (90, 1)], head_dim=64, dtype=torch.bfloat16)
-    share(case, [0, 0], [4, 4])
-    assert backend.shared_prefixes(case.pool, case.packed) is None
+    assert len(workspaces) == 2
 
 
 class WithoutCompiler(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
@@ -145,13 +110,12 @@ class WithoutNewerKernels(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
         super().plan(*args, **options)
 
 
-@pytest.mark.parametrize("cascade", [False, True])
 def test_where_the_newest_kernels_fail_those_of_older_gpus_compute_chunks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cascade: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(monkeypatch, BatchPrefillWithPagedKVCacheWrapper=WithoutNewerKernels)
     monkeypatch.setattr(choose_backend, "_has_kernels_of_its_own", lambda device: True)
-    backend = choose_backend.select_flashinfer(CPU, LAYOUT, KINDS, cascade=cascade)
+    backend = choose_backend.select_flashinfer(CPU, LAYOUT, KINDS)
     assert isinstance(backend, FlashInferBackend)
     assert "kernels for older GPUs: newer ones fail: RuntimeError: Ninja build failed" in caplog.text
     assert "plain torch" not in caplog.text

@@ -175,38 +175,6 @@ def test_a_captured_step_waits_once(model_dir: Callable[[str], Path], monkeypatc
     assert copies.num_started == len(copies.landed) == 1
 
 
-def test_steps_that_share_enough_are_launched_op_by_op(model_dir: Callable[[str], Path]) -> None:
-    class Sharing(CapturableTorchBackend):
-        """Prefers to launch steps of an even number of rows."""
-
-        num_preferred = 0
-
-        def prefers_launches(self, pool: torch.Tensor, rows: PackedRows) -> bool:
-            preferred = len(rows.query_lens) % 2 == 0
-            self.num_preferred += preferred
-            return preferred
-
-    recorder, backend = FakeRecorder(), Sharing()
-    runner = make_runner(
-        str(model_dir("llama")),
-        dtype="float32",
-        num_blocks=NUM_BLOCKS,
-        max_model_len=256,
-        backend=backend,
-        graphs=graphs_of(recorder),
-    )
-    before = recorder.num_replayed
-    for num_rows, replayed in ((3, 1), (4, 0)):
-        sequences = start(runner, [[1, 2, 3]] * num_rows, Sampling(temperature=0), num_output=2)
-        runner.execute(WorkerBatch(0, [sequence.row(3) for sequence in sequences]))
-        runner.execute(WorkerBatch(1, [sequence.row(1) for sequence in sequences]))
-        assert recorder.num_replayed - before == replayed
-        before = recorder.num_replayed
-        for sequence in sequences:
-            runner.drop_sequence(sequence.key)
-    assert backend.num_preferred == 1
-
-
 def test_hidden_states_through_flashinfer(tmp_path: Path) -> None:
     """Mistral: a sliding window. In bfloat16, so up to rounding."""
     directory = build_model("mistral", tmp_path, dtype=torch.bfloat16)

@@ -280,13 +280,12 @@ def test_what_a_worker_loads_on_a_gpu(
         token_budget=64,
         max_running=4,
         max_model_len=128,
-        cascade_attention=True,
     )
     runner = load_runner(config)
     assert isinstance(runner, TransformersRunner)
     assert runner.spec.device == "Pretended GPU (GPU-00000000-0000-0000-0000-000000000002)"
     assert runner.spec.num_swap_slots > 0
-    assert isinstance(runner._backend, FlashInferBackend) and runner._backend._cascade is not None
+    assert isinstance(runner._backend, FlashInferBackend)
     assert runner._graphs is not None and runner._graphs.sizes[:3] == (1, 2, 4)
     assert runner._graphs.sizes[-1] == 64, "of tokens: rows may have several"
     assert all(sequence.done for sequence in drive(runner, SAMPLINGS[:2]))

@@ -107,12 +107,11 @@ def load_model(
     block_size: int,
     backend: AttentionBackend | None = None,
     *,
-    cascade_attention: bool = False,
     fused_layers: bool = True,
 ) -> CausalModel:
     """Loads the weights, finds the KV layout with a tiny forward, and checks paged attention against the model's own.
 
-    Without a `backend`, the fastest one that works is used; see `select_backend` for `cascade_attention`.
+    Without a `backend`, the fastest one that works is used.
     With `fused_layers`, layers run through the fused kernels if these know the model and the results agree.
 
     Raises:
@@ -120,7 +119,7 @@ def load_model(
     """
     register()
     if source.group is not None:
-        return _load_part(source, block_size, backend, cascade_attention=cascade_attention, fused_layers=fused_layers)
+        return _load_part(source, block_size, backend, fused_layers=fused_layers)
     weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
     model = _read_model(source, weights)
     model.to(source.device).eval()  # type: ignore[arg-type]
@@ -129,7 +128,7 @@ def load_model(
     shape = (observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size)
     layout = KVLayout(*shape, observed.dtype, source.stored)
     if backend is None:
-        backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
+        backend = select_backend(source.device, layout, observed.kinds)
     check_paged_forward(model, layout, backend, source.max_model_len)
     packer = WeightPacker(source.quantization, None if weights is None else layer_readers(model, weights))
     forward = _choose_forward(model, observed, layout, backend, source, packer, fused_layers)
@@ -147,7 +146,6 @@ def _load_part(
     block_size: int,
     backend: AttentionBackend | None,
     *,
-    cascade_attention: bool,
     fused_layers: bool,
 ) -> CausalModel:
     """Loads this rank's part as `load_model` does. All ranks run the checks together and get the same results."""
@@ -178,7 +176,7 @@ def _load_part(
     layout = KVLayout(*shape, observed.dtype, source.stored)
     with group.in_agreement():
         if backend is None:
-            backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
+            backend = select_backend(source.device, layout, observed.kinds)
     check_paged_forward(model, layout, backend, source.max_model_len)
     fused = _fuse_part(model, observed, layout, backend, source, plan, mlps) if fused_layers else None
     if fused is not None and mlps is not None:

@@ -51,7 +51,7 @@ Replay = Callable[[], None]
 
 _REREAD_BYTES = 512 * 2**20
 """Bytes that rows of several tokens may read again in a layer: what a GPU with 3.3 TB/s reads while a host launches the
-layer's kernels one by one (160 us). An estimate, as that of `cascade`."""
+layer's kernels one by one (160 us). An estimate."""
 
 
 class GraphRecorder(Protocol):

@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits
+from kvrelay.backends.backend import PackedRows, allocate_pool, bits
 from kvrelay.backends.populate import populate_in_background
 from kvrelay.engine.load.causal_model import CausalModel
 from kvrelay.engine.load.model_spec import spec_of
@@ -421,11 +421,7 @@ class TransformersRunner:
 
     def _graphs_for(self, packed: PackedRows) -> DecodeGraphs | None:
         """The graphs that replay this step, or None if it is launched kernel by kernel."""
-        if self._graphs is None or not self._graphs.can_run(packed):
-            return None
-        backend = self._backend
-        launched = isinstance(backend, SharingBackend) and backend.prefers_launches(self._pool, packed)
-        return None if launched else self._graphs
+        return self._graphs if self._graphs is not None and self._graphs.can_run(packed) else None
 
     def _token_ids(
         self, step: StepInFlight, rows: Sequence[WorkerRow], packed: PackedRows

@@ -25,8 +25,8 @@ from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.connection import ConnectionLimits, allowed_connections
 from kvrelay_router.http.http_server import HttpServer, bind, serve
+from kvrelay_router.openai.api_service import FurtherModel
 from kvrelay_router.openai.request_metrics import RequestMetrics
-from kvrelay_router.openai.served_models import FurtherModel
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.responses.response_store import OwnResponses, RedisResponses, ResponseStore

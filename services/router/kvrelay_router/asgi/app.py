@@ -24,19 +24,15 @@ from kvrelay_router.asgi.middleware import AuthMiddleware, Endpoint, FastPathRou
 from kvrelay_router.asgi.operations import PAGE_HEADERS, OperationRoutes
 from kvrelay_router.dispatch.interface import Dispatcher
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.api_service import ApiService, InProgress
-from kvrelay_router.openai.batched_chat_endpoint import BatchedChatEndpoint
-from kvrelay_router.openai.chat_endpoint import ChatEndpoint
-from kvrelay_router.openai.completions_endpoint import CompletionsEndpoint
+from kvrelay_router.openai.api_service import ApiService, FurtherModel, InProgress, ServedModels
+from kvrelay_router.openai.completion_routes import CompletionRoutes
 from kvrelay_router.openai.error_mapping import on_api_error, on_http_exception
-from kvrelay_router.openai.invocations import InvocationsEndpoint
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetrics
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.openai.schema.parsing import RequestModel
 from kvrelay_router.openai.schema.select_request import SelectText
 from kvrelay_router.openai.select_endpoint import SelectEndpoint
-from kvrelay_router.openai.served_models import FurtherModel, ServedModels
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
 from kvrelay_router.pending_memory import PendingMemory
@@ -108,12 +104,12 @@ def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 def _add_posts(app: FastAPI, models: ServedModels, store: ResponseStore | None) -> None:
     tokens, messages, responses = TokenRoutes(models), MessagesEndpoint(models), ResponsesEndpoint(models, store)
-    completions, chat = CompletionsEndpoint(models), ChatEndpoint(models)
+    completions = CompletionRoutes(models)
     routes: list[tuple[str, Any, type[RequestModel]]] = [
-        ("/v1/completions", completions.serve, CompletionRequest),
-        ("/v1/chat/completions", chat.serve, ChatRequest),
-        ("/v1/chat/completions/batch", BatchedChatEndpoint(models).serve, ChatRequest),
-        ("/invocations", InvocationsEndpoint(models, chat, completions).serve, ChatRequest),
+        ("/v1/completions", completions.completion, CompletionRequest),
+        ("/v1/chat/completions", completions.chat, ChatRequest),
+        ("/v1/chat/completions/batch", completions.batched_chat, ChatRequest),
+        ("/invocations", completions.invocation, ChatRequest),
         ("/v1/messages", messages.serve, MessagesRequest),
         ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
         ("/v1/responses", responses.serve, ResponsesRequest),

@@ -16,10 +16,9 @@ from starlette.responses import Response
 from kvrelay_router.http.api_error import ApiError, json_response
 from kvrelay_router.http.json_parts import PartsResponse
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.api_service import ApiService, ServedModels
 from kvrelay_router.openai.error_mapping import model_not_found, no_worker_ready
 from kvrelay_router.openai.request_validation import check_session
-from kvrelay_router.openai.served_models import ServedModels
 
 DASHBOARD = Path(__file__).parent / "dashboard.html"
 PAGE_HEADERS = {

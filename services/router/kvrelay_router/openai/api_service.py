@@ -1,10 +1,12 @@
-"""The collaborators of all endpoints: settings, dispatch and text service."""
+"""The collaborators of all endpoints, settings, dispatch and text service, for each model that is served."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +17,9 @@ from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest
 from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.body import read_json_object
 from kvrelay_router.openai.error_mapping import context_length_exceeded, too_many_requests
+from kvrelay_router.openai.request_metrics import TIMINGS
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.text.chat_template import ChatTemplateError, Message
@@ -67,41 +71,26 @@ class InProgress:
         self._of_fleets: Counter[str] = Counter()
         self.num_requests = 0
 
-    def admit(self, tenant: str, weight: float, fleet: str = "") -> Place:
-        """Returns a context manager in which a generation of a tenant runs. Entering raises 429 beyond the limits."""
-        return Place(self, tenant, weight, fleet)
-
-    def enter(self, tenant: str, weight: float, fleet: str) -> None:
+    @contextmanager
+    def admit(self, tenant: str, weight: float, fleet: str = "") -> Iterator[None]:
+        """A generation of a tenant runs in the block. Raises 429 beyond the limits."""
         free: float = self._limit - self.num_requests
         if self._several_fleets:  # a tenant gets its share of what its fleet may still take
             free = min(free, FREE_SHARE * free - self._of_fleets[fleet])
         if free <= 0 or (self._shares and self._of_tenants[tenant] >= FREE_SHARE * weight * free):
             raise too_many_requests(self._limit)
-        self._of_tenants[tenant] += 1
-        self._of_fleets[fleet] += 1
+        places = (self._of_tenants, tenant), (self._of_fleets, fleet)
         self.num_requests += 1
-
-    def leave(self, tenant: str, fleet: str) -> None:
-        self.num_requests -= 1
-        for counts, name in ((self._of_tenants, tenant), (self._of_fleets, fleet)):
-            counts[name] -= 1
-            if not counts[name]:
-                del counts[name]
-
-
-class Place:
-    """A generation's place among those in progress."""
-
-    __slots__ = ("_fleet", "_in_progress", "_tenant", "_weight")
-
-    def __init__(self, in_progress: InProgress, tenant: str, weight: float, fleet: str) -> None:
-        self._in_progress, self._tenant, self._weight, self._fleet = in_progress, tenant, weight, fleet
-
-    def __enter__(self) -> None:
-        self._in_progress.enter(self._tenant, self._weight, self._fleet)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._in_progress.leave(self._tenant, self._fleet)
+        for counts, name in places:
+            counts[name] += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+            for counts, name in places:
+                counts[name] -= 1
+                if not counts[name]:
+                    del counts[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +136,52 @@ class ApiService:
         if not token_ids:
             raise ApiError("The messages give an empty prompt", param="messages")
         return token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherModel:
+    """A model that a router serves beside its first."""
+
+    names: tuple[str, ...]
+    dispatcher: Dispatcher
+    text: TextService
+
+    def service_beside(self, first: ApiService) -> ApiService:
+        """The service of this model. Limits of requests, ids and memory are those of the first service."""
+        settings = replace(first.settings, model_names=self.names)
+        return replace(first, settings=settings, dispatcher=self.dispatcher, text=self.text)
+
+
+class ServedModels:
+    """One service for each model. They share everything but text service, dispatcher and names."""
+
+    def __init__(self, services: Sequence[ApiService]) -> None:
+        self.services = tuple(services)
+        self._by_name = {name: service for service in services for name in service.settings.model_names}
+
+    @property
+    def first(self) -> ApiService:
+        """The service for requests that name no model."""
+        return self.services[0]
+
+    @property
+    def settings(self) -> ApiSettings:
+        """The settings that all services share, and the names of the first."""
+        return self.first.settings
+
+    def by_name(self, name: str) -> ApiService | None:
+        return self._by_name.get(name)
+
+    def select(self, http: Request, content: dict[str, Any]) -> ApiService:
+        """Returns the service of the model that the body names. Without one, or with an unknown one, it is the first,
+        whose checks of the request give the error."""
+        model = content.get("model")
+        service = self._by_name.get(model, self.first) if isinstance(model, str) else self.first
+        if (timings := http.scope["state"].get(TIMINGS)) is not None:
+            timings.model = service.settings.model_name
+        return service
+
+    async def read(self, http: Request) -> tuple[ApiService, dict[str, Any]]:
+        """Returns the body as a JSON object, and the service of its model. Raises the errors of `read_json_object`."""
+        content = await read_json_object(http, self.settings.max_body_bytes)
+        return self.select(http, content), content

@@ -16,7 +16,7 @@ from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_size import AnswerShape
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.select_format import ScoredGroup, SelectAnswer
-from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.api_service import ApiService, ServedModels
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.error_mapping import context_length_exceeded
 from kvrelay_router.openai.generation import PromptRun
@@ -31,7 +31,6 @@ from kvrelay_router.openai.request_validation import (
 )
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.schema.select_request import SelectChat, SelectText, parse_select
-from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.shared_scores import TokenizedChoices, scored_once, tokenize_choices
 from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.text.chat_template import Message

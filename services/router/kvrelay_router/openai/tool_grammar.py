@@ -14,10 +14,9 @@ from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.grammar_fields import MAX_GRAMMAR_BYTES
-from kvrelay_router.output_parsing.call_grammar import WHITESPACE, Marker, Unconstrainable, format_of
+from kvrelay_router.output_parsing.call_grammar import WHITESPACE, Marker, MarkerOf, Unconstrainable, format_of
 from kvrelay_router.output_parsing.dialect import CallGrammar
 from kvrelay_router.output_parsing.events import Tool
-from kvrelay_router.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_TOOLS = 100
 
@@ -26,7 +25,7 @@ def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
     """Raises ApiError for calls that cannot be constrained, or not together with the request's other fields."""
     if not wants_tool_grammar(request):
         return
-    if service.text.dialect.call_grammar(_Markers(service.text.tokenizer), begins_inside=False) is None:
+    if service.text.dialect.call_grammar(_markers(service), begins_inside=False) is None:
         if request.choice.mode == "required" or request.choice.names is not None:
             raise wrong("tool_choice", "for this model only 'auto' and 'none' are supported", "unsupported_parameter")
         return
@@ -44,7 +43,7 @@ async def answer_grammar(service: ApiService, request: ChatRequest, *, begins_in
     """The request's grammar with what this model writes around its answer. None if that is nothing. Raises 400."""
     if request.grammar is None or not service.text.dialect.has_channels or request.continue_final_message:
         return None
-    markers = _Markers(service.text.tokenizer)
+    markers = _markers(service)
     content = format_of(request.grammar)
     tag_format = service.text.dialect.answer_format(content, markers, begins_inside=begins_inside)
     if tag_format is None:
@@ -60,7 +59,7 @@ async def tool_grammar(
     """None if the output is free. `begins_inside`: the prompt has opened the reasoning. `follows_reasoning`: the
     grammar begins behind it. Raises 400 if a schema cannot be followed."""
     calls = service.text.dialect.call_grammar(
-        _Markers(service.text.tokenizer), begins_inside=begins_inside, follows_reasoning=follows_reasoning
+        _markers(service), begins_inside=begins_inside, follows_reasoning=follows_reasoning
     )
     if calls is None or not wants_tool_grammar(request):
         return None
@@ -91,16 +90,15 @@ async def _check_each(service: ApiService, calls: CallGrammar, tools: Sequence[T
             raise wrong("tools", f"calls of {tool.name!r} cannot be constrained to its parameters: {error}") from None
 
 
-class _Markers:
+def _markers(service: ApiService) -> MarkerOf:
     """The added tokens among texts, as formats of a structural tag. Not all need be special: the library takes some of
     the others for special ones, which texts in a grammar do not match."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str) -> Marker:
-        token_id = self._tokenizer.added_id_of(text)
+    def marker_of(text: str) -> Marker:
+        token_id = service.text.tokenizer.added_id_of(text)
         return text if token_id is None else {"type": "token", "token": token_id, "text": text}
+
+    return marker_of
 
 
 def wants_tool_grammar(request: ChatRequest) -> bool:

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-
-class TokenCounter(Protocol):
-    num_tokens: int
-    """Those of the reasoning so far."""
-
-    def count(self, token_ids: Sequence[int]) -> None:
-        """Takes the next tokens of the output."""
-        ...
 
 
 class ReasoningCounter:
-    """Counts up to the token that ends the reasoning, which is included, as is the one that begins it."""
+    """`num_tokens`: those of the reasoning so far, with the tokens that begin and end it."""
 
     def __init__(self, begin_id: int, end_id: int, *, begins_inside: bool) -> None:
         self.num_tokens = 0
@@ -66,3 +56,6 @@ class HarmonyCounter:
                 self.num_tokens += 1
             elif self._num_held:
                 self._num_held += 1
+
+
+TokenCounter = ReasoningCounter | HarmonyCounter

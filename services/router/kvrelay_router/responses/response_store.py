@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -33,24 +32,9 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return self.items[self.output_ids.index(item_id) - len(self.output_ids)]
 
 
-class ResponseStore(Protocol):
-    """Drops the responses that were not used for the longest time. Each API key has its own."""
-
-    async def put(self, owner: str, response_id: str, stored: StoredResponse) -> bool:
-        """Returns whether the response was stored: it may be too large, or the store away."""
-        ...
-
-    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Raises 503 while the store is away."""
-        ...
-
-    async def delete(self, owner: str, response_id: str) -> bool:
-        """Returns whether it was there. Raises 503 while the store is away."""
-        ...
-
-
 class OwnResponses:
-    """Responses in the memory of this process, for routers without Redis."""
+    """Responses in the memory of this process, for routers without Redis. Drops those that were not used for the
+    longest time. Each API key has its own."""
 
     def __init__(self, bounds: StoreBounds, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._bounds = bounds
@@ -60,6 +44,7 @@ class OwnResponses:
         self.num_bytes = 0
 
     async def put(self, owner: str, response_id: str, stored: StoredResponse) -> bool:
+        """Returns whether the response was stored: it may be too large."""
         if stored.num_bytes > self._bounds.max_bytes:
             return False
         self._drop((owner, response_id))
@@ -80,6 +65,7 @@ class OwnResponses:
         return found[0]
 
     async def delete(self, owner: str, response_id: str) -> bool:
+        """Returns whether it was there."""
         self._drop_expired()
         return self._drop((owner, response_id))
 
@@ -103,7 +89,7 @@ class OwnResponses:
 
 
 class RedisResponses:
-    """Responses in Redis. While it is away responses are served and not stored."""
+    """As `OwnResponses`, in Redis. While it is away responses are served and not stored, and the others raise 503."""
 
     def __init__(self, shared: SharedResponses) -> None:
         self._shared = shared
@@ -126,6 +112,9 @@ class RedisResponses:
             return await self._shared.delete(owner, response_id)
         except StoreUnavailable as error:
             raise _away(error) from error
+
+
+ResponseStore = OwnResponses | RedisResponses
 
 
 def _away(error: StoreUnavailable) -> ApiError:

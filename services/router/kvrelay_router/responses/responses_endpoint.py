@@ -12,11 +12,11 @@ from starlette.responses import Response
 from kvrelay_router.http.api_error import ApiError, fields_named, json_response, wrong
 from kvrelay_router.http.json_parts import dump_at_once
 from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.openai.api_service import ServedModels
 from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput, check_model
 from kvrelay_router.openai.schema.chat_request import ChatRequest, parse_chat
-from kvrelay_router.openai.served_models import ServedModels
 from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.responses.input_items import as_items, input_messages, is_reference
 from kvrelay_router.responses.output_items import OutputItems, TokenScores

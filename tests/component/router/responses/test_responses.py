@@ -172,7 +172,7 @@ async def test_a_failure_within_a_stream_is_its_last_event(router: Router) -> No
         ({"tools": [{"type": "function"}]}, "tools[0].name", "invalid_value"),
         ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools", "invalid_value"),
         (
-            {"tools": [{"type": "function", "name": "f", "parameters": {"properties": {"a": 1}}}]},
+            {"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]},
             "tools",
             "invalid_value",
         ),

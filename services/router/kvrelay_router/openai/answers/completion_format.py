@@ -20,7 +20,6 @@ from kvrelay_router.openai.answers.logprob_format import (
     TOKEN_IDS,
     EchoedRows,
     PromptScores,
-    ScoredTokens,
     are_large,
     completion_logprobs,
     prompt_scores,
@@ -186,11 +185,11 @@ class _ChoiceFields:
         token_ids = [entry.token_id for entry in records.logprobs]
         offsets, logprobs = records.offsets, records.logprobs
         if echo is None:
-            return completion_logprobs(texts, ScoredTokens(token_ids, offsets, logprobs), num_top)
+            return completion_logprobs(texts, token_ids, offsets, logprobs, num_top)
         prompt_ids = run.request.prompt_ids[: 1 + len(run.prompt_logprobs)]
         entries = EchoedRows(run.prompt_logprobs, logprobs)
-        scored = ScoredTokens(prompt_ids + token_ids, echo.offsets[: len(prompt_ids)] + offsets, entries)
-        return completion_logprobs(texts, scored, num_top)
+        offsets = echo.offsets[: len(prompt_ids)] + offsets
+        return completion_logprobs(texts, prompt_ids + token_ids, offsets, entries, num_top)
 
 
 def _mean_logprob(choice: Choice) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import TokenLogprobs
@@ -32,14 +32,6 @@ TokenSpellings = Tokenizer | TokenIdTexts
 """Gives the bytes of tokens."""
 
 
-class OptionalRows(Protocol):
-    """A list of `TokenLogprobs` or None, or something that makes slices of one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: slice, /) -> Sequence[TokenLogprobs | None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EchoedRows:
     """The entries of a prompt and its output. The prompt's first token has none, because it follows nothing."""
@@ -59,18 +51,14 @@ class EchoedRows:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredTokens:
-    """Tokens at their places in a text: parallel lists. The first token of a prompt has no logprobs."""
-
-    token_ids: Sequence[int]
-    offsets: Sequence[int]
-    logprobs: OptionalRows
-
-
-def completion_logprobs(tokenizer: TokenSpellings, tokens: ScoredTokens, num_top: int) -> dict[str, Any]:
+def completion_logprobs(
+    tokenizer: TokenSpellings,
+    ids: Sequence[int],
+    offsets: Sequence[int],
+    logprobs: Sequence[TokenLogprobs] | EchoedRows,
+    num_top: int,
+) -> dict[str, Any]:
     """The legacy form: parallel lists; the alternatives always contain the token itself."""
-    ids, offsets, logprobs = tokens.token_ids, tokens.offsets, tokens.logprobs
 
     def own(start: int, stop: int) -> list[Any]:
         return [None if entry is None else finite(entry.logprob) for entry in logprobs[start:stop]]

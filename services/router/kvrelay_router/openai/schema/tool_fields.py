@@ -84,30 +84,9 @@ def _tool(value: Any, index: int) -> Tool:
     parameters = function.get("parameters")
     if isinstance(parameters, dict):  # Go's clients write `null` for what is empty
         parameters = {name: each for name, each in parameters.items() if each is not None}
-    if reason := _wrong_parameters(parameters):
-        raise invalid(f"the parameters of tool {name!r} are no JSON schema of an object: {reason}")
+    if parameters is not None and not (isinstance(parameters, dict) and parameters.get("type", "object") == "object"):
+        raise invalid(f"the parameters of tool {name!r} are no JSON schema of an object")
     return Tool(name=name, parameters=parameters or {}, is_strict=bool(function.get("strict")))
-
-
-def _wrong_parameters(schema: Any) -> str | None:
-    """The reason why this cannot be the schema of a tool's arguments. Whether a strict one can be followed is checked
-    with its grammar."""
-    if schema is None:
-        return None
-    if not isinstance(schema, dict):
-        return "it must be an object"
-    if schema.get("type", "object") != "object":
-        return "its type must be 'object'"
-    properties = schema.get("properties", {})
-    if not isinstance(properties, dict):
-        return "'properties' must be an object"
-    for name, each in properties.items():
-        if not isinstance(each, dict | bool):
-            return f"the property {name!r} must be a schema"
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
-        return "'required' must be a list of names"
-    return None
 
 
 def _tool_choice(value: Any) -> ToolChoice | None:

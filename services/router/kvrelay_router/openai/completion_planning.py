@@ -1,20 +1,14 @@
-"""POST /v1/completions."""
+"""Plans the texts behind one or several prompts."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from starlette.requests import Request
-from starlette.responses import Response
-
+from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import wrong
-from kvrelay_router.http.body import read_json_object
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.answers.completion_format import completion_format
-from kvrelay_router.openai.delivery import GenerationResponse
+from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.error_mapping import context_length_exceeded
-from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
+from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import (
     RequestedOutput,
     allowed_output,
@@ -25,44 +19,28 @@ from kvrelay_router.openai.schema.completion_request import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
     PromptItem,
-    parse_completion,
     too_many_completions,
 )
-from kvrelay_router.openai.served_models import ServedModels
-from kvrelay_router.openai.while_connected import while_connected
-from kvrelay_router.text.service import TextService, TextTooLong
+from kvrelay_router.text.service import DecodedPrompt, TextService, TextTooLong
 
 
-class CompletionsEndpoint:
-    """Validates and plans text completions. The returned response runs them."""
-
-    def __init__(self, models: ServedModels) -> None:
-        self._models = models
-
-    async def serve(self, http: Request) -> Response:
-        """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
-        return await self.answer(http, await read_json_object(http, self._models.settings.max_body_bytes))
-
-    async def answer(self, http: Request, content: dict[str, Any]) -> Response:
-        """Serves a request whose body was read; see `serve`."""
-        service = self._models.select(http, content)
-        names = service.names(http)
-        request = parse_completion(content)
-        limits = check_request(service, names, request)
-        num_each = max(request.num_sequences, request.best_of or 1)
-        if len(request.prompt) * num_each > service.settings.max_sequences:
-            raise too_many_completions(service.settings.max_sequences)
-        if request.grammar is not None:
-            await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
-        if request.suffix:
-            request = _ended_by_markers(service.text, request, limits)
-        fields = _endpoint_fields(request)
-        tokenizing = _prompts(service.text, request, fields, limits)
-        prompts = await while_connected(http, service.settings.request_timeout_s, tokenizing)
-        plan = await plan_generation(service, names, request, fields, prompts, limits)
-        echoed = [prompt.echo for prompt in prompts if prompt.echo is not None]
-        answer = completion_format(service, f"cmpl-{names.unique}", request, plan.runs, echoed)
-        return GenerationResponse(service, plan, answer)
+async def plan_completion(
+    service: ApiService, names: RequestNames, request: CompletionRequest
+) -> tuple[Plan, list[DecodedPrompt]]:
+    """The plan, and the prompts' texts if the answer begins with them. Raises ApiError for every mistake in the
+    request."""
+    limits = check_request(service, names, request)
+    num_each = max(request.num_sequences, request.best_of or 1)
+    if len(request.prompt) * num_each > service.settings.max_sequences:
+        raise too_many_completions(service.settings.max_sequences)
+    if request.grammar is not None:
+        await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
+    if request.suffix:
+        request = _ended_by_markers(service.text, request, limits)
+    fields = _endpoint_fields(request)
+    prompts = await _prompts(service.text, request, fields, limits)
+    plan = await plan_generation(service, names, request, fields, prompts, limits)
+    return plan, [prompt.echo for prompt in prompts if prompt.echo is not None]
 
 
 def _ended_by_markers(text: TextService, request: CompletionRequest, limits: ModelLimits) -> CompletionRequest:

@@ -28,8 +28,8 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
-from kvrelay.scheduling.queue.prefill_delay import DelayerSettings
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import read_facts
@@ -37,7 +37,6 @@ from kvrelay.simulated.simulated_runner import SimulatedRunner
 from kvrelay.worker.launch import LockstepTimedLauncher
 from kvrelay.worker.local_group import LocalGroup, LocalRank
 from kvrelay.worker.lockstep_loop import LockstepLoop
-from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.step_loop import StepCallbacks
 from tests.fakes.sequences import new_sequence
 from tests.fakes.virtual_time import VirtualTimeLoop
@@ -86,7 +85,7 @@ class Rank:
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         cache: Cache = PrefixCache(pool)
         limits = SchedulerLimits(TOKEN_BUDGET, MAX_RUNNING, num_blocks * BLOCK_SIZE, frozenset())
-        self.scheduler = find_scheduler("sarathi")(limits, pool, cache, SchedulerSettings())
+        self.scheduler = make_scheduler("sarathi", limits, pool, cache, SchedulerSettings())
         launcher = partial(LockstepTimedLauncher, group=group)
         self.loop = LockstepLoop(runner, self.scheduler, group=group, make_launcher=launcher)
         if variant.max_delay_passes:

@@ -9,7 +9,7 @@ from typing import cast
 
 from kvrelay.engine.model_runner import LaunchedStep, LaunchingRunner, ModelRunner
 from kvrelay.scheduling.plan import StepPlan
-from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
 from kvrelay.worker.step_loop import StepTotals, worker_batch

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
-from typing import Self
 
-from kvrelay.kv.cache import Cache
-from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_commit import BeamCommit
@@ -28,13 +25,13 @@ from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan, work_of
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
+from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
 from kvrelay.scheduling.reserved_capacity import ReservedCapacity
-from kvrelay.scheduling.scheduler_protocol import PrefillGate
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
@@ -46,8 +43,8 @@ from kvrelay.scheduling.tenants import TenantShares
 from kvrelay.step.batch import BeamCandidates, StepResult
 
 
-class BatchScheduler:
-    """Implements `Scheduler` for one policy. `build` makes one with the block manager of the policy."""
+class Scheduler:
+    """Plans steps and commits their results, by one policy. No I/O, no clock, no tensors."""
 
     def __init__(
         self, policy: SchedulingPolicy, limits: SchedulerLimits, blocks: BlockManager, settings: SchedulerSettings
@@ -98,18 +95,6 @@ class BatchScheduler:
         self._step = 0
         self._uncommitted: list[StepPlan] = []  # steps in flight, and one planned behind them
         self._admitted_ahead: list[Sequence] = []  # admitted for a plan without rows: the next plan reports them
-
-    @classmethod
-    def build(
-        cls,
-        policy: SchedulingPolicy,
-        limits: SchedulerLimits,
-        pool: BlockPool,
-        cache: Cache,
-        settings: SchedulerSettings,
-    ) -> Self:
-        """Returns a scheduler with the block manager of its policy."""
-        return cls(policy, limits, policy.block_manager(pool, cache, limits.max_model_len), settings)
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
@@ -336,12 +321,12 @@ class BatchScheduler:
         self.lifecycle.drafter.calibrate(cost)
 
     @property
-    def prefill_gate(self) -> PrefillGate | None:
+    def prefill_gate(self) -> PrefillDelayer | None:
         """Asked in each pass with a prompt to admit."""
         return self._admission.prefill_gate
 
     @prefill_gate.setter
-    def prefill_gate(self, gate: PrefillGate | None) -> None:
+    def prefill_gate(self, gate: PrefillDelayer | None) -> None:
         self._admission.prefill_gate = gate
 
     @property

@@ -14,7 +14,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow
 from kvrelay.scheduling.policies.chunk_sizes import Chunks
-from kvrelay.scheduling.scheduler_protocol import PrefillGate
+from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
 
@@ -25,7 +25,7 @@ class SequenceAdmission:
     """
 
     def __init__(self, lifecycle: SequenceLifecycle, chunks: Chunks, *, decodes_beside_prompts: bool) -> None:
-        self.prefill_gate: PrefillGate | None = None
+        self.prefill_gate: PrefillDelayer | None = None
         self._lifecycle = lifecycle
         self._limits = lifecycle.limits
         self._blocks = lifecycle.blocks

@@ -22,7 +22,7 @@ from kvrelay.protocol.messages import Stage
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import StepResult
 from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, StepRecord

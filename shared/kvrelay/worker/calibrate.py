@@ -15,7 +15,7 @@ import numpy as np
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.step_cost import CostSample, fit, pairs
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 

@@ -11,7 +11,7 @@ from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments

@@ -17,15 +17,14 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef
-from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
-from kvrelay.scheduling.queue.prefill_delay import DelayerSettings
-from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.policies import scheduler_registry
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.metrics_file import MetricsFile
 from kvrelay.worker.membership import Membership, NoMembership
-from kvrelay.worker.prefill_delayer import PrefillDelayer
 
 MAX_DELAY_S = 1.0
 """Seconds for which the prefill delayer may hold a prompt back, whatever the other ranks have."""
@@ -75,7 +74,7 @@ def make_scheduler(
         swap_block_s=spec.swap_block_s,
         samples_behind=samples_behind,
     )
-    return find_scheduler(config.scheduler)(limits, pool, cache, settings)
+    return scheduler_registry.make_scheduler(config.scheduler, limits, pool, cache, settings)
 
 
 def make_delayer(config: WorkerConfig) -> PrefillDelayer | None:

@@ -8,7 +8,7 @@ import msgspec
 
 from kvrelay.protocol.messages import LoadReport, PeerRef
 from kvrelay.scheduling.plan import StepPlan, work_of
-from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.step_cost import CalibratedCost, pairs
 

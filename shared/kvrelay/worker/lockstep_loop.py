@@ -12,10 +12,9 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from kvrelay.protocol.messages import PeerRef, WakeRank
-from kvrelay.scheduling.queue.prefill_delay import NO_LOAD, RankLoad
+from kvrelay.scheduling.queue.prefill_delay import NO_LOAD, PrefillDelayer, RankLoad
 from kvrelay.step.batch import DeviceLost
 from kvrelay.worker.failed_steps import log_failed_step
-from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.step_loop import PlannedStep, StepCallbacks, StepLoop
 
 

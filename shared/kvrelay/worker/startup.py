@@ -19,7 +19,8 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.ranks.ranked_runner import RankedRunner
-from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import open_event_log
 from kvrelay.telemetry.instruments import Instruments
@@ -42,7 +43,6 @@ from kvrelay.worker.lockstep_loop import LockstepLoop
 from kvrelay.worker.lockstep_runner import LockstepRunner
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop
-from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.reports import Reports
 from kvrelay.worker.step_loop import StepLoop
 

@@ -26,7 +26,7 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
-from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import (
     BeamCandidates,

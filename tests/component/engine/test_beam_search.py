@@ -20,8 +20,7 @@ from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, EarlyStopping, Sampling
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import worker_batch
@@ -57,8 +56,7 @@ class Engine:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         cache = PrefixCache(self.pool) if with_cache else NullCache()
         limits = SchedulerLimits(token_budget, max_running, 400, frozenset())
-        scheduler = find_scheduler(name)(limits, self.pool, cache, settings or SchedulerSettings())
-        assert isinstance(scheduler, BatchScheduler)
+        scheduler = make_scheduler(name, limits, self.pool, cache, settings or SchedulerSettings())
         self.scheduler = scheduler
         self.runner = TransformersRunner(model, num_blocks, with_scratch=recorder is not None)
         if recorder is not None:

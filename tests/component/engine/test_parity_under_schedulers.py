@@ -27,8 +27,7 @@ from kvrelay.protocol.sampling import Sampling, SpeculationMethod
 from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
-from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.speculation.draft_length import DraftLength
@@ -261,9 +260,9 @@ def test_preemption_by_swapping(
     """Both ways of preemption in turn, by force; with few slots copies are given up, too."""
     rng = random.Random(num_slots)
     settings = SchedulerSettings(num_swap_slots=num_slots)
-    schedule = BatchScheduler.schedule
+    schedule = Scheduler.schedule
 
-    def schedule_after_preemptions(self: BatchScheduler) -> StepPlan:
+    def schedule_after_preemptions(self: Scheduler) -> StepPlan:
         """A fifth of the steps begin with a preemption."""
         fill = self.policy.fill
 
@@ -278,7 +277,7 @@ def test_preemption_by_swapping(
             return schedule(self)
 
     with (
-        patch.object(BatchScheduler, "schedule", schedule_after_preemptions),
+        patch.object(Scheduler, "schedule", schedule_after_preemptions),
         patch.object(swapping, "prefers_swap", lambda *_: rng.random() < 0.8),
     ):
         scheduler = check(model, expected, name, settings, with_cache=with_cache, overlap=False)

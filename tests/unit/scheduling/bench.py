@@ -15,8 +15,8 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.sarathi import SarathiPolicy
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from kvrelay.step.batch import RowResult, StepResult
@@ -46,13 +46,13 @@ def make_sequence(
     return new_sequence((name, 1, 0), prompt, Sampling(max_tokens=max_tokens), block_size, priority=priority)
 
 
-def blocks_besides(scheduler: BatchScheduler) -> set[int]:
+def blocks_besides(scheduler: Scheduler) -> set[int]:
     """Blocks held as a running sequence's that are in no table: sources of copies that are not done."""
     copies = scheduler.blocks.copies
     return {c.source for c in [*copies._needed.values(), *copies._planned.values()]}
 
 
-def check_writes(scheduler: BatchScheduler, plan: StepPlan) -> None:
+def check_writes(scheduler: Scheduler, plan: StepPlan) -> None:
     """No row writes into a block that is in another table."""
     size = scheduler.blocks.pool.block_size
     num_tables = Counter(block for s in scheduler.running.values() for block in s.table.ids.tolist())
@@ -92,12 +92,11 @@ class Bench:
         kept: Cache = PrefixCache(self.pool) if cache else NullCache()
         limits = SchedulerLimits(token_budget, max_running, num_blocks * BLOCK_SIZE, frozenset({eos}))
         settings = settings or SchedulerSettings()
-        built = find_scheduler(scheduler)(limits, self.pool, kept, settings)
-        assert isinstance(built, BatchScheduler)
+        built = make_scheduler(scheduler, limits, self.pool, kept, settings)
         self.scheduler = built
         if blocks is not None:
             manager = blocks(self.pool, kept, limits.max_model_len)
-            self.scheduler = BatchScheduler(built.policy, limits, manager, settings)
+            self.scheduler = Scheduler(built.policy, limits, manager, settings)
         self.blocks = self.scheduler.blocks
         self.sequences: list[Sequence] = []
         self.tokens_drawn = 0

@@ -20,8 +20,7 @@ from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.step.batch import BeamCandidates
@@ -53,8 +52,7 @@ class World:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         kept: Cache = PrefixCache(self.pool) if cache else NullCache()
         limits = SchedulerLimits(token_budget, max_running, MAX_MODEL_LEN, frozenset({EOS_TOKEN_ID}))
-        built = find_scheduler(scheduler)(limits, self.pool, kept, policy or SchedulerSettings())
-        assert isinstance(built, BatchScheduler)
+        built = make_scheduler(scheduler, limits, self.pool, kept, policy or SchedulerSettings())
         self.scheduler = built
         self.results: dict[Sequence, list[BeamResult]] = {}
         self.num_copies = 0

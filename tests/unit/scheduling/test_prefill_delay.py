@@ -10,8 +10,7 @@ from itertools import product
 
 import pytest
 
-from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, DelayerState, RankLoad, decide
-from kvrelay.worker.prefill_delayer import PrefillDelayer
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, DelayerState, PrefillDelayer, RankLoad, decide
 from tests.unit.scheduling.bench import Bench
 
 pytestmark = pytest.mark.unit

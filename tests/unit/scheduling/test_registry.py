@@ -10,14 +10,13 @@ import pytest
 from kvrelay import scheduler_names as scheduler_names_module
 from kvrelay.config.loader import ConfigError, load_config
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.scheduler_names import BUILT_IN_SCHEDULERS, ENTRY_POINT_GROUP, UnknownScheduler, scheduler_names
 from kvrelay.scheduling.policies import scheduler_registry as registry
 from kvrelay.scheduling.policies.sarathi import SarathiPolicy
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.worker.factory import scheduler_settings
 
@@ -29,18 +28,9 @@ class OwnPolicy(SarathiPolicy):
     """As another package would offer it."""
 
 
-def make(name: str) -> BatchScheduler:
+def make(name: str) -> Scheduler:
     pool, limits = BlockPool(8, 16), SchedulerLimits(8, 4, 64, frozenset())
-    scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), SchedulerSettings())
-    assert isinstance(scheduler, BatchScheduler)
-    return scheduler
-
-
-def make_own_scheduler(
-    limits: SchedulerLimits, pool: BlockPool, cache: Cache, settings: SchedulerSettings
-) -> BatchScheduler:
-    """A factory in place of a policy."""
-    return BatchScheduler.build(OwnPolicy(), limits, pool, cache, settings)
+    return make_scheduler(name, limits, pool, PrefixCache(pool), SchedulerSettings())
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, *offers: EntryPoint) -> None:
@@ -50,8 +40,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, *offers: EntryPoint) -> None:
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
     monkeypatch.setattr(scheduler_names_module, "entry_points", entry_points)
-    loaded = {"OwnPolicy": OwnPolicy, "make_own_scheduler": make_own_scheduler}
-    monkeypatch.setattr(EntryPoint, "load", lambda self: loaded[self.attr])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: OwnPolicy)
 
 
 def config(*flags: str) -> WorkerConfig:
@@ -76,11 +65,6 @@ def test_an_entry_point_offers_another_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(make("own").policy, OwnPolicy)
     assert make("own").policy is not make("own").policy, "a policy may have state"
     assert config("--scheduler", "own").scheduler == "own"
-
-
-def test_an_entry_point_may_lead_to_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, EntryPoint("own", f"{__name__}:make_own_scheduler", ENTRY_POINT_GROUP))
-    assert isinstance(make("own").policy, OwnPolicy)
 
 
 def test_a_built_in_name_cannot_be_taken_over_and_an_own_one_not_be_offered_twice(

@@ -19,8 +19,7 @@ from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from kvrelay.step.batch import WorkerBatch
@@ -50,8 +49,7 @@ class World:
         self.runner = HashRunner(self.num_blocks, BLOCK, MAX_LEN, num_swap_slots=self.policy.num_swap_slots)
         self.pool = BlockPool(self.num_blocks, BLOCK)
         limits = SchedulerLimits(self.token_budget, self.max_running, MAX_LEN, frozenset())
-        built = find_scheduler(self.scheduler_name)(limits, self.pool, PrefixCache(self.pool), self.policy)
-        assert isinstance(built, BatchScheduler)
+        built = make_scheduler(self.scheduler_name, limits, self.pool, PrefixCache(self.pool), self.policy)
         self.scheduler, self.blocks = built, built.blocks
         self.open: dict[SequenceKey, Sequence] = {}
         self.ended: list[Sequence] = []

@@ -17,8 +17,7 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanDraft, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -44,8 +43,7 @@ class World:
         self.runner = HashRunner(num_blocks, BLOCK_SIZE, num_swap_slots=policy.num_swap_slots)
         cache = NullCache() if make_cache is NullCache else make_cache(self.pool)  # type: ignore[call-arg]
         limits = SchedulerLimits(16, 6, self.runner.spec.max_model_len, frozenset({0}))
-        scheduler = find_scheduler(name)(limits, self.pool, cache, policy)
-        assert isinstance(scheduler, BatchScheduler)
+        scheduler = make_scheduler(name, limits, self.pool, cache, policy)
         self.scheduler = scheduler
         self.sequences: list[Sequence] = []
         self.ended: set[str] = set()  # by an abort or a failed step

@@ -18,8 +18,7 @@ from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import RowsFailed, StepResult, WorkerBatch
@@ -168,8 +167,7 @@ class Service:
             num_stages=num_stages,
         )
         self.cache = PrefixCache(self.pool)
-        built = find_scheduler(scheduler)(limits, self.pool, self.cache, policy)
-        assert isinstance(built, BatchScheduler)
+        built = make_scheduler(scheduler, limits, self.pool, self.cache, policy)
         built.lifecycle.drafter = GuessingDrafter(most_drafts)
         self.scheduler = built
         launcher = choose_launcher(self.runner, overlap=overlap)

@@ -17,14 +17,13 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
-from kvrelay.scheduling.queue.prefill_delay import DelayerSettings
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
 from kvrelay.worker.local_group import LocalGroup, LocalRank
 from kvrelay.worker.lockstep_loop import LockstepLoop
-from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.step_loop import StepCallbacks
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.sequences import new_sequence
@@ -61,7 +60,7 @@ class Rank:
     def __init__(self, group: LocalRank, runner: Meeting, delayer: PrefillDelayer | None) -> None:
         pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         limits = SchedulerLimits(16, MAX_RUNNING, LONGEST, frozenset({EOS_TOKEN_ID}))
-        scheduler = find_scheduler("sarathi")(limits, pool, PrefixCache(pool), SchedulerSettings())
+        scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), SchedulerSettings())
         self.pool, self.runner, self.scheduler = pool, runner, scheduler
         self.loop = LockstepLoop(runner, scheduler, group=group)
         self.loop.delayer = scheduler.prefill_gate = delayer

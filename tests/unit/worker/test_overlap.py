@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.step.batch import StepResult, WorkerBatch
 from kvrelay.telemetry.metrics_file import (
@@ -140,7 +140,7 @@ def test_without_overlap_one_thing_comes_after_the_other(tmp_path: Path) -> None
 def test_a_sequence_that_needs_the_host_is_not_planned_ahead() -> None:
     runner = HashRunner()
     loop = StepLoop(runner, one_scheduler(runner), overlap=True)
-    run_one(loop, max_tokens=6, needs_commit_first=True)
+    run_one(loop, max_tokens=6, beams=BeamSpec(width=1, num_returned=1))
     assert (loop.totals.num_steps, loop.totals.num_steps_ahead) == (6, 0)
 
 
@@ -163,17 +163,15 @@ def test_a_sequence_that_was_aborted_in_a_step_that_failed_is_forgotten() -> Non
     assert service.pool.num_available == NUM_BLOCKS
 
 
-def one_scheduler(runner: HashRunner) -> BatchScheduler:
+def one_scheduler(runner: HashRunner) -> Scheduler:
     pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
     limits = SchedulerLimits(64, 8, runner.spec.max_model_len, frozenset({EOS_TOKEN_ID}))
-    built = find_scheduler("sarathi")(limits, pool, PrefixCache(pool), SchedulerSettings())
-    assert isinstance(built, BatchScheduler)
-    return built
+    return make_scheduler("sarathi", limits, pool, PrefixCache(pool), SchedulerSettings())
 
 
-def run_one(loop: StepLoop, max_tokens: int, *, needs_commit_first: bool = False) -> None:
-    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    sequence = new_sequence(("one", 1, 0), [1, 2, 3], sampling, 16, needs_commit_first=needs_commit_first)
+def run_one(loop: StepLoop, max_tokens: int, beams: BeamSpec | None = None) -> None:
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, beams=beams)
+    sequence = new_sequence(("one", 1, 0), [1, 2, 3], sampling, 16)
 
     def committed(outputs: list[SequenceOutput]) -> None:
         if any(output.finish for output in outputs):
@@ -186,4 +184,4 @@ def run_one(loop: StepLoop, max_tokens: int, *, needs_commit_first: bool = False
         )
 
     asyncio.run(run())
-    assert sequence.num_output == max_tokens
+    assert beams is not None or sequence.num_output == max_tokens

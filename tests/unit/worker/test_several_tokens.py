@@ -17,7 +17,6 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
-from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, read_metrics
 from kvrelay.telemetry.step_observer import StepObserver
@@ -87,7 +86,6 @@ class Alone:
         limits = SchedulerLimits(16, 2, 64, frozenset())
         pool = BlockPool(16, 4)
         scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), SchedulerSettings())
-        assert isinstance(scheduler, BatchScheduler)
         scheduler.lifecycle.drafter = GuessingDrafter(most_drafts)
         self.scheduler = scheduler
         self.sequence = new_sequence(("one", 1, 0), [1, 2, 3], sampling, 4)

@@ -163,7 +163,7 @@ async def test_tokenizing_a_long_prompt_does_not_hold_up_the_loop(router: Router
     while not tokenizing.done():
         await asyncio.sleep(0.001)
         num_turns += 1
-    assert len(await tokenizing) > 1_000_000
+    assert len(await tokenizing) > 900_000
     assert num_turns > 10
 
 

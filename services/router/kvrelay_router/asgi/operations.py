@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, json_response
-from kvrelay_router.http.json_parts import PartsResponse
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService, ServedModels
 from kvrelay_router.openai.error_mapping import model_not_found, no_worker_ready
@@ -112,7 +111,7 @@ class OperationRoutes:
         found = await self._recent(request_id, owner) or await self._recent(_bare(request_id), owner)
         if not found:
             raise self._not_found(request_id)
-        return PartsResponse({"requests": found}) if len(found) > 1 else json_response(found[0])
+        return json_response({"requests": found} if len(found) > 1 else found[0])
 
     async def requests(self, http: Request) -> Response:
         """Returns the latest requests, newest first. `?session=` selects those of one session."""
@@ -154,7 +153,7 @@ class OperationRoutes:
         owner = self._visible_owner(http)
         for name in (request_id, _bare(request_id)):
             if known := await self._timelines(self._service.aliases.resolve(name, owner), owner):
-                return PartsResponse({"timelines": known})
+                return json_response({"timelines": known})
         raise self._not_found(request_id)
 
     async def _timelines(self, names: list[str], owner: str | None) -> list[dict[str, Any]]:

@@ -18,8 +18,6 @@ SCORE_BYTES = 64
 """JSON bytes of a log-probability with its token."""
 BEAM_TOKEN_BYTES = 64
 """The beams of a search come from their worker at once, so a token of theirs counts for more."""
-LARGE_BYTES = 256 << 10
-"""Ids and log-probabilities of more than this are written in parts."""
 PROMPT_TOKEN_BYTES = 48
 """Memory of a token id of a prompt: an integer, its place in a list, and its packed form."""
 KEPT_TOKENS = 4096
@@ -81,11 +79,6 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
         per_token = BEAM_TOKEN_BYTES if self.is_beam_search else TEXT_BYTES
         echo = sum(self.prompt_tokens) * self.num_returned * TEXT_BYTES if self.has_echo else 0
         return sum(self.max_tokens) * self.num_sequences * per_token + echo + self.details_bytes
-
-    @property
-    def is_large(self) -> bool:
-        """True if the answer is to be written in parts."""
-        return self.details_bytes > LARGE_BYTES
 
     @property
     def memory_bytes(self) -> int:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay_router.access.request_names import RequestNames
-from kvrelay_router.http.api_error import ApiError, error_response
+from kvrelay_router.http.api_error import ApiError, error_response, json_response
 from kvrelay_router.http.client_watch import ClientGone, ClientWatch
 from kvrelay_router.http.event_stream import EventStream
-from kvrelay_router.http.json_parts import PartsResponse, dump_at_once, send_parts
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat, usage_of
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.error_mapping import as_api_error
@@ -80,15 +78,11 @@ class GenerationResponse(Response):
                     generation = Generation(self._service.dispatcher, self._runs, self._answer.add, self._note_tokens)
                     await generation.prepare()
                     if isinstance(self._answer, EventFormat):
-                        await self._send_stream(self._answer, generation, stream, send)
+                        await self._send_stream(self._answer, generation, stream)
                         watch.stop()
                         return
                     response = await self._whole(self._answer, generation)
                     watch.stop()
-                if isinstance(response, PartsResponse):
-                    self._whole_started = True
-                    await response(scope, receive, send)
-                    return
         self._whole_started = True
         await response(scope, receive, send)
 
@@ -100,12 +94,9 @@ class GenerationResponse(Response):
             self._note_end()
             await answer.finish()
             document = answer.document(usage_of(self._runs))
-            headers = self._answer_headers(generation)
-            if self._shape.is_large:
-                return PartsResponse(document, headers)
-            return Response(dump_at_once(document), 200, headers, media_type="application/json")
+            return json_response(document, headers=self._answer_headers(generation))
 
-    async def _send_stream(self, answer: EventFormat, generation: Generation, stream: EventStream, send: Send) -> None:
+    async def _send_stream(self, answer: EventFormat, generation: Generation, stream: EventStream) -> None:
         """The answer starts with the first tokens, so a failure before them still gets its own status. A request that
         waits for a worker starts its answer with the first life sign.
 
@@ -113,12 +104,10 @@ class GenerationResponse(Response):
         tokens.
         """
         events = b""
-        with answer.calling(generation.wake), await generation.submit(stream.is_ready, stream.write):
+        with await generation.submit(stream.is_ready, stream.write):
             while not generation.is_over:
                 needs_sign = await generation.wait(LIFE_SIGN_INTERVAL_S)
                 events = generation.take()
-                if (large := answer.take_large()) is not None:
-                    await self._send_large(large, answer, generation, stream, send)
                 if generation.is_over:
                     break
                 if needs_sign and not events:
@@ -133,26 +122,7 @@ class GenerationResponse(Response):
             await answer.finish()
             last = answer.end(usage_of(self._runs))
             await self._start(generation, stream)
-            if (large := answer.take_large()) is not None:
-                if events:
-                    await stream.send(events)
-                await self._send_large(large, answer, generation, stream, send)
-                events = b""
             await stream.end(events + last + answer.done)
-
-    async def _send_large(
-        self,
-        large: Iterator[bytes] | None,
-        answer: EventFormat,
-        generation: Generation,
-        stream: EventStream,
-        send: Send,
-    ) -> None:
-        """Sends events in parts."""
-        await self._start(generation, stream)
-        while large is not None:
-            await send_parts(large, send)
-            large = answer.take_large()
 
     async def _start(self, generation: Generation, stream: EventStream) -> None:
         if not stream.is_started:

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, json_response
-from kvrelay_router.http.json_parts import PartsResponse, Rows, dump_at_once
 from kvrelay_router.openai.api_service import ApiService, ServedModels
 from kvrelay_router.openai.request_validation import check_model, check_token_ids, known_limits
 from kvrelay_router.openai.schema.chat_request import ChatFields
@@ -16,9 +15,6 @@ from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
 from kvrelay_router.openai.schema.parsing import NaturalNumbers, RequestModel, parse
 from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.text.service import TextTooLong
-
-MANY_TOKENS = 1 << 14
-"""Answers with more are written in parts."""
 
 
 class TokenizeText(RequestModel):
@@ -73,12 +69,10 @@ class TokenRoutes:
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": limits.max_model_len if limits else None,
-            "tokens": _rows(token_ids),
-            "token_strs": _rows(await service.text.spell(token_ids)) if request.return_token_strs else None,
+            "tokens": token_ids,
+            "token_strs": await service.text.spell(token_ids) if request.return_token_strs else None,
         }
-        if len(token_ids) > MANY_TOKENS:
-            return PartsResponse(answer)
-        return Response(dump_at_once(answer), media_type="application/json")
+        return json_response(answer)
 
     async def detokenize(self, http: Request) -> Response:
         service, content = await self._read(http)
@@ -86,7 +80,3 @@ class TokenRoutes:
         check_token_ids(request.tokens, known_limits(service.dispatcher), "tokens")
         text = await service.text.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
         return json_response({"prompt": text})
-
-
-def _rows(values: list[Any]) -> Rows:
-    return Rows(len(values), lambda start, stop: values[start:stop])

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.http.json_parts import Rows
 from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.logprob_format import are_large, chat_logprobs
+from kvrelay_router.openai.answers.logprob_format import chat_logprobs
 from kvrelay_router.openai.answers.parsed_text import TokenKind
 from kvrelay_router.output_parsing.events import (
     ArgumentsDelta,
@@ -20,6 +19,9 @@ from kvrelay_router.output_parsing.events import (
 )
 from kvrelay_router.text.tokenizer import Tokenizer
 
+Scores = dict[str, Any]
+"""The log-probabilities of a token in the answer's form."""
+
 
 class TokenScores:
     """The log-probabilities of an output, if they were asked for."""
@@ -28,17 +30,8 @@ class TokenScores:
         self._tokenizer, self._num_top = tokenizer, num_top
         self._kept: deque[tuple[TokenLogprobs, TokenKind]] = deque()
 
-    def rows(self, entries: list[TokenLogprobs]) -> Rows:
-        """The log-probabilities in the answer's form. Each is made when it is written."""
-        rows: Rows = chat_logprobs(self._tokenizer, entries, self._num_top or 0)["content"]
-        return rows
-
-    def are_large(self, num_entries: int) -> bool:
-        """True if so many are to be written in parts."""
-        return are_large(num_entries, self._num_top or 0)
-
-    def take(self, choice: Choice) -> list[TokenLogprobs]:
-        """Those of the next content, which ends where reasoning or a call begins."""
+    def take(self, choice: Choice) -> list[Scores]:
+        """Those of the next content in the answer's form. It ends where reasoning or a call begins."""
         if self._num_top is None:
             return []
         records = choice.take_records()
@@ -49,7 +42,8 @@ class TokenScores:
         entries = []
         while self._kept and self._kept[0][1] is TokenKind.CONTENT:
             entries.append(self._kept.popleft()[0])
-        return entries
+        found: list[Scores] = chat_logprobs(self._tokenizer, entries, self._num_top)["content"]
+        return found
 
 
 EVENTS = {
@@ -63,26 +57,24 @@ EVENTS = {
 class OutputItem:
     """A text, reasoning or a call. `head`: its fields that do not change, with its type."""
 
-    def __init__(self, head: dict[str, Any], scores: TokenScores) -> None:
+    def __init__(self, head: dict[str, Any]) -> None:
         self.head = head
-        self.entries: list[TokenLogprobs] = []
+        self._scores: list[Scores] = []
         self._texts: list[str] = []
-        self._scores = scores
 
     @property
     def type(self) -> str:
         return str(self.head["type"])
 
-    def add(self, text: str, entries: list[TokenLogprobs]) -> None:
+    def add(self, text: str, scores: list[Scores]) -> None:
         self._texts.append(text)
-        self.entries += entries
+        self._scores += scores
 
     def part(self, text: str | None = None) -> dict[str, Any] | None:
         """Its content part: as it is by now, or with another text and no log-probabilities. None for a call."""
-        shown, entries = ("".join(self._texts), self.entries) if text is None else (text, [])
+        shown, scores = ("".join(self._texts), self._scores) if text is None else (text, [])
         if self.type == "message":
-            logprobs = self._scores.rows(entries)
-            return {"type": "output_text", "text": shown, "annotations": [], "logprobs": logprobs}
+            return {"type": "output_text", "text": shown, "annotations": [], "logprobs": scores}
         return {"type": "reasoning_text", "text": shown} if self.type == "reasoning" else None
 
     @property
@@ -107,7 +99,7 @@ _HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The prefix of an item's id and the fields that all items of a type have."""
 
-Step = tuple[Literal["begun", "text", "ended"], OutputItem, str, list[TokenLogprobs]]
+Step = tuple[Literal["begun", "text", "ended"], OutputItem, str, list[Scores]]
 
 
 class OutputItems:
@@ -117,7 +109,7 @@ class OutputItems:
     """
 
     def __init__(self, unique: str, scores: TokenScores, namespaces: Mapping[str, str]) -> None:
-        self._unique, self.scores, self._namespaces = unique, scores, namespaces
+        self._unique, self._scores, self._namespaces = unique, scores, namespaces
         self._is_open = False
         self.items: list[OutputItem] = []
 
@@ -126,7 +118,7 @@ class OutputItems:
         for part in choice.take_events():
             match part:
                 case ContentText(content):
-                    yield from self._text("message", content, self.scores.take(choice))
+                    yield from self._text("message", content, self._scores.take(choice))
                 case ReasoningText(content):
                     yield from self._text("reasoning", content, [])
                 case ToolCallBegun(_, call_id, name):
@@ -142,13 +134,8 @@ class OutputItems:
         if not self.items:
             yield from self._begin("message")
         if self._is_in("message"):
-            self.items[-1].add("", self.scores.take(choice))
+            self.items[-1].add("", self._scores.take(choice))
         yield from self._end()
-
-    @property
-    def are_large(self) -> bool:
-        """True if the events that repeat the output are to be written in parts."""
-        return self.scores.are_large(sum(len(each.entries) for each in self.items))
 
     def fields(self, last_status: str) -> list[dict[str, Any]]:
         """All items at the end. Only the last one may be incomplete."""
@@ -157,7 +144,7 @@ class OutputItems:
     def _is_in(self, kind: str) -> bool:
         return self._is_open and self.items[-1].type == kind
 
-    def _text(self, kind: str, text: str, scores: list[TokenLogprobs]) -> Iterator[Step]:
+    def _text(self, kind: str, text: str, scores: list[Scores]) -> Iterator[Step]:
         if not self._is_in(kind):
             yield from self._begin(kind)
         item = self.items[-1]
@@ -169,7 +156,7 @@ class OutputItems:
         prefix, own = _HEADS[kind]
         number = f"_{len(self.items)}" if self.items else ""
         head = {"id": f"{prefix}_{self._unique}{number}", "type": kind, **own, **head}
-        self.items.append(OutputItem(head, self.scores))
+        self.items.append(OutputItem(head))
         self._is_open = True
         yield "begun", self.items[-1], "", []
 

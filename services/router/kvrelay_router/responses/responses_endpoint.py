@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -10,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, fields_named, json_response, wrong
-from kvrelay_router.http.json_parts import dump_at_once
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ServedModels
 from kvrelay_router.openai.chat_planning import plan_chat
@@ -56,7 +54,7 @@ class ResponsesEndpoint:
         items_of_output = OutputItems(names.unique, scores, namespaces(request))
         keep = None
         if request.store and self._store is not None:
-            keep = _keep(self._store, owner, (*earlier, *await _dumped(items)), lambda: items_of_output.are_large)
+            keep = _keep(self._store, owner, (*earlier, *await _dumped(items)))
         (run,) = plan.runs
         response = ResponseObject(names.unique, request, run, keep)
         answer = ResponseStream if request.stream else ResponseAnswer
@@ -132,15 +130,11 @@ class ResponsesEndpoint:
         return stored.items
 
 
-def _keep(store: ResponseStore, owner: str, items: tuple[bytes, ...], is_large: Callable[[], bool]) -> Keep:
-    """`is_large`: the log-probabilities are too many to be stored."""
-
+def _keep(store: ResponseStore, owner: str, items: tuple[bytes, ...]) -> Keep:
     async def keep(response: dict[str, Any]) -> bool:
         output = [orjson.dumps(_without_scores(item)) for item in response["output"]]
-        if is_large():
-            response = {**response, "output": [_without_scores(item) for item in response["output"]]}
         ids = tuple(item["id"] for item in response["output"])
-        return await store.put(owner, response["id"], StoredResponse(dump_at_once(response), (*items, *output), ids))
+        return await store.put(owner, response["id"], StoredResponse(orjson.dumps(response), (*items, *output), ids))
 
     return keep
 

@@ -1,8 +1,7 @@
-"""Answers with many log-probabilities: refused if they are too large, otherwise written in parts."""
+"""Answers with many log-probabilities: refused if they are too large, otherwise complete."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.interface import ModelLimits
-from tests.component.router.rig import MODEL, Router
+from tests.component.router.rig import Router
 from tests.fakes.scripted_dispatcher import Script
 
 LONG = ModelLimits(4096, 400, 64, 2000, 16)
@@ -42,7 +41,6 @@ async def test_the_limit_is_a_setting(make_router: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("num_tokens", [20, 1500])
 async def test_a_stream_says_the_same_as_an_answer_in_one_piece(router: Router, num_tokens: int) -> None:
-    """With 20 tokens both are written at once, with 1,500 both in parts."""
     router.dispatcher.model_limits = LONG
     router.answers("An otter is a mammal.")
     body = scored(3, num_tokens, max_tokens=8)
@@ -63,38 +61,15 @@ async def test_a_stream_says_the_same_as_an_answer_in_one_piece(router: Router, 
         assert len(choice["logprobs"]["tokens"]) == num_tokens + len(router.tokens("An otter is a mammal.")) + 1
 
 
-async def test_scores_of_a_prompt_are_complete_when_written_in_parts(router: Router) -> None:
+async def test_scores_of_a_prompt_are_complete(router: Router) -> None:
     router.dispatcher.model_limits = LONG
     for num_tokens in (20, 1500):
         body = scored(2, num_tokens, prompt_logprobs=5, n=2, temperature=1.0)
         answer = await router.post("/v1/completions", **body)
-        assert ("content-length" in answer.headers) == (num_tokens == 20)
         for choice in answer.json()["choices"]:
             assert len(choice["prompt_logprobs"]) == num_tokens
             assert choice["prompt_logprobs"][0] is None
             assert all(len(each) == 5 for each in choice["prompt_logprobs"][1:])
-
-
-async def test_large_first_events_come_before_the_text_behind_them(router: Router) -> None:
-    """The second prompt starts while the events of the first are written as they come."""
-    router.dispatcher.model_limits = LONG
-    tokens = router.tokens("An otter is a mammal.")
-    begins = asyncio.Event()
-    later = Script(tokens, FinishReason.LENGTH, hang_after=0, resume=begins)
-    router.dispatcher.script = lambda request, sequence: (
-        Script(tokens, FinishReason.LENGTH) if request.request_id.endswith("-0") else later
-    )
-    body = scored(2, 1500, max_tokens=len(tokens), stream=True)
-    texts = ["", ""]
-    async with router.http.stream("POST", "/v1/completions", json={"model": MODEL, **body}) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                texts[choice["index"]] += choice["text"]
-                if choice["finish_reason"] is not None:
-                    begins.set()
-    assert texts[0] == texts[1] != ""
-    assert texts[1].endswith("An otter is a mammal.")
 
 
 async def streamed_choice(router: Router, path: str, body: dict[str, Any]) -> dict[str, Any]:

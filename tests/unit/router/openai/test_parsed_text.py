@@ -184,4 +184,4 @@ def test_messages_of_a_response_have_the_scores_of_their_own_tokens(
     for item, expected in zip(kept[::2], ("First 🦦.", "Then é."), strict=True):
         part = item.part() or {}
         assert part["text"] == expected
-        assert bytes(byte for score in part["logprobs"].all() for byte in score["bytes"]).decode() == expected
+        assert bytes(byte for score in part["logprobs"] for byte in score["bytes"]).decode() == expected

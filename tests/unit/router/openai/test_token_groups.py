@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestHandle, SequenceDelta
-from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, EventFormat, usage_of
 from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.answers.choice import Choice, StopRules
@@ -132,10 +131,7 @@ def answer_of(tokenizer: Tokenizer, case: dict[str, Any], api: str, *, stream: b
     assert handle.num_stopped <= 1
     if isinstance(answer, EventFormat):
         return b"".join(events) + answer.end(usage_of([run]))
-    document = answer.document(usage_of([run]))
-    whole = dump_at_once(document)
-    assert b"".join(json_parts(document)) == whole
-    return whole
+    return json.dumps(answer.document(usage_of([run]))).encode()
 
 
 def joined(events: bytes) -> dict[str, Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -23,41 +21,16 @@ class EventFormat(ABC):
     done = b"data: [DONE]\n\n"
     """The end of every stream."""
 
-    def __init__(self) -> None:
-        self._large: deque[Iterator[bytes]] = deque()
-        self._on_large: Callable[[], None] | None = None
-
-    @contextmanager
-    def calling(self, on_large: Callable[[], None]) -> Iterator[None]:
-        """In the block, `on_large` is called when `add` has kept a large event. No further text of its choice may be
-        added before `take_large` has returned it."""
-        self._on_large = on_large
-        try:
-            yield
-        finally:
-            self._on_large = None
-
     @abstractmethod
     def add(self, run: PromptRun, choice: Choice) -> bytes:
-        """Takes what is new of a choice. Returns the events for it, except for a large one."""
-
-    def _keep_large(self, parts: Iterator[bytes]) -> bytes:
-        """Keeps an event for `take_large`. Returns no bytes."""
-        self._large.append(parts)
-        if self._on_large is not None:
-            self._on_large()
-        return b""
-
-    def take_large(self) -> Iterator[bytes] | None:
-        """Returns the parts of the next event that is too large for `add`, or None."""
-        return self._large.popleft() if self._large else None
+        """Takes what is new of a choice. Returns the events for it."""
 
     async def finish(self) -> None:  # noqa: B027 - most answers do nothing here
         """Does what must be done before the last events. Called once, after the last text."""
 
     @abstractmethod
     def end(self, usage: dict[str, Any]) -> bytes:
-        """Returns the last events, except for those that `take_large` then returns."""
+        """Returns the last events."""
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the event for a failure after the first byte."""
@@ -76,7 +49,7 @@ class DocumentFormat(ABC):
 
     @abstractmethod
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Returns the JSON values of the answer, with `Rows` for arrays that may be long."""
+        """Returns the JSON values of the answer."""
 
 
 AnswerFormat = EventFormat | DocumentFormat

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import (
     AnswerFormat,
     DocumentFormat,
@@ -17,13 +16,7 @@ from kvrelay_router.openai.answers.answer_format import (
     beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.logprob_format import (
-    TOKEN_IDS,
-    PromptScores,
-    are_large,
-    chat_logprobs,
-    prompt_scores,
-)
+from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, PromptScores, chat_logprobs, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
@@ -76,7 +69,6 @@ class ChatStream(EventFormat):
     """Sends the role of each choice first, and then its text. `head`: the fields that all events begin with."""
 
     def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, request: ChatRequest) -> None:
-        super().__init__()
         self._tokenizer = tokenizer
         self._request = request
         self._head = head
@@ -138,26 +130,14 @@ class ChatStream(EventFormat):
         }
         if self._request.return_token_ids:
             details["token_ids"] = records.token_ids
-        if are_large(len(records.logprobs), self._request.top_logprobs):
-            return self._keep_large(self._in_parts(opening, choice, delta, details, usage))
-        return opening + self._event(choice, delta, b"," + dump_at_once(details)[1:-1], usage)
+        return opening + self._event(choice, delta, b"," + orjson.dumps(details)[1:-1], usage)
 
     def _event_without_tokens(self, run: PromptRun, choice: Choice, delta: bytes) -> bytes:
         """The tokens behind `delta` are left to a later event."""
         details: dict[str, Any] = {"logprobs": _logprobs(self._tokenizer, self._request, []), "finish_reason": None}
         if self._request.return_token_ids:
             details["token_ids"] = []
-        return self._event(choice, delta, b"," + dump_at_once(details)[1:-1], self._usage.field(run, choice, 0))
-
-    def _in_parts(
-        self, opening: bytes, choice: Choice, delta: bytes, details: dict[str, Any], usage: bytes
-    ) -> Iterator[bytes]:
-        """Yields `opening` and the event that `_event` would return, in parts."""
-        yield b'%b%b%d,"delta":%b' % (opening, self._prefix, choice.index, delta)
-        for name, value in details.items():
-            yield b",%b:" % orjson.dumps(name)
-            yield from json_parts(value)
-        yield b"}]%b}\n\n" % usage
+        return self._event(choice, delta, b"," + orjson.dumps(details)[1:-1], self._usage.field(run, choice, 0))
 
     def _event(self, choice: Choice, delta: bytes, details: bytes, end: bytes) -> bytes:
         return b'%b%d,"delta":%b%b}]%b}\n\n' % (self._prefix, choice.index, delta, details, end)

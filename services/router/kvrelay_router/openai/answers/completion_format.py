@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from kvrelay_router.http.json_parts import dump_at_once, json_parts
 from kvrelay_router.openai.answers.answer_format import (
     AnswerFormat,
     DocumentFormat,
@@ -18,9 +17,7 @@ from kvrelay_router.openai.answers.answer_format import (
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
 from kvrelay_router.openai.answers.logprob_format import (
     TOKEN_IDS,
-    EchoedRows,
     PromptScores,
-    are_large,
     completion_logprobs,
     prompt_scores,
 )
@@ -29,11 +26,6 @@ from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.text.service import DecodedPrompt
 from kvrelay_router.text.tokenizer import Tokenizer
-
-MAX_EVENT_TOKENS = 512
-"""Events with the log-probabilities of more prompt tokens are sent in parts."""
-MAX_EVENT_IDS = 4096
-"""As are those with the text or the ids of more: the first events of many choices often come at once."""
 
 NO_DETAILS = b'"logprobs":null,"finish_reason":null,"stop_reason":null'
 
@@ -60,7 +52,6 @@ class CompletionStream(EventFormat):
     def __init__(
         self, head: dict[str, Any], request: CompletionRequest, runs: Sequence[PromptRun], fields: _ChoiceFields
     ) -> None:
-        super().__init__()
         self._head, self._request, self._fields = head, request, fields
         self._prefix = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._usage = EventUsage(is_included=request.include_usage, is_continuous=request.running_usage)
@@ -92,21 +83,7 @@ class CompletionStream(EventFormat):
         records = choice.take_records() if has_text else TokenRecords()
         content = self._fields.of(run, choice, choice.index, text, records, is_first=is_first)
         usage = self._usage.field(run, choice, len(records.token_ids))
-        has_many_scores = are_large(len(records.logprobs), self._request.logprobs or 0)
-        if has_many_scores or (is_first and self._begins_large(run)):
-            return self._keep_large(self._in_parts(content, usage))
-        return b"%b%b]%b}\n\n" % (self._prefix, dump_at_once(content), usage)
-
-    def _begins_large(self, run: PromptRun) -> bool:
-        """True if the fields of the prompt are too large for an event that is written at once."""
-        has_scores = self._request.echo and len(run.prompt_logprobs) > MAX_EVENT_TOKENS
-        has_prompt = self._request.echo or self._request.return_token_ids
-        return has_scores or (has_prompt and len(run.request.prompt_ids) > MAX_EVENT_IDS)
-
-    def _in_parts(self, content: dict[str, Any], usage: bytes) -> Iterator[bytes]:
-        yield self._prefix
-        yield from json_parts(content)
-        yield b"]%b}\n\n" % usage
+        return b"%b%b]%b}\n\n" % (self._prefix, orjson.dumps(content), usage)
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, if it was asked for."""
@@ -187,7 +164,7 @@ class _ChoiceFields:
         if echo is None:
             return completion_logprobs(texts, token_ids, offsets, logprobs, num_top)
         prompt_ids = run.request.prompt_ids[: 1 + len(run.prompt_logprobs)]
-        entries = EchoedRows(run.prompt_logprobs, logprobs)
+        entries = [None, *run.prompt_logprobs[:], *logprobs]
         offsets = echo.offsets[: len(prompt_ids)] + offsets
         return completion_logprobs(texts, prompt_ids + token_ids, offsets, entries, num_top)
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.http.json_parts import Rows
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.text.tokenizer import Tokenizer
-
-MAX_AT_ONCE = 1024
-"""Log-probabilities, alternatives included, that are written at a time: about a millisecond."""
 
 LOWEST = -9999.0
 """Written for minus infinity, which JSON cannot represent."""
@@ -32,58 +26,25 @@ TokenSpellings = Tokenizer | TokenIdTexts
 """Gives the bytes of tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class EchoedRows:
-    """The entries of a prompt and its output. The prompt's first token has none, because it follows nothing."""
-
-    prompt: Sequence[TokenLogprobs] | CollectedLogprobs
-    output: list[TokenLogprobs]
-
-    def __len__(self) -> int:
-        return 1 + len(self.prompt) + len(self.output)
-
-    def __getitem__(self, index: slice, /) -> list[TokenLogprobs | None]:
-        start, stop, _ = index.indices(len(self))
-        behind = 1 + len(self.prompt)
-        rows: list[TokenLogprobs | None] = [None] if start == 0 < stop else []
-        rows += self.prompt[max(0, start - 1) : max(0, stop - 1)]
-        rows += self.output[max(0, start - behind) : max(0, stop - behind)]
-        return rows
-
-
 def completion_logprobs(
     tokenizer: TokenSpellings,
     ids: Sequence[int],
     offsets: Sequence[int],
-    logprobs: Sequence[TokenLogprobs] | EchoedRows,
+    logprobs: Sequence[TokenLogprobs | None],
     num_top: int,
 ) -> dict[str, Any]:
     """The legacy form: parallel lists; the alternatives always contain the token itself."""
-
-    def own(start: int, stop: int) -> list[Any]:
-        return [None if entry is None else finite(entry.logprob) for entry in logprobs[start:stop]]
-
-    def texts(start: int, stop: int) -> list[Any]:
-        return [_completion_token(tokenizer, token_id) for token_id in ids[start:stop]]
-
-    def top(start: int, stop: int) -> list[Any]:
-        return [_completion_top(tokenizer, entry, num_top) for entry in logprobs[start:stop]]
-
     return {
-        "text_offset": Rows(len(offsets), lambda start, stop: list(offsets[start:stop])),
-        "token_logprobs": Rows(len(logprobs), own, num_top + 1),
-        "tokens": Rows(len(ids), texts),
-        "top_logprobs": Rows(len(logprobs), top, num_top + 1),
+        "text_offset": offsets,
+        "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in logprobs],
+        "tokens": [_completion_token(tokenizer, token_id) for token_id in ids],
+        "top_logprobs": [_completion_top(tokenizer, entry, num_top) for entry in logprobs],
     }
 
 
 def chat_logprobs(tokenizer: TokenSpellings, entries: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
     """The chat form: one object a token, with its bytes."""
-
-    def content(start: int, stop: int) -> list[Any]:
-        return [_chat_entry(tokenizer, entry, num_top) for entry in entries[start:stop]]
-
-    return {"content": Rows(len(entries), content, 2 * (num_top + 1)), "refusal": None}
+    return {"content": [_chat_entry(tokenizer, entry, num_top) for entry in entries], "refusal": None}
 
 
 def _chat_entry(tokenizer: TokenSpellings, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
@@ -119,11 +80,6 @@ def _completion_top(tokenizer: TokenSpellings, entry: TokenLogprobs | None, num_
     return top
 
 
-def are_large(num_entries: int, num_top: int) -> bool:
-    """Returns whether the log-probabilities of so many tokens are to be written in parts."""
-    return num_entries * (1 + num_top) > MAX_AT_ONCE
-
-
 def finite(logprob: float) -> float:
     """Replaces minus infinity by `LOWEST`: JSON cannot represent it."""
     return logprob if logprob > LOWEST else LOWEST
@@ -140,24 +96,14 @@ class PromptScores:
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
 
-    def of(self, run: PromptRun, first_run: PromptRun | None = None) -> Rows:
+    def of(self, run: PromptRun, first_run: PromptRun | None = None) -> list[dict[str, Any] | None]:
         """Returns one object per token, with token ids as keys, and None for tokens that are not scored: the first one,
         which follows nothing, and those before `logprob_start_len`. `first_run` has scored what the request's prompts
         have in common (`shared_scores`)."""
         before = run if first_run is None else first_run
         first, own_first = before.request.sampling.logprob_start_len, run.request.sampling.logprob_start_len
-
-        def entries(start: int, stop: int) -> list[TokenLogprobs]:
-            return [
-                *before.prompt_logprobs[max(0, start - first) : max(0, min(stop, own_first) - first)],
-                *run.prompt_logprobs[max(0, start - own_first) : max(0, stop - own_first)],
-            ]
-
-        def objects(start: int, stop: int) -> list[Any]:
-            unscored = [None] * (min(first, stop) - start)
-            return [*unscored, *map(self._of_token, entries(start, stop))]
-
-        return Rows(own_first + len(run.prompt_logprobs), objects, 2 * (self._num_top + 1))
+        entries = [*before.prompt_logprobs[: max(0, own_first - first)], *run.prompt_logprobs[:]]
+        return [*[None] * first, *map(self._of_token, entries)]
 
     def _of_token(self, entry: TokenLogprobs) -> dict[str, Any]:
         """The most likely tokens, and the prompt's own token, whose rank is known only if it is one of them."""

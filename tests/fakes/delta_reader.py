@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from kvrelay_router.dispatch.interface import RequestHandle, SequenceDelta
+from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.running_request import RunningRequest
 
 
 class Waker:
@@ -26,7 +27,7 @@ class Waker:
         self.news.set()
 
 
-async def read_batches(handle: RequestHandle) -> AsyncGenerator[list[SequenceDelta], None]:
+async def read_batches(handle: RunningRequest) -> AsyncGenerator[list[SequenceDelta], None]:
     """All deltas until every sequence has finished. Raises the request's error after the deltas before it.
 
     A reader that leaves early cancels the request.

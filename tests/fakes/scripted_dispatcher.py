@@ -10,17 +10,18 @@ from typing import Any
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import (
     DeltaSink,
     GenerateRequest,
     ModelLimits,
     NoWorkerReady,
-    PreparedPrompt,
     RequestFailed,
     SequenceDelta,
     ServedBy,
 )
 from kvrelay_router.dispatch.placement import PromptPrefixes
+from kvrelay_router.dispatch.running_request import RunningRequest
 
 
 @dataclass(slots=True)
@@ -61,9 +62,12 @@ def wanted(entry: TokenLogprobs, token_ids: Sequence[int]) -> TokenLogprobs:
     return TokenLogprobs(entry.token_id, entry.logprob, list(token_ids), values)
 
 
-class ScriptedHandle:
+class ScriptedHandle(RunningRequest):
     """One running request of the script, which starts when a sink is connected. Like a fleet of workers that waits for
     the client: the next deltas come when the sink or `take` has taken those before."""
+
+    is_over = False
+    awaits_worker = False
 
     def __init__(self, dispatcher: ScriptedDispatcher, request: GenerateRequest) -> None:
         self.served_by = ServedBy("prefill-0", "decode-0")
@@ -73,8 +77,6 @@ class ScriptedHandle:
         self.num_pushed = 0
         self.error: RequestFailed | None = None
         self.submitted_unix_s = time.time()
-        self.is_over = False
-        self.awaits_worker = False
         self._dispatcher = dispatcher
         self._deltas: list[SequenceDelta] = []
         self._taken = asyncio.Event()
@@ -193,7 +195,7 @@ class ScriptedHandle:
 
 
 @dataclass
-class ScriptedDispatcher:
+class ScriptedDispatcher(RouterDispatcher):
     script: Callable[[GenerateRequest, int], Script]
     model_limits: ModelLimits | None = field(default_factory=lambda: ModelLimits(512, 400, 64, 200, 16))
     is_ready: bool = True
@@ -215,11 +217,11 @@ class ScriptedDispatcher:
     def ready_workers(self) -> dict[str, int]:
         return {"prefill": 1, "decode": 1}
 
-    async def prepare(self, request: GenerateRequest) -> PreparedPrompt:
+    async def prepare(self, request: GenerateRequest) -> PromptPrefixes:
         """As the real one without an index."""
         return PromptPrefixes(request.prompt_ids)
 
-    def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> ScriptedHandle:
+    def submit(self, request: GenerateRequest, prepared: PromptPrefixes | None = None) -> ScriptedHandle:
         if not self.is_ready or self.refuse_after == len(self.handles):
             raise NoWorkerReady("no worker is ready", retry_after_s=2.5)
         self.handles.append(ScriptedHandle(self, request))

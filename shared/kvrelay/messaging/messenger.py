@@ -1,14 +1,7 @@
 """Sockets and the clock around `kvrelay.protocol.link`.
 
 `send` never blocks: ZMQ queues without bound. A peer that stays silent is reported lost, and its socket is closed with
-its queue.
-
-States of a messenger:
-
-1. NEW      it has no socket and no address.
-2. OPEN     the inbox is bound, and peers can use the address in `me`. Messages in both directions wait for `start`.
-3. STARTED  messages travel, and events are reported.
-4. CLOSED   all sockets are closed. `send` does nothing.
+its queue. Messages in both directions wait for `start`.
 """
 
 from __future__ import annotations
@@ -19,10 +12,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import Enum, auto
 from functools import partial
 
-import msgspec
 import zmq
 
 from kvrelay.curve import CurveKey
@@ -45,15 +36,12 @@ def new_incarnation() -> str:
     return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
-class _State(Enum):
-    NEW = auto()
-    OPEN = auto()
-    STARTED = auto()
-    CLOSED = auto()
-
-
 class Messenger:
-    """Control messages of one process. All methods and the callback run on one event loop's thread."""
+    """Control messages of one process. All methods and the callback run on one event loop's thread.
+
+    Binds the inbox, so that peers can use the address in `me` before `start`. Raises zmq.ZMQError if the port is not
+    free.
+    """
 
     def __init__(
         self,
@@ -67,12 +55,12 @@ class Messenger:
         settings: LinkSettings | None = None,
         curve: CurveKey | None = None,
     ) -> None:
-        self._host, self._port, self._advertise_host = host, port, advertise_host or host
-        self._curve = curve
+        settings = settings or LinkSettings()
+        sockets = MessengerSockets(host, port, curve, settings.max_peers)
+        self._sockets: MessengerSockets | None = sockets  # None once closed
+        self.me = PeerRef(peer_id, new_incarnation(), f"{tcp_host(advertise_host or host)}:{sockets.port}")
         self._on_event = on_event
-        self._links = Links(PeerRef(peer_id, new_incarnation(), address=""), fingerprint, settings)
-        self._state = _State.NEW
-        self._sockets: MessengerSockets | None = None
+        self._links = Links(self.me, fingerprint, settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._probes = ProcessProbes()
         self._events: deque[LinkEvent] = deque()  # not yet reported
@@ -82,34 +70,12 @@ class Messenger:
         self._log = LimitedLog(log)
         self._logged_dropped = self.num_dropped
 
-    @property
-    def me(self) -> PeerRef:
-        """How peers refer to this process. Raises RuntimeError before `open`."""
-        if not self._links.me.address:
-            raise RuntimeError("the messenger has no address before it is opened")
-        return self._links.me
-
-    def open(self) -> None:
-        """Binds the inbox, so that `me` is known before `start`. Raises zmq.ZMQError if the port is not free, and
-        RuntimeError if it was opened before."""
-        if self._state is not _State.NEW:
-            raise RuntimeError(f"the messenger cannot be opened: it is {self._state.name}")
-        self._sockets = sockets = MessengerSockets(self._host, self._port, self._curve, self._links.settings.max_peers)
-        address = f"{tcp_host(self._advertise_host)}:{sockets.port}"
-        self._links.me = msgspec.structs.replace(self._links.me, address=address)
-        self._state = _State.OPEN
-
     def start(self) -> None:
-        """Begins to receive; opens the inbox first if `open` was not called. Must be called on the event loop's
-        thread."""
-        loop = asyncio.get_running_loop()
-        if self._state is _State.NEW:
-            self.open()
-        if self._state is not _State.OPEN or self._sockets is None:
-            raise RuntimeError(f"the messenger cannot be started: it is {self._state.name}")
-        loop.add_reader(self._sockets.inbox_fd, self._drain_inbox)
-        self._loop = loop
-        self._state = _State.STARTED
+        """Begins to receive. Must be called on the event loop's thread, once."""
+        if self._loop is not None or self._sockets is None:
+            raise RuntimeError("the messenger was started or closed before")
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._sockets.inbox_fd, self._drain_inbox)
         self._on_tick()
         self._drain_soon()  # the descriptor is edge-triggered, so messages that came before must be read now
 
@@ -123,11 +89,8 @@ class Messenger:
         sequence: int = 0,
         trace: str = "",
     ) -> None:
-        """Sends, or reports the peer lost. After `close` it does nothing. Raises MessageTooLarge, and
-        RuntimeError before `open`."""
+        """Sends, or reports the peer lost. After `close` it does nothing. Raises MessageTooLarge."""
         if self._sockets is None:
-            if self._state is _State.NEW:
-                raise RuntimeError("the messenger cannot send before it is opened")
             return
         self._links.send(peer, body, time.monotonic(), request=request, attempt=attempt, sequence=sequence, trace=trace)
         if self._loop is None:
@@ -155,23 +118,20 @@ class Messenger:
         return self._links.silent_s(peer, time.monotonic())
 
     def close(self, linger_s: float = 0.2) -> None:
-        """Closes all sockets. Sent messages get `linger_s` to leave, for which this blocks. May be called twice, and in
-        any state."""
-        if self._state is _State.CLOSED:
-            return
+        """Closes all sockets. Sent messages get `linger_s` to leave, for which this blocks. May be called twice."""
         sockets = self._sockets
+        if sockets is None:
+            return
         try:
             self._send_out()
             if self._tick is not None:
                 self._tick.cancel()
-            if self._loop is not None and sockets is not None and not self._loop.is_closed():
+            if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(sockets.inbox_fd)
         finally:
-            self._state = _State.CLOSED
             self._sockets = None
             self._probes.close()
-            if sockets is not None:
-                sockets.close(linger_s)
+            sockets.close(linger_s)
 
     def _on_tick(self) -> None:
         if self._sockets is None:

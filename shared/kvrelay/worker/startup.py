@@ -151,7 +151,6 @@ class WorkerStartup:
             curve=config.curve_key(),
         )
         self.closing.callback(messenger.close, 0)
-        messenger.open()  # the role needs the address
         return WorkerContext(
             spec=runner.spec,
             pool=scheduler.blocks.pool,

@@ -143,7 +143,6 @@ class _RefusingWorker(FakeDecode):
 
     def __init__(self, port: int) -> None:
         super().__init__("old")
-        self.messenger.open()
         self._port = port
 
     @property

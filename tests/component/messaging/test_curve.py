@@ -92,7 +92,7 @@ def test_a_port_that_is_taken_leaves_nothing_behind() -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as holder:
         port = holder.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(zmq.ZMQError):
-            Messenger("one", lambda event: None, port=port, curve=OURS).open()
+            Messenger("one", lambda event: None, port=port, curve=OURS)
         with pytest.raises(OSError, match="cannot listen"):
             ZmqReceiver(np.zeros((2, 64), np.uint8), port=port, curve=OURS)
 

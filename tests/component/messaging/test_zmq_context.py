@@ -27,9 +27,7 @@ POOL = np.zeros((4, 64), np.uint8)
 
 
 def opened_messenger(curve: CurveKey | None = None) -> Messenger:
-    messenger = Messenger("one", lambda event: None, curve=curve)
-    messenger.open()
-    return messenger
+    return Messenger("one", lambda event: None, curve=curve)
 
 
 def messenger_with_messages() -> Messenger:
@@ -151,10 +149,9 @@ async def test_a_receiver_whose_thread_cannot_start_can_be_closed(monkeypatch: p
 
 def test_a_gate_that_cannot_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_contexts()
-    messenger = Messenger("one", lambda event: None, curve=KEY)
     monkeypatch.setattr(threading.Thread, "start", _no_thread)
     with pytest.raises(RuntimeError, match="no thread"):
-        messenger.open()
+        Messenger("one", lambda event: None, curve=KEY)
     assert open_contexts() == before
 
 

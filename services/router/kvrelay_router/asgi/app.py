@@ -22,7 +22,7 @@ from kvrelay_router.anthropic.messages_request import CountTokensRequest, Messag
 from kvrelay_router.asgi.api_page import api_page
 from kvrelay_router.asgi.middleware import AuthMiddleware, Endpoint, FastPathRouter
 from kvrelay_router.asgi.operations import PAGE_HEADERS, OperationRoutes
-from kvrelay_router.dispatch.interface import Dispatcher
+from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.api_service import ApiService, FurtherModel, InProgress, ServedModels
 from kvrelay_router.openai.completion_routes import CompletionRoutes
@@ -54,7 +54,7 @@ SHOWN_HEADERS = (
 
 def create_app(
     settings: ApiSettings,
-    dispatcher: Dispatcher,
+    dispatcher: RouterDispatcher,
     text: TextService,
     limits: SharedLimits | OwnLimits | None = None,
     metrics: RequestMetrics | None = None,

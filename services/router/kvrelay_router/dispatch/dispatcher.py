@@ -31,7 +31,6 @@ from kvrelay_router.dispatch.interface import (
     GenerateRequest,
     ModelLimits,
     NoWorkerReady,
-    PreparedPrompt,
     RequestFailed,
     TooLate,
     session_key,
@@ -62,7 +61,7 @@ LATENCY_REQUESTS = 500
 
 
 class RouterDispatcher:
-    """A `Dispatcher`. Call `start` on the event loop, and `begin_drain` and `close` at the end."""
+    """Runs requests on the workers of the fleet. Call `start` on the event loop; `begin_drain`, `close` at the end."""
 
     def __init__(
         self,
@@ -169,17 +168,21 @@ class RouterDispatcher:
     # -- for the HTTP layer -------------------------------------------------------------------------------------------
 
     def limits(self) -> ModelLimits | None:
+        """Returns None while no worker is known."""
         return self.view.limits(time.monotonic())
 
     def ready(self) -> bool:
+        """Returns whether a request could be placed at this moment."""
         return self._is_accepting and self._placement.is_possible()
 
     def ready_workers(self) -> dict[str, int]:
+        """Returns the number of workers that accept new requests, by role."""
         candidates = self.view.candidates(time.monotonic())
         return {"prefill": len(candidates.prefill), "decode": len(candidates.decode)}
 
     async def prepare(self, request: GenerateRequest) -> PromptPrefixes:
-        """Hashes long prompts on another thread."""
+        """Computes the prompt's block hashes, on another thread if it is long, and looks up which workers hold the
+        blocks."""
         prompt = self._unprepared(request)
         for fingerprint, block_size in self._placement.namings():
             if prompt.num_tokens > LONG_PROMPT_TOKENS:
@@ -188,10 +191,11 @@ class RouterDispatcher:
                 await self._index.prepare(prompt.hashes(fingerprint, block_size))
         return prompt
 
-    def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> RunningRequest:
-        """See `Dispatcher`. Raises NoWorkerReady, also when too many requests are in progress; TooLate."""
+    def submit(self, request: GenerateRequest, prepared: PromptPrefixes | None = None) -> RunningRequest:
+        """Starts a request, which may have to wait for a worker. Never blocks. Raises NoWorkerReady, also when too many
+        requests are in progress; TooLate."""
         self._check_room(request)
-        prompt = prepared if isinstance(prepared, PromptPrefixes) else self._unprepared(request)
+        prompt = prepared or self._unprepared(request)
         deadline_s = min(request.timeout_s, self.settings.ttft_deadline_s or request.timeout_s)
         try:
             decision = self._placement.place(
@@ -230,6 +234,8 @@ class RouterDispatcher:
         return PromptPrefixes(request.prompt_ids, request.cache_salt, request.session, session_key=request.session_key)
 
     async def fleet(self, owner: str | None = None) -> dict[str, Any]:
+        """All workers with role, state, queues and blocks by state, asked live; JSON-ready. With an `owner`, decisions,
+        latencies and counts of requests are those of its requests."""
         live = await self.watch.ask_all(self.settings.live_timeout_s)
         me = self.messenger.me
         return {
@@ -292,18 +298,24 @@ class RouterDispatcher:
         return workers
 
     def recent_request(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
+        """Attempts, workers and block counters of a running or lately finished request; JSON-ready. None if it is
+        unknown, or not of this owner."""
         record = self._records.get(request_id, owner)
         return record.as_json() if record is not None else None
 
     def recent_requests(self, limit: int, owner: str | None = None, session: str | None = None) -> list[dict[str, Any]]:
+        """The latest requests of an owner and session (None: of all), the newest first; JSON-ready."""
         return [record.summary() for record in self._records.latest(limit, owner, session)]
 
     def end_session(self, session: str, owner: str = "") -> None:
+        """No request of this owner's session will come. Workers learn it within about a second."""
         key = session_key(session, owner)
         self._placement.session_ended(key)
         self.watch.session_ended(key)
 
     async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
+        """What happened to a recent request when, on the router and its workers, asked live; JSON-ready. None if it is
+        unknown, or not of this owner."""
         record = self._records.get(request_id, owner)
         if record is None:
             return None

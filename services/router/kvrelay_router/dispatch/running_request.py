@@ -59,7 +59,10 @@ class PushQueue:
 
 
 class RunningRequest:
-    """A `RequestHandle`. `on_stop` and `on_cancel` belong to the dispatcher, whose requests share one `queue`."""
+    """`on_stop` and `on_cancel` belong to the dispatcher, whose requests share one `queue`.
+
+    `error` is set if the request failed; deltas that came before can still be taken.
+    """
 
     def __init__(
         self,
@@ -82,25 +85,31 @@ class RunningRequest:
 
     @property
     def awaits_worker(self) -> bool:
+        """True while no worker is ready for a sequence. The sink is woken when that begins."""
         return bool(self._awaiting_worker) and not self.is_over
 
     @property
     def is_over(self) -> bool:
+        """True if nothing more will be delivered."""
         return not self._unfinished or self.error is not None
 
     @property
     def has_deltas(self) -> bool:
+        """True if `take` would return deltas."""
         return bool(self._deltas)
 
     # -- for the HTTP layer -------------------------------------------------------------------------------------------
 
     def connect(self, sink: DeltaSink) -> None:
+        """From now on the sink gets all deltas, in order, while it can take them. Other deltas wait for `take`."""
         self._sink = sink
 
     def disconnect(self) -> None:
+        """The sink gets nothing more. Must be called, because the two refer to each other."""
         self._sink = None
 
     def take(self) -> list[SequenceDelta]:
+        """Returns the deltas that wait, joined to one per sequence. If they are many, some wait for the next call."""
         deltas, self._deltas = self._deltas, []
         if len(deltas) <= 1:
             return [self._first_texts(deltas[0])] if deltas and deltas[0].beams else deltas
@@ -138,11 +147,13 @@ class RunningRequest:
         return [join_deltas(each) for each in by_sequence.values()]
 
     def stop(self, sequence: int) -> None:
+        """Ends a sequence whose text has a stop string. Its later tokens are dropped."""
         self._deltas = [delta for delta in self._deltas if delta.sequence != sequence]
         if sequence in self._unfinished and self.error is None:
             self._on_stop(self, sequence)
 
     def cancel(self) -> None:
+        """Frees everything of this request on all workers. Idempotent, and without effect after the end."""
         if not self.is_over:
             self._on_cancel(self)
 

@@ -15,7 +15,8 @@ from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.access.request_names import RequestNames
-from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest
+from kvrelay_router.dispatch.dispatcher import RouterDispatcher
+from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.openai.error_mapping import context_length_exceeded, too_many_requests
@@ -96,7 +97,7 @@ class InProgress:
 @dataclass(frozen=True, slots=True)
 class ApiService:
     settings: ApiSettings
-    dispatcher: Dispatcher
+    dispatcher: RouterDispatcher
     text: TextService
     in_progress: InProgress
     rate_limiter: RateLimiter = field(default_factory=RateLimiter)
@@ -143,7 +144,7 @@ class FurtherModel:
     """A model that a router serves beside its first."""
 
     names: tuple[str, ...]
-    dispatcher: Dispatcher
+    dispatcher: RouterDispatcher
     text: TextService
 
     def service_beside(self, first: ApiService) -> ApiService:

@@ -12,14 +12,14 @@ from itertools import accumulate
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import (
-    Dispatcher,
     GenerateRequest,
-    PreparedPrompt,
     RequestFailed,
-    RequestHandle,
     SequenceDelta,
 )
+from kvrelay_router.dispatch.placement import PromptPrefixes
+from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.choice import Choice
 
@@ -60,7 +60,7 @@ class Generation:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, runs: Sequence[PromptRun], add: Add, on_tokens: Callable[[], None]
+        self, dispatcher: RouterDispatcher, runs: Sequence[PromptRun], add: Add, on_tokens: Callable[[], None]
     ) -> None:
         """`add` is called for all tokens, and `on_tokens` whenever `take` has handled some, also for the first."""
         self.runs = runs
@@ -68,7 +68,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._add = add
         self._sinks: list[PromptSink] = []
-        self._prepared: list[PreparedPrompt] = []
+        self._prepared: list[PromptPrefixes] = []
         self._num_unfinished = sum(len(run.choices) for run in runs)
         self._waiter: asyncio.Future[None] | None = None
         self._was_cut = False  # `take` left tokens for its next call
@@ -252,7 +252,7 @@ class PromptSink:
         self,
         generation: Generation,
         run: PromptRun,
-        handle: RequestHandle,
+        handle: RunningRequest,
         add: Add,
         can_push: Callable[[], bool],
         push: Callable[[bytes], None],

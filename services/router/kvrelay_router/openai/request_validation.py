@@ -13,7 +13,8 @@ from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay_router.access.request_names import VALID_REQUEST_ID, RequestNames
-from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
+from kvrelay_router.dispatch.dispatcher import RouterDispatcher
+from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.openai.answers.choice import StopRules
 from kvrelay_router.openai.error_mapping import context_length_exceeded, model_not_found, no_worker_ready
@@ -49,7 +50,7 @@ def check_model(settings: ApiSettings, model: str) -> None:
         raise model_not_found(model)
 
 
-def known_limits(dispatcher: Dispatcher) -> ModelLimits:
+def known_limits(dispatcher: RouterDispatcher) -> ModelLimits:
     """Returns the model's limits. Raises 503 while no worker is known."""
     limits = dispatcher.limits()
     if limits is None:

@@ -13,7 +13,8 @@ import pytest
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.key_limits import KeyLimits, SharedLimits
 from kvrelay_router.access.rate_limiter import KeyRules
-from kvrelay_router.dispatch.interface import GenerateRequest, PreparedPrompt, TooLate
+from kvrelay_router.dispatch.interface import GenerateRequest, TooLate
+from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.fakes.scripted_dispatcher import ScriptedHandle
@@ -110,7 +111,7 @@ async def test_the_routes_of_many_prompts_fit_a_header(guarded: Router) -> None:
     handles = guarded.dispatcher.handles
     submit = guarded.dispatcher.submit
 
-    def routed(request: GenerateRequest, prepared: PreparedPrompt | None = None) -> ScriptedHandle:
+    def routed(request: GenerateRequest, prepared: PromptPrefixes | None = None) -> ScriptedHandle:
         handle = submit(request, prepared)
         handle.served_by.describe_route = lambda: route
         handle.served_by.decode = f"decode-worker-{len(handles)}"

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, RequestFailed, SequenceDelta
+from kvrelay_router.dispatch.dispatcher import RouterDispatcher
+from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
 from kvrelay_router.openai.answers.choice import Choice, StopRules
 from kvrelay_router.openai.generation import Generation, PromptRun
@@ -61,7 +62,7 @@ def generation_of(
         rules = StopRules(list(stop), frozenset(), 0, include_in_output=False)
         choice = Choice(len(runs), make_detokenizer(tokenizer, [5], skip_special_tokens=True), rules)
         runs.append(PromptRun(GenerateRequest(request_id="r", prompt_ids=[5], sampling=Sampling()), [choice]))
-    return Generation(cast(Dispatcher, dispatch), runs, answer.add, lambda: None)
+    return Generation(cast(RouterDispatcher, dispatch), runs, answer.add, lambda: None)
 
 
 async def turn() -> None:

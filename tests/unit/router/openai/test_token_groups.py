@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
-from kvrelay_router.dispatch.interface import GenerateRequest, RequestHandle, SequenceDelta
+from kvrelay_router.dispatch.interface import GenerateRequest, SequenceDelta
+from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, EventFormat, usage_of
 from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.answers.choice import Choice, StopRules
@@ -124,7 +125,7 @@ def answer_of(tokenizer: Tokenizer, case: dict[str, Any], api: str, *, stream: b
     generation = Generation(cast(Any, None), [run], answer.add, lambda: None)
     handle = Handle()
     events: list[bytes] = []
-    sink = PromptSink(generation, run, cast(RequestHandle, handle), answer.add, lambda: True, events.append)
+    sink = PromptSink(generation, run, cast(RunningRequest, handle), answer.add, lambda: True, events.append)
     for delta in deltas_of(case, one_by_one=one_by_one):
         sink.take([delta])
     assert generation.is_over

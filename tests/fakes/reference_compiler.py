@@ -49,6 +49,8 @@ class ReferenceCompiler:
 
 
 class _Matcher:
+    allows_all = False
+
     def __init__(self, tokens: list[tuple[int, bytes]], bytes_of: dict[int, bytes], end: int, state: Node) -> None:
         self._tokens, self._bytes, self._end = tokens, bytes_of, end
         self._state = state

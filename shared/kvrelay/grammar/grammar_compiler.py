@@ -44,7 +44,11 @@ class GrammarError(ValueError):
 
 
 class GrammarMatcher(Protocol):
-    """How far one sequence's output has come in a grammar. Not thread-safe."""
+    """What one sequence's output may go on with, by a grammar or by other rules. Not thread-safe."""
+
+    @property
+    def allows_all(self) -> bool:
+        """Whether every token is allowed from here to the end of the output."""
 
     def copy(self) -> GrammarMatcher:
         """A matcher at the same place that goes on by itself."""

@@ -114,6 +114,8 @@ class LLGuidanceMatcher:
     before. This also saves time: to tokenize the rest of 100 KB of forced bytes for each token takes 50 ms each.
     """
 
+    allows_all = False
+
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids

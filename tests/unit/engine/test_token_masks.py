@@ -190,6 +190,8 @@ class Hanging:
 
 
 class HangingMatcher:
+    allows_all = False
+
     def __init__(self, matcher: GrammarMatcher, owner: Hanging) -> None:
         self._matcher = matcher
         self._owner = owner

@@ -93,7 +93,6 @@ class ChannelMatcher:
 
     @property
     def allows_all(self) -> bool:
-        """Whether every token is allowed from here to the end of the output."""
         return self._place is Place.ANSWER and self._grammar is None
 
     def forced(self) -> Sequence[int]:

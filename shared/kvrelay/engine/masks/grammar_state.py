@@ -9,9 +9,7 @@ from time import perf_counter
 
 import numpy as np
 
-from kvrelay.engine.masks.channel_matcher import ChannelMatcher
 from kvrelay.engine.masks.ordered_work import OrderedWork
-from kvrelay.engine.masks.reasoning_matcher import ReasoningMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_only
 from kvrelay.step.batch import GrammarWork
 
@@ -57,6 +55,8 @@ class GrammarState(OrderedWork):
         super().__init__()
         self.mask: TokenMask = np.zeros(0, np.int32)
         self.error: Exception | None = None
+        self.is_constant = False
+        """Whether the mask is the same behind any output."""
         self.allows_all = False
         """Whether every token is allowed from here on: only behind reasoning, if there is no grammar."""
         self.late_run: list[int] = []
@@ -150,8 +150,7 @@ class GrammarState(OrderedWork):
             allow_only(self.mask, self.late_run[0])
         else:
             self._matcher.fill(self.mask)
-            matcher = self._matcher
-            self.allows_all = isinstance(matcher, ReasoningMatcher | ChannelMatcher) and matcher.allows_all
+            self.allows_all = self._matcher.allows_all
         self._done.filled(perf_counter() - started)
 
     def _fill_behind_late_run(self) -> None:

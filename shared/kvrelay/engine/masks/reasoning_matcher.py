@@ -71,7 +71,6 @@ class ReasoningMatcher:
 
     @property
     def allows_all(self) -> bool:
-        """Whether every token is allowed from here to the end of the output."""
         return self._stage is Stage.BEHIND and self._behind is None
 
     def forced(self) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""The tokens that `allowed_token_ids` and `bad_words` leave to sequences, as masks.
+"""The tokens that `allowed_token_ids` and `bad_words` leave.
 
 The order of a bad word's tokens matters: its last token is forbidden where the output ends with the others. So only
 words of several tokens depend on the output, and of these only the ones whose last token but one is the newest are
@@ -13,33 +13,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.grammar.grammar_compiler import TokenMask
+from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_all
 from kvrelay.protocol.sampling import Sampling
 
 
-@dataclass(slots=True)
-class _Limit:
+class NoTokenLeft(GrammarError):
+    """No token can continue the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """The limits of one sequence."""
+
     mask: TokenMask  # without the bad words of several tokens
     words: dict[int, list[tuple[list[int], int]]]  # key: the last token but one; the tokens before the last, the last
     most: int  # tokens before the last of the longest word
-    tail: list[int]  # the newest output tokens, at least `most` if there are as many
 
-
-class TokenLimits:
-    """The limits of the sampler's slots. Not thread-safe; the owner locks."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._limits: dict[int, _Limit] = {}  # key: slot
-        self.all_tokens = self._packed(np.ones(vocab_size, np.bool_))
-        """The mask of the whole vocabulary."""
-
-    def add(self, slot: int, sampling: Sampling, output_ids: Sequence[int]) -> None:
-        """Starts a sequence, if it has limits, with the output that it has already. Raises ValueError if the bad words
-        of one token leave none."""
-        if not sampling.limits_tokens:
-            return
-        allowed = np.full(self._vocab_size, not sampling.allowed_token_ids)
+    @classmethod
+    def of(cls, sampling: Sampling, vocab_size: int) -> TokenLimits:
+        allowed = np.full(vocab_size, not sampling.allowed_token_ids)
         allowed[list(sampling.allowed_token_ids)] = True
         words: dict[int, list[tuple[list[int], int]]] = {}
         for word in sampling.bad_words:
@@ -48,47 +40,56 @@ class TokenLimits:
                 words.setdefault(before[-1], []).append((before, last))
             else:
                 allowed[last] = False
-        if not allowed.any():
-            raise ValueError("bad words forbid all allowed tokens")
-        most = max((len(word) - 1 for word in sampling.bad_words), default=0)
-        self._limits[slot] = _Limit(self._packed(allowed), words, most, list(output_ids[-most:]) if most else [])
+        return cls(packed(allowed), words, max((len(word) - 1 for word in sampling.bad_words), default=0))
 
-    def drop(self, slot: int) -> None:
-        self._limits.pop(slot, None)
 
-    def __contains__(self, slot: int) -> bool:
-        return slot in self._limits
+class LimitedMatcher:
+    """A `GrammarMatcher`: what limits leave of what a grammar or a budget for reasoning allows."""
 
-    def __bool__(self) -> bool:
-        return bool(self._limits)
+    allows_all = False
 
-    def accept(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Appends landed tokens `[rows]`. A slot may repeat, for tokens in their order."""
-        if not self._limits:
-            return
-        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
-            limit = self._limits.get(slot)
-            if limit is not None and limit.most:
-                limit.tail.append(token_id)
-                if len(limit.tail) > 2 * limit.most + 64:
-                    del limit.tail[: -limit.most]
+    def __init__(self, limits: TokenLimits, matcher: GrammarMatcher | None, all_tokens: TokenMask) -> None:
+        """`matcher`: what else decides. `all_tokens`: the mask of the vocabulary."""
+        self._limits, self._matcher, self._all_tokens = limits, matcher, all_tokens
+        self._tail: list[int] = []  # the newest output tokens, as many as words need
 
-    def restrict(self, slot: int, mask: TokenMask, drafts: Sequence[int] = ()) -> None:
-        """Removes from a mask what the slot may not sample next, or behind drafts, in place. Slots without limits stay
-        as they are."""
-        limit = self._limits.get(slot)
-        if limit is None:
-            return
-        mask &= limit.mask
-        tail = [*limit.tail[-limit.most :], *drafts] if drafts and limit.most else limit.tail
-        for before, last in limit.words.get(tail[-1], ()) if tail else ():
+    def copy(self) -> LimitedMatcher:
+        matcher = None if self._matcher is None else self._matcher.copy()
+        copied = LimitedMatcher(self._limits, matcher, self._all_tokens)
+        copied._tail = self._tail
+        return copied
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        if self._matcher is not None:
+            self._matcher.accept(token_ids)
+        if self._limits.most:
+            self._tail = [*self._tail, *token_ids][-self._limits.most :]
+
+    def forced(self) -> Sequence[int]:
+        return ()  # the limits may forbid what the others force
+
+    def fill(self, mask: TokenMask) -> None:
+        if self._matcher is None:
+            allow_all(mask, self._all_tokens)
+        else:
+            self._matcher.fill(mask)
+        mask[: len(self._limits.mask)] &= self._limits.mask
+        mask[len(self._limits.mask) :] = 0  # a tokenizer may have more tokens than the model
+        tail = self._tail
+        for before, last in self._limits.words.get(tail[-1], ()) if tail else ():
             if tail[-len(before) :] == before:
                 remove(mask, [last])
+        if not mask.any():
+            raise NoTokenLeft(
+                "no token can continue the output: its grammar, allowed_token_ids and bad_words contradict each other"
+            )
 
-    def _packed(self, allowed: NDArray[np.bool_]) -> TokenMask:
-        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
-        bits[: self._vocab_size] = allowed
-        return np.packbits(bits, bitorder="little").view(np.int32)
+
+def packed(allowed: NDArray[np.bool_]) -> TokenMask:
+    """The mask of a flag for each token."""
+    bits = np.zeros(-(-len(allowed) // 32) * 32, np.bool_)
+    bits[: len(allowed)] = allowed
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def remove(mask: TokenMask, token_ids: Sequence[int] | NDArray[np.int64]) -> None:

@@ -27,7 +27,7 @@ from kvrelay.engine.masks.channel_matcher import ChannelMatcher
 from kvrelay.engine.masks.grammar_state import GrammarCounters, GrammarState
 from kvrelay.engine.masks.ordered_work import WorkThreads, wait
 from kvrelay.engine.masks.reasoning_matcher import ReasoningMatcher
-from kvrelay.engine.masks.token_limits import TokenLimits, remove
+from kvrelay.engine.masks.token_limits import LimitedMatcher, NoTokenLeft, TokenLimits, packed, remove
 from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask
 from kvrelay.protocol.failure_kind import FailureKind
@@ -75,7 +75,8 @@ class TokenMasks:
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`make_compiler` is called by `prepare`, or in a thread at the first use. `waiting`: releases the lock."""
-        self.limits = TokenLimits(vocab_size)
+        self._vocab_size = vocab_size
+        self._all_tokens = packed(np.ones(vocab_size, np.bool_))
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._done = GrammarCounters()
         self._make_compiler = make_compiler
@@ -90,14 +91,14 @@ class TokenMasks:
 
     def add(self, slot: int, sampling: Sampling, output_ids: Sequence[int]) -> None:
         """Starts a sequence, with the output that it has already."""
-        self.limits.add(slot, sampling, output_ids)
-        if sampling.is_constrained:
+        if sampling.is_constrained or sampling.limits_tokens:
             state = self._states[slot] = GrammarState(self._done)
             state.put(partial(self._begin, state, sampling, list(output_ids)))
-            self._compiling.submit([state])
+            # Steps are planned behind rows whose mask does not follow the output, so those are never late.
+            state.is_constant = not sampling.follows_output
+            self._submit(state, self._compiling)
 
     def drop(self, slot: int) -> None:
-        self.limits.drop(slot)
         state = self._states.pop(slot, None)
         if state is not None:
             state.error = GrammarError("the sequence has ended")  # what waits for it is not done
@@ -172,7 +173,7 @@ class TokenMasks:
         state = self._states.get(slot)
         if state is not None:
             state.put(partial(state.look_ahead, drafts))
-            self._computing.submit([state])
+            self._submit(state, self._computing)
 
     def masks(
         self,
@@ -189,17 +190,6 @@ class TokenMasks:
 
         `ends`, by row: tokens that are allowed only if there are no others. Raises GrammarFailed, NoTokenAllowed.
         """
-        if not self._states and not self.limits and not ends:
-            return {}
-        masks = self._grammar_masks(keys, slots, drafts)
-        if self.limits or ends:
-            self._restrict(masks, keys, slots, ends, drafts)
-        return masks
-
-    def _grammar_masks(
-        self, keys: Sequence[SequenceKey], slots: NDArray[np.int64], drafts: DraftRows | None
-    ) -> dict[int, TokenMask]:
-        """The masks of the rows with a grammar, by row. Read only."""
         states = {
             row: state for row, slot in enumerate(slots.tolist()) if (state := self._states.get(slot)) is not None
         }
@@ -216,46 +206,22 @@ class TokenMasks:
                     drafts.drafts[row - 1] = -1
                 elif depth:
                     masks[row] = state.ahead[depth - 1]
+        for row, end_ids in ends.items():
+            others = masks.get(row, self._all_tokens).copy()
+            remove(others, end_ids)
+            if others.any():
+                masks[row] = others
         return masks
-
-    def _restrict(
-        self,
-        masks: dict[int, TokenMask],
-        keys: Sequence[SequenceKey],
-        slots: NDArray[np.int64],
-        ends: dict[int, NDArray[np.int64]],
-        drafts: DraftRows | None,
-    ) -> None:
-        """Replaces the masks of rows with limits or `ends`. Raises NoTokenAllowed."""
-        every = self.limits.all_tokens
-        failed: list[SequenceKey] = []
-        for row, slot in enumerate(slots.tolist()):
-            if slot not in self.limits and row not in ends:
-                continue
-            # A tokenizer may have more tokens than the model.
-            mask = masks[row][: len(every)] & every if row in masks else every.copy()
-            self.limits.restrict(slot, mask, () if drafts is None else drafts.before(row))
-            if row in ends:
-                others = mask.copy()
-                remove(others, ends[row])
-                if others.any():
-                    mask = others
-            if not mask.any():
-                if drafts is None or not drafts.depths[row]:
-                    failed.append(keys[row])
-                else:  # the draft before it may be wrong, so only the run ends
-                    drafts.drafts[row - 1] = -1
-                    mask = every
-            masks[row] = mask
-        if failed:
-            raise NoTokenAllowed(
-                "no token can continue the output: its grammar, allowed_token_ids and bad_words contradict each other",
-                failed,
-            )
 
     def take_work(self) -> GrammarWork | None:
         """Returns the work since the last call; None without any."""
         return self._done.take()
+
+    def _submit(self, state: GrammarState, threads: WorkThreads) -> None:
+        if state.is_constant:
+            state.perform()
+        else:
+            threads.submit([state])
 
     def _wait(self, states: Collection[GrammarState], timeout_s: float) -> bool:
         if wait(states, timeout_s / 2):
@@ -269,13 +235,16 @@ class TokenMasks:
         return self._make_compiler()
 
     def _begin(self, state: GrammarState, sampling: Sampling, output_ids: list[int]) -> None:
-        matcher, mask_words = None, len(self.limits.all_tokens)
+        matcher: GrammarMatcher | None = None
+        mask_words = len(self._all_tokens)
         if sampling.grammar is not None:
             matcher, mask_words = self._compile(sampling.grammar), self._compiler.mask_words
         if sampling.reasoning is not None:
-            matcher = ReasoningMatcher(sampling.reasoning, matcher, self.limits.all_tokens, self._eos_token_ids)
+            matcher = ReasoningMatcher(sampling.reasoning, matcher, self._all_tokens, self._eos_token_ids)
         if sampling.channels is not None:
-            matcher = ChannelMatcher(sampling.channels, matcher, self.limits.all_tokens)
+            matcher = ChannelMatcher(sampling.channels, matcher, self._all_tokens)
+        if sampling.limits_tokens:
+            matcher = LimitedMatcher(TokenLimits.of(sampling, self._vocab_size), matcher, self._all_tokens)
         assert matcher is not None
         state.begin(matcher, mask_words, output_ids)
 
@@ -290,15 +259,20 @@ class TokenMasks:
 def _check(keys: Sequence[SequenceKey], states: Mapping[int, GrammarState]) -> None:
     """Raises GrammarFailed for masks that are not there. `states` are those of the rows that have one, by row."""
     failed: dict[SequenceKey, str] = {}
+    without_token: dict[SequenceKey, str] = {}
     for row, state in states.items():
         if not state.is_done:
             failed[keys[row]] = _TOO_LONG.format(LONGEST_WAIT_S)
+        elif isinstance(state.error, NoTokenLeft):
+            without_token[keys[row]] = str(state.error)
         elif isinstance(state.error, GrammarError):
             failed[keys[row]] = str(state.error)
         elif state.error is not None:
             raise state.error
     if failed:
         raise GrammarFailed(f"constrained output cannot go on: {next(iter(failed.values()))}", list(failed))
+    if without_token:
+        raise NoTokenAllowed(next(iter(without_token.values())), list(without_token))
 
 
 def _hangs(state: GrammarState) -> bool:

@@ -64,11 +64,6 @@ class DraftRows:
         stays = token_ids >= 0
         return which[stays], token_ids[stays]
 
-    def before(self, place: int) -> list[int]:
-        """The drafts before a place, in their order."""
-        found: list[int] = self.drafts[place - int(self.depths[place]) : place].tolist()
-        return found
-
     def accepted(self, token_ids: NDArray[np.int64], is_valid: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Whether each place is reached: all drafts before it are the tokens sampled at their places, `[places]`.
 

@@ -294,7 +294,6 @@ class SampledTokens:
     def _append(self, rows: SampledRows, which: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Appends `token_ids[i]` to the sequence of row `which[i]`."""
         self._state.append(rows.slots[which], token_ids)
-        self._masks.limits.accept(rows.slots[which], token_ids)
         counts = rows.parameters["counts"][which]
         if (counted := counts >= 0).any():
             self._state.counts.append(counts[counted], token_ids[counted])

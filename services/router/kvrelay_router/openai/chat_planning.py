@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.parsed_text import ParsedText
 from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import RequestedOutput, check_token_ids, check_tokenized
 from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest
-from kvrelay_router.openai.tool_grammar import answer_grammar, check_tool_grammar, tool_grammar, wants_tool_grammar
+from kvrelay_router.openai.tool_grammar import chat_grammar, check_tool_grammar
 from kvrelay_router.openai.tool_schemas import check_tool_schemas
 
 
@@ -32,79 +32,63 @@ async def plan_chat(
     `output` replaces the length that the request asks for, and `prompt_param` is the field that errors name. Raises
     ApiError for every mistake in the requests.
     """
-    request, dialect = requests[0], service.text.dialect
-    is_parsed = not dialect.is_plain or bool(request.callable_tools)
-    plan = await _plan(service, names, requests, _endpoint_fields(request, output, prompt_param, is_parsed=is_parsed))
-    if not is_parsed:
-        return plan
-    if request.joins_reasoning:
-        dialect = dialect.without_reasoning or dialect
-    for each, run in zip(requests, plan.runs, strict=True):
-        begins_inside = _begins_inside_reasoning(service, each, run.request.prompt_ids)
-        prompt_end = service.text.prompt_end(run.request.prompt_ids)
-        for choice in run.choices:
-            parsed = ParsedText(
-                dialect.new_parser(request.callable_tools, begins_inside=begins_inside, prompt_end=prompt_end),
-                hides_reasoning=not request.include_reasoning,
-                parallel_calls=request.parallel_tool_calls,
-                only_calls=request.choice.mode == "required",
-            )
-            choice.parse_with(parsed, service.text.reasoning_counter(begins_inside=begins_inside))
-    return plan
-
-
-async def _plan(
-    service: ApiService, names: RequestNames, requests: Sequence[ChatRequest], fields: EndpointFields
-) -> Plan:
     request, share = requests[0], LoopShare()
+    fields = _endpoint_fields(service, request, output, prompt_param)
     limits = check_request(service, names, request)
     _check_tools(service, request)
     await check_tool_schemas(request.defined_tools)
     _check_reasoning(service, request)
     if request.grammar is not None:
         await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
-    prompts = []
+    prompts: list[TokenizedPrompt] = []
     for each in requests:
         prompts.append(await _prompt(service, each, fields, limits))
         await share.pause()
-    if request.grammar is not None:
-        begins_inside = _begins_inside_reasoning(service, request, prompts[0].token_ids)
-        grammar = await answer_grammar(service, request, begins_inside=begins_inside)
-        fields = msgspec.structs.replace(fields, grammar=grammar)
-    elif request.callable_tools and wants_tool_grammar(request):
-        begins_inside = _begins_inside_reasoning(service, request, prompts[0].token_ids)
-        has_markers = service.text.can_limit_reasoning
-        grammar = await tool_grammar(service, request, begins_inside=begins_inside, follows_reasoning=has_markers)
-        fields = msgspec.structs.replace(fields, grammar=grammar)
-    return await plan_generation(service, names, request, fields, prompts, limits)
+    grammar = await chat_grammar(service, request, begins_inside=prompts[0].begins_inside)
+    fields = msgspec.structs.replace(fields, grammar=grammar)
+    plan = await plan_generation(service, names, request, fields, prompts, limits)
+    if fields.is_parsed:
+        for run, prompt in zip(plan.runs, prompts, strict=True):
+            _parse(service, request, run, prompt)
+    return plan
+
+
+def _parse(service: ApiService, request: ChatRequest, run: PromptRun, prompt: TokenizedPrompt) -> None:
+    """Has the texts of the run parsed."""
+    dialect, inside = service.text.dialect, prompt.begins_inside
+    if request.joins_reasoning:
+        dialect = dialect.without_reasoning or dialect
+    prompt_end = service.text.prompt_end(prompt.token_ids)
+    for choice in run.choices:
+        parsed = ParsedText(
+            dialect.new_parser(request.callable_tools, begins_inside=inside, prompt_end=prompt_end),
+            hides_reasoning=not request.include_reasoning,
+            parallel_calls=request.parallel_tool_calls,
+            only_calls=request.choice.mode == "required",
+        )
+        choice.parse_with(parsed, service.text.reasoning_counter(begins_inside=inside))
 
 
 async def _prompt(
     service: ApiService, request: ChatRequest, fields: EndpointFields, limits: ModelLimits
 ) -> TokenizedPrompt:
+    text = service.text
     if request.prompt_token_ids:
         token_ids = request.prompt_token_ids
         check_token_ids(token_ids, limits, fields.prompt_param)
     else:
         max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
         token_ids = await service.encode_chat(request.messages, request.options, max_tokens, fields.prompt_param)
-        check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
+        check_tokenized(token_ids, text.tokenizer.vocab_size, limits, fields.prompt_param)
     token_ids = request.truncated(token_ids, fields.output.prompt_room(limits))
-    return TokenizedPrompt(token_ids, reasoning=_reasoning_before(service, request, token_ids))
-
-
-def _reasoning_before(
-    service: ApiService, request: ChatRequest, prompt_ids: list[int]
-) -> ReasoningSpan | ReasoningChannels | None:
-    """The reasoning in front of what is constrained. None if nothing is, or if the output has no reasoning."""
-    budget = request.thinking_token_budget
-    if request.grammar is None and budget is None and not wants_tool_grammar(request):
-        return None
-    begins_inside = _begins_inside_reasoning(service, request, prompt_ids)
-    has_begun = request.continue_final_message or service.text.has_ended_reasoning(prompt_ids)
-    if has_begun and not begins_inside:
-        return None
-    return service.text.reasoning_before(begins_inside=begins_inside, token_budget=budget)
+    begins_inside = _begins_inside_reasoning(service, request, token_ids)
+    reasoning, budget = None, request.thinking_token_budget
+    if request.grammar is not None or budget is not None or request.constrains_calls:
+        # The reasoning is in front of what is constrained, unless it has ended.
+        has_begun = request.continue_final_message or text.has_ended_reasoning(token_ids)
+        if begins_inside or not has_begun:
+            reasoning = text.reasoning_before(begins_inside=begins_inside, token_budget=budget)
+    return TokenizedPrompt(token_ids, begins_inside=begins_inside, reasoning=reasoning)
 
 
 def _check_reasoning(service: ApiService, request: ChatRequest) -> None:
@@ -146,7 +130,7 @@ def _begins_inside_reasoning(service: ApiService, request: ChatRequest, prompt_i
 
 
 def _endpoint_fields(
-    request: ChatRequest, output: RequestedOutput | None, prompt_param: str, *, is_parsed: bool
+    service: ApiService, request: ChatRequest, output: RequestedOutput | None, prompt_param: str
 ) -> EndpointFields:
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     return EndpointFields(
@@ -154,5 +138,5 @@ def _endpoint_fields(
         output=output or RequestedOutput(asked=request.wanted_tokens, default=None, param=param),
         logprobs=request.top_logprobs if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
-        is_parsed=is_parsed,
+        is_parsed=not service.text.dialect.is_plain or bool(request.callable_tools),
     )

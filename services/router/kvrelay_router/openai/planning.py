@@ -34,11 +34,12 @@ from kvrelay_router.text.service import DecodedPrompt
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """A prompt as tokens. `echo` is its text if the answer begins with it. `reasoning`: of the output, before what is
-    constrained."""
+    """A prompt as tokens. `echo` is its text if the answer begins with it. `begins_inside`: it has opened the
+    reasoning. `reasoning`: of the output, before what is constrained."""
 
     token_ids: list[int]
     echo: DecodedPrompt | None = None
+    begins_inside: bool = False
     reasoning: ReasoningSpan | ReasoningChannels | None = None
 
 

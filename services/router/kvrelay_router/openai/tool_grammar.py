@@ -23,7 +23,7 @@ MAX_GRAMMAR_TOOLS = 100
 
 def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
     """Raises ApiError for calls that cannot be constrained, or not together with the request's other fields."""
-    if not wants_tool_grammar(request):
+    if not request.constrains_calls:
         return
     if service.text.dialect.call_grammar(_markers(service), begins_inside=False) is None:
         if request.choice.mode == "required" or request.choice.names is not None:
@@ -39,29 +39,37 @@ def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
         raise wrong("tools", reason)
 
 
-async def answer_grammar(service: ApiService, request: ChatRequest, *, begins_inside: bool) -> Grammar | None:
-    """The request's grammar with what this model writes around its answer. None if that is nothing. Raises 400."""
-    if request.grammar is None or not service.text.dialect.has_channels or request.continue_final_message:
+async def chat_grammar(service: ApiService, request: ChatRequest, *, begins_inside: bool) -> Grammar | None:
+    """The grammar of the whole output, if it is another one than the request's. Raises 400 if it cannot be followed."""
+    if request.grammar is not None:
+        return await _answer_grammar(service, request, request.grammar, begins_inside=begins_inside)
+    if not request.constrains_calls:
         return None
-    markers = _markers(service)
-    content = format_of(request.grammar)
-    tag_format = service.text.dialect.answer_format(content, markers, begins_inside=begins_inside)
+    return await _tool_grammar(service, request, begins_inside=begins_inside)
+
+
+async def _answer_grammar(
+    service: ApiService, request: ChatRequest, given: Grammar, *, begins_inside: bool
+) -> Grammar | None:
+    """The request's grammar with what this model writes around its answer. None if that is nothing."""
+    if not service.text.dialect.has_channels or request.continue_final_message:
+        return None
+    content = format_of(given)
+    tag_format = service.text.dialect.answer_format(content, _markers(service), begins_inside=begins_inside)
     if tag_format is None:
         return None
-    grammar = _grammar(tag_format, request.grammar.whitespace, request.grammar_param)
+    grammar = _grammar(tag_format, given.whitespace, request.grammar_param)
     await service.check_grammar(grammar, request.grammar_param, request.whitespace_param)
     return grammar
 
 
-async def tool_grammar(
-    service: ApiService, request: ChatRequest, *, begins_inside: bool, follows_reasoning: bool
-) -> Grammar | None:
-    """None if the output is free. `begins_inside`: the prompt has opened the reasoning. `follows_reasoning`: the
-    grammar begins behind it. Raises 400 if a schema cannot be followed."""
+async def _tool_grammar(service: ApiService, request: ChatRequest, *, begins_inside: bool) -> Grammar | None:
+    """Begins behind the reasoning if workers know where that ends."""
+    follows_reasoning = service.text.can_limit_reasoning
     calls = service.text.dialect.call_grammar(
         _markers(service), begins_inside=begins_inside, follows_reasoning=follows_reasoning
     )
-    if calls is None or not wants_tool_grammar(request):
+    if calls is None:
         return None
     tools, is_required = request.callable_tools, request.choice.mode == "required"
     is_parallel = request.parallel_tool_calls
@@ -99,14 +107,6 @@ def _markers(service: ApiService) -> MarkerOf:
         return text if token_id is None else {"type": "token", "token": token_id, "text": text}
 
     return marker_of
-
-
-def wants_tool_grammar(request: ChatRequest) -> bool:
-    """Returns whether a call is required, only some tools are allowed, or a tool is strict."""
-    choice = request.choice
-    if choice.mode == "required" or choice.names is not None:
-        return True
-    return any(tool.is_strict for tool in request.callable_tools)
 
 
 def _grammar(tag_format: dict[str, Any], whitespace: str | None = WHITESPACE, param: str = "tools") -> Grammar:

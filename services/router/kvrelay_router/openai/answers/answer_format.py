@@ -55,13 +55,6 @@ class DocumentFormat(ABC):
 AnswerFormat = EventFormat | DocumentFormat
 
 
-def beam_scores(choice: Choice) -> dict[str, Any]:
-    """The fields that a choice has only if a beam search found it."""
-    if choice.beam is None:
-        return {}
-    return {"score": choice.beam.score, "cumulative_logprob": choice.beam.logprob}
-
-
 def usage_of(runs: Sequence[PromptRun]) -> dict[str, Any]:
     """Counts the tokens of all prompts, each prompt once, and of all sampled sequences."""
     prompt_tokens = sum(len(run.request.prompt_ids) for run in runs)

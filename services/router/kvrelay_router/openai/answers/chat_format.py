@@ -13,7 +13,6 @@ from kvrelay_router.openai.answers.answer_format import (
     DocumentFormat,
     EventFormat,
     EventUsage,
-    beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, PromptScores, chat_logprobs, prompt_scores
@@ -124,9 +123,7 @@ class ChatStream(EventFormat):
             return opening + self._event(choice, delta, NO_DETAILS, usage)
         details: dict[str, Any] = {
             "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **beam_scores(choice),
+            **choice.ending,
         }
         if self._request.return_token_ids:
             details["token_ids"] = records.token_ids
@@ -183,9 +180,7 @@ class ChatAnswer(DocumentFormat):
             "index": choice.index,
             "message": _message(choice, echoed),
             "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **beam_scores(choice),
+            **choice.ending,
         }
         if self._request.return_token_ids:
             content["token_ids"] = records.token_ids

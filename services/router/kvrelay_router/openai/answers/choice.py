@@ -6,6 +6,8 @@ result does not depend on how the tokens were grouped into deltas.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
@@ -88,6 +90,14 @@ class Choice:
     def num_reasoning_tokens(self) -> int | None:
         """None if they are not counted."""
         return None if self._reasoning is None else min(self._reasoning.num_tokens, self.num_tokens)
+
+    @property
+    def ending(self) -> dict[str, Any]:
+        """The fields of OpenAI's choices about the end, with the scores that a text has if a beam search found it."""
+        fields: dict[str, Any] = {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason}
+        if self.beam is not None:
+            fields |= {"score": self.beam.score, "cumulative_logprob": self.beam.logprob}
+        return fields
 
     def feed(self, delta: SequenceDelta) -> None:
         """Takes the next tokens. The delta's finish reason or a stop string finishes the choice."""

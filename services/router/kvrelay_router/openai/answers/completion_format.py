@@ -12,7 +12,6 @@ from kvrelay_router.openai.answers.answer_format import (
     DocumentFormat,
     EventFormat,
     EventUsage,
-    beam_scores,
 )
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
 from kvrelay_router.openai.answers.logprob_format import (
@@ -144,9 +143,7 @@ class _ChoiceFields:
             "index": index,
             "text": text if echo is None else echo.text + text,
             "logprobs": self._logprobs(run, records, echo),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **beam_scores(choice),
+            **choice.ending,
         }
         if self._request.return_token_ids:
             content["token_ids"] = records.token_ids

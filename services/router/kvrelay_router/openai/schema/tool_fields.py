@@ -152,6 +152,12 @@ class ToolFields(RequestModel):
         return tuple(tool for tool in self.defined_tools if tool.name in names)
 
     @property
+    def constrains_calls(self) -> bool:
+        """A call is required, only some tools are allowed, or a tool is strict."""
+        is_limited = self.choice.mode == "required" or self.choice.names is not None
+        return is_limited or any(tool.is_strict for tool in self.callable_tools)
+
+    @property
     def defined_tools(self) -> tuple[Tool, ...]:
         """All tools of the request, whether they may be called or not."""
         return self.tools.of_request if isinstance(self.tools, DefinedTools) else ()

@@ -63,6 +63,11 @@ class ZmqContext:
         self._sockets.own.add(socket)
         return socket
 
+    def adopt(self, socket: Socket) -> None:
+        """Closes this socket of the context with its own."""
+        socket.linger = 0
+        self._sockets.own.add(socket)
+
     def hand_over(self, socket: Socket) -> None:
         """The thread that reads from `socket` closes it from now on."""
         self._sockets.own.discard(socket)

@@ -162,7 +162,11 @@ class _NixlDriver:
         self._blocks = agent.prepare(region)
         self._parts: dict[BlockPart, Any] = {}
         self.outbox = Outbox(
-            region.block_bytes, window=settings.window, drain_timeout_s=math.inf, idle_close_s=settings.idle_forget_s
+            region.block_bytes,
+            window=settings.window,
+            drain_timeout_s=math.inf,
+            idle_close_s=settings.idle_forget_s,
+            is_acknowledged=True,
         )
         self._peers: dict[str, NixlPeer] = {}
         self._broken: dict[str, _Broken] = {}  # also in `_peers` while writes are in flight
@@ -178,7 +182,7 @@ class _NixlDriver:
         self._check(push, peer)
         if push.part is not None:
             self._prepare_part(push.part, endpoint.agent, peer)
-        self.outbox.push(endpoint.agent, self._cut(push))
+        self.outbox.push(endpoint.agent, push.reservation, self._cut(push))
 
     def close(self) -> None:
         """Waits up to `close_timeout_s` for writes in flight, then releases all descriptors."""
@@ -324,7 +328,7 @@ class _NixlDriver:
             else:
                 self._end(flight)
                 self._peers[flight.send.peer].is_connected = True
-                events += self.outbox.complete(flight.send.number, time.monotonic()).events
+                events += self.outbox.complete(flight.send.number, time.monotonic())[1]
                 self._forget_if_broken(flight.send.peer)
         return events
 
@@ -334,7 +338,7 @@ class _NixlDriver:
     def _stalled(self, name: str) -> list[SenderEvent]:
         error = f"a write made no progress for {self._settings.stall_timeout_s:g} s"
         self._break(name, error)
-        events = self.outbox.fail_peer(name, f"NIXL: {error}")
+        events = self.outbox.fail_peer(name, f"NIXL: {error}", time.monotonic())
         if not self._peers[name].is_connected:
             self._disconnect(name)
         return events
@@ -356,7 +360,7 @@ class _NixlDriver:
         self._forget_if_broken(in_flight.peer)
         return events
 
-    def expire(self) -> None:
+    def expire(self) -> list[SenderEvent]:
         """Forgets peers that were not used for `idle_forget_s`, allows new connections to broken ones in time, and lets
         UCX close the connections of strangers."""
         now = time.monotonic()
@@ -370,6 +374,7 @@ class _NixlDriver:
         for name in [name for name, broken in self._broken.items() if broken.until <= now]:
             if name not in self._peers:
                 del self._broken[name]
+        return []
 
     def _forget_if_broken(self, name: str) -> None:
         if name in self._broken and name in self._peers and not self._writes_to(name):

@@ -4,17 +4,15 @@ A piece either waits in its peer's queue or is in flight: submitted to the trans
 until it completes the send. Only a few sends per peer (the window) are in flight at once, so that an abort finds most
 of the reservation's pieces still in the queue, where they can be dropped.
 
-A peer has three states:
+A peer has two states:
 
-1. OPEN       its pieces are submitted as the window allows.
-2. RESETTING  its connection was closed because sends of an aborted reservation did not complete in time. Nothing is
-              submitted. Sends of other reservations that complete now may not have left, so they are queued again (a
-              block that arrives twice does no harm). With the last completion the peer is OPEN again.
-3. FAILED     its sends hang. All its pieces were reported as failed, and the waiting ones dropped. A reservation has
-              drained only when its sends have ended nevertheless. With the last one the peer is OPEN again.
+1. OPEN    its pieces are submitted as the window allows.
+2. FAILED  its connection broke or its sends hang. Its reservations were reported as failed, and waiting pieces dropped.
+           A reservation has drained only when its sends have ended nevertheless. With the last one the peer is OPEN
+           again.
 
-A reservation is unknown, active (a piece waits or is in flight) or aborting: none of its pieces waits, and the last
-completed send makes it unknown again and yields `SenderDrained`.
+A reservation is unknown, active (a piece waits, is in flight or may still be on its way) or aborting: none of its
+pieces waits, and the last completed send makes it unknown again and yields `SenderDrained`.
 """
 
 from __future__ import annotations
@@ -22,18 +20,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed
 from kvrelay.transfer.push_pieces import Piece
-
-
-class PeerState(Enum):
-    """The module's docstring describes each state."""
-
-    OPEN = auto()
-    RESETTING = auto()
-    FAILED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +30,9 @@ class PeerQueue:
     window: int
     waiting: deque[Piece] = field(default_factory=deque)
     sends: dict[int, Piece] = field(default_factory=dict)
-    state: PeerState = PeerState.OPEN
+    reservations: set[str] = field(default_factory=set)
+    """Reservations with pieces for this peer, until they are aborted."""
+    has_failed: bool = False
     idle_since: float = 0.0
 
     @property
@@ -50,7 +41,7 @@ class PeerQueue:
 
     @property
     def may_submit(self) -> bool:
-        return bool(self.waiting) and self.state is PeerState.OPEN and len(self.sends) < self.window
+        return bool(self.waiting) and not self.has_failed and len(self.sends) < self.window
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +54,28 @@ class InFlightSend:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletedSend:
-    """The result of a completed send: its piece, whether it was queued again, and the events to report."""
-
-    piece: Piece
-    queued_again: bool
-    events: list[SenderEvent]
-
-
-@dataclass(frozen=True, slots=True)
 class Closing:
-    """Connections to close now: `reset` to end sends that are overdue, `idle` because they were not used for long."""
+    """Connections to close now: `overdue` because sends of an aborted reservation did not end in time, `idle` because
+    they were not used for long."""
 
-    reset: tuple[str, ...]
+    overdue: tuple[str, ...]
     idle: tuple[str, ...]
 
 
 class Outbox:
-    """Times are seconds of one monotonic clock. The module's docstring describes the states."""
+    """Times are seconds of one monotonic clock. The module's docstring describes the states.
 
-    def __init__(self, block_bytes: int, *, window: int, drain_timeout_s: float, idle_close_s: float) -> None:
+    `is_acknowledged`: a completed send has arrived. Otherwise what was sent over a connection that breaks may be lost.
+    """
+
+    def __init__(
+        self, block_bytes: int, *, window: int, drain_timeout_s: float, idle_close_s: float, is_acknowledged: bool
+    ) -> None:
         self._block_bytes = block_bytes
         self._window = window
         self._drain_timeout_s = drain_timeout_s
         self._idle_close_s = idle_close_s
+        self._is_acknowledged = is_acknowledged
         self._peers: dict[str, PeerQueue] = {}
         self._turns: deque[str] = deque()
         self._peer_of: dict[int, str] = {}
@@ -98,11 +87,16 @@ class Outbox:
         """Returns whether sends of an aborted reservation are still in flight."""
         return reservation in self._aborting
 
-    def push(self, peer: str, pieces: Iterable[Piece]) -> None:
-        """Queues pieces for a peer behind those that wait already."""
+    def has_reservations(self, peer: str) -> bool:
+        """Returns whether a reservation of this peer has not ended, so that a broken connection has to be noticed."""
+        return peer in self._peers and bool(self._peers[peer].reservations)
+
+    def push(self, peer: str, reservation: str, pieces: Iterable[Piece]) -> None:
+        """Queues pieces of a reservation for a peer behind those that wait already."""
         if peer not in self._peers:
             self._peers[peer] = PeerQueue(self._window)
             self._turns.append(peer)
+        self._peers[peer].reservations.add(reservation)
         self._peers[peer].waiting.extend(pieces)
 
     def submit(self) -> InFlightSend | None:
@@ -115,42 +109,36 @@ class Outbox:
                 return self._submit_to(name, peer)
         return None
 
-    def complete(self, number: int, now: float) -> CompletedSend:
-        """The transport no longer reads the memory of this send."""
+    def complete(self, number: int, now: float) -> tuple[Piece, list[SenderEvent]]:
+        """The transport no longer reads the memory of this send. Returns its piece, and the events to report."""
         peer, piece = self._remove(number)
         events: list[SenderEvent] = []
-        queued_again = False
         if piece.reservation in self._aborting:
             events = self._drained_if_empty(piece.reservation)
-        elif peer.state is PeerState.RESETTING:
-            peer.waiting.appendleft(piece)
-            queued_again = True
         elif piece.direct:
             events = [self.pushed(piece)]
-        self._settle(peer, piece, now)
-        return CompletedSend(piece, queued_again, events)
+        self._settle(peer, now)
+        return piece, events
 
     def fail(self, number: int, cause: str, now: float) -> list[SenderEvent]:
-        """This send was not delivered and its peer cannot be reached, so all pieces that wait for the peer fail too.
+        """This send was not delivered, and its peer cannot be reached.
 
         Other sends to the peer are still in flight and complete one by one.
         """
+        peer = self._peers[self._peer_of[number]]
+        events = self._fail(peer, cause)
         peer, piece = self._remove(number)
-        events: list[SenderEvent] = []
-        if peer.state is not PeerState.FAILED:
-            events += self._fail_pieces([piece, *peer.waiting], cause)
-            peer.waiting.clear()
         if piece.reservation in self._aborting:
             events += self._drained_if_empty(piece.reservation)
-        self._settle(peer, piece, now)
+        self._settle(peer, now)
         return events
 
-    def fail_peer(self, name: str, cause: str) -> list[SenderEvent]:
-        """Sends to this peer hang. Reports all its pieces as failed; those in flight still have to end one by one."""
-        peer = self._peers[name]
-        events = self._fail_pieces([*peer.sends.values(), *peer.waiting], cause)
-        peer.waiting.clear()
-        peer.state = PeerState.FAILED
+    def fail_peer(self, name: str, cause: str, now: float) -> list[SenderEvent]:
+        """Sends to this peer hang, or its connection broke. Those in flight still have to end one by one."""
+        if name not in self._peers:
+            return []
+        events = self._fail(self._peers[name], cause)
+        self._settle(self._peers[name], now)
         return events
 
     def pushed(self, piece: Piece) -> Pushed:
@@ -164,6 +152,8 @@ class Outbox:
             kept = [piece for piece in peer.waiting if piece.reservation != reservation]
             if len(kept) != len(peer.waiting):
                 peer.waiting = deque(kept)
+            if reservation in peer.reservations:
+                peer.reservations.discard(reservation)
                 peer.idle_since = now
         if reservation in self._aborting:
             return []
@@ -171,29 +161,28 @@ class Outbox:
         return self._drained_if_empty(reservation)
 
     def expire(self, now: float) -> Closing:
-        """Returns the connections to close now. Peers in `reset` stay known, those in `idle` are forgotten."""
+        """Returns the connections to close now. `fail_peer` must follow for those in `overdue`; those in `idle` are
+        forgotten."""
         late = {reservation for reservation, deadline in self._aborting.items() if deadline <= now}
-        reset = [
+        overdue = [
             name
             for name, peer in self._peers.items()
-            if peer.state is PeerState.OPEN and any(piece.reservation in late for piece in peer.sends.values())
+            if not peer.has_failed and any(piece.reservation in late for piece in peer.sends.values())
         ]
-        for name in reset:
-            self._peers[name].state = PeerState.RESETTING
         idle = [
             name for name, peer in self._peers.items() if peer.is_idle and peer.idle_since + self._idle_close_s <= now
         ]
         for name in idle:
             del self._peers[name]
             self._turns.remove(name)
-        return Closing(tuple(reset), tuple(idle))
+        return Closing(tuple(overdue), tuple(idle))
 
     def next_deadline(self) -> float | None:
         """The time of the next `expire` that will return anything, if nothing else happens."""
         drains = [
             self._aborting[piece.reservation]
             for peer in self._peers.values()
-            if peer.state is PeerState.OPEN
+            if not peer.has_failed
             for piece in peer.sends.values()
             if piece.reservation in self._aborting
         ]
@@ -211,9 +200,16 @@ class Outbox:
             waiting = [piece for peer in self._peers.values() for piece in peer.waiting]
             assert all(piece.reservation != reservation for piece in waiting), f"{reservation} aborted, yet waiting"
 
-    def _fail_pieces(self, pieces: list[Piece], cause: str) -> list[SenderEvent]:
-        reservations = dict.fromkeys(piece.reservation for piece in pieces)
-        return [TransferFailed(name, cause) for name in reservations if name not in self._aborting]
+    def _fail(self, peer: PeerQueue, cause: str) -> list[SenderEvent]:
+        """Once, until the last send of the peer has ended."""
+        if peer.has_failed:
+            return []
+        pieces = (*peer.sends.values(), *peer.waiting)
+        names = {piece.reservation for piece in pieces} if self._is_acknowledged else peer.reservations
+        events: list[SenderEvent] = [TransferFailed(name, cause) for name in sorted(names - self._aborting.keys())]
+        peer.waiting.clear()
+        peer.has_failed = True
+        return events
 
     def _submit_to(self, name: str, peer: PeerQueue) -> InFlightSend:
         piece = peer.waiting.popleft()
@@ -228,13 +224,13 @@ class Outbox:
         peer = self._peers[self._peer_of.pop(number)]
         piece = peer.sends.pop(number)
         self._num_in_flight[piece.reservation] -= 1
-        return peer, piece
-
-    def _settle(self, peer: PeerQueue, piece: Piece, now: float) -> None:
         if not self._num_in_flight[piece.reservation]:
             del self._num_in_flight[piece.reservation]
+        return peer, piece
+
+    def _settle(self, peer: PeerQueue, now: float) -> None:
         if not peer.sends:
-            peer.state = PeerState.OPEN
+            peer.has_failed = False
         if peer.is_idle:
             peer.idle_since = now
 

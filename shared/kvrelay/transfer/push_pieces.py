@@ -13,7 +13,7 @@ import numpy as np
 
 from kvrelay.transfer.base import BlockPush
 from kvrelay.transfer.block_parts import PartCopy
-from kvrelay.transfer.wire import Bytes, Checksums, Indices
+from kvrelay.transfer.wire import Bytes, Indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,6 @@ class Piece:
     """Whether the blocks are neighbours in the pool, so that the frame can be a view of it."""
     staging: Bytes | None = None
     """The buffer the blocks were gathered into, [num_blocks, block_bytes]; None before, and for direct pieces."""
-    checksums: Checksums | None = None
-    """The checksums of its blocks; None before they are computed."""
     part: PartCopy | None = None
     """The part of each block that is sent; None: all of it."""
 

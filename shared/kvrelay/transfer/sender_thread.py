@@ -64,7 +64,7 @@ class TransportDriver(Protocol):
         """Returns the events of sends that have completed since the last call."""
         ...
 
-    def expire(self) -> None:
+    def expire(self) -> list[SenderEvent]:
         """Closes connections whose time is over."""
         ...
 
@@ -160,7 +160,7 @@ class SenderThread:
                     return
                 _emit_all(self._carry_out(driver, command), emit)
             _emit_all(driver.collect(), emit)
-            driver.expire()
+            _emit_all(driver.expire(), emit)
             send = driver.outbox.submit()
             if send is not None:
                 _emit_all(driver.send(send), emit)

@@ -4,7 +4,9 @@
 and the copies. No call waits for a socket: ZMQ accepts every frame, and the outbox's window bounds how many it holds. A
 receiver that refuses the connection fails the push.
 ZMQ has finished with a frame's memory when it drops the last reference to the view that it was given. A weak reference
-reports this and wakes the thread, so nothing is polled."""
+reports this and wakes the thread. Then the frame may still be in the kernel. So if a connection breaks, all its
+reservations that have not ended fail: ZMQ would connect again by itself, without the frames that were on their way.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +29,29 @@ from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.pool_memory import PoolLike, PoolMemory, as_pool
 from kvrelay.transfer.push_pieces import FrameSizes, Piece, cut, frame_blocks
 from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
-from kvrelay.transfer.wire import Bytes, Checksums, encode_header
+from kvrelay.transfer.wire import Bytes, encode_header
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 0.05
+"""How often connections are looked at while a reservation has not ended."""
 RECONNECT_AT_MOST_MS = 1000
 MAX_RECEIVERS = 2048
+SOCKETS_A_RECEIVER = 3
+"""A socket, and the two ends of its monitor."""
 SPARE_SOCKETS = 64
 """Sockets besides one for each receiver: closed ones that libzmq has not released yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class SenderSettings:
-    """ZMQ holds up to `window` frames per receiver. A connection is closed if an abort has not drained after
-    `drain_timeout_s`, or if the connection was not used for `idle_close_s`.
+    """ZMQ holds up to `window` frames per receiver. A connection fails if an abort has not drained after
+    `drain_timeout_s`, and is closed if it was not used for `idle_close_s`.
     """
 
     sizes: FrameSizes = field(default_factory=FrameSizes)
     window: int = 8
-    drain_timeout_s: float = 2.0
+    drain_timeout_s: float = 5.0
     idle_close_s: float = 60.0
     max_receivers: int = MAX_RECEIVERS
 
@@ -105,9 +111,13 @@ class _ZmqDriver:
             window=settings.window,
             drain_timeout_s=settings.drain_timeout_s,
             idle_close_s=settings.idle_close_s,
+            is_acknowledged=False,
         )
-        self._context = ZmqContext(settings.max_receivers + SPARE_SOCKETS)
+        self._context = ZmqContext(SOCKETS_A_RECEIVER * settings.max_receivers + SPARE_SOCKETS)
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._breaks: dict[str, zmq.Socket[bytes]] = {}  # tell when the connection of an address breaks
+        self._poller = zmq.Poller()
+        self._looks_at = 0.0
         self._views: dict[int, weakref.ref[Bytes]] = {}
         self._completed: deque[int] = deque()
         self._spare_buffers: list[Bytes] = []
@@ -120,19 +130,36 @@ class _ZmqDriver:
         if push.part is not None and push.part.source.block_bytes != self._block_bytes:
             raise MalformedEndpoint(f"blocks of {self._block_bytes} bytes have no part {push.part.source}")
         pieces = cut(push.reservation, push.copies, self._block_bytes, sizes, in_place=self._in_place, part=push.part)
-        self.outbox.push(address, pieces)
+        self.outbox.push(address, push.reservation, pieces)
 
     def collect(self) -> list[SenderEvent]:
-        """Returns the events of frames whose memory ZMQ has released."""
+        """Returns the events of frames whose memory ZMQ has released, and of connections that broke."""
         events: list[SenderEvent] = []
         while self._completed:
             events += self._remove(self._completed.popleft())
+        if time.monotonic() >= self._looks_at:
+            self._looks_at = time.monotonic() + LOOK_EVERY_S
+            broken = {socket for socket, _ in self._poller.poll(0)}
+            for address in [address for address, socket in self._breaks.items() if socket in broken]:
+                events += self._disconnect(address, "the connection broke")
+        return events
+
+    def _disconnect(self, address: str, cause: str) -> list[SenderEvent]:
+        """The next push connects anew."""
+        self._close_socket(address)
+        events = self.outbox.fail_peer(address, f"{address}: {cause}", time.monotonic())
+        self._counters.num_resets += 1
+        level = logging.WARNING if events else logging.INFO
+        log.log(level, "closed the connection to %s: %s, and %d handoffs fail", address, cause, len(events))
         return events
 
     def patience_s(self) -> float | None:
-        """Until a connection's time is over."""
+        """Until a connection's time is over, or has to be looked at."""
         deadline = self.outbox.next_deadline()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if any(map(self.outbox.has_reservations, self._sockets)):
+            return LOOK_EVERY_S if patience is None else min(LOOK_EVERY_S, patience)
+        return patience
 
     def close(self) -> None:
         """Closes all sockets and waits until ZMQ has released every frame."""
@@ -152,12 +179,30 @@ class _ZmqDriver:
             if self._curve is not None:
                 self._curve.guard_client(socket)
             try:
-                socket.connect(address)
+                breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             except zmq.ZMQError as error:
                 self._context.close_socket(socket)
+                raise Unreachable(f"cannot open a socket to {address}: {error}") from error
+            self._context.adopt(breaks)
+            self._poller.register(breaks, zmq.POLLIN)
+            self._sockets[address], self._breaks[address] = socket, breaks
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                self._close_socket(address)
                 raise MalformedEndpoint(f"cannot connect to {address}: {error}") from error
-            self._sockets[address] = socket
         return self._sockets[address]
+
+    def _close_socket(self, address: str) -> None:
+        """Does nothing if there is none."""
+        socket = self._sockets.pop(address, None)
+        if socket is None:
+            return
+        breaks = self._breaks.pop(address)
+        self._poller.unregister(breaks)
+        socket.disable_monitor()
+        self._context.close_socket(breaks)
+        self._context.close_socket(socket)
 
     def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         """Gives a frame to ZMQ, which accepts every one unless the receiver refused the connection. Blocks that are not
@@ -168,14 +213,15 @@ class _ZmqDriver:
             return self.outbox.fail(in_flight.number, str(error), time.monotonic())
         piece = in_flight.piece
         events: list[SenderEvent] = []
-        if not piece.direct and piece.staging is None:
+        if not piece.direct:
             piece.staging = self._gather(piece)
             events = [self.outbox.pushed(piece)]
         # A view that only ZMQ will hold: its end says that the memory is no longer read.
         view = self._view_of(piece)
         self._views[in_flight.number] = weakref.ref(view, lambda _: self._note_completed(in_flight.number))
         copies = piece.copies
-        checksums = self._checksums_of(piece)
+        part = None if piece.part is None else piece.part.source
+        checksums = None if self._checksums is None else self._checksums.of(copies.sources, part)
         number = 0 if piece.part is None else piece.part.number
         block_bytes = piece.bytes_per_block(self._block_bytes)
         header = encode_header(piece.reservation, block_bytes, copies.indices, copies.slots, checksums, number)
@@ -194,16 +240,9 @@ class _ZmqDriver:
         """Libzmq ends the queue of a socket whose handshake fails, for another key or another protocol. A send that
         blocks would never return, and the thread would not end. The next push connects anew."""
         del self._views[in_flight.number]  # nothing of this frame is queued, so its end says nothing
-        self._context.close_socket(self._sockets.pop(in_flight.peer))
+        self._close_socket(in_flight.peer)
         cause = f"{in_flight.peer} refuses the connection: it has another key, or is no receiver"
         return self.outbox.fail(in_flight.number, cause, time.monotonic())
-
-    def _checksums_of(self, piece: Piece) -> Checksums | None:
-        """Kept with the piece: it may be sent again when its blocks are no longer held."""
-        if self._checksums is not None and piece.checksums is None:
-            part = None if piece.part is None else piece.part.source
-            piece.checksums = self._checksums.of(piece.copies.sources, part)
-        return piece.checksums
 
     def _gather(self, piece: Piece) -> Bytes:
         if self._spare_buffers:
@@ -232,22 +271,18 @@ class _ZmqDriver:
 
     def _remove(self, number: int) -> list[SenderEvent]:
         del self._views[number]
-        returned = self.outbox.complete(number, time.monotonic())
-        staging = returned.piece.staging
-        if staging is not None and not returned.queued_again and len(self._spare_buffers) < self._settings.window:
-            self._spare_buffers.append(staging)
-        return returned.events
+        piece, events = self.outbox.complete(number, time.monotonic())
+        if piece.staging is not None and len(self._spare_buffers) < self._settings.window:
+            self._spare_buffers.append(piece.staging)
+        return events
 
-    def expire(self) -> None:
+    def expire(self) -> list[SenderEvent]:
         """Closes what the outbox says."""
         closing = self.outbox.expire(time.monotonic())
-        for address in closing.reset + closing.idle:
-            socket = self._sockets.pop(address, None)  # None: a reset closed it, and nothing was sent there since
-            if socket is not None:
-                self._context.close_socket(socket)
-        self._counters.num_resets += len(closing.reset)
-        for address in closing.reset:
-            log.warning("closed the connection to %s: aborted frames were not taken in time", address)
+        for address in closing.idle:
+            self._close_socket(address)
+        events = [self._disconnect(address, "aborted frames were not taken in time") for address in closing.overdue]
+        return [event for some in events for event in some]
 
 
 def _rows_in(buffer: Bytes, piece: Piece) -> Bytes:

@@ -159,6 +159,25 @@ async def test_frames_wait_for_a_receiver_that_comes_late(
         receiver.close()
 
 
+async def test_a_connection_that_breaks_fails_what_was_sent_over_it_and_has_not_ended(rig: Rig) -> None:
+    """ZMQ has given the frames to the kernel, and would connect again without them."""
+    source, target = rig.sender(source_pool(8, BLOCK_BYTES)), rig.receiver(target_pool(8, BLOCK_BYTES))
+    other = rig.receiver(target_pool(8, BLOCK_BYTES))
+    for name in ("open", "ended"):
+        source.push(name, target.endpoint, [BlockPush(0, 1, 2)])
+        await source.until_pushed(name, [0])
+    await source.abort("ended")
+    target.receiver.close()
+    await source.log.until(lambda: bool(source.failures("open")))
+    assert "the connection broke" in source.failures("open")[0]
+    assert not source.failures("ended")
+    await source.abort("open")
+    plan = Plan("r", 0, (1, 2), (3, 4))
+    plan.admit(other)
+    source.push("r", other.endpoint, plan.copies)
+    await other.until_landed("r", plan.blocks)
+
+
 async def test_an_unreachable_peer_holds_up_nobody_else(rig: Rig, random: np.random.Generator, held: HeldPort) -> None:
     source, target = rig.sender(source_pool(2000, BLOCK_BYTES)), rig.receiver(target_pool(2000, BLOCK_BYTES))
     plan = scattered("r", 1000, 2000, random)

@@ -23,7 +23,7 @@ class StuckDriver:
     """A call of its library returns only when it is `released`."""
 
     def __init__(self) -> None:
-        self.outbox = Outbox(1024, window=1, drain_timeout_s=1.0, idle_close_s=60.0)
+        self.outbox = Outbox(1024, window=1, drain_timeout_s=1.0, idle_close_s=60.0, is_acknowledged=True)
         self.is_stuck, self.released, self.is_closed = Event(), Event(), Event()
 
     def enqueue(self, push: Push) -> None:
@@ -33,7 +33,8 @@ class StuckDriver:
     def collect(self) -> list[SenderEvent]:
         return []
 
-    def expire(self) -> None: ...
+    def expire(self) -> list[SenderEvent]:
+        return []
 
     def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         raise AssertionError("nothing was queued")
@@ -49,7 +50,7 @@ class ImpatientDriver:
     """Has nothing to send, and waits for commands as briefly as can be. Every other time there is one already."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.outbox = Outbox(1024, window=1, drain_timeout_s=1.0, idle_close_s=60.0)
+        self.outbox = Outbox(1024, window=1, drain_timeout_s=1.0, idle_close_s=60.0, is_acknowledged=True)
         self.has_waited = Event()
         self._wake = wake
         self._num_waits = 0
@@ -64,7 +65,8 @@ class ImpatientDriver:
             self.has_waited.set()
         return []
 
-    def expire(self) -> None: ...
+    def expire(self) -> list[SenderEvent]:
+        return []
 
     def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         raise AssertionError("nothing was queued")

@@ -323,5 +323,4 @@ def _limits(config: WorkerConfig, spec: ModelSpec) -> ModelLimits:
         config.max_running,
         spec.num_blocks,
         spec.block_size,
-        group_samples=config.group_samples,
     )

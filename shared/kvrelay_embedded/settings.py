@@ -16,7 +16,7 @@ SETTINGS = (
     "fused_layers", "quantization", "threads", "block_size", "num_blocks", "kv_memory_bytes", "memory_utilization",
     "max_model_len", "prefix_cache", "token_budget", "max_running", "scheduler", "chunking",
     "queue_order", "retraction", "preemption", "swap_space", "new_token_ratio",
-    "group_samples", "jump_forward", "speculation", "num_speculative_tokens",
+    "jump_forward", "speculation", "num_speculative_tokens",
     "tensor_parallel_size",
     "pipeline_parallel_size", "local_ranks", "rank_host", "rank_port", "rank_timeout_s",
     "curve_key_file",
@@ -33,7 +33,7 @@ def engine_config(model: str | None, settings: Mapping[str, Any]) -> WorkerConfi
             raise ValueError(f"the engine has no setting {name!r}{hint}")
     named = {} if model is None else {"model": model}
     try:
-        return WorkerConfig(role="decode", prefix_index=False, **named, **settings)
+        return WorkerConfig(role="decode", **named, **settings)
     except ValidationError as error:
         name, given, fault = next(explanations(WorkerConfig, error))
         raise ValueError(sentence(f"{name} = {given!r}" if name else "", fault)) from None

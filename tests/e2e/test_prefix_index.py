@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -116,11 +115,3 @@ def test_the_index_heals_when_redis_comes_back_empty(stack: Stack) -> None:
     until(lambda: is_whole(stack))
     for seed, (prefill, decode, _) in enumerate(first, 200):
         assert ask(stack, [*prompt_of(seed), 7])[:2] == (prefill, decode)
-
-
-@pytest.mark.slow
-def test_without_an_index_requests_are_served(tmp_path: Path) -> None:
-    with Stack(DEMO_MODEL, tmp_path, *SMALL, "--no-prefix-index") as stack:
-        ask(stack, prompt_of(1))
-        assert index_of(stack) == {"state": "off"}
-        assert "index_held" not in stack.fleet()["workers"][0]["totals"]

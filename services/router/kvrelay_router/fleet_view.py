@@ -269,7 +269,6 @@ def _limits_of(records: list[WorkerRecord]) -> ModelLimits:
         min((record.max_running for record in decode), default=0),
         min((record.num_blocks for record in decode), default=0),
         min((record.block_size for record in decode), default=0),
-        group_samples=bool(decode) and all(record.group_samples for record in decode),
         jump_forward=all(record.jump_forward for record in records),
     )
 

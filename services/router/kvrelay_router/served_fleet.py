@@ -134,7 +134,7 @@ def _static_workers(config: RouterConfig, other_models: frozenset[str]) -> Stati
 
 
 def _prefix_index(config: RouterConfig) -> FleetPrefixes | None:
-    if not config.prefix_index or not config.uses_redis:
+    if not config.uses_redis:
         return None
     return FleetPrefixes(IndexFeed(IndexReader(config.redis_url, config.redis_prefix, config.model_name)))
 

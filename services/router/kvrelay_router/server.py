@@ -144,8 +144,8 @@ class RouterServer:
             }
         )
         self._closing.push_async_callback(pages.close)
-        await pages.start(config.metrics_host, config.metrics_port)
-        log.info("metrics at http://%s:%d/metrics", config.metrics_host, pages.port)
+        await pages.start(config.pages_host, config.metrics_port)
+        log.info("metrics at http://%s:%d/metrics", config.pages_host, pages.port)
 
     def _metrics_page(self) -> Page:
         return metrics_page(self._metric_samples())

@@ -108,14 +108,14 @@ def check_page_ports(router: RouterConfig, workers: Sequence[WorkerConfig], firs
     """Raises ConfigError if a port of the services' pages is in use. `first`: `metrics_port` of `kvrelay up`."""
     wanted: list[tuple[str, int, str]] = []
     if router.metrics_port:
-        wanted.append((router.metrics_host, router.metrics_port, "the router"))
+        wanted.append((router.pages_host, router.metrics_port, "the router"))
     if first is None:
-        wanted += [(worker.http_host, worker.http_port, worker.worker_id) for worker in workers if worker.http_port]
+        wanted += [(worker.host, worker.http_port, worker.worker_id) for worker in workers if worker.http_port]
     else:
         port = first + 1
         for worker in workers:
             if len(worker.each_worker()) == 1:
-                wanted.append((worker.http_host, port, worker.worker_id))
+                wanted.append((worker.host, port, worker.worker_id))
             port += worker.data_parallel_size
     field = "metrics_port" if first is not None else "http_port or metrics_port"
     taken = [port for port, number in Counter(port for _, port, _ in wanted).items() if number > 1]

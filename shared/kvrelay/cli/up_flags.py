@@ -26,10 +26,8 @@ DECIDED_HERE = frozenset(
     {"worker_id", "num_workers", "static_workers", "router_id", "port", "host", "advertise_host", "redis_url"}
 )
 """Fields of services that `up` sets itself."""
-WORKER_PORTS = frozenset(
-    {"transfer_port", "http_port", "http_host", "local_ranks", "rank_host", "rank_port", "data_parallel_rank"}
-)
-ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port", "metrics_host"})
+WORKER_PORTS = frozenset({"transfer_port", "http_port", "local_ranks", "rank_host", "rank_port", "data_parallel_rank"})
+ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port"})
 
 
 def parse_up_flags(argv: Sequence[str] | None) -> dict[str, Any]:

@@ -146,10 +146,6 @@ class CommonConfig(ProcessConfig):
         description="prefix of every key in Redis; separates fleets that share a Redis",
         json_schema_extra={"form": "1 to 64 of the characters A-Z a-z 0-9 _ . : -"},
     )
-    prefix_index: bool = Field(
-        default=True,
-        description="workers publish cached prefixes to Redis, and routers route requests to them",
-    )
     peer_timeout_s: float = Field(
         default=5.0, ge=0.5, le=600, description="seconds of silence after which a peer counts as dead"
     )

@@ -67,7 +67,8 @@ class RouterConfig(CommonConfig):
         "connections among them, not evenly",
     )
     message_host: str | None = Field(
-        default=None, description="address to listen on for workers' messages (default: host)"
+        default=None,
+        description="address to listen on for workers' messages and for the pages of metrics_port (default: host)",
     )
     message_port: int = Field(
         default=0,
@@ -85,7 +86,6 @@ class RouterConfig(CommonConfig):
         default=False,
         description="serve /metrics on port as well; if API keys are set, it needs one",
     )
-    metrics_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
 
     api_keys: tuple[SecretStr, ...] = Field(
         default=(),
@@ -262,6 +262,11 @@ class RouterConfig(CommonConfig):
                     )
                 owners[name] = fleet.model
         return self
+
+    @property
+    def pages_host(self) -> str:
+        """The address to listen on for /metrics, /health and /ready: that of messages, which is not the clients'."""
+        return self.message_host or self.host
 
     def fleets(self) -> tuple[RouterConfig, ...]:
         """The configuration for each fleet, the one of `model` first. They differ in `message_port` and the fields of

@@ -48,7 +48,6 @@ class WorkerConfig(RankedConfig):
         description="port of /health and /ready for probes, /metrics for Prometheus, and /worker for static_workers of "
         "routers; 0: any free one (default: none)",
     )
-    http_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
     transfer: Literal["auto", "nixl", "zmq"] = Field(
         default="auto",
         description="transport of KV blocks; auto: nixl between workers that both have it, otherwise zmq",
@@ -206,10 +205,6 @@ class WorkerConfig(RankedConfig):
         description="initial share of the running sequences' remaining output that admission keeps room for; it "
         "adapts. 0: none",
     )
-    group_samples: bool = Field(
-        default=True,
-        description="admit, preempt and resume the n samples of a request together, as beams always are",
-    )
 
     jump_forward: bool = Field(
         default=True,
@@ -312,7 +307,7 @@ class WorkerConfig(RankedConfig):
     @property
     def publishes_prefixes(self) -> bool:
         """Returns whether this worker publishes its cache to the prefix index."""
-        return self.uses_redis and self.prefix_index and self.prefix_cache
+        return self.uses_redis and self.prefix_cache
 
     @property
     def num_stages(self) -> int:

@@ -37,8 +37,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     vocab_size: int
     max_running: int = 0
     """Maximum running sequences."""
-    group_samples: bool = False
-    """Whether it runs the samples of a request together."""
     jump_forward: bool = False
     """Whether tokens that a grammar forces join without being sampled."""
     slot: int = NO_SLOT

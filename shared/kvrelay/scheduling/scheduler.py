@@ -100,8 +100,6 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError for a known one."""
-        if not self.settings.group_samples:
-            sequence.sample_group = ""
         sampling = sequence.sampling
         # The model's log-probability of a forced token is not known until the next step, so none is forced then. A
         # grammar may force what limits of tokens forbid, which sampling under both masks finds out.
@@ -353,11 +351,6 @@ class Scheduler:
     def num_slots(self) -> int:
         """Number of running sequences, with those that capacity is reserved for."""
         return self.lifecycle.num_slots
-
-    @property
-    def group_samples(self) -> bool:
-        """Returns whether the samples of a request run at the same time."""
-        return self.settings.group_samples
 
     @property
     def swap_use(self) -> SwapUse:

@@ -41,10 +41,10 @@ class SchedulerSettings:
     first; 0 leaves none. `retraction`: who goes when blocks run out. `preemption`: what becomes of its K/V: computed
     again later, copied to the host and back, or what is estimated to take less time. `num_swap_slots`: blocks that fit
     the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
-    `group_samples`: whether the samples of a request are admitted, go and come back together. `jump_forward`: steps
-    may bring tokens that grammars force. `max_shared_forced_tokens`: so many of them are computed in a step with
-    unconstrained sequences; None: an eighth of the token budget. `samples_behind`: the runner can run a step with a
-    constrained sequence behind one that samples a token of it; without, no step is planned behind such a one.
+    `jump_forward`: steps may bring tokens that grammars force. `max_shared_forced_tokens`: so many of them are computed
+    in a step with unconstrained sequences; None: an eighth of the token budget. `samples_behind`: the runner can run a
+    step with a constrained sequence behind one that samples a token of it; without, no step is planned behind such
+    a one.
     `speculation`: which sequences have drafts, and how many. `num_stages`: stages of the model's pipeline.
     """
 
@@ -56,7 +56,6 @@ class SchedulerSettings:
     preemption: Preemption = "auto"
     num_swap_slots: int = 0
     swap_block_s: float = 0.0
-    group_samples: bool = True
     jump_forward: bool = False
     max_shared_forced_tokens: int | None = None
     samples_behind: bool = False

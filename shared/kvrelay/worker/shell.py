@@ -74,8 +74,8 @@ class WorkerShell:
         """Loads the model, opens sockets and starts to receive. The worker joins the fleet in `main_loop`."""
         config = self.config
         if config.http_port is not None:
-            await self._pages.start(config.http_host, config.http_port)
-            log.info("health at http://%s:%d/health", config.http_host, self._pages.port)
+            await self._pages.start(config.host, config.http_port)
+            log.info("health at http://%s:%d/health", config.host, self._pages.port)
         self._export = open_export(config.role, config.worker_id)
         startup = WorkerStartup(
             config=config,

@@ -108,4 +108,4 @@ def test_prometheus_scrapes_what_compose_runs() -> None:
             environment = services[name]["environment"]
             port = "KVRELAY_METRICS_PORT" if name == "router" else "KVRELAY_HTTP_PORT"
             assert environment[port] == str(discovery["port"])
-            assert environment[port.replace("PORT", "HOST")] == "0.0.0.0"
+            assert environment["KVRELAY_HOST"] == "0.0.0.0" and "KVRELAY_MESSAGE_HOST" not in environment

@@ -190,15 +190,6 @@ def test_limits_of_beam_searches_are_those_of_decode_workers() -> None:
     assert (limits.max_running, limits.num_blocks, limits.block_size) == (9, 60, 16)
 
 
-def test_samples_run_at_once_where_all_decode_workers_run_them_so() -> None:
-    together, alone = (record(name, max_running=8, group_samples=name == "d") for name in "de")
-    for workers, expected in (([together], True), ([together, alone], False), ([record("p", role="prefill")], False)):
-        fleet = Fleet(*workers)
-        limits = fleet.view.limits(fleet.now)
-        assert limits is not None
-        assert limits.group_samples is expected
-
-
 def test_limits_stay_known_while_all_workers_are_away() -> None:
     fleet = Fleet(record("a"))
     fleet.view.lost(ref(record("a")), "silent", fleet.now)

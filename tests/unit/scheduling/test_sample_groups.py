@@ -100,20 +100,6 @@ def test_they_go_and_come_back_together(
             assert sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist() == expected
 
 
-def test_without_the_setting_they_go_one_by_one() -> None:
-    lost = {}
-    for group_samples in (True, False):
-        world = World(10, 16, 8, False, policy=SchedulerSettings(group_samples=group_samples))
-        world.add([1] * 8, Sampling(temperature=0.0, max_tokens=24, ignore_eos=True))
-        world.step()
-        group = samples(world, 1, [2] * 5, 3, 20)
-        while not world.scheduler.num_preemptions:
-            world.step()
-        lost[group_samples] = sum(s.num_preemptions for s in group)
-    assert lost[True] == 3
-    assert lost[False] == 1
-
-
 def full(world: World, max_tokens: int) -> None:
     """Somebody else runs, so that 6 of 10 blocks are left."""
     world.add([1] * 13, Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
@@ -122,19 +108,15 @@ def full(world: World, max_tokens: int) -> None:
 
 @pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "simple_chunking"])
 def test_a_group_waits_for_room_for_all_of_it(scheduler: str) -> None:
-    """Five samples of a prompt of 9 tokens take 2 + 5 blocks, of which 6 are left; without the setting four go."""
-    num_admitted = {}
-    for group_samples in (True, False):
-        world = World(10, 32, 8, True, scheduler, SchedulerSettings(group_samples=group_samples))
-        full(world, 5)
-        group = samples(world, 1, [2] * 9, 5, 3)
-        for _ in range(3):
-            world.step()
-        num_admitted[group_samples] = sum(s.state is not SequenceState.WAITING for s in group)
-        world.run()
-        assert all(s.num_output == 3 for s in group)
-    assert num_admitted[True] == 0
-    assert 0 < num_admitted[False] < 5
+    """Five samples of a prompt of 9 tokens take 2 + 5 blocks, of which 6 are left."""
+    world = World(10, 32, 8, True, scheduler, SchedulerSettings())
+    full(world, 5)
+    group = samples(world, 1, [2] * 9, 5, 3)
+    for _ in range(3):
+        world.step()
+    assert all(s.state is SequenceState.WAITING for s in group)
+    world.run()
+    assert all(s.num_output == 3 for s in group)
 
 
 def test_nobody_else_gets_the_room_that_is_set_aside() -> None:

@@ -210,7 +210,6 @@ policies = st.builds(
     retraction=st.sampled_from(["latest", "least_progress"]),
     preemption=st.sampled_from(["recompute", "swap"]),
     num_swap_slots=st.sampled_from([0, 6, 40]),
-    group_samples=st.booleans(),
 )
 
 
@@ -224,7 +223,7 @@ policies = st.builds(
         ("step", 0),
         ("step", 0),
     ],
-    policy=SchedulerSettings(preemption="recompute", group_samples=True),
+    policy=SchedulerSettings(preemption="recompute"),
     num_blocks=12,
     token_budget=8,
     max_running=3,

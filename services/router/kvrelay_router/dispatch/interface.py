@@ -168,7 +168,6 @@ class ModelLimits:
     """The limits of the ready workers. `max_model_len` counts prompt and output tokens of a sequence.
 
     `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 if there is none.
-    `group_samples`: whether they run a request's samples at once.
     `jump_forward`: whether all workers let forced tokens join without being sampled.
     """
 
@@ -177,5 +176,4 @@ class ModelLimits:
     max_running: int = 0
     num_blocks: int = 0
     block_size: int = 0
-    group_samples: bool = False
     jump_forward: bool = False

@@ -128,7 +128,7 @@ def check_group(fields: GenerationFields, num_prompt_tokens: int, max_tokens: in
             raise no_worker_ready("No decode worker that runs beam searches is ready", 1.0)
         what, width, length = "beams", beams.width, max_tokens
         most = min(limits.max_running, limits.vocab_size)
-    elif fields.num_sequences == 1 or max_tokens <= 1 or not limits.group_samples:
+    elif fields.num_sequences == 1 or max_tokens <= 1 or not limits.max_running:
         return
     else:
         what, width, length, most = "samples", fields.num_sequences, 1, limits.max_running

@@ -8,7 +8,7 @@ from kvrelay_router.dispatch.interface import ModelLimits
 from tests.component.router.rig import Router
 
 pytestmark = pytest.mark.component
-FOUR_SEQUENCES = ModelLimits(512, 400, 4, 20, 16, group_samples=True)
+FOUR_SEQUENCES = ModelLimits(512, 400, 4, 20, 16)
 
 
 @pytest.mark.parametrize("param", ["n", "best_of"])
@@ -25,7 +25,7 @@ async def test_more_samples_than_run_at_a_time_are_refused(router: Router, param
 
 async def test_samples_whose_first_tokens_do_not_fit_are_refused(router: Router) -> None:
     """One prompt of 160 tokens takes 11 blocks of 16 with its first token; four share ten: 14."""
-    router.dispatcher.model_limits = ModelLimits(512, 400, 4, 13, 16, group_samples=True)
+    router.dispatcher.model_limits = ModelLimits(512, 400, 4, 13, 16)
     answer = await router.post("/v1/completions", prompt=[5] * 160, n=4, max_tokens=5)
     assert answer.status_code == 400, answer.text
     assert "14 blocks of 16 tokens; a worker has 13" in answer.json()["error"]["message"]
@@ -44,11 +44,10 @@ async def test_chat_has_the_same_door(router: Router) -> None:
 @pytest.mark.parametrize(
     ("limits", "max_tokens"),
     [
-        (ModelLimits(512, 400, 4, 20, 16, group_samples=False), 5),
         (ModelLimits(512, 400), 5),
         (FOUR_SEQUENCES, 1),
     ],
-    ids=["workers that take them one by one", "workers that do not tell", "single tokens, which are prefill's"],
+    ids=["no decode worker", "single tokens, which are prefill's"],
 )
 async def test_what_need_not_run_at_once_is_served(router: Router, limits: ModelLimits, max_tokens: int) -> None:
     router.dispatcher.model_limits = limits

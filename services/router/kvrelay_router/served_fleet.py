@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
@@ -16,18 +18,19 @@ from kvrelay.fleet.index import IndexFeed, IndexReader
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.telemetry.event_log import EventLog
-from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by
+from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by, single_sample
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.fleet_watch import ListWorkers
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.prefix_index import FleetPrefixes
-from kvrelay_router.router_samples import router_samples
 from kvrelay_router.static_workers import StaticWorkers
 from kvrelay_router.text.service import TextService
 
 log = logging.getLogger(__name__)
+
+ENDINGS = ("finished", "failed", "timed_out", "cancelled", "refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,47 @@ def _labelled(samples: MetricSamples, model: str) -> MetricSamples:
         name: [MetricSample((*labels, ("model", model)), value) for labels, value in found]
         for name, found in samples.items()
     }
+
+
+def router_samples(figures: dict[str, Any]) -> MetricSamples:
+    """A dispatcher's figures, by the names of the catalogue."""
+    requests, cache = figures["requests"], figures["cache"]
+    samples: MetricSamples = {
+        "kvrelay.requests.submitted": single_sample(requests["submitted"]),
+        "kvrelay.requests": samples_by("outcome", {ending: requests[ending] for ending in ENDINGS}),
+        "kvrelay.requests.active": single_sample(requests["running"]),
+        "kvrelay.sequences.active": single_sample(requests["running_sequences"]),
+        "kvrelay.sequences.waiting": single_sample(requests["sequences_waiting_for_worker"]),
+        "kvrelay.retries": single_sample(requests["retries"]),
+        "kvrelay.protocol_errors": single_sample(requests["protocol_errors"]),
+        "kvrelay.placements": samples_by("kind", figures["placements"]),
+        "kvrelay.grammar.opening_tokens": single_sample(figures["opening_tokens"]),
+        "kvrelay.fallback.requests": single_sample(figures["fallback"]["decode_alone_requests"]),
+        "kvrelay.fallback.active": single_sample(int(figures["fallback"]["active"])),
+        "kvrelay.prompt.tokens": single_sample(cache["prompt_tokens"]),
+        "kvrelay.cache.tokens": samples_by("view", {view: cache[f"{view}_tokens"] for view in ("predicted", "found")}),
+        "kvrelay.workers": _workers(figures["worker_states"]),
+    }
+    return samples | _index(figures["prefix_index"])
+
+
+def _workers(states: Counter[tuple[str, str]]) -> list[MetricSample]:
+    return [MetricSample((("role", role), ("state", state)), count) for (role, state), count in sorted(states.items())]
+
+
+def _index(index: dict[str, Any]) -> MetricSamples:
+    """Samples of the index; none if there is no index. The lag is unknown until the first snapshot is read."""
+    if index["state"] == "off":
+        return {}
+    samples: MetricSamples = {
+        "kvrelay.index.blocks": single_sample(index["blocks"]),
+        "kvrelay.index.events": single_sample(index["events"]),
+        "kvrelay.index.loads": single_sample(index["loads"]),
+        "kvrelay.index.lookups": samples_by("by", index["lookups"]),
+    }
+    if index["age_s"] is not None:
+        samples["kvrelay.index.lag"] = single_sample(index["age_s"])
+    return samples
 
 
 def _registry(config: RouterConfig, closing: contextlib.AsyncExitStack) -> ListWorkers | None:

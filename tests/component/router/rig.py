@@ -16,10 +16,10 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.connection import ConnectionLimits
 from kvrelay_router.http.http_server import DEFAULT_LIMITS, HttpServer, bind, serve
+from kvrelay_router.http.pending_memory import PendingMemory
 from kvrelay_router.openai.api_service import FurtherModel
 from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.responses.response_store import OwnResponses, ResponseStore
 from kvrelay_router.text.service import TextService
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher

@@ -20,13 +20,13 @@ from kvrelay_router.anthropic.messages_request import (
     tool_fields,
 )
 from kvrelay_router.http.api_error import fields_named, json_response
+from kvrelay_router.http.client_watch import while_connected
 from kvrelay_router.openai.api_service import ServedModels
 from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_validation import RequestedOutput, check_model
 from kvrelay_router.openai.schema.chat_request import parse_chat
 from kvrelay_router.openai.schema.parsing import parse
-from kvrelay_router.openai.while_connected import while_connected
 
 
 class MessagesEndpoint:

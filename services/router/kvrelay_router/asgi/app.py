@@ -24,6 +24,7 @@ from kvrelay_router.asgi.middleware import AuthMiddleware, Endpoint, FastPathRou
 from kvrelay_router.asgi.operations import PAGE_HEADERS, OperationRoutes
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.pending_memory import PendingMemory
 from kvrelay_router.openai.api_service import ApiService, FurtherModel, InProgress, ServedModels
 from kvrelay_router.openai.completion_routes import CompletionRoutes
 from kvrelay_router.openai.error_mapping import on_api_error, on_http_exception
@@ -35,7 +36,6 @@ from kvrelay_router.openai.schema.select_request import SelectText
 from kvrelay_router.openai.select_endpoint import SelectEndpoint
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
-from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.responses.response_store import ResponseStore
 from kvrelay_router.responses.responses_endpoint import ResponsesEndpoint
 from kvrelay_router.responses.responses_request import ResponsesRequest

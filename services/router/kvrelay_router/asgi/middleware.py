@@ -9,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrelay_router.access.api_keys import KeyRing
-from kvrelay_router.access.request_names import name_request
+from kvrelay_router.access.identity import KeyRing, name_request
 from kvrelay_router.http.api_error import error_response, is_anthropic
+from kvrelay_router.http.pending_memory import BODY, BodyBytes, PendingMemory
 from kvrelay_router.openai.error_mapping import as_api_error
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS, RequestMetrics
-from kvrelay_router.pending_memory import BODY, BodyBytes, PendingMemory
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/dashboard"})
 """Probes, and the dashboard page, which holds no data. They need no key."""

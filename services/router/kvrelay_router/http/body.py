@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.pending_memory import BODY, BodyBytes
+from kvrelay_router.http.pending_memory import BODY, BodyBytes
 
 BODY_TIMEOUT_S = 60.0
 """Maximum time for a client to send its body."""

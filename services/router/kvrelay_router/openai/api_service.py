@@ -13,16 +13,16 @@ from starlette.requests import Request
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.access.rate_limiter import RateLimiter
-from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.body import read_json_object
+from kvrelay_router.http.pending_memory import PendingMemory
 from kvrelay_router.openai.error_mapping import context_length_exceeded, too_many_requests
 from kvrelay_router.openai.request_metrics import TIMINGS
 from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.text.chat_template import ChatTemplateError, Message
 from kvrelay_router.text.service import ChatOptions, TextService, TextTooLong
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare

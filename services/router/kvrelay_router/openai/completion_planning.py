@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import wrong
 from kvrelay_router.loop_share import LoopShare

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.http.body import read_json_object
+from kvrelay_router.http.client_watch import while_connected
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.answers.completion_format import completion_format
@@ -19,7 +20,6 @@ from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS
 from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest, parse_chat
 from kvrelay_router.openai.schema.completion_request import parse_completion
-from kvrelay_router.openai.while_connected import while_connected
 
 NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),

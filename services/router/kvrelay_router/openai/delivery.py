@@ -9,17 +9,17 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.http.api_error import ApiError, error_response, json_response
-from kvrelay_router.http.client_watch import ClientGone, ClientWatch
+from kvrelay_router.http.client_watch import CLIENT_GONE, ClientGone, ClientWatch
 from kvrelay_router.http.event_stream import EventStream
+from kvrelay_router.http.pending_memory import BODY
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat, usage_of
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.error_mapping import as_api_error
 from kvrelay_router.openai.generation import Generation
 from kvrelay_router.openai.planning import Plan
-from kvrelay_router.openai.request_metrics import CLIENT_GONE, TIMINGS, RequestTimings
-from kvrelay_router.pending_memory import BODY
+from kvrelay_router.openai.request_metrics import TIMINGS, RequestTimings
 
 TIMEOUT_GRACE_S = 5.0
 """Dispatch enforces the deadline. If it has not ended the request after this time, the HTTP layer does."""

@@ -9,7 +9,7 @@ import msgspec
 
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
-from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_size import AnswerShape, check_answer

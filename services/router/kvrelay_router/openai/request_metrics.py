@@ -13,6 +13,7 @@ from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metric_samples import Labels
 from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_traceparent
 from kvrelay.telemetry.tracer import Tracer
+from kvrelay_router.http.client_watch import CLIENT_GONE
 from kvrelay_router.openai.generation import PromptRun
 
 OPERATION_BY_PATH = {
@@ -27,7 +28,6 @@ OPERATION_BY_PATH = {
 """The measured paths, with the name of their operation in OpenTelemetry's conventions."""
 
 PROVIDER = "kvrelay"
-CLIENT_GONE = "client_gone"
 
 # The buckets that the conventions recommend:
 # https://github.com/open-telemetry/semantic-conventions-genai/blob/main/docs/gen-ai/gen-ai-metrics.md

@@ -12,7 +12,7 @@ import msgspec
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan, Sampling
-from kvrelay_router.access.request_names import VALID_REQUEST_ID, RequestNames
+from kvrelay_router.access.identity import VALID_REQUEST_ID, RequestNames
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
 from kvrelay_router.http.api_error import ApiError, wrong

@@ -9,9 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.protocol.sampling import Sampling
-from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.dispatch.interface import Ending, GenerateRequest, ModelLimits
 from kvrelay_router.http.api_error import wrong
+from kvrelay_router.http.client_watch import while_connected
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_size import AnswerShape
 from kvrelay_router.openai.answers.choice import Choice
@@ -32,7 +33,6 @@ from kvrelay_router.openai.request_validation import (
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.schema.select_request import SelectChat, SelectText, parse_select
 from kvrelay_router.openai.shared_scores import TokenizedChoices, scored_once, tokenize_choices
-from kvrelay_router.openai.while_connected import while_connected
 from kvrelay_router.text.chat_template import Message
 from kvrelay_router.text.service import ChatOptions, TextTooLong, count_chars
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from kvrelay.config.router import OwnKeyLimits, RouterConfig
 from kvrelay.fleet.key_limits import KeyLimits
+from kvrelay_router.access.identity import Tenants
 from kvrelay_router.access.rate_limiter import KeyRules
-from kvrelay_router.access.tenants import Tenants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay_router.access.api_keys import KeyRing
+from kvrelay_router.access.identity import KeyRing
 from tests.component.router.rig import MODEL, Router
 
 BODY = {"model": MODEL, "prompt": "x"}

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrelay.config import RouterConfig
-from kvrelay_router.access.tenants import Tenants
+from kvrelay_router.access.identity import Tenants
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router, running_router
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay_router.pending_memory import PendingMemory
+from kvrelay_router.http.pending_memory import PendingMemory
 from kvrelay_router.text import service as text_service
 from kvrelay_router.text.tokenizer import Tokenizer
 from tests.component.router.http.test_streams_under_load import connect, connections

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvrelay.config import RouterConfig
-from kvrelay_router.access.tenants import NO_KEYS, Tenants
+from kvrelay_router.access.identity import NO_KEYS, Tenants
 from kvrelay_router.openai.settings import ApiSettings
 
 FILE = """

@@ -1,4 +1,4 @@
-"""Who a request belongs to: its API key, and the tenant of that key.
+"""Who sends a request: its ids, its API key, and the tenant of that key.
 
 A tenant is one API key, or all keys that `key_limits_file` gives its name.
 """
@@ -6,10 +6,87 @@ A tenant is one API key, or all keys that `key_limits_file` gives its name.
 from __future__ import annotations
 
 import hashlib
+import hmac
+import re
+import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from kvrelay.config.router import RouterConfig
+from kvrelay.telemetry.trace_context import TraceContext
+from kvrelay_router.http.api_error import ApiError
+
+VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class RequestNames(msgspec.Struct, frozen=True):
+    """The ids of a request.
+
+    `public` is the client's own id if it sent a valid one, and is returned as `x-request-id`. Clients repeat their ids,
+    for example in retries, so dispatch and workers see `unique`. `trace` is the W3C traceparent of the request's own
+    span; it is empty if the request is no generation.
+    """
+
+    public: str
+    unique: str
+    trace: str
+    key: str = ""  # the API key; empty if none are configured
+    timeout: str = ""  # the value of `x-request-timeout`
+    session: str = ""  # the value of `x-kvrelay-session`, not checked
+
+
+def name_request(headers: Mapping[str, str], trace: TraceContext | None = None) -> RequestNames:
+    """Uses the client's own values if they are valid, and generates the others."""
+    own = headers.get("x-request-id", "")
+    generated = secrets.token_hex(16)
+    is_own = VALID_REQUEST_ID.fullmatch(own) is not None
+    return RequestNames(
+        public=own if is_own else generated,
+        unique=f"{own}-{generated[:12]}" if is_own else generated,
+        trace=str(trace) if trace is not None else "",
+        timeout=headers.get("x-request-timeout", ""),
+        session=headers.get("x-kvrelay-session", ""),
+    )
+
+
+# -- API keys ----------------------------------------------------------------------------------------------------------
+
+
+class KeyRing:
+    """The accepted API keys. Digests are compared, so the time reveals neither content nor length of a key."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def check(self, headers: Mapping[str, str]) -> str:
+        """Returns the request's key, or an empty string if no keys are configured. Raises 401 for an unknown key."""
+        if not self._digests:
+            return ""
+        given = _given_keys(headers)
+        if not given:
+            raise _unauthorized("You didn't provide an API key (Authorization: Bearer KEY, or x-api-key: KEY)", None)
+        for key in given:
+            digest = hashlib.sha256(key.encode()).digest()
+            accepted = [hmac.compare_digest(digest, known) for known in self._digests]
+            if any(accepted):
+                return key
+        raise _unauthorized("Incorrect API key provided", "invalid_api_key")
+
+
+def _given_keys(headers: Mapping[str, str]) -> list[str]:
+    """Anthropic's clients send `x-api-key`, and may send another token as well."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    return [key.strip() for key in given if key.strip()]
+
+
+def _unauthorized(message: str, code: str | None) -> ApiError:
+    return ApiError(message, status=401, code=code, headers={"www-authenticate": "Bearer"})
+
+
+# -- tenants -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

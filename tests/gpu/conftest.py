@@ -15,8 +15,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from kvrelay.backends import flashinfer as flashinfer_backend
-from kvrelay.backends import flashinfer_graphs
+from kvrelay.backends import flashinfer_graphs, flashinfer_kernels
 from tests.fakes import pretended_flashinfer
 from tests.fakes.pretended_cuda import NO_PRETENCE, pretend_cuda
 
@@ -71,6 +70,6 @@ def _pretended() -> Iterator[None]:
     """With FlashInfer, for which workspaces of a real size would be written to for nothing."""
     with pytest.MonkeyPatch.context() as patched, pretend_cuda():
         patched.setitem(sys.modules, "flashinfer", pretended_flashinfer)
-        patched.setattr(flashinfer_backend, "workspace_bytes", lambda *_: 1 << 20)
+        patched.setattr(flashinfer_kernels, "workspace_bytes", lambda *_: 1 << 20)
         patched.setattr(flashinfer_graphs, "fixed_workspace_bytes", lambda *_: 1 << 20)
         yield

@@ -51,12 +51,12 @@ def select_flashinfer(device: torch.device, layout: KVLayout, kinds: Collection[
     except Exception as error:
         _log.warning("attention in plain torch, which is much slower: FlashInfer cannot be loaded: %s", _reason(error))
         return TorchBackend()
-    version = getattr(backend.flashinfer, "__version__", "of unknown version")
+    version = getattr(backend.kernels.flashinfer, "__version__", "of unknown version")
     _log.info("trying FlashInfer %s; kernels that are not built yet are compiled now, which takes minutes", version)
     failure = _trial_failure(backend, layout, kinds, device)
     if failure is not None and _has_kernels_of_its_own(device) and not is_eight_bit(layout.pool_dtype):
         _log.warning("chunks of prompts go through FlashInfer's kernels for older GPUs: newer ones fail: %s", failure)
-        backend.prefill_as_on_older_gpus()
+        backend.kernels.prefill_as_on_older_gpus()
         failure = _trial_failure(backend, layout, kinds, device)
     if failure is not None:
         _log.warning("attention in plain torch, which is much slower: FlashInfer does not work: %s", failure)

@@ -9,7 +9,6 @@ al., "FlashInfer: Efficient and customizable attention engine for LLM inference 
 from __future__ import annotations
 
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,27 +26,13 @@ from kvrelay.backends.backend import (
     last_contiguous,
 )
 from kvrelay.backends.flashinfer_graphs import FlashInferFixedSteps, plan_options
+from kvrelay.backends.flashinfer_kernels import FlashInferKernels
 from kvrelay.backends.paging import PagedRows, num_chunk_rows, page_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 256)
 _MAX_ELEMENTS = 8192  # elements of a token's keys: the kernel that writes them has a thread for 8, and 1024 threads
-_LEAST_WORKSPACE_BYTES = 256 * 2**20  # twice FlashInfer's recommendation: prefill of 8192 tokens splits long rows
-_TENSOR_CORE_GROUP = 4  # from this many query heads per KV head on, decoding on tensor cores is faster
-_LAYOUT = "HND"  # head dimension before tokens, as in the pool
-
-
-def workspace_bytes(num_sms: int, group: int, head_dim: int) -> int:
-    """Bytes that the kernels need for partial results, with `group` query heads per KV head.
-
-    Long rows are split over the GPU, two tiles of at most 128 queries on each of its processors (64 queries from heads
-    of 256 on), and each tile writes its output and one score per query in float32. FlashInfer before 0.7.2 reserves as
-    much for every query head of a group, although the tile's queries are of all of them; there the plans of some steps
-    use it to the last byte.
-    """
-    tiles = 2 * num_sms * 128 * (min(head_dim, 128) + 1) * 4
-    return max(_LEAST_WORKSPACE_BYTES, tiles * group)
 
 
 class FlashInferBackend:
@@ -64,13 +49,7 @@ class FlashInferBackend:
         Raises:
             ImportError: FlashInfer is not installed.
         """
-        self.flashinfer: Any = import_module("flashinfer") if module is None else module
-        self._device = device
-        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
-        self._prefill: dict[LayerKind, Any] = {}
-        self._decode: dict[LayerKind, Any] = {}
-        self._prefill_kernels = "auto"
-        self._planned = torch.cuda.Event() if device.type == "cuda" else None
+        self.kernels = FlashInferKernels(device, module)
         self.fallback = TorchBackend()
 
     @staticmethod
@@ -90,80 +69,19 @@ class FlashInferBackend:
         dtype, stored = (torch.bfloat16, pool.dtype) if is_eight_bit(pool.dtype) else (pool.dtype, None)
         if not self.can_hold(KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype, stored)):
             raise ValueError(f"FlashInfer cannot hold {pool.dtype} with {num_kv_heads} heads of {head_dim}")
-        self.await_planned()
+        self.kernels.await_planned()
         return FlashInferStep(self, pool, rows)
 
     def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> FlashInferFixedSteps:
-        return FlashInferFixedSteps(self, pool, max_rows, max_row_blocks)
-
-    def await_planned(self) -> None:
-        """Returns once new plans may be made, which is at once if the previous step has been waited for.
-
-        A wrapper copies its plan to the device from pinned memory of its own, which its next plan overwrites.
-        """
-        if self._planned is not None:
-            self._planned.synchronize()
-
-    def note_planned(self) -> None:
-        """Notes that the copies of all plans so far have been launched."""
-        if self._planned is not None:
-            self._planned.record(torch.cuda.current_stream(self._device))
-
-    def prefill_as_on_older_gpus(self) -> None:
-        """From the next step on, uses the prefill kernels that every GPU has instead of those of newer ones."""
-        self._prefill_kernels = "fa2"
-        self._prefill.clear()
-
-    # A wrapper keeps its plan, and on the device the plan's arrays: one per kind of layer, for all steps. The workspace
-    # holds what a kernel leaves for the next kernel on the stream to merge, so all wrappers share it.
-
-    def prefill_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int, *, eight_bit: bool) -> Any:
-        """The prefill kernel's wrapper for this kind of layer."""
-        if kind not in self._prefill:
-            make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            workspace = self.workspace_for(kind.num_heads // num_kv_heads, head_dim)
-            # Hopper's own kernels (fa3) read 8-bit keys for 8-bit queries only.
-            kernels = "fa2" if eight_bit else self._prefill_kernels
-            self._prefill[kind] = make(workspace, _LAYOUT, backend=kernels)
-        return self._prefill[kind]
-
-    def decode_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
-        """The decode kernel's wrapper for this kind of layer."""
-        if kind not in self._decode:
-            self._decode[kind] = self.make_decode(kind, num_kv_heads, head_dim)
-        return self._decode[kind]
-
-    def make_decode(self, kind: LayerKind, num_kv_heads: int, head_dim: int, **options: Any) -> Any:
-        """A new wrapper of the decode kernel."""
-        make, group = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper, kind.num_heads // num_kv_heads
-        return make(
-            self.workspace_for(group, head_dim),
-            _LAYOUT,
-            use_tensor_cores=group >= _TENSOR_CORE_GROUP,
-            backend="fa2",  # the one that splits long rows
-            **options,
-        )
-
-    def append(self, *arguments: Any) -> None:
-        """`append_paged_kv_cache` in the pool's layout."""
-        self.flashinfer.append_paged_kv_cache(*arguments, _LAYOUT)
-
-    def workspace_for(self, group: int, head_dim: int, least_bytes: int = 0) -> torch.Tensor:
-        """The workspace, large enough for `group` query heads per KV head, and at least `least_bytes`."""
-        num_bytes = 1 << 16  # enough for the fake FlashInfer on CPUs
-        if self._device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-            num_bytes = max(workspace_bytes(num_sms, group, head_dim), least_bytes)
-        if self._workspace.numel() < num_bytes:
-            self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._workspace
+        return FlashInferFixedSteps(self.kernels, pool, max_rows, max_row_blocks)
 
 
 class FlashInferStep:
     """One step of `FlashInferBackend`."""
 
     def __init__(self, backend: FlashInferBackend, pool: torch.Tensor, rows: PackedRows) -> None:
-        self._backend = backend
+        self._kernels = backend.kernels
+        self._fallback = backend.fallback
         self._pool = pool
         self._rows = rows
         self._shape = PoolShape(*pool.shape)
@@ -192,13 +110,13 @@ class FlashInferStep:
         key, value = (last_contiguous(tensor, self._pool.dtype) for tensor in (key, value))
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
         token_rows, token_positions, page_ids, page_starts, last_page_lens = self._written
-        self._backend.append(
+        self._kernels.append(
             *(key, value, token_rows, token_positions, (keys, values), page_ids, page_starts, last_page_lens)
         )
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
         if kind not in self._planned:
             self._planned[kind] = self._plan_prefill(kind), self._plan_decode(kind)
-            self._backend.note_planned()
+            self._kernels.note_planned()
         prefill, decode = self._planned[kind]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         cut = self._num_chunk_tokens
@@ -210,13 +128,13 @@ class FlashInferStep:
 
     @cached_property
     def _in_torch(self) -> StepAttention:
-        return self._backend.fallback.plan(self._pool, self._rows)
+        return self._fallback.plan(self._pool, self._rows)
 
     def _plan_prefill(self, kind: LayerKind) -> Any:
         """The wrapper for chunks of this kind of layer, planned. None if the step has no chunk."""
         if not self._num_chunks:
             return None
-        wrapper = self._backend.prefill_wrapper(kind, *self._heads, eight_bit=is_eight_bit(self._pool.dtype))
+        wrapper = self._kernels.prefill_wrapper(kind, *self._heads, eight_bit=is_eight_bit(self._pool.dtype))
         self._plan_queries(wrapper, kind, *self._take(0, self._num_chunks), causal=True)
         return wrapper
 
@@ -224,7 +142,7 @@ class FlashInferStep:
         """The wrapper for single tokens of this kind of layer, planned. None if the step has none."""
         if self._num_chunks == self._paged.num_rows:
             return None
-        wrapper = self._backend.decode_wrapper(kind, *self._heads)
+        wrapper = self._kernels.decode_wrapper(kind, *self._heads)
         self._plan_rows(wrapper, kind, *self._take(self._num_chunks, self._paged.num_rows))
         return wrapper
 

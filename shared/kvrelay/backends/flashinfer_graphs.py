@@ -9,7 +9,7 @@ memory of a kind of layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,10 +22,8 @@ from kvrelay.backends.backend import (
     computed_in,
     last_contiguous,
 )
+from kvrelay.backends.flashinfer_kernels import FlashInferKernels
 from kvrelay.backends.paging import page_rows
-
-if TYPE_CHECKING:
-    from kvrelay.backends.flashinfer import FlashInferBackend
 
 _PLAN_BYTES = 2 * 2**20  # bytes of a split over the device's multiprocessors: some 16 for each of a few thousand pieces
 _PLAN_ROW_BYTES = 64  # further bytes for each row of the largest graph
@@ -35,11 +33,11 @@ _ALIGNED = 4  # int32 elements in 16 bytes
 class FlashInferFixedSteps:
     """The buffers of all fixed steps over a pool."""
 
-    def __init__(self, backend: FlashInferBackend, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> None:
+    def __init__(self, kernels: FlashInferKernels, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> None:
         def zeros(length: int) -> torch.Tensor:
             return torch.zeros(length, dtype=torch.int32, device=pool.device)
 
-        self.backend = backend
+        self.kernels = kernels
         self.pool = pool
         self.shape = PoolShape(*pool.shape)
         self.max_rows = max_rows
@@ -95,10 +93,10 @@ class FlashInferFixedStep:
         filled[first_page:] = pages
         self._shared.positions_and_pages[: len(moving)].copy_(moving, non_blocking=True)
         self._host = (host_starts[: len(starts)], host_lens[: len(lens)], len(pages))
-        self._shared.backend.await_planned()
+        self._shared.kernels.await_planned()
         for kind, wrapper in self._wrappers.items():
             self._plan(kind, wrapper)
-        self._shared.backend.note_planned()
+        self._shared.kernels.note_planned()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -110,14 +108,14 @@ class FlashInferFixedStep:
         """
         if params.sinks is not None:
             raise NotCapturable("its layers have attention sinks")
-        pool, backend = self._shared.pool, self._shared.backend
+        pool, kernels = self._shared.pool, self._shared.kernels
         self._dtype = computed_in(pool, key)
         query = last_contiguous(query, self._dtype)
         key, value = (last_contiguous(tensor, pool.dtype) for tensor in (key, value))
         keys, values = pool[:, layer, 0], pool[:, layer, 1]
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
         wrapper = self._wrapper(kind)  # its plan also fills the inputs of `append`
-        backend.append(
+        kernels.append(
             *(key, value, self._rows, self._positions, (keys, values)),
             *(self._page_ids, self._page_starts, self._last_page_lens),
         )
@@ -129,13 +127,13 @@ class FlashInferFixedStep:
         if kind not in self._wrappers:
             self._wrappers[kind] = self._make_wrapper(kind)
             self._plan(kind, self._wrappers[kind])
-            self._shared.backend.note_planned()
+            self._shared.kernels.note_planned()
         return self._wrappers[kind]
 
     def _make_wrapper(self, kind: LayerKind) -> Any:
         num_kv_heads, head_dim = self._shared.shape.num_kv_heads, self._shared.shape.head_dim
-        backend = self._shared.backend
-        wrapper = backend.make_decode(
+        kernels = self._shared.kernels
+        wrapper = kernels.make_decode(
             kind,
             num_kv_heads,
             head_dim,
@@ -146,7 +144,7 @@ class FlashInferFixedStep:
         )
         group = kind.num_heads // num_kv_heads
         least_bytes = fixed_workspace_bytes(self._shared.max_rows, num_kv_heads, group, head_dim)
-        workspace = backend.workspace_for(group, head_dim, least_bytes)
+        workspace = kernels.workspace_for(group, head_dim, least_bytes)
         wrapper.reset_workspace_buffer(workspace, self._shared.plan_memory(kind))
         return wrapper
 

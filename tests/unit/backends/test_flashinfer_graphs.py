@@ -21,8 +21,9 @@ from kvrelay.backends.backend import (
     allocate_pool,
     bits,
 )
-from kvrelay.backends.flashinfer import FlashInferBackend, workspace_bytes
+from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.flashinfer_graphs import FlashInferFixedStep, fixed_workspace_bytes
+from kvrelay.backends.flashinfer_kernels import workspace_bytes
 from kvrelay.backends.paging import pad_rows, split_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.fakes import fake_cuda_graphs, fake_flashinfer

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvrelay.backends import flashinfer as flashinfer_backend
+from kvrelay.backends import flashinfer_kernels
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.run.graphs import GraphSettings
@@ -39,8 +39,8 @@ SAMPLINGS = (
 @pytest.fixture(autouse=True)
 def _with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", pretended_flashinfer)
-    monkeypatch.setattr(flashinfer_backend, "_LEAST_WORKSPACE_BYTES", 1 << 20)
-    monkeypatch.setattr(flashinfer_backend, "workspace_bytes", lambda *_: 1 << 20)
+    monkeypatch.setattr(flashinfer_kernels, "_LEAST_WORKSPACE_BYTES", 1 << 20)
+    monkeypatch.setattr(flashinfer_kernels, "workspace_bytes", lambda *_: 1 << 20)
 
 
 def started(runner: TransformersRunner, samplings: tuple[Sampling, ...], seed: int = 0) -> list[Driven]:
@@ -156,7 +156,7 @@ def test_a_launch_runs_nothing_of_the_step_before_but_what_was_sent_for_it(
             assert stream.done == began
         elif sizes and step > 1:  # the first one computed prompts
             assert stream.done <= forward_begins, "the step before runs"
-        assert {wait.where for wait in late.waits} <= {"kvrelay.backends.flashinfer:await_planned"}
+        assert {wait.where for wait in late.waits} <= {"kvrelay.backends.flashinfer_kernels:await_planned"}
         late.waits.clear()
         before.land()
         # For its tokens, and for its end: where it began behind another step, the device's clock tells what it took.

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.backends import flashinfer as flashinfer_backend
-from kvrelay.backends import flashinfer_graphs
+from kvrelay.backends import flashinfer_graphs, flashinfer_kernels
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.config import WorkerConfig
@@ -55,7 +54,7 @@ LIMITED = (
 @pytest.fixture
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", pretended_flashinfer)
-    monkeypatch.setattr(flashinfer_backend, "workspace_bytes", lambda *_: 1 << 20)
+    monkeypatch.setattr(flashinfer_kernels, "workspace_bytes", lambda *_: 1 << 20)
     monkeypatch.setattr(flashinfer_graphs, "fixed_workspace_bytes", lambda *_: 1 << 20)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.backends import flashinfer as flashinfer_backend
+from kvrelay.backends import flashinfer_kernels
 from kvrelay.backends.backend import AttentionParams, PackedRows
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.engine.run.device import start_copy, to_device
@@ -174,11 +174,11 @@ def test_a_pool_that_does_not_wait_for_its_copies_gives_other_bytes(machine: Mac
 
 @pytest.mark.parametrize("awaits", [True, False])
 def test_a_plan_that_overwrites_one_which_is_not_there_yet_is_noticed(machine: Machine, awaits: bool) -> None:
-    with patch.object(flashinfer_backend, "workspace_bytes", lambda *_: 1 << 20):
+    with patch.object(flashinfer_kernels, "workspace_bytes", lambda *_: 1 << 20):
         backend = FlashInferBackend(GPU, pretended_flashinfer)
         pool = torch.zeros(8, 1, 2, 2, 16, 64, dtype=torch.bfloat16, device=GPU)
         if not awaits:
-            backend.await_planned = lambda: None  # type: ignore[method-assign]
+            backend.kernels.await_planned = lambda: None  # type: ignore[method-assign]
         for position in (3, 40):
             rows = PackedRows(np.ones(1, np.int32), np.array([position], np.int32), np.array([[2, 3, 4]], np.int32))
             query, key, value = torch.ones(3, 1, 2, 64, dtype=torch.bfloat16, device=GPU)

@@ -6,7 +6,7 @@ gives hidden states that differ as much as those of two different steps.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,9 +17,8 @@ from kvrelay.backends.paging import pad_rows
 from kvrelay.engine.load.causal_model import CausalModel
 from kvrelay.engine.load.probe import tolerance_of
 
-if TYPE_CHECKING:
-    from kvrelay.engine.run.graphs import DecodeGraphs
-
+Replayed = Callable[[NDArray[np.int64], PackedRows], torch.Tensor]
+"""Hidden states of a step that is replayed, by its token ids and rows."""
 _MOST_CONTEXT_BLOCKS = 64
 _ROW_TOKENS = 5  # length of a row with several tokens
 _OF_ONE_SIZE = 5.0  # times the tolerance: a small step may contain the one row that rounding changes most
@@ -30,7 +29,7 @@ class GraphsDiffer(ValueError):
 
 
 @torch.inference_mode()
-def check_graphs(graphs: DecodeGraphs, model: CausalModel, pool: torch.Tensor) -> None:
+def check_graphs(sizes: Sequence[int], replayed: Replayed, model: CausalModel, pool: torch.Tensor) -> None:
     """Runs one step of each captured size both ways over `pool`. Overwrites the pool's blocks and leaves zeros.
 
     Raises:
@@ -38,15 +37,15 @@ def check_graphs(graphs: DecodeGraphs, model: CausalModel, pool: torch.Tensor) -
     """
     rng = np.random.default_rng(0)
     tolerance = tolerance_of(model.layout)
-    most = min(graphs.sizes[-1], len(pool) - 2)  # one block for the shared context, one scratch block
+    most = min(sizes[-1], len(pool) - 2)  # one block for the shared context, one scratch block
     if most < 1:
         return
     for block in pool[: most + 1]:
         block.copy_(torch.randn(block.shape, device=pool.device))  # torch has no random 8-bit floats
     errors = []
-    for size in graphs.sizes:
+    for size in sizes:
         token_ids, rows = _step(rng, min(size, most), model, model.layout.block_size)
-        found = _errors(graphs, model, pool, token_ids, rows, size)
+        found = _errors(replayed, model, pool, token_ids, rows, size)
         if not found.mean() <= _OF_ONE_SIZE * tolerance:
             raise _differ(f"steps of {size} tokens", found)
         errors.append(found)
@@ -77,7 +76,7 @@ def _step(
 
 
 def _errors(
-    graphs: DecodeGraphs,
+    replayed_of: Replayed,
     model: CausalModel,
     pool: torch.Tensor,
     token_ids: NDArray[np.int64],
@@ -86,7 +85,7 @@ def _errors(
 ) -> NDArray[np.float32]:
     """The relative difference of replayed from launched hidden states, by token."""
     count = len(token_ids)
-    replayed = graphs.hidden_states(token_ids, rows).float()
+    replayed = replayed_of(token_ids, rows).float()
     padded = pad_rows(rows, size, len(pool) - 1)  # padded, so that both multiply matrices with the same kernels
     all_ids = np.zeros(size, np.int64)
     all_ids[:count] = token_ids

@@ -10,8 +10,8 @@ of one token with the same blocks: in each layer all keys and values are written
 each number of tokens is enough, however the tokens are divided among rows. Its price is that each token reads the keys
 before it, which a kernel for several tokens reads once.
 
-Steps larger than the largest graph, steps in which such rows would read too much again, and steps in which the backend
-reads a long prefix once for many rows are launched kernel by kernel.
+Steps larger than the largest graph, and steps in which such rows would read too much again, are launched kernel by
+kernel.
 
 A step never overwrites buffers that the previous step still reads: copies into the fixed buffers are ordered with the
 replays on one stream, and come from pinned memory that is not reused before they are done.
@@ -189,7 +189,7 @@ def try_to_capture(
         message = f"cuda_graphs: a decoding step cannot be captured, --no-cuda-graphs does without: {error}"
         raise ValueError(message) from error
     if not trial:
-        check_graphs(graphs, model, pool)
+        check_graphs(graphs.sizes, graphs.hidden_states, model, pool)
         log.info(
             "%d CUDA graphs captured in %.1f s. Steps of up to %d tokens run as one of them; larger steps are launched "
             "kernel by kernel",

@@ -1,0 +1,103 @@
+"""FlashInfer's kernels for one device: a wrapper for each kind of layer, and the memory that they share."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from kvrelay.backends.backend import LayerKind
+
+_LEAST_WORKSPACE_BYTES = 256 * 2**20  # twice FlashInfer's recommendation: prefill of 8192 tokens splits long rows
+_TENSOR_CORE_GROUP = 4  # from this many query heads per KV head on, decoding on tensor cores is faster
+_LAYOUT = "HND"  # head dimension before tokens, as in the pool
+
+
+def workspace_bytes(num_sms: int, group: int, head_dim: int) -> int:
+    """Bytes that the kernels need for partial results, with `group` query heads per KV head.
+
+    Long rows are split over the GPU, two tiles of at most 128 queries on each of its processors (64 queries from heads
+    of 256 on), and each tile writes its output and one score per query in float32. FlashInfer before 0.7.2 reserves as
+    much for every query head of a group, although the tile's queries are of all of them; there the plans of some steps
+    use it to the last byte.
+    """
+    tiles = 2 * num_sms * 128 * (min(head_dim, 128) + 1) * 4
+    return max(_LEAST_WORKSPACE_BYTES, tiles * group)
+
+
+class FlashInferKernels:
+    """The wrappers of one device.
+
+    A wrapper keeps its plan, and on the device the plan's arrays: one per kind of layer, for all steps. The workspace
+    holds what a kernel leaves for the next kernel on the stream to merge, so all wrappers share it.
+    """
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        """`module` replaces `flashinfer` in tests. Raises ImportError if FlashInfer is not installed."""
+        self.flashinfer: Any = import_module("flashinfer") if module is None else module
+        self._device = device
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
+        self._prefill: dict[LayerKind, Any] = {}
+        self._decode: dict[LayerKind, Any] = {}
+        self._prefill_kernels = "auto"
+        self._planned = torch.cuda.Event() if device.type == "cuda" else None
+
+    def await_planned(self) -> None:
+        """Returns once new plans may be made, which is at once if the previous step has been waited for.
+
+        A wrapper copies its plan to the device from pinned memory of its own, which its next plan overwrites.
+        """
+        if self._planned is not None:
+            self._planned.synchronize()
+
+    def note_planned(self) -> None:
+        """Notes that the copies of all plans so far have been launched."""
+        if self._planned is not None:
+            self._planned.record(torch.cuda.current_stream(self._device))
+
+    def prefill_as_on_older_gpus(self) -> None:
+        """From the next step on, uses the prefill kernels that every GPU has instead of those of newer ones."""
+        self._prefill_kernels = "fa2"
+        self._prefill.clear()
+
+    def prefill_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int, *, eight_bit: bool) -> Any:
+        """The prefill kernel's wrapper for this kind of layer."""
+        if kind not in self._prefill:
+            make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
+            workspace = self.workspace_for(kind.num_heads // num_kv_heads, head_dim)
+            # Hopper's own kernels (fa3) read 8-bit keys for 8-bit queries only.
+            kernels = "fa2" if eight_bit else self._prefill_kernels
+            self._prefill[kind] = make(workspace, _LAYOUT, backend=kernels)
+        return self._prefill[kind]
+
+    def decode_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
+        """The decode kernel's wrapper for this kind of layer."""
+        if kind not in self._decode:
+            self._decode[kind] = self.make_decode(kind, num_kv_heads, head_dim)
+        return self._decode[kind]
+
+    def make_decode(self, kind: LayerKind, num_kv_heads: int, head_dim: int, **options: Any) -> Any:
+        """A new wrapper of the decode kernel."""
+        make, group = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper, kind.num_heads // num_kv_heads
+        return make(
+            self.workspace_for(group, head_dim),
+            _LAYOUT,
+            use_tensor_cores=group >= _TENSOR_CORE_GROUP,
+            backend="fa2",  # the one that splits long rows
+            **options,
+        )
+
+    def append(self, *arguments: Any) -> None:
+        """`append_paged_kv_cache` in the pool's layout."""
+        self.flashinfer.append_paged_kv_cache(*arguments, _LAYOUT)
+
+    def workspace_for(self, group: int, head_dim: int, least_bytes: int = 0) -> torch.Tensor:
+        """The workspace, large enough for `group` query heads per KV head, and at least `least_bytes`."""
+        num_bytes = 1 << 16  # enough for the fake FlashInfer on CPUs
+        if self._device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+            num_bytes = max(workspace_bytes(num_sms, group, head_dim), least_bytes)
+        if self._workspace.numel() < num_bytes:
+            self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._workspace

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvrelay.grammar.grammar_compiler import GrammarError
-from kvrelay_router.text.chat_template import ChatTemplateError
-from kvrelay_router.text.service import ChatOptions, TextService
+from kvrelay.text.chat_template import ChatTemplateError
+from kvrelay.text.service import ChatOptions, TextService
 
 T = TypeVar("T")
 

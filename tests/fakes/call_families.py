@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvrelay_router.output_parsing.dialect import find_dialect
-from kvrelay_router.output_parsing.events import OutputParser, Tool
+from kvrelay.text.output_parsing.dialect import find_dialect
+from kvrelay.text.output_parsing.events import OutputParser, Tool
 
 TOOLS = [
     Tool(

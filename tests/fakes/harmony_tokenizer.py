@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvrelay_router.output_parsing import harmony
+from kvrelay.text.output_parsing import harmony
 
 RETURN_ID = 256
 """The end-of-sequence token of `tests.tiny_models`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay_router.output_parsing.events import (
+from kvrelay.text.output_parsing.events import (
     ArgumentsDelta,
     ContentText,
     Event,

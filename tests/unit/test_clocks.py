@@ -14,7 +14,7 @@ ALLOWED = {
     "services/router/kvrelay_router/openai/api_service.py": "`created` of answers",
     "services/router/kvrelay_router/openai/settings.py": "`created` of the model",
     "services/router/kvrelay_router/responses/responses_format.py": "`created_at` of responses",
-    "services/router/kvrelay_router/text/chat_template.py": "the date that templates ask for",
+    "shared/kvrelay/text/chat_template.py": "the date that templates ask for",
     "shared/kvrelay/backends/cpu_build.py": "the age of files that killed compilations left",
     "shared/kvrelay/messaging/messenger.py": "names of incarnations; a start with an earlier clock is accepted, too",
     "shared/kvrelay/telemetry/event_log.py": "times of lines",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.text.service import TextService
 from kvrelay.tokenizer_identity import identity_of, identity_of_file
-from kvrelay_router.text.service import TextService
 from tests.e2e.conftest import DEMO_MODEL
 
 BPE = {

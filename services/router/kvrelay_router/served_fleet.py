@@ -20,13 +20,13 @@ from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by, single_sample
 from kvrelay.telemetry.tracer import Tracer
+from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.fleet_watch import ListWorkers
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.static_workers import StaticWorkers
-from kvrelay_router.text.service import TextService
 
 log = logging.getLogger(__name__)
 

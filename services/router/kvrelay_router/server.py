@@ -22,6 +22,8 @@ from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
+from kvrelay.text.chat_template import ChatTemplateError
+from kvrelay.text.sources import TokenizerNotFound
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.connection import ConnectionLimits, allowed_connections
 from kvrelay_router.http.http_server import HttpServer, bind, serve
@@ -31,8 +33,6 @@ from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.responses.response_store import OwnResponses, RedisResponses, ResponseStore
 from kvrelay_router.served_fleet import ServedFleet, fleet_samples, start_fleet
-from kvrelay_router.text.chat_template import ChatTemplateError
-from kvrelay_router.text.sources import TokenizerNotFound
 
 log = logging.getLogger(__name__)
 

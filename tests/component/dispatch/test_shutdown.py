@@ -7,8 +7,8 @@ import pytest
 from kvrelay.config import RouterConfig
 from kvrelay.fleet import Registry
 from kvrelay.fleet.key_limits import SharedLimits
+from kvrelay.text.service import TextService
 from kvrelay_router.server import RouterServer
-from kvrelay_router.text.service import TextService
 
 
 async def test_a_close_that_raises_keeps_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from kvrelay.fleet import WorkerRecord
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.messages import AnyBody, Generate, PeerRef, Prompt, SequenceUsage, TokenBatch, TokenEntry
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.text.service import TextService
 from kvrelay.worker.requests import scores_of
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.http.http_server import bind, serve
 from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.text.service import TextService
 from tests.component.dispatch.fake_workers import FakeDecode, Key
 from tests.fakes.waiting import until
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.component.router.tools import TEMPLATE
 from tests.fakes.text_model import write_text_model

@@ -13,6 +13,7 @@ import openai
 from kvrelay.fleet.key_limits import SharedLimits
 from kvrelay.fleet.shared_responses import StoreBounds
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.text.service import TextService
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.connection import ConnectionLimits
 from kvrelay_router.http.http_server import DEFAULT_LIMITS, HttpServer, bind, serve
@@ -21,7 +22,6 @@ from kvrelay_router.openai.api_service import FurtherModel
 from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.responses.response_store import OwnResponses, ResponseStore
-from kvrelay_router.text.service import TextService
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.waiting import PATIENCE_S
 

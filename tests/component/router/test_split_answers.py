@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic
 
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import MODEL, Router
 from tests.component.router.tools import CALL, HELLO, PARAMETERS, THINKING, TOOL
 

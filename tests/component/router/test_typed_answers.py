@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import Router
 from tests.component.router.tools import CALL, HELLO, PARAMETERS, THINKING, TOOL
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import orjson
 
+from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 from kvrelay_router.http.api_error import ApiError, anthropic_error
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat
 from kvrelay_router.openai.answers.choice import TOOL_CALLS, Choice
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest, arguments_of
-from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay.telemetry.pages import Page
+from kvrelay.text.service import TextService
 from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.anthropic.messages_endpoint import MessagesEndpoint
 from kvrelay_router.anthropic.messages_request import CountTokensRequest, MessagesRequest
@@ -39,7 +40,6 @@ from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, Token
 from kvrelay_router.responses.response_store import ResponseStore
 from kvrelay_router.responses.responses_endpoint import ResponsesEndpoint
 from kvrelay_router.responses.responses_request import ResponsesRequest
-from kvrelay_router.text.service import TextService
 
 SHOWN_HEADERS = (
     "x-request-id",

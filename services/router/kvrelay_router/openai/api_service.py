@@ -13,6 +13,8 @@ from starlette.requests import Request
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.text.chat_template import ChatTemplateError, Message
+from kvrelay.text.service import ChatOptions, TextService, TextTooLong
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
@@ -23,8 +25,6 @@ from kvrelay_router.http.pending_memory import PendingMemory
 from kvrelay_router.openai.error_mapping import context_length_exceeded, too_many_requests
 from kvrelay_router.openai.request_metrics import TIMINGS
 from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.text.chat_template import ChatTemplateError, Message
-from kvrelay_router.text.service import ChatOptions, TextService, TextTooLong
 
 MAX_ALIASES = 4096
 FREE_SHARE = 8.0

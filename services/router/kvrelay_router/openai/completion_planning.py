@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrelay.text.service import DecodedPrompt, TextService, TextTooLong
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import wrong
@@ -21,7 +22,6 @@ from kvrelay_router.openai.schema.completion_request import (
     PromptItem,
     too_many_completions,
 )
-from kvrelay_router.text.service import DecodedPrompt, TextService, TextTooLong
 
 
 async def plan_completion(

@@ -9,6 +9,8 @@ import msgspec
 
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.text.grammar_check import GrammarCheck
+from kvrelay.text.service import DecodedPrompt
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
 from kvrelay_router.loop_share import LoopShare
@@ -29,8 +31,6 @@ from kvrelay_router.openai.request_validation import (
 )
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.shared_scores import share_scores
-from kvrelay_router.text.grammar_check import GrammarCheck
-from kvrelay_router.text.service import DecodedPrompt
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):

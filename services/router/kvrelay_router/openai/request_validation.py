@@ -12,6 +12,7 @@ import msgspec
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.text.sampling_defaults import SamplingDefaults
 from kvrelay_router.access.identity import VALID_REQUEST_ID, RequestNames
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
@@ -20,7 +21,6 @@ from kvrelay_router.openai.answers.choice import StopRules
 from kvrelay_router.openai.error_mapping import context_length_exceeded, model_not_found, no_worker_ready
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.text.sampling_defaults import SamplingDefaults
 
 Number = TypeVar("Number", int, float)
 

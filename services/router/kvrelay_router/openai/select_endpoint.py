@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.text.chat_template import Message
+from kvrelay.text.service import ChatOptions, TextTooLong, count_chars
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.dispatch.interface import Ending, GenerateRequest, ModelLimits
 from kvrelay_router.http.api_error import wrong
@@ -33,8 +35,6 @@ from kvrelay_router.openai.request_validation import (
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.schema.select_request import SelectChat, SelectText, parse_select
 from kvrelay_router.openai.shared_scores import TokenizedChoices, scored_once, tokenize_choices
-from kvrelay_router.text.chat_template import Message
-from kvrelay_router.text.service import ChatOptions, TextTooLong, count_chars
 
 MOST_RUN_CHOICES, MOST_RUN_TOKENS = 128, 8192
 """Choices of one request to the dispatcher, and their tokens: its sequences begin without a pause."""

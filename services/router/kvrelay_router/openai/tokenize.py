@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvrelay.text.service import TextTooLong
 from kvrelay_router.http.api_error import ApiError, json_response
 from kvrelay_router.http.client_watch import while_connected
 from kvrelay_router.openai.api_service import ApiService, ServedModels
@@ -14,7 +15,6 @@ from kvrelay_router.openai.request_validation import check_model, check_token_id
 from kvrelay_router.openai.schema.chat_request import ChatFields
 from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
 from kvrelay_router.openai.schema.parsing import NaturalNumbers, RequestModel, parse
-from kvrelay_router.text.service import TextTooLong
 
 
 class TokenizeText(RequestModel):

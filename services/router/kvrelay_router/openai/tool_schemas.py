@@ -9,9 +9,9 @@ import msgspec
 import orjson
 from msgspec import Meta
 
+from kvrelay.text.output_parsing.events import Tool
 from kvrelay_router.http.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.output_parsing.events import Tool
 
 MAX_PART_BYTES = 128 * 1024
 """Of one property as JSON: a part is checked at once, in 10 ms at most."""

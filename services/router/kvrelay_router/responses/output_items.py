@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.logprob_format import chat_logprobs
-from kvrelay_router.openai.answers.parsed_text import TokenKind
-from kvrelay_router.output_parsing.events import (
+from kvrelay.text.output_parsing.events import (
     ArgumentsDelta,
     ContentText,
     ReasoningText,
     ToolCallBegun,
     ToolCallEnded,
 )
-from kvrelay_router.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import Tokenizer
+from kvrelay_router.openai.answers.choice import Choice
+from kvrelay_router.openai.answers.logprob_format import chat_logprobs
+from kvrelay_router.openai.answers.parsed_text import TokenKind
 
 Scores = dict[str, Any]
 """The log-probabilities of a token in the answer's form."""

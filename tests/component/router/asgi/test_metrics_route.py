@@ -6,9 +6,9 @@ import httpx
 import pytest
 
 from kvrelay.telemetry.pages import Page
+from kvrelay.text.service import TextService
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 

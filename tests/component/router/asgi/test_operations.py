@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from kvrelay.text.service import LONG_TEXT_CHARS, ChatOptions
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.asgi.operations import TIMELINES_AT_ONCE
 from kvrelay_router.loop_share import SLICE_S
-from kvrelay_router.text.service import LONG_TEXT_CHARS, ChatOptions
-from kvrelay_router.text.tokenizer import Tokenizer
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import PATIENCE_S

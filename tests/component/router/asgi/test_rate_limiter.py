@@ -12,10 +12,10 @@ import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.key_limits import KeyLimits, SharedLimits
+from kvrelay.text.service import TextService
 from kvrelay_router.access.rate_limiter import KeyRules
 from kvrelay_router.dispatch.interface import GenerateRequest, TooLate
 from kvrelay_router.dispatch.placement import PromptPrefixes
-from kvrelay_router.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.fakes.scripted_dispatcher import ScriptedHandle
 from tests.fakes.waiting import PATIENCE_S, until

@@ -13,9 +13,9 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.trace_context import parse_traceparent
 from kvrelay.telemetry.tracer import Tracer
+from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.openai.request_metrics import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, RequestMetrics
-from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router, running_router
 from tests.fakes.spans import RecordedSpans
 from tests.fakes.waiting import until

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrelay.config import RouterConfig
+from kvrelay.text.service import TextService
 from kvrelay_router.access.identity import Tenants
-from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router, running_router
 
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-admin"

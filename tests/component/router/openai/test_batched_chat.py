@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import MODEL, Router, running_router
 from tests.component.router.tools import THINKING
 from tests.fakes.scripted_dispatcher import Script

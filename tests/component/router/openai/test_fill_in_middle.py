@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.text_model import write_text_model

@@ -12,7 +12,7 @@ from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import ReasoningChannels
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.component.router.tools import HELLO, TOOL, sampling_of
 from tests.fakes.harmony_tokenizer import RETURN_ID, harmony_tokenizer, write_harmony_tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.component.router.tools import CALL, HELLO, PARAMETERS, THINKING, TOOL
 

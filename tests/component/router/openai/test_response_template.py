@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import MODEL, Router, running_router
 from tests.component.router.tools import ARGUMENTS, HELLO, TOOL
 from tests.fakes.text_model import CHATML, write_text_model
-from tests.unit.router.output_parsing.test_response_template import JSON_CALLS
+from tests.unit.text.output_parsing.test_response_template import JSON_CALLS
 
 OUTPUT = f'<think>\nHm 🦦\n</think>\n\nI look.\n<call>{{"name": "weather", "arguments": {ARGUMENTS}}}</call>'
 

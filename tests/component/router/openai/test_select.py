@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
-from kvrelay_router.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.fakes.scripted_dispatcher import Script, prompt_logprob
 from tests.fakes.waiting import until

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from kvrelay.protocol.sampling import ReasoningSpan
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.component.router.tools import HELLO, TEMPLATE, TOOL, sampling_of
 from tests.fakes.text_model import write_text_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.text.service import TextService
+from kvrelay.text.service import TextService
 from tests.component.router.rig import MODEL, Router
 from tests.component.router.tools import ARGUMENTS, CALL, HELLO, THINKING, TOOL
 from tests.fakes.scripted_dispatcher import Script

@@ -12,11 +12,11 @@ import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds
+from kvrelay.text.service import TextService
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.http_server import bind, serve
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.responses.response_store import OwnResponses, RedisResponses
-from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router, running_router
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.waiting import PATIENCE_S

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvrelay.text.chat_template import ChatTemplate
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.schema.chat_request import parse_chat
-from kvrelay_router.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.unit
 

@@ -15,10 +15,10 @@ from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import BeamSpec, ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.text.grammar_check import GrammarCheck
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
 from kvrelay_router.openai.planning import opening_of, with_openings
-from kvrelay_router.text.grammar_check import GrammarCheck
-from kvrelay_router.text.tokenizer import Tokenizer
 from tests.fakes.random_constraints import CHOICES, REGEXES, random_schema
 
 ROOT = Path(__file__).parents[4]

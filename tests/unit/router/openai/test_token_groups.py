@@ -13,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
+from kvrelay.text.detokenizer import make_detokenizer
+from kvrelay.text.service import DecodedPrompt
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.dispatch.interface import GenerateRequest, SequenceDelta
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, EventFormat, usage_of
@@ -23,9 +26,6 @@ from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import Generation, PromptRun, PromptSink
 from kvrelay_router.openai.schema.chat_request import parse_chat
 from kvrelay_router.openai.schema.completion_request import parse_completion
-from kvrelay_router.text.detokenizer import make_detokenizer
-from kvrelay_router.text.service import DecodedPrompt
-from kvrelay_router.text.tokenizer import Tokenizer
 from tests.thoroughness import examples
 
 KINDS = ["byte_level", "byte_fallback"]

@@ -8,6 +8,8 @@ from typing import Any
 import orjson
 
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.openai.answers.answer_format import (
     AnswerFormat,
     DocumentFormat,
@@ -19,8 +21,6 @@ from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, PromptScores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
-from kvrelay_router.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
-from kvrelay_router.text.tokenizer import Tokenizer
 
 NO_DETAILS = b',"logprobs":null,"finish_reason":null'
 

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.text.detokenizer import Detokenizer
+from kvrelay.text.output_parsing.events import ContentText, Event
+from kvrelay.text.output_parsing.reasoning_counter import TokenCounter
+from kvrelay.text.stop_strings import StopMatcher
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.openai.answers.parsed_text import ParsedText, TokenKind
-from kvrelay_router.output_parsing.events import ContentText, Event
-from kvrelay_router.output_parsing.reasoning_counter import TokenCounter
-from kvrelay_router.text.detokenizer import Detokenizer
-from kvrelay_router.text.stop_strings import StopMatcher
 
 TOOL_CALLS = "tool_calls"
 """The finish reason of a text with calls that was not cut."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 
+from kvrelay.text.service import DecodedPrompt
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.openai.answers.answer_format import (
     AnswerFormat,
     DocumentFormat,
@@ -23,8 +25,6 @@ from kvrelay_router.openai.answers.logprob_format import (
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
-from kvrelay_router.text.service import DecodedPrompt
-from kvrelay_router.text.tokenizer import Tokenizer
 
 NO_DETAILS = b'"logprobs":null,"finish_reason":null,"stop_reason":null'
 

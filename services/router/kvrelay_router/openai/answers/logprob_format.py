@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
-from kvrelay_router.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Written for minus infinity, which JSON cannot represent."""

@@ -7,8 +7,8 @@ from enum import Enum
 from itertools import compress
 
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.output_parsing.events import ContentText, Event, OutputParser, ReasoningText, ToolCallBegun
-from kvrelay_router.text.stop_strings import StopMatcher
+from kvrelay.text.output_parsing.events import ContentText, Event, OutputParser, ReasoningText, ToolCallBegun
+from kvrelay.text.stop_strings import StopMatcher
 
 
 class TokenKind(Enum):

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BeforeValidator, Field, SkipValidation
 
+from kvrelay.text.chat_template import RESERVED_NAMES, Message
+from kvrelay.text.service import ChatOptions
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
@@ -18,8 +20,6 @@ from kvrelay_router.openai.schema.parsing import (
     wrong_type,
 )
 from kvrelay_router.openai.schema.tool_fields import ToolFields, check_tool_results
-from kvrelay_router.text.chat_template import RESERVED_NAMES, Message
-from kvrelay_router.text.service import ChatOptions
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

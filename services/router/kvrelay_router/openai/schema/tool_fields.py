@@ -10,10 +10,10 @@ import msgspec
 import orjson
 from pydantic import BeforeValidator, Field, SkipValidation
 
+from kvrelay.text.output_parsing.events import Tool
 from kvrelay_router.http.api_error import wrong
 from kvrelay_router.openai.schema.generation_fields import FlagOn
 from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
-from kvrelay_router.output_parsing.events import Tool
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 1 << 20

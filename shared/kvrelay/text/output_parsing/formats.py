@@ -1,0 +1,259 @@
+"""The formats in which models write calls and reasoning."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvrelay.text.output_parsing import pythonic
+from kvrelay.text.output_parsing.call_grammar import (
+    ANY_TEXT,
+    CallSyntax,
+    Format,
+    MarkerOf,
+    json_arguments,
+    json_value,
+    marked,
+    sequence,
+    tag,
+    text,
+)
+from kvrelay.text.output_parsing.events import ContentText, OutputParser, Tool
+from kvrelay.text.output_parsing.json_calls import (
+    DeepSeekParser,
+    HermesParser,
+    KimiK2Parser,
+    Llama3JsonParser,
+    MistralParser,
+)
+from kvrelay.text.output_parsing.parameter_calls import Glm45Parser, Qwen3CoderParser
+from kvrelay.text.output_parsing.parameter_grammar import bare_value, optional, parameters_of
+
+SUFFIX = ".py"
+"""Of the file with a tool format of the operator's."""
+VARIABLE = "FORMAT"
+_PROBE = "An otter is a mammal."
+
+
+class BadFormatFile(ValueError):
+    """The file cannot be used. The message has the reason."""
+
+
+class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How calls are written. `signs`: texts in the chat templates of these models; all of one row must be there,
+    and no `foreign_signs`. `syntax`: how a grammar makes a model write calls; None if no grammar can."""
+
+    name: str
+    new_parser: Callable[[Sequence[Tool]], OutputParser]
+    markers: tuple[str, ...]  # control tokens that the parser reads, special in some tokenizers
+    signs: tuple[tuple[str, ...], ...] = ()
+    foreign_signs: tuple[str, ...] = ()
+    syntax: CallSyntax | None = None
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning is text between two markers, before the content."""
+
+    name: str
+    begin: str
+    end: str
+    signs: tuple[tuple[str, ...], ...]
+    foreign_signs: tuple[str, ...] = ()
+
+
+def _json_call(key: str, opening: str = "{", closing: str = "}") -> Callable[[Tool, bool, MarkerOf], Format]:
+    """A call as a JSON object with the arguments at this key."""
+
+    def content(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+        begin = f'{opening}"name": {json.dumps(tool.name)}, "{key}": '
+        return tag(begin, json_arguments(tool, is_strict=is_strict), closing)
+
+    return content
+
+
+def _named_call(separator: str) -> Callable[[Tool, bool, MarkerOf], Format]:
+    def content(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+        return sequence(text(tool.name), marked(marker_of(separator)), json_arguments(tool, is_strict=is_strict))
+
+    return content
+
+
+def _deepseek_block(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+    block, block_end = DeepSeekParser.block, DeepSeekParser.block_end
+    arguments = tag(f"{tool.name}\n{block}\n", json_arguments(tool, is_strict=is_strict), f"\n{block_end}")
+    return sequence(text("function"), marked(marker_of(DeepSeekParser.separator)), arguments)
+
+
+def _kimi_call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+    number: Format = {"type": "regex", "pattern": "[0-9]{1,4}"}
+    arguments = json_arguments(tool, is_strict=is_strict)
+    head = text(f"{KimiK2Parser.functions}{tool.name}:"), number, marked(marker_of(KimiK2Parser.separator))
+    return sequence(*head, arguments)
+
+
+def _qwen3_coder_call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+    begin, end = f"\n{Qwen3CoderParser.function}{tool.name}>\n", Qwen3CoderParser.parameter_end
+    if not is_strict:
+        return sequence(text(begin), ANY_TEXT)
+    arguments: list[Format] = []
+    for parameter in parameters_of(tool):
+        value = bare_value(tool, parameter, end, "<\n") or json_value(parameter.schema)
+        closing = end if value == ANY_TEXT else f"\n{end}"  # free text writes its line break itself
+        written = tag(f"{Qwen3CoderParser.parameter}{parameter.name}>\n", value, closing)
+        arguments.append(optional(parameter, sequence(written, text("\n"))))
+    return sequence(text(begin), *arguments, text(f"{Qwen3CoderParser.function_end}\n"))
+
+
+def _glm45_call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+    if not is_strict:
+        return sequence(text(f"{tool.name}\n"), ANY_TEXT)
+    key, key_end, begin, end = map(marker_of, _GLM45_MARKERS[2:])
+    arguments: list[Format] = []
+    for parameter in parameters_of(tool):
+        value = bare_value(tool, parameter, Glm45Parser.value_end, "<") or json_value(parameter.schema)
+        name = marked(key), text(parameter.name), marked(key_end), text("\n")
+        arguments.append(optional(parameter, sequence(*name, tag(begin, value, end), text("\n"))))
+    return sequence(text(f"{tool.name}\n"), *arguments)
+
+
+_GLM45_MARKERS = (
+    *(Glm45Parser.open, Glm45Parser.close, Glm45Parser.key, Glm45Parser.key_end),
+    *(Glm45Parser.value, Glm45Parser.value_end),
+)
+
+
+def _sectioned(
+    parser: type[DeepSeekParser | KimiK2Parser], content: Callable[[Tool, bool, MarkerOf], Format], separator: str = ""
+) -> CallSyntax:
+    begin, call_begin, call_end, end = parser.section
+    return CallSyntax(begin=call_begin, content=content, end=call_end, separator=separator, around=((begin, end),))
+
+
+TOOL_FORMATS = (
+    ToolFormat(
+        name="hermes",
+        new_parser=HermesParser,
+        markers=(HermesParser.open, HermesParser.close),
+        signs=((HermesParser.open, '"name"'),),
+        foreign_signs=(Qwen3CoderParser.function, Glm45Parser.key),  # other calls with the same tags
+        syntax=CallSyntax(
+            begin=HermesParser.open,
+            content=_json_call("arguments", "\n{", "}\n"),
+            end=HermesParser.close,
+            separator="\n",
+        ),
+    ),
+    ToolFormat(
+        name="qwen3_coder",
+        new_parser=Qwen3CoderParser,
+        markers=(Qwen3CoderParser.open, Qwen3CoderParser.close),
+        signs=((Qwen3CoderParser.function, Qwen3CoderParser.parameter),),
+        syntax=CallSyntax(
+            begin=Qwen3CoderParser.open, content=_qwen3_coder_call, end=Qwen3CoderParser.close, separator="\n"
+        ),
+    ),
+    ToolFormat(
+        name="glm45",
+        new_parser=Glm45Parser,
+        markers=_GLM45_MARKERS,
+        signs=((Glm45Parser.key, Glm45Parser.value),),
+        syntax=CallSyntax(begin=Glm45Parser.open, content=_glm45_call, end=Glm45Parser.close, separator="\n"),
+    ),
+    ToolFormat(
+        name="mistral",
+        new_parser=MistralParser,
+        markers=(MistralParser.tag, MistralParser.call_id, MistralParser.arguments),
+        signs=((MistralParser.tag, MistralParser.arguments),),
+        syntax=CallSyntax(begin=MistralParser.tag, content=_named_call(MistralParser.arguments), end="", separator=""),
+    ),
+    ToolFormat(
+        name="mistral_json",
+        new_parser=MistralParser,
+        markers=(MistralParser.tag, MistralParser.call_id, MistralParser.arguments),
+        signs=((MistralParser.tag,),),
+        syntax=CallSyntax(
+            begin="{",
+            content=_json_call("arguments", ""),
+            end="",
+            separator=", ",
+            around=((MistralParser.tag, ""), ("[", "]")),
+        ),
+    ),
+    ToolFormat(
+        name="deepseek_v3",
+        new_parser=DeepSeekParser,
+        markers=(*DeepSeekParser.section, DeepSeekParser.separator),
+        signs=((DeepSeekParser.separator, DeepSeekParser.block),),
+        syntax=_sectioned(DeepSeekParser, _deepseek_block, "\n"),
+    ),
+    ToolFormat(
+        name="deepseek_v31",
+        new_parser=DeepSeekParser,
+        markers=(*DeepSeekParser.section, DeepSeekParser.separator),
+        signs=((DeepSeekParser.separator,),),
+        syntax=_sectioned(DeepSeekParser, _named_call(DeepSeekParser.separator)),
+    ),
+    ToolFormat(
+        name="kimi_k2",
+        new_parser=KimiK2Parser,
+        markers=(*KimiK2Parser.section, KimiK2Parser.separator),
+        signs=((KimiK2Parser.separator,),),
+        syntax=_sectioned(KimiK2Parser, _kimi_call),
+    ),
+    ToolFormat(
+        name="pythonic",
+        new_parser=pythonic.PythonicParser,
+        markers=(pythonic.START, pythonic.END),
+        signs=(("[func_name1(params_name1=params_value1",),),
+        syntax=pythonic.SYNTAX,
+    ),
+    ToolFormat(
+        name="llama3_json",
+        new_parser=Llama3JsonParser,
+        markers=(Llama3JsonParser.tag,),
+        signs=(("<|start_header_id|>", '"parameters": '), ("<|header_start|>", '"parameters": ')),
+        syntax=CallSyntax(begin="{", content=_json_call("parameters", ""), end="", separator="; ", starts_output="{"),
+    ),
+)
+"""If a template shows several, the first one counts."""
+
+REASONING_FORMATS = (
+    ReasoningFormat(name="think", begin="<think>", end="</think>", signs=(("</think>",),)),
+    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", signs=(("[THINK]",),)),
+)
+
+
+def load_tool_format(path: str) -> ToolFormat:
+    """Executes the file and returns its `FORMAT`. Raises BadFormatFile."""
+    spec = importlib.util.spec_from_file_location(f"kvrelay_tool_format_{Path(path).stem}", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise BadFormatFile(f"tool parser {path}: there is no such Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadFormatFile(f"tool parser {path}: {type(error).__name__}: {error}") from error
+    found = getattr(module, VARIABLE, None)
+    if not isinstance(found, ToolFormat):
+        raise BadFormatFile(
+            f"tool parser {path}: {VARIABLE} must be a kvrelay.text.output_parsing.formats.ToolFormat, "
+            f"not {type(found).__name__}"
+        )
+    _check_parser(path, found)
+    return found
+
+
+def _check_parser(path: str, found: ToolFormat) -> None:
+    """Text without calls must come back as content."""
+    try:
+        parser = found.new_parser([])
+        events = [*parser.feed(_PROBE), *parser.finish()]
+    except Exception as error:
+        raise BadFormatFile(f"tool parser {path}: its parser raised {type(error).__name__}: {error}") from error
+    content = "".join(event.text for event in events if isinstance(event, ContentText))
+    if content != _PROBE:
+        raise BadFormatFile(f"tool parser {path}: its parser made {content!r} of {_PROBE!r}, which has no calls")

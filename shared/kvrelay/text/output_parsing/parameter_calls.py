@@ -1,0 +1,200 @@
+"""Reads calls whose arguments are written one by one, each with its name, and writes them as a JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from kvrelay.text.output_parsing.argument_values import ANY_TYPE, STRING, Types, quoted, types_of, written_json
+from kvrelay.text.output_parsing.events import Tool
+from kvrelay.text.output_parsing.text_parser import IS_NAME, CallParser, Malformed, Markers, Steps, Write
+
+MAX_GAP_CHARS = 256
+"""Whitespace behind the end of a value. With more, the end belongs to the value."""
+MAX_MARKER_CHARS = 32
+
+
+class ParameterReader(CallParser):
+    """The schemas of `tools` tell which values are texts; others are JSON, or literals of Python."""
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__(tools)
+        self._called: Tool | None = None
+        self._num_arguments = 0
+
+    def _begin_parameters(self, name: str) -> None:
+        """Begins a call. Raises Malformed if this is no name."""
+        if not IS_NAME(name):
+            raise Malformed
+        self._called = self._tools.get(name)
+        self._num_arguments = 0
+        self._begin_call(name)
+
+    def _end_parameters(self) -> None:
+        """The arguments are complete."""
+        self._arguments("}" if self._num_arguments else "{}")
+        self._drop_head()
+
+    def _give_up(self) -> None:
+        if self._call_is_open and not self._is_over:
+            self._arguments("}" if self._num_arguments else "{}")  # there is more text, but none for this call
+        super()._give_up()
+
+    def _types(self, key: str) -> Types:
+        parameters = {} if self._called is None else self._called.parameters
+        properties = parameters.get("properties")
+        if not isinstance(properties, dict) or key not in properties:
+            return ANY_TYPE
+        return types_of(properties[key], parameters)
+
+    def _begin_argument(self, key: str) -> None:
+        self._arguments(f"{', ' if self._num_arguments else '{'}{quoted(key)}: ")
+        self._num_arguments += 1
+        self._drop_head()
+
+    def _argument_text(
+        self, key: str, ends: Markers, following: Mapping[str, Sequence[str]], *, in_lines: bool
+    ) -> Steps[str]:
+        """Reads a value and the marker behind it, which it returns. A marker belongs to the value unless one of
+        `following` comes next, or the end of the output. `in_lines`: a line break on each side is none of the value's.
+        Raises Malformed at the end of the output."""
+        types = self._types(key)
+        self._begin_argument(key)
+        pieces = _StringPieces(self._arguments) if types == STRING else _Pieces()
+        if in_lines:
+            first = yield from self._peek()
+            if first == "\n":
+                self._at += 1
+        marker = yield from self._until(ends, pieces.add)
+        while marker is not None and not (yield from self._is_followed(following[marker])):
+            pieces.add(marker)
+            marker = yield from self._until(ends, pieces.add)
+        if marker is None:
+            self._arguments(pieces.cut())
+            raise Malformed
+        self._arguments(pieces.end(types, in_lines=in_lines))
+        return marker
+
+    def _is_followed(self, expected: Sequence[str]) -> Steps[bool]:
+        """Whether whitespace and one of these come next, or the end of the output. Reads nothing."""
+        while True:
+            seen = self._text[self._at : self._at + MAX_GAP_CHARS + MAX_MARKER_CHARS]
+            rest = seen.lstrip()
+            if len(seen) - len(rest) >= MAX_GAP_CHARS:
+                return False
+            if any(rest.startswith(each) for each in expected):
+                return True
+            if not any(each.startswith(rest) for each in expected):
+                return False
+            if not (yield from self._more()):
+                return True
+
+
+class _Pieces:
+    """Keeps a value until it is complete."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._kept.append(text)
+
+    def cut(self) -> str:
+        """Returns the received text of a value whose end is missing."""
+        return "".join(self._kept)
+
+    def end(self, types: Types, *, in_lines: bool) -> str:
+        text = "".join(self._kept)
+        return written_json(text.removesuffix("\n") if in_lines else text, types)
+
+
+class _StringPieces(_Pieces):
+    """Writes a text while it comes."""
+
+    def __init__(self, write: Write) -> None:
+        super().__init__()
+        self._write = write
+        self._write('"')
+
+    def add(self, text: str) -> None:
+        """The last line break may belong to the syntax."""
+        text = "".join(self._kept) + text
+        kept = text.removesuffix("\n")
+        self._kept = ["\n"] if len(kept) < len(text) else []
+        self._write(quoted(kept)[1:-1])
+
+    def cut(self) -> str:
+        return quoted("".join(self._kept))[1:-1]
+
+    def end(self, types: Types, *, in_lines: bool) -> str:
+        return '"' if in_lines else self.cut() + '"'
+
+
+class Glm45Parser(ParameterReader):
+    """GLM 4.5 and later: each call is a name with pairs of `<arg_key>` and `<arg_value>` in `<tool_call>` tags."""
+
+    open, close = "<tool_call>", "</tool_call>"
+    key, key_end, value, value_end = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+    _opens = Markers(open)
+    _name_ends = Markers(key, close)
+    _key_ends = Markers(key_end, close)
+    _value_ends = Markers(value_end)
+    _behind_values: ClassVar = {value_end: (key, close)}
+
+    def _call(self, opened: str) -> Steps[None]:
+        name, marker = yield from self._short_text(self._name_ends)
+        self._begin_parameters(name.strip())
+        while marker == self.key:
+            key, end = yield from self._short_text(self._key_ends)
+            if end != self.key_end:
+                raise Malformed
+            yield from self._skip_spaces()
+            yield from self._expect(self.value)
+            yield from self._argument_text(key.strip(), self._value_ends, self._behind_values, in_lines=False)
+            yield from self._skip_spaces()
+            if not (yield from self._skip(self.key)):
+                yield from self._expect(self.close)
+                break
+        self._end_parameters()
+
+
+class Qwen3CoderParser(ParameterReader):
+    """Qwen3-Coder and later models of Qwen: each call is an element `<function=...>` with one element for each
+    argument. Without `<tool_call>`, which these models forget at times, a call must be of one of the tools."""
+
+    open, close = "<tool_call>", "</tool_call>"
+    function, function_end = "<function=", "</function>"
+    parameter, parameter_end = "<parameter=", "</parameter>"
+    call_end = f"{function_end}\n{close}"
+    _opens = Markers(open, function)
+    _name_ends = Markers(">", "\n")
+    _value_ends = Markers(parameter_end, call_end)
+    _behind_values: ClassVar = {parameter_end: (parameter, function_end, close), call_end: (open,)}
+
+    def _call(self, opened: str) -> Steps[None]:
+        if opened == self.open:
+            yield from self._skip_spaces()
+            yield from self._expect(self.function)
+        name, end = yield from self._short_text(self._name_ends)
+        name = name.strip()
+        if end != ">" or (opened != self.open and name not in self._tools):
+            raise Malformed
+        self._begin_parameters(name)
+        while True:
+            yield from self._skip_spaces()
+            if not (yield from self._skip(self.parameter)):
+                break
+            key, end = yield from self._short_text(self._name_ends)
+            if end != ">":
+                raise Malformed
+            end = yield from self._argument_text(key.strip(), self._value_ends, self._behind_values, in_lines=True)
+            if end != self.parameter_end:
+                self._end_parameters()
+                return
+        yield from self._expect(self.function_end)
+        self._end_parameters()
+        yield from self._skip_spaces()
+        if (yield from self._skip(self.close)):
+            self._drop_head()
+        else:
+            self._give_up()

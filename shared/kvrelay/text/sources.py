@@ -1,0 +1,139 @@
+"""Finds a model's tokenizer files, in a directory or on the hub, without importing torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.text.added_tokens import AddedTokens
+from kvrelay.text.sampling_defaults import SamplingDefaults, sampling_defaults
+from kvrelay.tokenizer_identity import identity_of
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_PATTERNS = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "config.json",
+    "generation_config.json",
+]
+"""The files to download from the hub: everything that a tokenizer may need, without the weights."""
+
+CONVERT = (
+    "import sys; from transformers import AutoTokenizer; "
+    "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
+)
+
+
+class TokenizerNotFound(Exception):
+    """The model's directory has no usable tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """The contents of a model's files for tokenizer, template and sampling."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    added_tokens: AddedTokens
+    sampling_defaults: SamplingDefaults
+    identity: str = ""
+    """See `kvrelay.tokenizer_identity`; empty if the tokenizer was converted."""
+    response_template: Any = None
+    """How the model's outputs are read, as transformers describes it; unchecked."""
+
+
+def load_source(model: str) -> TokenizerSource:
+    """Reads the tokenizer of a directory or a hub name. Blocks; may download. Raises TokenizerNotFound."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        folder = _download(model)
+    if (folder / "tokenizer.json").is_file():
+        return _read(folder)
+    with tempfile.TemporaryDirectory(prefix="kvrelay-tokenizer-") as converted:
+        _convert(folder, Path(converted))
+        return _read(Path(converted), fallback=folder)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=TOKENIZER_PATTERNS))
+    except Exception as error:
+        raise TokenizerNotFound(f"{model!r} is no directory, and the hub did not give it: {error}") from error
+
+
+def _convert(folder: Path, target: Path) -> None:
+    """Converts with transformers, in a separate process because it imports torch."""
+    logger.info("converting the tokenizer of %s, which has no tokenizer.json", folder)
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERT, str(folder), str(target)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0 or not (target / "tokenizer.json").is_file():
+        reason = done.stderr.strip().splitlines()[-1:] or ["it has no fast form"]
+        raise TokenizerNotFound(f"no tokenizer.json in {folder}, and converting its tokenizer failed: {reason[0]}")
+
+
+def _read(folder: Path, fallback: Path | None = None) -> TokenizerSource:
+    config = _read_json(folder / "tokenizer_config.json")
+    template = _chat_template(folder, config)
+    if template is None and fallback is not None:
+        template = _chat_template(fallback, config)
+    tokenizer_json = _read_text(folder / "tokenizer.json")
+    return TokenizerSource(
+        tokenizer_json=tokenizer_json,
+        chat_template=template,
+        added_tokens=AddedTokens(
+            config, _read_json(folder / "special_tokens_map.json"), _read_json(folder / "added_tokens.json")
+        ),
+        sampling_defaults=sampling_defaults(_read_json((fallback or folder) / "generation_config.json")),
+        identity=identity_of(tokenizer_json) if fallback is None else "",
+        response_template=config.get("response_template"),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read_text(path))
+    except ValueError as error:
+        raise TokenizerNotFound(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerNotFound(f"{path} holds no JSON object")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerNotFound(f"{path} is not valid UTF-8: {error}") from error
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The default template from, in this order: its own file, the processor's JSON file, the tokenizer's config."""
+    own_file = folder / "chat_template.jinja"
+    if own_file.is_file():
+        return _read_text(own_file)
+    template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
+            raise TokenizerNotFound(f"the chat templates of {folder} are no objects with a name and a template")
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None

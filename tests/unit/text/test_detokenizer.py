@@ -1,0 +1,151 @@
+"""The incremental text is the whole text, however the tokens are cut, and nothing half-finished gets out early."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.text.detokenizer import (
+    MAX_WITHHELD_TOKENS,
+    ByteLevelDetokenizer,
+    Detokenizer,
+    WindowedDetokenizer,
+    make_detokenizer,
+)
+from kvrelay.text.tokenizer import Tokenizer
+from tests.fakes.text_model import byte_level_tokenizer
+
+TEXTS = st.text(
+    alphabet=st.one_of(
+        st.characters(codec="utf-8"),
+        st.sampled_from("otter fish. END äßé東京語日🦦🎉👩\u200d\u0301\ufe0f\ufffd \n"),
+    ),
+    max_size=40,
+)
+
+
+def in_parts(token_ids: list[int], cuts: list[int]) -> list[list[int]]:
+    """The tokens cut at the given places."""
+    edges = sorted({0, len(token_ids), *[cut % (len(token_ids) + 1) for cut in cuts]})
+    return [token_ids[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def run(detokenizer: Detokenizer, parts: list[list[int]]) -> str:
+    return "".join([detokenizer.feed(part) for part in parts]) + detokenizer.flush()
+
+
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 200)))
+def test_byte_level_text_is_the_text(byte_level: Tokenizer, text: str, cuts: list[int]) -> None:
+    token_ids = byte_level.encode(text, add_special_tokens=False)
+    assert run(ByteLevelDetokenizer(byte_level, hidden=byte_level.special_ids), in_parts(token_ids, cuts)) == text
+
+
+@given(token_ids=st.lists(st.integers(0, 410), max_size=60), cuts=st.lists(st.integers(0, 200)), skip=st.booleans())
+def test_byte_level_agrees_with_the_tokenizer_on_any_tokens(
+    byte_level: Tokenizer, token_ids: list[int], cuts: list[int], skip: bool
+) -> None:
+    """Random tokens are mostly invalid UTF-8, hold special tokens, and some are beyond the vocabulary."""
+    whole = byte_level.decode(token_ids, skip_special_tokens=skip)
+    assert run(make_detokenizer(byte_level, [], skip_special_tokens=skip), in_parts(token_ids, cuts)) == whole
+
+
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 200)))
+def test_windowed_text_is_the_text_after_a_prompt(byte_fallback: Tokenizer, text: str, cuts: list[int]) -> None:
+    """After a prompt, because at the start of a text this decoder drops a space."""
+    prompt = byte_fallback.encode("otter", add_special_tokens=False)
+    whole = byte_fallback.encode("otter" + text, add_special_tokens=False)
+    assert whole[: len(prompt)] == prompt
+    detokenizer = WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids)
+    expected = byte_fallback.decode(whole, skip_special_tokens=True).removeprefix("otter")
+    assert run(detokenizer, in_parts(whole[len(prompt) :], cuts)) == expected
+
+
+@given(before=TEXTS, text=TEXTS, cuts=st.lists(st.integers(0, 200)))
+def test_windowed_text_is_the_text_after_any_prompt(
+    byte_fallback: Tokenizer, before: str, text: str, cuts: list[int]
+) -> None:
+    """Also where the prompt ends with bytes: decoded from within a character on, they would spoil what follows."""
+    prompt = byte_fallback.encode("otter" + before, add_special_tokens=False)
+    whole = byte_fallback.encode("otter" + before + text, add_special_tokens=False)
+    assert whole[: len(prompt)] == prompt
+    detokenizer = WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids)
+    known = byte_fallback.decode(prompt, skip_special_tokens=True)
+    expected = byte_fallback.decode(whole, skip_special_tokens=True).removeprefix(known)
+    assert run(detokenizer, in_parts(whole[len(prompt) :], cuts)) == expected
+
+
+@pytest.mark.parametrize("before", ["🦦東", "東🦦", "東é東", "🦦🦦", "ééé", "é東é", "東" * 50, "🦦" * 50])
+def test_a_character_is_whole_after_a_prompt_of_bytes(byte_fallback: Tokenizer, before: str) -> None:
+    prompt = byte_fallback.encode(before, add_special_tokens=False)
+    answer = byte_fallback.encode("京🦦", add_special_tokens=False)[-7:]
+    assert run(WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids), [answer]) == "京🦦"
+
+
+@given(token_ids=st.lists(st.integers(0, 360), max_size=60), cuts=st.lists(st.integers(0, 200)))
+def test_windowed_text_does_not_depend_on_the_cuts(
+    byte_fallback: Tokenizer, token_ids: list[int], cuts: list[int]
+) -> None:
+    together = run(WindowedDetokenizer(byte_fallback, [], hidden=byte_fallback.special_ids), [token_ids])
+    apart = run(WindowedDetokenizer(byte_fallback, [], hidden=byte_fallback.special_ids), in_parts(token_ids, cuts))
+    assert apart == together
+
+
+@pytest.mark.parametrize("char", ["é", "東", "🦦"])
+def test_a_character_comes_out_only_when_its_last_byte_is_there(byte_level: Tokenizer, char: str) -> None:
+    alphabet = {byte_level.token_bytes(token): token for token in range(byte_level.vocab_size)}
+    byte_ids = [alphabet[bytes([byte])] for byte in char.encode()]
+    detokenizer = make_detokenizer(byte_level, [], skip_special_tokens=True)
+    assert [detokenizer.feed([token]) for token in byte_ids] == [""] * (len(byte_ids) - 1) + [char]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_unfinished_bytes_end_as_a_replacement_character(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    alphabet = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
+    detokenizer = make_detokenizer(tokenizer, [], skip_special_tokens=True)
+    assert detokenizer.feed([alphabet[b"\xe6"], alphabet[b"\x9d"]]) == ""
+    assert set(detokenizer.flush()) == {"\ufffd"}
+    assert detokenizer.flush() == ""
+
+
+def test_bytes_that_never_become_a_character_are_not_withheld_for_ever(byte_fallback: Tokenizer) -> None:
+    alphabet = {byte_fallback.token_bytes(token): token for token in range(byte_fallback.vocab_size)}
+    detokenizer = WindowedDetokenizer(byte_fallback, [], hidden=byte_fallback.special_ids)
+    pieces = [detokenizer.feed([alphabet[b"\xff"]]) for _ in range(MAX_WITHHELD_TOKENS)]
+    assert pieces[:-1] == [""] * (MAX_WITHHELD_TOKENS - 1)
+    assert set(pieces[-1]) == {"\ufffd"}
+
+
+def test_the_window_keeps_the_space_between_prompt_and_output(byte_fallback: Tokenizer) -> None:
+    prompt = byte_fallback.encode("an", add_special_tokens=False)
+    output = byte_fallback.encode("an otter", add_special_tokens=False)[len(prompt) :]
+    assert run(WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids), [output]) == " otter"
+
+
+def test_the_window_stays_small_over_tokens_without_text(byte_fallback: Tokenizer) -> None:
+    """Thousands of skipped tokens would otherwise be decoded again and again."""
+    (eos,) = byte_fallback.encode("</s>", add_special_tokens=False)
+    detokenizer = WindowedDetokenizer(byte_fallback, [], hidden=byte_fallback.special_ids)
+    assert detokenizer.feed([eos] * 1000) == ""
+    assert len(detokenizer._window) <= 64
+
+
+def test_special_tokens_are_shown_when_asked_for(byte_level: Tokenizer) -> None:
+    (end,) = byte_level.encode("<|im_end|>", add_special_tokens=False)
+    assert make_detokenizer(byte_level, [], skip_special_tokens=True).feed([end]) == ""
+    assert make_detokenizer(byte_level, [], skip_special_tokens=False).feed([end]) == "<|im_end|>"
+
+
+def test_no_more_tokens_are_kept_than_the_vocabulary_has() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    for skip in (True, False):
+        detokenizer = make_detokenizer(tokenizer, [], skip_special_tokens=skip)
+        detokenizer.feed(list(range(3 * tokenizer.vocab_size)))
+        for token_id in range(3 * tokenizer.vocab_size):
+            make_detokenizer(tokenizer, [], skip_special_tokens=skip).feed([token_id])
+    visible = tokenizer.texts_without(tokenizer.special_ids)
+    assert len(tokenizer.bytes_of) == len(visible.bytes_of) == tokenizer.vocab_size
+    assert len(tokenizer.text_of) == len(visible.text_of) == tokenizer.vocab_size

@@ -11,6 +11,7 @@ import orjson
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.generation import PromptRun
+from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 
 
 class EventFormat(ABC):
@@ -71,36 +72,36 @@ def usage_of(runs: Sequence[PromptRun]) -> dict[str, Any]:
     }
 
 
-class EventUsage:
-    """The `usage` field of a stream's events.
+class ChunkWriter:
+    """Writes the events of OpenAI's two APIs. `head`: the fields that all events begin with.
 
-    Without `include_usage` there is none. With it, the field is null until the last event, or, with
+    Without `include_usage` there is no `usage`. With it, the field is null until the last event, or, with
     `continuous_usage_stats`, counts the choice's tokens up to and including the event.
     """
 
-    def __init__(self, *, is_included: bool, is_continuous: bool) -> None:
-        self.is_included = is_included
-        self.is_continuous = is_continuous
+    def __init__(self, head: dict[str, Any], request: GenerationFields) -> None:
+        self._head = head
+        self._has_usage, self._is_continuous = request.include_usage, request.running_usage
         self._num_sent: dict[int, int] = {}  # tokens of each choice in the events so far
 
-    def field(self, run: PromptRun, choice: Choice, num_new_tokens: int) -> bytes:
-        """Returns the field for an event that brings this many tokens, with a comma before it, or no bytes."""
-        if not self.is_included:
-            return b""
-        if not self.is_continuous:
-            return b',"usage":null'
-        prompt_tokens = len(run.request.prompt_ids)
-        completion_tokens = self._num_sent.get(choice.index, 0) + num_new_tokens
-        self._num_sent[choice.index] = completion_tokens
-        usage = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        }
-        return b',"usage":' + orjson.dumps(usage)
+    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """Everything before and after what stands between `before` and `after` in events with a single choice, if their
+        usage is not continuous."""
+        usage = b',"usage":null' if self._has_usage else b""
+        return b'data: %b,"choices":[%b' % (orjson.dumps(self._head)[:-1], before), b"%b]%b}\n\n" % (after, usage)
 
-    def last_event(self, head: dict[str, Any], usage: dict[str, Any]) -> bytes:
-        """Returns the event after the last choice, which has no choice but the usage, or no bytes."""
-        if not self.is_included:
+    def event(self, run: PromptRun, content: dict[str, Any], num_new_tokens: int = 0, **more: Any) -> bytes:
+        """The event for new content of a choice, with `more` fields behind the choices."""
+        usage: dict[str, Any] = {"usage": None} if self._has_usage else {}
+        if self._is_continuous:
+            index, prompt_tokens = content["index"], len(run.request.prompt_ids)
+            self._num_sent[index] = num_sent = self._num_sent.get(index, 0) + num_new_tokens
+            totals = (prompt_tokens, num_sent, prompt_tokens + num_sent)
+            usage["usage"] = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), totals, strict=True))
+        return b"data: %b\n\n" % orjson.dumps({**self._head, "choices": [content], **usage, **more})
+
+    def last_event(self, usage: dict[str, Any]) -> bytes:
+        """The event after the last choice, which has no choice but the usage. No bytes if there is no usage."""
+        if not self._has_usage:
             return b""
-        return b"data: " + orjson.dumps({**head, "choices": [], "usage": usage}) + b"\n\n"
+        return b"data: %b\n\n" % orjson.dumps({**self._head, "choices": [], "usage": usage})

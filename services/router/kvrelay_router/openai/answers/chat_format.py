@@ -12,17 +12,17 @@ from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Even
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.openai.answers.answer_format import (
     AnswerFormat,
+    ChunkWriter,
     DocumentFormat,
     EventFormat,
-    EventUsage,
 )
-from kvrelay_router.openai.answers.choice import Choice
+from kvrelay_router.openai.answers.choice import Choice, TokenRecords
 from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, PromptScores, chat_logprobs, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 
-NO_DETAILS = b',"logprobs":null,"finish_reason":null'
+NO_DETAILS: dict[str, Any] = {"logprobs": None, "finish_reason": None}
 
 
 def chat_format(
@@ -70,12 +70,9 @@ class ChatStream(EventFormat):
     def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, request: ChatRequest) -> None:
         self._tokenizer = tokenizer
         self._request = request
-        self._head = head
-        self._prefix = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
-        self._usage = EventUsage(is_included=request.include_usage, is_continuous=request.running_usage)
+        self._chunks = ChunkWriter(head, request)
         self._has_details = request.logprobs or request.return_token_ids
         self._opened: set[int] = set()
-        self._prompt_ids = b""  # the field of the first events, once it was written
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # see `_open`
 
     def add(self, run: PromptRun, choice: Choice) -> bytes:
@@ -89,55 +86,42 @@ class ChatStream(EventFormat):
         if not fields and choice.finish_reason is None:
             return opening
         if "tool_calls" in fields and choice.finish_reason is not None:
-            # OpenAI's client reports the last call as complete only if an earlier chunk began it.
-            opening += self._event_without_tokens(run, choice, orjson.dumps(fields))
+            # OpenAI's client reports the last call as complete only if an earlier chunk began it. The tokens are left
+            # to the last one.
+            details = {**self._details(TokenRecords()), "finish_reason": None}
+            opening += self._chunks.event(run, _content(choice, fields, details))
             fields = {}
-        return self._event_with_details(run, choice, orjson.dumps(fields), opening)
+        records = choice.take_records()
+        ending = choice.ending if self._has_details or choice.finish_reason is not None else {"finish_reason": None}
+        details = {**self._details(records), **ending}
+        return opening + self._chunks.event(run, _content(choice, fields, details), len(records.token_ids))
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, if it was asked for."""
-        return self._usage.last_event(self._head, usage)
+        return self._chunks.last_event(usage)
 
     def _open(self, run: PromptRun, choice: Choice) -> bytes:
         self._opened.add(choice.index)
-        usage = self._usage.field(run, choice, 0)
-        if choice.is_plain and not self._has_details and not self._usage.is_continuous:
+        if choice.is_plain and not self._has_details and not self._request.running_usage:
             # Events of this choice bring text alone until the last one, so everything around it is written once.
-            before = b'%b%d,"delta":{"content":' % (self._prefix, choice.index)
-            self._around_text[choice.index] = before, b"}%b}]%b}\n\n" % (NO_DETAILS, usage)
-        prompt = b""
+            before = b'{"index":%d,"delta":{"content":' % choice.index
+            self._around_text[choice.index] = self._chunks.around(before, b'},"logprobs":null,"finish_reason":null}')
+        prompt: dict[str, Any] = {}
         if self._request.return_token_ids:
-            if not self._prompt_ids:
-                self._prompt_ids = b',"prompt_token_ids":' + orjson.dumps(run.request.prompt_ids)
-            prompt = self._prompt_ids
-        opening = self._event(choice, b'{"role":"assistant","content":""}', NO_DETAILS, usage + prompt)
+            prompt["prompt_token_ids"] = run.request.prompt_ids
+        role = {"role": "assistant", "content": ""}
+        opening = self._chunks.event(run, _content(choice, role, NO_DETAILS), **prompt)
         if echoed := self._request.echoed:
-            opening += self._event(choice, b'{"content":' + orjson.dumps(echoed) + b"}", NO_DETAILS, usage)
+            opening += self._chunks.event(run, _content(choice, {"content": echoed}, NO_DETAILS))
         return opening
 
-    def _event_with_details(self, run: PromptRun, choice: Choice, delta: bytes, opening: bytes) -> bytes:
-        """`opening`: an event that comes before."""
-        records = choice.take_records()
-        usage = self._usage.field(run, choice, len(records.token_ids))
-        if not self._has_details and choice.finish_reason is None:
-            return opening + self._event(choice, delta, NO_DETAILS, usage)
-        details: dict[str, Any] = {
-            "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
-            **choice.ending,
-        }
-        if self._request.return_token_ids:
-            details["token_ids"] = records.token_ids
-        return opening + self._event(choice, delta, b"," + orjson.dumps(details)[1:-1], usage)
+    def _details(self, records: TokenRecords) -> dict[str, Any]:
+        details: dict[str, Any] = {"logprobs": _logprobs(self._tokenizer, self._request, records.logprobs)}
+        return {**details, "token_ids": records.token_ids} if self._request.return_token_ids else details
 
-    def _event_without_tokens(self, run: PromptRun, choice: Choice, delta: bytes) -> bytes:
-        """The tokens behind `delta` are left to a later event."""
-        details: dict[str, Any] = {"logprobs": _logprobs(self._tokenizer, self._request, []), "finish_reason": None}
-        if self._request.return_token_ids:
-            details["token_ids"] = []
-        return self._event(choice, delta, b"," + orjson.dumps(details)[1:-1], self._usage.field(run, choice, 0))
 
-    def _event(self, choice: Choice, delta: bytes, details: bytes, end: bytes) -> bytes:
-        return b'%b%d,"delta":%b%b}]%b}\n\n' % (self._prefix, choice.index, delta, details, end)
+def _content(choice: Choice, delta: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
+    return {"index": choice.index, "delta": delta, **details}
 
 
 class ChatAnswer(DocumentFormat):

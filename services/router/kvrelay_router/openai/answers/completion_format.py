@@ -11,9 +11,9 @@ from kvrelay.text.service import DecodedPrompt
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.openai.answers.answer_format import (
     AnswerFormat,
+    ChunkWriter,
     DocumentFormat,
     EventFormat,
-    EventUsage,
 )
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
 from kvrelay_router.openai.answers.logprob_format import (
@@ -51,22 +51,16 @@ class CompletionStream(EventFormat):
     def __init__(
         self, head: dict[str, Any], request: CompletionRequest, runs: Sequence[PromptRun], fields: _ChoiceFields
     ) -> None:
-        self._head, self._request, self._fields = head, request, fields
-        self._prefix = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
-        self._usage = EventUsage(is_included=request.include_usage, is_continuous=request.running_usage)
+        self._request, self._fields = request, fields
+        self._chunks = ChunkWriter(head, request)
         self._opened: set[int] = set()
         # By choice: the bytes before and after its text. Filled only if events carry nothing but text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         has_details = request.echo or request.return_token_ids or request.logprobs is not None or request.running_usage
         if not has_details:
-            for run in runs:
-                for choice in run.choices:
-                    self._around_text[choice.index] = self._around(run, choice)
-
-    def _around(self, run: PromptRun, choice: Choice) -> tuple[bytes, bytes]:
-        """Everything before and after the text of an event that brings nothing else."""
-        before = b'%b{"index":%d,"text":' % (self._prefix, choice.index)
-        return before, b",%b}]%b}\n\n" % (NO_DETAILS, self._usage.field(run, choice, 0))
+            for choice in [choice for run in runs for choice in run.choices]:
+                before = b'{"index":%d,"text":' % choice.index
+                self._around_text[choice.index] = self._chunks.around(before, b",%b}" % NO_DETAILS)
 
     def add(self, run: PromptRun, choice: Choice) -> bytes:
         text = choice.take_text()
@@ -81,12 +75,11 @@ class CompletionStream(EventFormat):
         # The records of withheld text wait for it: an event with the echoed prompt alone has none.
         records = choice.take_records() if has_text else TokenRecords()
         content = self._fields.of(run, choice, choice.index, text, records, is_first=is_first)
-        usage = self._usage.field(run, choice, len(records.token_ids))
-        return b"%b%b]%b}\n\n" % (self._prefix, orjson.dumps(content), usage)
+        return self._chunks.event(run, content, len(records.token_ids))
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, if it was asked for."""
-        return self._usage.last_event(self._head, usage)
+        return self._chunks.last_event(usage)
 
 
 class CompletionAnswer(DocumentFormat):

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.rank_processes import RankProcesses
 from kvrelay.kv.shard_map import ShardShape
-from kvrelay.ranks.remote_transfers import RemoteReceiver, RemoteSender
+from kvrelay.ranks.transfers import RemoteReceiver, RemoteSender
 from kvrelay.transfer.base import (
     BlockPush,
     Landed,
@@ -86,9 +86,9 @@ class Pair:
                 RankProcesses(sizes[0], makes[0], block_bytes_of(self._source)),
                 RankProcesses(sizes[1], makes[1], block_bytes_of(target)),
             ]
-            senders = [RemoteSender(rank, self.processes[0], transport) for rank in range(sizes[0])]
+            senders = [RemoteSender(1 + rank, self.processes[0].group, transport) for rank in range(sizes[0])]
             receivers = [
-                RemoteReceiver(rank, self.processes[1], transport, is_one_sided=transport == "nixl")
+                RemoteReceiver(1 + rank, self.processes[1].group, transport, is_one_sided=transport == "nixl")
                 for rank in range(sizes[1])
             ]
         else:

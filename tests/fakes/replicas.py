@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.ranks.messages import Step, encode, published_decoder
+from kvrelay.ranks.messages import Step, decoder_of_members, encode
 from kvrelay.step.batch import ModelSpec, WorkerBatch, WorkerRow
 from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.hash_runner import HashRunner
@@ -65,36 +65,26 @@ class HashReplica:
 
 
 class ReplicasHere:
-    """The other ranks in this process. Each gets its steps as they would arrive."""
+    """A `RankGroup` whose ranks are in this process. Each gets its steps as they would arrive."""
 
     def __init__(self, *replicas: HashReplica) -> None:
         self.lost: Future[None] = Future()
         self._ranks = replicas
-        self._decoder = published_decoder()
-        self._number = 0
+        self._decoder = decoder_of_members()
+        self._num_in_flight = 0
 
-    def publish_step(self, batch: WorkerBatch) -> int:
+    def publish_step(self, batch: WorkerBatch) -> None:
         raw = encode(Step(batch))
         for replica in self._ranks:
             step = self._decoder.decode(raw)
             assert isinstance(step, Step)
             replica.follow(step.batch)
-        self._number += 1
-        return self._number
+        self._num_in_flight += 1
 
-    def await_done(self, number: int) -> str:
-        assert 0 < number <= self._number
-        return ""
-
-    @property
-    def busy_s(self) -> list[float]:
-        return [0.0] * len(self._ranks)
-
-    def take_step_s(self, number: int) -> float:
-        return 0.0
+    def await_done(self) -> tuple[float, str]:
+        self._num_in_flight -= 1
+        assert self._num_in_flight >= 0, "a step ended twice"
+        return 0.0, ""
 
     def fail(self, reason: str) -> str:
         return reason
-
-    def close(self) -> None:
-        pass

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.ranks.transfers import with_other_ranks_receivers
 from kvrelay.transfer.select import make_receivers
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.ranked_transfers import with_other_ranks_receivers
 from kvrelay.worker.worker_main import worker_main
 from kvrelay_decode.service import DecodeRole
 
@@ -20,7 +20,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> DecodeRole:
         advertise_host=config.reachable_host,
         curve=config.curve_key(),
     )
-    return DecodeRole(context, with_other_ranks_receivers(receivers, context))
+    return DecodeRole(context, with_other_ranks_receivers(receivers, context.spec, context.ranks))
 
 
 if __name__ == "__main__":

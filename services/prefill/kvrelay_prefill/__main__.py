@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.device_profiles import find_profile
+from kvrelay.ranks.transfers import with_other_ranks_senders
 from kvrelay.simulated.timed_transport import paced
 from kvrelay.transfer.select import make_senders
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.ranked_transfers import with_other_ranks_senders
 from kvrelay.worker.worker_main import worker_main
 from kvrelay_prefill.service import PrefillRole
 
@@ -24,7 +24,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
     )
     if config.backend == "simulated":
         senders = paced(senders, find_profile(config.profile), context.spec)
-    return PrefillRole(context, with_other_ranks_senders(senders, context))
+    return PrefillRole(context, with_other_ranks_senders(senders, context.spec, context.ranks))
 
 
 if __name__ == "__main__":

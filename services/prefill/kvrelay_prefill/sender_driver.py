@@ -46,6 +46,7 @@ from kvrelay.protocol.messages import (
     Reserve,
 )
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.ranks.transfers import as_sharded_sender, shards_of
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import BeamCandidates
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
@@ -53,7 +54,6 @@ from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFa
 from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
-from kvrelay.worker.ranked_transfers import as_sharded_sender, other_ranks_identities, shards_of
 from kvrelay.worker.requests import OpenRequests, ScoreParts
 from kvrelay_prefill.pushes import InFlightPushes, TransportOffers
 
@@ -95,7 +95,7 @@ class SenderDriver:
         self._senders = {name: as_sharded_sender(sender, context.spec) for name, sender in senders.items()}
         self._requests = requests
         self._offers = TransportOffers(senders)
-        self._processes = [own_identity(), *other_ranks_identities(context)]
+        self._processes = [own_identity(), *(context.ranks.identities if context.ranks else ())]
         self._shards = shards_of(self._senders, context.spec)
         self._pushes = InFlightPushes()
         self._meter = HandoffMeter(

@@ -35,6 +35,6 @@ def rank(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"kvrelay rank: {error}", file=sys.stderr)
         return 2
-    from kvrelay.worker.rank_main import run_rank  # slow to import
+    from kvrelay.ranks.launch import run_rank  # slow to import
 
     return run_rank(config)

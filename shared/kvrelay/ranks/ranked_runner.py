@@ -5,65 +5,45 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.ranks.remote_transfers import RankCalls
+from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.step.batch import DeviceLost, ModelSpec, StepResult, WorkerBatch
 from kvrelay.transfer.pool_memory import PoolLike
 
 
-class LeadingRunner(ModelRunner, Protocol):
-    """Rank 0's part of the model. After any error but DeviceLost it is in step with the other ranks."""
+class PartRunner(Protocol):
+    """A rank's part of the model and of the KV pool."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def pool_memory(self) -> PoolLike: ...
 
     @property
     def waited_s(self) -> float:
-        """Seconds that rank 0 has waited for the stage before."""
-        ...
-
-    def resolve(self, batch: WorkerBatch) -> WorkerBatch:
-        """The batch as all ranks compute it, with tokens in the place of placeholders. Raises KeyError."""
+        """Seconds that this stage has waited for the one before."""
         ...
 
     def follow(self, batch: WorkerBatch) -> None:
-        """Computes rank 0's part of a step whose results are not needed, and samples nothing."""
+        """Computes this rank's part of a step that another one samples for, or that is discarded.
+
+        Raises IndexError for copies of blocks that do not exist, which leaves the ranks in step.
+        """
         ...
 
 
-class OtherRanks(Protocol):
-    """The ranks that follow, as `RankGroup` has them. Raises DeviceLost if one is lost, except where
-    only times are asked for."""
+class LeadingRunner(PartRunner, ModelRunner, Protocol):
+    """Rank 0's part of the model. After any error but DeviceLost it is in step with the other ranks."""
 
-    lost: Future[None]
-
-    @property
-    def busy_s(self) -> list[float]:
-        """Seconds that each rank computed steps, from rank 1 on."""
-        ...
-
-    def publish_step(self, batch: WorkerBatch) -> int:
-        """Sends a step to all ranks. Returns the number for `await_done`."""
-        ...
-
-    def await_done(self, number: int) -> str:
-        """Waits until all ranks have ended the step. Returns the error of one that left the ranks in step, or ""."""
-        ...
-
-    def take_step_s(self, number: int) -> float:
-        """The longest time that a rank computed a step which all have ended."""
-        ...
-
-    def fail(self, reason: str) -> str:
-        """Ends the ranks. Returns the first reason for that, which may be another one."""
-        ...
-
-    def close(self) -> None:
-        """Ends the ranks. Idempotent."""
+    def resolve(self, batch: WorkerBatch) -> WorkerBatch:
+        """The batch as all ranks compute it, with tokens in the place of placeholders. Raises KeyError."""
         ...
 
 
@@ -75,23 +55,13 @@ class RankedRunner:
     the last stage, when they land.
     """
 
-    def __init__(
-        self,
-        runner: LeadingRunner,
-        group: OtherRanks,
-        calls: RankCalls | None = None,
-        disconnect: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`calls` are needed for workers that hand KV over. `disconnect` closes rank 0's connections for tensors."""
-        self.calls = calls
+    def __init__(self, runner: LeadingRunner, group: RankGroup) -> None:
+        self.group = group
         self.launches_ahead = runner.spec.pipeline_parallel_size > 1
-        self._disconnect = disconnect
         self._runner = runner
-        self._group = group
         self._lock = threading.Lock()  # guards the drops and the rows in flight
         self._in_flight: Counter[SequenceKey] = Counter()  # steps in flight by sequence
         self._drops: set[SequenceKey] = set()
-        self._busy_s = 0.0
 
     @property
     def spec(self) -> ModelSpec:
@@ -101,13 +71,6 @@ class RankedRunner:
     def pool_memory(self) -> PoolLike:
         """Rank 0's pool."""
         return self._runner.pool_memory
-
-    @property
-    def stages_busy_s(self) -> list[float]:
-        """Seconds that each stage of a pipeline computed steps, without its waits, from the first stage on."""
-        # The first rank of each stage.
-        size = self.spec.tensor_parallel_size
-        return [*self._group.busy_s[size - 1 :: size], self._busy_s]
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         self._runner.add_sequence(key, sampling, token_ids, num_prompt)
@@ -136,7 +99,8 @@ class RankedRunner:
             self._in_flight.update(keys)
         try:
             batch = self._runner.resolve(batch)
-            return RankedStep(self, batch, self._group.publish_step(batch))
+            self.group.publish_step(batch)
+            return RankedStep(self, batch)
         except BaseException:
             self._ended(keys)
             raise
@@ -152,68 +116,60 @@ class RankedRunner:
         for key in drops:
             self.drop_sequence(key)
 
-    def _land(self, batch: WorkerBatch, number: int) -> StepResult:
+    def _land(self, batch: WorkerBatch) -> StepResult:
         waited_s = self._runner.waited_s
         try:
             result = self._runner.execute(batch)
         except DeviceLost as error:
-            raise DeviceLost(self._group.fail(str(error))) from error
+            raise DeviceLost(self.group.fail(str(error))) from error
         except Exception:
-            self._await_done(number)
+            self.group.await_done()
             raise
         except BaseException as interrupt:  # in the middle of the step: this rank cannot get in step again
-            self._group.fail(f"rank 0 was interrupted by {type(interrupt).__name__}")
+            self.group.fail(f"rank 0 was interrupted by {type(interrupt).__name__}")
             raise
-        others_s = self._await_done(number, may_fail=False)
+        others_s, theirs = self.group.await_done()
+        if theirs:
+            raise DeviceLost(self.group.fail(theirs))
         if not self.launches_ahead:
             return result
         own_s = result.forward_s - (self._runner.waited_s - waited_s)
-        self._busy_s += own_s
         return replace(result, forward_s=max(own_s, others_s))
 
-    def _discard(self, batch: WorkerBatch, number: int) -> None:
+    def _discard(self, batch: WorkerBatch) -> None:
         """Computes rank 0's part, which takes the hidden states that the stage before has sent."""
         try:
             self._runner.follow(batch)
         except DeviceLost as error:
-            raise DeviceLost(self._group.fail(str(error))) from error
-        self._await_done(number)
-
-    def _await_done(self, number: int, *, may_fail: bool = True) -> float:
-        """Waits until all ranks have ended a step. Returns the longest time that one computed it."""
-        theirs = self._group.await_done(number)
-        if theirs and not may_fail:
-            raise DeviceLost(self._group.fail(theirs))
-        return self._group.take_step_s(number)
+            raise DeviceLost(self.group.fail(str(error))) from error
+        self.group.await_done()
 
     async def watch(self) -> None:
         """Returns never. Raises DeviceLost when a rank is lost, also between steps."""
-        await asyncio.shield(asyncio.wrap_future(self._group.lost))
+        await asyncio.shield(asyncio.wrap_future(self.group.lost))
 
     def close(self) -> None:
         """Ends the ranks. No step may run. Idempotent."""
-        self._group.close()
-        self._disconnect()
+        self.group.close()
 
 
 class RankedStep:
     """A `LaunchedStep` of `RankedRunner`. Steps land in the order of their launches."""
 
-    def __init__(self, runner: RankedRunner, batch: WorkerBatch, number: int) -> None:
+    def __init__(self, runner: RankedRunner, batch: WorkerBatch) -> None:
         self._runner = runner
         self._batch = batch
-        self._number = number
 
     def land(self) -> StepResult:
         """Runs rank 0's part, and waits for the others. Its time is that of the slowest stage of a pipeline."""
         try:
-            return self._runner._land(self._batch, self._number)
+            return self._runner._land(self._batch)
         finally:
             self._runner._ended([row.key for row in self._batch.rows])
 
     def discard(self) -> None:
         """See `LaunchedStep.discard`."""
         try:
-            self._runner._discard(self._batch, self._number)
+            self._runner._discard(self._batch)
         finally:
             self._runner._ended([row.key for row in self._batch.rows])

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import msgspec
+
 from kvrelay.transfer.block_parts import BlockPart, PartCopy
 from kvrelay.transfer.counters import SenderCounters
 
@@ -25,16 +27,14 @@ class BlockPush:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """At the receiver: these blocks (indices in the prompt) are completely in their slots."""
 
     reservation: str
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Corrupted:
+class Corrupted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """At the receiver: these blocks came with other bytes than were sent. They count as not landed."""
 
     reservation: str
@@ -44,8 +44,7 @@ class Corrupted:
 ReceiverEvent = Landed | Corrupted
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """At the sender: these blocks have left; their memory is no longer read."""
 
     reservation: str
@@ -53,15 +52,13 @@ class Pushed:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SenderDrained:
+class SenderDrained(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """At the sender, after `abort`: no write of this reservation is or will be in flight."""
 
     reservation: str
 
 
-@dataclass(frozen=True, slots=True)
-class TransferFailed:
+class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """At the sender: a push could not be made. The handoff may try another worker."""
 
     reservation: str

@@ -9,7 +9,7 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.ranks.ranked_runner import RankedRunner
+from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.step.batch import ModelSpec
@@ -38,7 +38,7 @@ class WorkerContext:
     events: EventLog | None = None
     tracer: Tracer | None = None
     recent: RecentStages = field(default_factory=RecentStages)
-    ranks: RankedRunner | None = None  # None: the model is in this process
+    ranks: RankGroup | None = None  # None: the model is in this process
 
 
 class Role(Protocol):

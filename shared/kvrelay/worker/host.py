@@ -20,9 +20,8 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.logs import log_with
 from kvrelay.open_files import TooFewOpenFiles, allow_open_files, allow_peers
 from kvrelay.process import StartFailed, event_loop_factory, leave_at_once
-from kvrelay.ranks.rank_process import PARENT_VARIABLE
-from kvrelay.worker.local_group import LocalGroup
-from kvrelay.worker.lockstep_runner import LockstepRunner
+from kvrelay.ranks.local_ranks import PARENT_VARIABLE
+from kvrelay.ranks.lockstep import LocalGroup, LockstepRunner
 from kvrelay.worker.shell import WorkerShell
 from kvrelay.worker.startup import RoleFactory, RunnerFactory
 

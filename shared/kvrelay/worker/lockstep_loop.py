@@ -8,62 +8,13 @@ sleeps. A rank that gets work then wakes the others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any
 
-from kvrelay.protocol.messages import PeerRef, WakeRank
+from kvrelay.ranks.lockstep import LockstepGroup
 from kvrelay.scheduling.queue.prefill_delay import NO_LOAD, PrefillDelayer, RankLoad
 from kvrelay.step.batch import DeviceLost
 from kvrelay.worker.failed_steps import log_failed_step
 from kvrelay.worker.step_loop import PlannedStep, StepCallbacks, StepLoop
-
-
-class LockstepGroup(Protocol):
-    """One rank's connection to the others. All methods are called on the event loop's thread."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    async def exchange(self, numbers: Seq[int]) -> list[list[int]]:
-        """Returns the numbers of all ranks, in the order of ranks. Each rank gives as many. Raises DeviceLost."""
-        ...
-
-    def join(self, me: PeerRef, send: Callable[[PeerRef, WakeRank], None], on_wake: Callable[[int], None]) -> None:
-        """Exchanges the ranks' addresses. `on_wake` is called if another rank wakes this one. Blocks until all ranks
-        have joined. Raises RanksFailed."""
-        ...
-
-    def wake_others(self, num_passes: int) -> None:
-        """Wakes the other ranks, which take their next pass if they have finished no more than so many. Does not
-        wait."""
-        ...
-
-    def woken(self, num_passes: int) -> None:
-        """Another rank has woken this one."""
-        ...
-
-    def begin_drain(self) -> None:
-        """This rank drains: so do those whose processes it has started."""
-        ...
-
-    def peer_lost(self, peer: PeerRef, reason: str) -> None:
-        """The messenger has lost a peer, which may be a rank of the group."""
-        ...
-
-    async def watch(self) -> None:
-        """Runs until another rank is lost, and raises DeviceLost then."""
-        ...
-
-    def close(self) -> None:
-        """Closes the connections, and ends the processes that were started."""
-        ...
-
-    def leave(self) -> None:
-        """Ends an `exchange` that waits, now or later, with DeviceLost, for the other ranks too."""
-        ...
 
 
 class LockstepLoop(StepLoop):

@@ -253,8 +253,8 @@ class WorkerShell:
             was_replaced = isinstance(event, PeerLost) and event.replaced
             started.role.on_peer_lost(event.peer, event.reason, replaced=was_replaced)
         elif isinstance(event.body, WakeRank):
-            if started.lockstep is not None:
-                started.lockstep.group.woken(event.body.num_passes)
+            if isinstance(started.context.steps, LockstepLoop):
+                started.context.steps.woken(event.body.num_passes)
         elif isinstance(event.body, StatusQuery):
             started.reports.answer(event, event.body)
         else:

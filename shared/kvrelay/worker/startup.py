@@ -18,6 +18,7 @@ from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
+from kvrelay.ranks.lockstep import LockstepRunner
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
 from kvrelay.scheduling.scheduler import Scheduler
@@ -40,7 +41,6 @@ from kvrelay.worker.launch import (
     overlaps_steps,
 )
 from kvrelay.worker.lockstep_loop import LockstepLoop
-from kvrelay.worker.lockstep_runner import LockstepRunner
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.reports import Reports
@@ -164,7 +164,7 @@ class WorkerStartup:
             metrics=observer.file,
             tracer=self.tracer,
             recent=self.recent,
-            ranks=runner if isinstance(runner, RankedRunner) else None,
+            ranks=runner.group if isinstance(runner, RankedRunner) else None,
         )
 
     def _make_loop(self, runner: ModelRunner, scheduler: Scheduler, observer: StepObserver) -> StepLoop:

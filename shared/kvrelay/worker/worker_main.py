@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 
 from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.loader import DESCRIPTIONS
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.process import deferred_collection, end_with_parent, service_main, settle_garbage
-from kvrelay.ranks.rank_process import PARENT_VARIABLE
+from kvrelay.process import deferred_collection, service_main, settle_garbage
+from kvrelay.ranks.local_ranks import end_with_starter
 from kvrelay.simulated.simulated_runner import make_simulated_runner
 from kvrelay.worker.factory import graph_sizes
 from kvrelay.worker.host import run_workers
@@ -23,9 +22,7 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
     # spinning thread takes the core from the thread that it waits for, and steps take 5 to 50 times as long. libgomp
     # reads this variable when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if parent := os.environ.get(PARENT_VARIABLE):
-        end_with_parent(int(parent))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_starter()
     prog = f"kvrelay {role}"
     return service_main(
         prog,
@@ -52,37 +49,16 @@ def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner
 def _make_runner(config: WorkerConfig, *, hands_over: bool) -> ModelRunner:
     if config.backend == "simulated":
         return make_simulated_runner(config)
-    if config.data_parallel_size > 1:
-        from kvrelay.worker.data_parallel import load_data_parallel
-
-        return load_data_parallel(config)
-    if config.num_ranks > 1:
-        from kvrelay.worker.divided_model import load_divided
-
-        return load_divided(config, hands_over=hands_over)
-    from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
     from kvrelay.engine.run.device import find_device, turn_on
     from kvrelay.engine.run.graphs import GraphSettings
+    from kvrelay.ranks.launch import load_data_parallel, load_divided, make_part
 
-    sizing, sizes = config.pool_sizing, graph_sizes(config)
+    if config.data_parallel_size > 1:
+        return load_data_parallel(config)
+    if config.num_ranks > 1:
+        return load_divided(config, hands_over=hands_over)
     device = find_device(config.device)
+    sizes = graph_sizes(config)
+    graphs = GraphSettings(sizes) if sizes and device.type == "cuda" else None
     with turn_on(device):
-        runner = make_runner(
-            config.model,
-            dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
-            size_pool=None if sizing is None else PoolSizing(*sizing),
-            swap_bytes=config.swap_bytes,
-            max_model_len=config.max_model_len,
-            device=device,
-            num_threads=config.threads,
-            fused_layers=config.fused_layers,
-            quantization=config.quantization,
-            load_format=config.load_format,
-            graphs=GraphSettings(sizes) if sizes and device.type == "cuda" else None,
-        )
-        runner.prepare_grammars()
-        return runner
+        return make_part(config, device, config.threads, graphs=graphs)

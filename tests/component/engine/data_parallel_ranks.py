@@ -57,7 +57,9 @@ def run_ranks(tasks: list[Task], **options: Any) -> list[Any]:
     return answers
 
 
-def _serve(connection: Connection, rank: int, size: int, address: str, task: Task, options: dict[str, Any]) -> None:
+def _serve(
+    connection: Connection, rank: int, size: int, address: tuple[str, int], task: Task, options: dict[str, Any]
+) -> None:
     torch.set_num_threads(1)
     try:
         choose_means(options)

@@ -1,6 +1,6 @@
 """Rank 0 of a group of two whose other rank joins, and then takes part in nothing.
 
-Arguments: the address, and whether the ranks share memory: "shared" or "gloo".
+Arguments: the port, and whether the ranks share memory: "shared" or "gloo".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.fakes.waiting import PATIENCE_S
 
 
 def main() -> None:
-    group = GroupCoordinator.connect(0, 2, sys.argv[1], PATIENCE_S)
+    group = GroupCoordinator.connect(0, 2, ("127.0.0.1", int(sys.argv[1])), PATIENCE_S)
     if sys.argv[2] == "gloo":
         group._shared = None
     threading.Timer(0.2, group.leave).start()

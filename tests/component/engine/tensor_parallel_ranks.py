@@ -21,9 +21,9 @@ from tests.fakes.forked import engine_context
 from tests.fakes.waiting import PATIENCE_S
 
 
-def free_address() -> str:
+def free_address() -> tuple[str, int]:
     with HeldPort() as held:
-        return f"tcp://127.0.0.1:{held.port}"
+        return "127.0.0.1", held.port
 
 
 def serve(connection: Connection) -> None:
@@ -95,7 +95,7 @@ class RankProcesses:
         return DividedRunner(others, *self._make_own(size, address, options | (own or {})))
 
     def _make_own(
-        self, size: int, address: str, options: dict[str, Any]
+        self, size: int, address: tuple[str, int], options: dict[str, Any]
     ) -> tuple[TransformersRunner, GroupCoordinator]:
         choose_means(options)
         group = GroupCoordinator.connect(0, size, address, PATIENCE_S)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.rendezvous import GroupNotFormed
 from tests.component.engine.tensor_parallel_ranks import free_address
 from tests.fakes.waiting import PATIENCE_S
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.component
 @pytest.mark.parametrize(("memory", "status"), [("shared", 0), ("gloo", 1)])  # gloo's collective cannot be cancelled
 def test_leaving_ends_a_collective_and_the_process_can_end(memory: str, status: int) -> None:
     address = free_address()
-    command = [sys.executable, "-m", "tests.component.engine.leaving_rank", address, memory]
+    command = [sys.executable, "-m", "tests.component.engine.leaving_rank", str(address[1]), memory]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         idle = GroupCoordinator.connect(1, 2, address, PATIENCE_S)
         output, _ = process.communicate(timeout=PATIENCE_S)

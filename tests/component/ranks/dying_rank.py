@@ -1,4 +1,4 @@
-"""A rank that joins, and ends while it loads its part. Takes the flags of `kvrelay rank`."""
+"""A rank that comes to its group, and ends before it loads its part. Takes the flags of `kvrelay rank`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import sys
 
 from kvrelay.config.loader import load_config
 from kvrelay.config.ranks import RankConfig
-from kvrelay.ranks.messages import RankSettings
-from kvrelay.ranks.rank_member import FollowingRunner, MemberOptions, RankMember, Report
-from kvrelay.worker.rank_main import own_software
-
-
-def load(settings: RankSettings, rank: int, report: Report) -> FollowingRunner:
-    os._exit(7)
-
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 
 if __name__ == "__main__":
     config = load_config(RankConfig, sys.argv[1:])
-    RankMember(MemberOptions(config.engine, config.rank, own_software()), load).run()
+    host, _, port = config.engine.rpartition(":")
+    group = GroupCoordinator.connect(config.rank, None, (host, int(port)), config.rank_timeout_s)
+    os._exit(7)

@@ -1,7 +1,8 @@
-"""A rank whose part of the model is the whole hash model. Its only argument is JSON with `engine`, `rank` and these:
+"""A rank whose part of the model is the whole hash model. Its only argument is JSON with `meeting` (a file), `rank` and
+these:
 
-`pool_file`: gets a digest of the pool with each step. `fail_at`: so many steps run before one fails. `hold_load`: the
-load waits for this file. `order_file`: gets a line for each step and each released reservation.
+`pool_file`: gets a digest of the pool with each step. `fail_at`: so many steps run before one fails. `order_file`: gets
+a line for each step and each released reservation.
 """
 
 from __future__ import annotations
@@ -15,22 +16,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.process import end_with_parent
-from kvrelay.ranks.messages import RANK_PROTOCOL, RankSettings, Software
-from kvrelay.ranks.rank_member import MemberOptions, RankEnds, RankMember, Report
-from kvrelay.ranks.transfer_messages import TransferSettings
+from kvrelay.ranks.local_ranks import end_with_starter
+from kvrelay.ranks.messages import Meeting
+from kvrelay.ranks.rank_member import RankEnds, RankMember
 from kvrelay.step.batch import ModelSpec, WorkerBatch
-from kvrelay.transfer.base import PartReceiver
 from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.transfer.zmq_transport import ZmqReceiver
+from tests.component.ranks.rig import BLOCK_SIZE, LONGEST, NUM_BLOCKS
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.replicas import HashReplica
 
 TOO_SOON_S = 0.5
-SOFTWARE = Software(RANK_PROTOCOL, "1.0", "2.0")
 
 
 def digest(pool: NDArray[np.uint8]) -> str:
@@ -87,39 +87,25 @@ def note(given: dict[str, Any], line: str) -> None:
 
 def main() -> int:
     given: dict[str, Any] = json.loads(sys.argv[1])
-    if "parent" in given:
-        end_with_parent(given["parent"])
+    if not given.get("is_remote"):
+        end_with_starter()
     logging.basicConfig(level="INFO")
     if given.get("exit"):
         return int(given["exit"])
-
-    def load(settings: RankSettings, rank: int, report: Report) -> DisturbedReplica:
-        report("computes hashes")
-        while "hold_load" in given and not Path(given["hold_load"]).exists():
-            time.sleep(0.01)
-        if "load_error" in given:
-            raise ValueError(given["load_error"])
-        slots = (settings.swap_bytes or 0) // 1024
-        runner = HashRunner(
-            settings.num_blocks or 64,
-            settings.block_size,
-            settings.max_model_len or 512,
-            fingerprint=given.get("fingerprint", "hash-model"),
-            num_swap_slots=slots,
-        )
-        replicas.append(DisturbedReplica(runner, given))
-        return replicas[-1]
-
-    def open_transports(settings: TransferSettings, pool: PoolLike) -> dict[str, PartReceiver]:
-        return {"zmq": HesitantReceiver(pool, replicas[-1], given)}
-
-    replicas: list[DisturbedReplica] = []
-    software = Software(RANK_PROTOCOL, given.get("version", "1.0"), "2.0")
-    options = MemberOptions(
-        engine=given["engine"], rank=given["rank"], software=software, timeout_s=given.get("timeout_s", 60.0)
+    meeting = Path(given["meeting"])
+    while not meeting.exists():
+        time.sleep(0.01)
+    member = RankMember(given["rank"], "127.0.0.1", msgspec.json.decode(meeting.read_bytes(), type=Meeting))
+    runner = HashRunner(
+        NUM_BLOCKS,
+        BLOCK_SIZE,
+        LONGEST,
+        fingerprint=given.get("fingerprint", "hash-model"),
+        num_swap_slots=given.get("num_slots", 0),
     )
+    replica = DisturbedReplica(runner, given)
     try:
-        RankMember(options, load, open_transports).run()
+        member.run(replica, {"zmq": HesitantReceiver(replica.pool_memory, replica, given)})
     except RankEnds as error:
         logging.error("%s", error)
         return 1

@@ -1,4 +1,4 @@
-"""A group of real processes around the hash model, as an engine would have it."""
+"""A group of real processes around the hash model, as a worker would have it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvrelay.ranks.messages import RankSettings
-from kvrelay.ranks.rank_group import GroupOptions, RankCommand, RankGroup
-from kvrelay.ranks.rank_member import facts_of
+import msgspec
+
+from kvrelay.ranks.local_ranks import LocalRanks, RankCommand
+from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.ranks.ranked_runner import RankedRunner
-from kvrelay.ranks.transfer_messages import TransferSettings
-from tests.component.ranks.replica_rank import SOFTWARE
 from tests.fakes.replicas import LeadingHashRunner
 from tests.fakes.waiting import PATIENCE_S
 
@@ -24,36 +24,12 @@ ROOT = Path(__file__).parents[3]
 NUM_BLOCKS, BLOCK_SIZE, LONGEST = 14, 4, 56
 
 
-def rank_command(engine: str, rank: int, **given: Any) -> RankCommand:
-    told = {"engine": engine, "rank": given.pop("as_rank", rank), "parent": os.getpid(), **given}
+def rank_command(meeting: Path, rank: int, **given: Any) -> RankCommand:
+    """The rank waits until the file `meeting` says where rank 0 is."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.component.ranks.replica_rank", json.dumps(told)]
+    told = json.dumps({"meeting": str(meeting), "rank": rank, **given})
+    command = [sys.executable, "-m", "tests.component.ranks.replica_rank", told]
     return RankCommand(rank, command, {"PYTHONPATH": path})
-
-
-def group_options(size: int, **changes: Any) -> GroupOptions:
-    return GroupOptions(**{"size": size, "group": "test", "software": SOFTWARE, "timeout_s": PATIENCE_S, **changes})
-
-
-def rank_settings(size: int, num_slots: int = 0, transfers: TransferSettings | None = None) -> RankSettings:
-    return RankSettings(
-        model="hash",
-        size=size,
-        init_address="",
-        timeout_s=PATIENCE_S,
-        dtype="auto",
-        kv_cache_dtype="auto",
-        block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
-        kv_memory_bytes=0,
-        pool_sizing=None,
-        swap_bytes=1024 * num_slots,
-        max_model_len=LONGEST,
-        fused_layers=True,
-        quantization="none",
-        load_format="auto",
-        transfers=transfers,
-    )
 
 
 @dataclass
@@ -61,28 +37,36 @@ class Ranks:
     """A group that is ready."""
 
     group: RankGroup
+    local: LocalRanks
     leader: LeadingHashRunner
     runner: RankedRunner
 
 
 @contextmanager
-def opened(size: int, *, options: dict[str, Any] | None = None, **given: dict[str, Any]) -> Iterator[RankGroup]:
-    """A group whose processes have been started. `rank_1` and so on are the arguments of a rank."""
+def opened(size: int, num_slots: int = 0, silence_s: float = 15.0, **given: dict[str, Any]) -> Iterator[Ranks]:
+    """A group whose processes have been started. `rank_1` and so on are the arguments of a rank. Ends it."""
+    with TemporaryDirectory() as directory:
+        meeting = Path(directory) / "meeting"
+        others = {rank: given.get(f"rank_{rank}", {}) for rank in range(1, size)}
+        local = LocalRanks([rank_command(meeting, rank, num_slots=num_slots, **own) for rank, own in others.items()])
+        group = RankGroup(size, local, silence_s=silence_s)
+        write_meeting(group, meeting)
+        leader = LeadingHashRunner(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)
+        try:
+            yield Ranks(group, local, leader, RankedRunner(leader, group))
+        finally:
+            group.close()
 
-    def commands(engine: str) -> list[RankCommand]:
-        return [rank_command(engine, rank, **given.get(f"rank_{rank}", {})) for rank in range(1, size)]
 
-    group = RankGroup(group_options(size, **(options or {})), commands)
-    try:
-        yield group
-    finally:
-        group.close()
+def write_meeting(group: RankGroup, path: Path) -> None:
+    whole = path.with_suffix(".new")
+    whole.write_bytes(msgspec.json.encode(group.meeting))
+    whole.rename(path)
 
 
-def start(group: RankGroup, size: int, num_slots: int = 0, transfers: TransferSettings | None = None) -> Ranks:
-    """Raises RanksFailed."""
-    group.await_joined()
-    group.start(rank_settings(size, num_slots, transfers))
-    leader = LeadingHashRunner(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)
-    group.await_ready(facts_of(leader.spec))
-    return Ranks(group, leader, RankedRunner(leader, group))
+@contextmanager
+def started(size: int, num_slots: int = 0, **given: Any) -> Iterator[Ranks]:
+    """A group that is ready."""
+    with opened(size, num_slots, **given) as ranks:
+        ranks.group.await_ready(ranks.leader.spec.fingerprint, PATIENCE_S)
+        yield ranks

@@ -17,10 +17,9 @@ from kvrelay.config.loader import load_config
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.ports import HeldPort
-from kvrelay.ranks.rank_group import RankCommand, RanksFailed
-from kvrelay.worker import data_parallel
-from kvrelay.worker.data_parallel import load_data_parallel
-from kvrelay.worker.group_workers import GroupWorkers
+from kvrelay.ranks import launch
+from kvrelay.ranks.launch import load_data_parallel
+from kvrelay.ranks.local_ranks import LocalRanks, RankCommand, RanksFailed
 from tests.fakes.waiting import PATIENCE_S, wait_until
 from tests.tiny_models import build_model
 
@@ -41,7 +40,7 @@ def of_others(**changes: Any) -> Any:
 
 
 def test_ranks_that_say_the_same_fit_together() -> None:
-    data_parallel._check_equal(of_others(), config())
+    launch._check_equal(of_others(), launch._versions())
 
 
 @pytest.mark.parametrize(
@@ -49,19 +48,11 @@ def test_ranks_that_say_the_same_fit_together() -> None:
     [
         ({"version of kvrelay": "9.9"}, r"rank 0 has version of kvrelay = \S+, and rank 1 of 2 has 9.9: all ranks"),
         ({"version of torch": "9.9"}, "version of torch"),
-        ({"data_parallel_size": 3}, "rank 0 has data_parallel_size = 2, and rank 1 of 2 has 3"),
-        ({"prefill_delayer": True}, "rank 0 has prefill_delayer = False, and rank 1 of 2 has True"),
     ],
 )
-def test_ranks_of_other_versions_or_settings_are_named(changes: dict[str, Any], message: str) -> None:
+def test_what_differs_between_ranks_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RanksFailed, match=message):
-        data_parallel._check_equal(of_others(**changes), config())
-
-
-def test_ranks_with_other_weights_are_named() -> None:
-    other = SimpleNamespace(all_texts=lambda text: [text, "other"], size=2)
-    with pytest.raises(RanksFailed, match="rank 1 of 2 has other weights than rank 0"):
-        data_parallel._check_same_model(other, "one")  # type: ignore[arg-type]
+        launch._check_equal(of_others(**changes), launch._versions())
 
 
 # -- whole starts, up to the load -------------------------------------------------------------------------------------
@@ -83,7 +74,7 @@ def test_sizes_that_do_not_divide_mlps_are_refused(model: Path) -> None:
 
 def test_a_rank_that_never_comes_is_named(model: Path) -> None:
     with HeldPort() as held:
-        message = f"of 2 ranks, 1 did not come to tcp://127.0.0.1:{held.port} within 1 s"
+        message = f"of 2 ranks, 1 did not come to 127.0.0.1:{held.port} within 1 s"
         with pytest.raises(RanksFailed, match=re.escape(message)):
             start(model, f"--rank-port={held.port}", "--rank-timeout-s=1")
 
@@ -110,9 +101,9 @@ def test_ranks_with_other_settings_are_refused_on_both(model: Path) -> None:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def workers_of(*programs: str) -> GroupWorkers:
+def workers_of(*programs: str) -> LocalRanks:
     commands = [RankCommand(rank, [sys.executable, "-c", text]) for rank, text in enumerate(programs, start=1)]
-    return GroupWorkers(commands)
+    return LocalRanks(commands)
 
 
 SLEEP = "import time; time.sleep(600)"
@@ -121,19 +112,19 @@ HANDLE = "import pathlib, signal, sys, time; signal.signal(15, {}); pathlib.Path
 
 def test_a_process_that_ends_is_named() -> None:
     workers = workers_of("raise SystemExit(3)", SLEEP)
-    assert workers.why_lost(RuntimeError("the connection closed")) == "rank 1 exited with status 3"
+    assert workers.why_lost("the connection closed") == "rank 1 exited with status 3"
     with pytest.raises(RanksFailed, match="rank 1 exited with status 3"):
         workers.check()
-    workers.close(within_s=0.0)
-    assert all(process.exit_status() is not None for process in workers._processes)
+    workers.close(0.0)
+    assert all(process.poll() is not None for process in workers.processes.values())
 
 
 def test_without_an_end_the_error_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.worker.group_workers.END_SOON_S", 0.01)
+    monkeypatch.setattr("kvrelay.ranks.local_ranks.END_SOON_S", 0.01)
     workers = workers_of(SLEEP)
-    assert workers.why_lost(RuntimeError("the connection closed")) == "the connection closed"
+    assert workers.why_lost("the connection closed") == "the connection closed"
     workers.check()
-    workers.close(within_s=0.0)
+    workers.close(0.0)
     workers.close()
 
 
@@ -144,11 +135,11 @@ def test_processes_that_obey_are_waited_for_and_others_killed(tmp_path: Path) ->
     wait_until(lambda: all(path.exists() for path in ready))
     workers.terminate()
     workers.first_end.result(PATIENCE_S)
-    workers.close(within_s=0.0)
-    assert [process.exit_status() for process in workers._processes] == [0, -9]
+    workers.close(0.0)
+    assert [process.poll() for process in workers.processes.values()] == [0, -9]
 
 
 def test_a_command_that_cannot_run_leaves_no_process() -> None:
     commands = [RankCommand(1, [sys.executable, "-c", SLEEP]), RankCommand(2, ["/nowhere/python"])]
     with pytest.raises(RanksFailed, match="cannot start a rank"):
-        GroupWorkers(commands)
+        LocalRanks(commands)

@@ -9,8 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kvrelay.ranks.rank_transfers import RankTransfers
-from kvrelay.ranks.remote_transfers import RemoteReceiver
+from kvrelay.ranks.transfers import RemoteReceiver
 from kvrelay.transfer.base import BlockPush, Landed, Pushed, SenderDrained
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
@@ -98,32 +97,6 @@ async def test_an_abort_drains_and_the_counters_of_the_rank_arrive(stack: ExitSt
     assert (sender.counters.num_blocks, sender.counters.num_bytes) == (2, 128)
 
 
-async def test_a_call_that_cannot_be_carried_out_fails_the_rank(stack: ExitStack) -> None:
-    receiver = ChannelReceiver(ZmqReceiver(np.zeros((8, 64), np.uint8)))
-    stack.callback(receiver.close)
-    receiver.start(Log().add)
-    receiver.admit("r", 0, [9])
-    failures = receiver.channel.failures
-    await until(lambda: failures)
-    assert "a call to its transport failed: ValueError: slots 9..9 in a pool of 8 blocks" in failures[0]
-
-
-async def test_a_lost_call_fails_the_rank(stack: ExitStack) -> None:
-    sender, _ = sender_of(stack)
-    sender.channel._num_calls += 1
-    sender.abort("r")
-    failures = sender.channel.failures
-    await until(lambda: failures)
-    assert failures[0] == "call 2 came after call 0: some were lost"
-
-
-def test_only_receivers_have_an_address() -> None:
-    sender, receiver = ZmqSender(BLOCKS), ZmqReceiver(np.zeros((8, 64), np.uint8))
-    assert RankTransfers("p", 1, {"zmq": sender}).endpoints == {"zmq": {}}
-    assert RankTransfers("p", 1, {"zmq": receiver}).endpoints == {"zmq": receiver.endpoint}
-    receiver.close()
-
-
 async def test_a_rank_keeps_its_transports_apart(stack: ExitStack) -> None:
     """Both have a reservation of the same name."""
     pools = {name: np.zeros((8, 64), np.uint8) for name in ("one", "other")}
@@ -131,7 +104,7 @@ async def test_a_rank_keeps_its_transports_apart(stack: ExitStack) -> None:
     channel = Channel(transports)
     stack.callback(channel.close)
     logs = {name: Log() for name in pools}
-    remotes = {name: RemoteReceiver(RANK, channel, name, is_one_sided=False) for name in pools}
+    remotes = {name: RemoteReceiver(RANK, channel.group, name, is_one_sided=False) for name in pools}
     for name, remote in remotes.items():
         assert remote.endpoint == transports[name].endpoint
         remote.start(logs[name].add)
@@ -145,7 +118,6 @@ async def test_a_rank_keeps_its_transports_apart(stack: ExitStack) -> None:
     await logs["one"].until(lambda: Landed("r", (0,)) in logs["one"].events)
     assert [np.array_equal(pools[name][5], BLOCKS[source]) for name, source in (("one", 4), ("other", 3))] == [True] * 2
     assert len(logs["one"].events) == len(logs["other"].events) == 1
-    assert not channel.failures
 
 
 class TestOneSided:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -11,23 +12,19 @@ import numpy as np
 import pytest
 
 from kvrelay.config.ranks import RankConfig
-from kvrelay.ranks.transfer_messages import TransferCall, TransferReport, TransferSettings
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.ranks.launch import ADMISSION_WAIT_S, PRIVATE_FIELDS, config_of_rank, make_transports
+from kvrelay.ranks.rank_group import RankGroup
+from kvrelay.ranks.transfers import with_other_ranks_receivers, with_other_ranks_senders
+from kvrelay.step.batch import ModelSpec
 from kvrelay.transfer.base import PartReceiver, PartSender, TransferReceiver, TransferSender
 from kvrelay.transfer.endpoints import Endpoint
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, TransportUnavailable
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
-from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.rank_main import ADMISSION_WAIT_S, host_of_senders, make_transports
-from kvrelay.worker.ranked_transfers import (
-    other_ranks_identities,
-    with_other_ranks_receivers,
-    with_other_ranks_senders,
-)
 from tests.component.transfer.transports import NO_NIXL, without_nixl
 
 pytestmark = pytest.mark.component
 needs_nixl = pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)
-CONFIG = RankConfig(engine="127.0.0.1:7000", rank=1, host="127.0.0.1")
 
 
 def pool() -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -37,7 +34,8 @@ def pool() -> np.ndarray[Any, np.dtype[np.uint8]]:
 def opened(
     role: Literal["prefill", "decode"], choice: Literal["auto", "nixl", "zmq"]
 ) -> Mapping[str, PartSender | PartReceiver]:
-    return make_transports(CONFIG, TransferSettings(role, choice, checksums=True, max_peers=8), pool())
+    config = WorkerConfig(role=role, transfer=choice, transfer_checksums=True, max_peers=8)
+    return make_transports(config, pool())
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -71,24 +69,18 @@ class Calls:
         self._endpoints = [
             {name: {"rank": str(rank), "name": name} for name in names} for rank, names in ranks_of(ranks)
         ]
-        self.identities = [f"machine/{rank}/1" for rank in range(1, 1 + len(ranks))]
 
     def endpoints_of(self, rank: int) -> Mapping[str, Endpoint]:
         return self._endpoints[rank - 1]
-
-    def publish_call(self, rank: int, call: TransferCall) -> None:
-        raise AssertionError
-
-    def on_report(self, rank: int, transport: str, handle: Callable[[TransferReport], None]) -> None:
-        raise AssertionError
 
 
 def ranks_of(ranks: Sequence[Sequence[str]]) -> list[tuple[int, Sequence[str]]]:
     return list(enumerate(ranks, 1))
 
 
-def context_of(calls: Calls | None) -> WorkerContext:
-    spec = SimpleNamespace(
+SPEC = cast(
+    ModelSpec,
+    SimpleNamespace(
         tensor_parallel_size=3,
         pipeline_parallel_size=1,
         total_kv_heads=3,
@@ -96,9 +88,8 @@ def context_of(calls: Calls | None) -> WorkerContext:
         total_layers=2,
         num_layers=2,
         block_bytes=64,
-    )
-    ranks = None if calls is None else SimpleNamespace(calls=calls)
-    return cast(WorkerContext, SimpleNamespace(spec=spec, ranks=ranks))
+    ),
+)
 
 
 @needs_nixl
@@ -107,8 +98,8 @@ def test_a_worker_offers_the_transports_that_all_of_its_ranks_have(caplog: pytes
     for calls, names in ((every, ["nixl", "zmq"]), (lacking, ["zmq"])):
         senders: dict[str, TransferSender] = {"nixl": NixlSender(pool()), "zmq": ZmqSender(pool())}
         receivers: dict[str, TransferReceiver] = {"nixl": NixlReceiver(pool()), "zmq": ZmqReceiver(pool())}
-        offered = with_other_ranks_senders(senders, context_of(calls))
-        taken = with_other_ranks_receivers(receivers, context_of(calls))
+        offered = with_other_ranks_senders(senders, SPEC, cast(RankGroup, calls))
+        taken = with_other_ranks_receivers(receivers, SPEC, cast(RankGroup, calls))
         assert list(offered) == list(taken) == names
         for name, receiver in taken.items():
             own, *others = receiver.endpoints  # type: ignore[union-attr]
@@ -122,14 +113,38 @@ def test_a_worker_offers_the_transports_that_all_of_its_ranks_have(caplog: pytes
     assert "KV blocks do not travel by nixl: it does not work on rank 2, whose log says why" in caplog.text
 
 
-def test_reserve_names_the_processes_of_all_ranks() -> None:
-    assert other_ranks_identities(context_of(None)) == []
-    assert other_ranks_identities(context_of(Calls(["zmq"], ["zmq"]))) == ["machine/1/1", "machine/2/1"]
+# -- the configuration of a rank --------------------------------------------------------------------------------------
+
+
+def host_of(engine: str, role: str = "prefill", **own: Any) -> str:
+    return config_of_rank(RankConfig(engine=engine, rank=1, **own), sent({"role": role})).host
+
+
+def sent(settings: dict[str, Any]) -> dict[str, Any]:
+    """As rank 0 sends its settings."""
+    worker = WorkerConfig.model_validate({"model": "model", "tensor_parallel_size": 2, **settings})
+    told: dict[str, Any] = json.loads(json.dumps(worker.model_dump(mode="json", exclude=PRIVATE_FIELDS)))
+    return told
 
 
 def test_nixl_of_a_prefill_rank_listens_where_the_worker_is_reached() -> None:
-    assert host_of_senders(RankConfig(engine="127.0.0.1:7000", rank=1)) == "127.0.0.1"
-    assert host_of_senders(RankConfig(engine="[::1]:7000", rank=1, host="10.1.2.3")) == "10.1.2.3"
+    assert host_of("127.0.0.1:7000") == "127.0.0.1"
+    assert host_of("[::1]:7000", host="10.1.2.3") == "10.1.2.3"
     own = [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     for address in own:
-        assert host_of_senders(RankConfig(engine=f"{address}:7000", rank=1)) == address
+        assert host_of(f"{address}:7000") == address
+        assert host_of(f"{address}:7000", role="decode") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"kv_memory_bytes": "64MiB", "swap_space": "16MiB"}, {"memory_utilization": 0.5}]
+)
+def test_sizes_of_pools_reach_the_ranks(role: str, sizes: dict[str, Any]) -> None:
+    given = {"role": role, "redis_url": "redis://:secret@redis/0", **sizes}
+    worker = WorkerConfig.model_validate({"model": "model", "tensor_parallel_size": 2, **given})
+    assert "secret" not in json.dumps(sent(given))
+    config = config_of_rank(RankConfig(engine="127.0.0.1:7000", rank=1, threads=3, model="there"), sent(given))
+    assert (config.model, config.threads) == ("there", 3)
+    for name in ("role", "num_blocks", "kv_memory_bytes", "pool_sizing", "swap_bytes", "block_size", "num_ranks"):
+        assert getattr(config, name) == getattr(worker, name)

@@ -93,7 +93,7 @@ def test_a_killed_stage_is_a_lost_device(size: int, victim: int, model: Path) ->
     engine = Engine(str(model), **SMALL, pipeline_parallel_size=size)
     runner = engine._runner
     assert isinstance(runner, RankedRunner)
-    processes: list[Any] = runner._group.processes  # type: ignore[attr-defined]
+    processes = list(runner.group._local.processes.values())
     pids = [each.pid for each in processes]
     for number, prompt in enumerate(prompts_of(4, 6)):
         engine.add_request(f"{number}", prompt, GREEDY)

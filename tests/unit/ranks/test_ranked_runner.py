@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.ranks.ranked_runner import RankedRunner, RankedStep
 from kvrelay.scheduling.plan import StepPlan
 from kvrelay.step.batch import StepResult, WorkerBatch
@@ -74,7 +75,7 @@ class Ranked(FailingRunner):
         self.replicas = [
             HashReplica(HashRunner(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)) for _ in range(2)
         ]
-        self.ranked = RankedRunner(self.leader, ReplicasHere(*self.replicas))
+        self.ranked = RankedRunner(self.leader, cast(RankGroup, ReplicasHere(*self.replicas)))
         self.launches_ahead = self.ranked.launches_ahead
         self.in_flight: list[RankedStep] = []
 

@@ -16,13 +16,13 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.ranks.lockstep import LocalGroup, LocalRank
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
-from kvrelay.worker.local_group import LocalGroup, LocalRank
 from kvrelay.worker.lockstep_loop import LockstepLoop
 from kvrelay.worker.step_loop import StepCallbacks
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens

@@ -1,0 +1,132 @@
+"""The processes of other ranks on this machine."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvrelay.process import describe_exit, end_with_parent
+
+PARENT_VARIABLE = "KVRELAY_RANK_PARENT"
+"""Has the process id of the worker that started the rank, which ends with it."""
+END_SOON_S = 2.0
+"""Time between the end of a process's connections and its own."""
+END_WITHIN_S = 5.0
+"""Time for the processes to end by themselves before they are killed."""
+
+
+def end_with_starter() -> None:
+    """If a worker has started this process, it ends with it, and ignores Ctrl-C in a terminal: the worker drains, and
+    needs its ranks."""
+    if parent := os.environ.get(PARENT_VARIABLE):
+        end_with_parent(int(parent))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class RanksFailed(ValueError):
+    """The ranks could not start. The message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCommand:
+    """The command that starts a rank on this machine."""
+
+    rank: int
+    command: Sequence[str]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class LocalRanks:
+    """Starts the processes and watches them, on a thread that lives as long as they may: the kernel kills them when the
+    thread that started them ends, so none outlives a worker that was killed."""
+
+    def __init__(self, commands: Sequence[RankCommand]) -> None:
+        """Raises RanksFailed if a command cannot be run."""
+        self.first_end: Future[str] = Future()
+        """Has the reason once a process has ended."""
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        """By rank."""
+        self._commands = commands
+        self._closing, self._to_close = os.pipe()
+        self._closes_at = 0.0
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="local-ranks", daemon=True)
+        self._thread.start()
+        started.result()
+
+    def why_lost(self, error: str) -> str:
+        """Why a rank is lost to this one: how a process has ended, or the error if none ends soon."""
+        with suppress(TimeoutError):
+            return self.first_end.result(END_SOON_S if self.processes else 0)
+        return error
+
+    def check(self) -> None:
+        """Raises RanksFailed if a process has ended."""
+        if self.first_end.done():
+            raise RanksFailed(self.first_end.result())
+
+    def terminate(self) -> None:
+        """Has the processes drain and end."""
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+
+    def close(self, within_s: float = END_WITHIN_S) -> None:
+        """Waits until the processes have ended, and kills those that take longer. Idempotent."""
+        if self._thread.is_alive():
+            self._closes_at = time.monotonic() + within_s
+            with suppress(OSError):
+                os.write(self._to_close, b"x")
+            self._thread.join()
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            for each in self._commands:
+                environ = {**os.environ, PARENT_VARIABLE: str(os.getpid()), **each.environ}
+                self.processes[each.rank] = subprocess.Popen(each.command, env=environ, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            self._end_all()
+            started.set_exception(RanksFailed(f"cannot start a rank: {error}"))
+            return
+        started.set_result(None)
+        self._watch()
+        self._end_all()
+
+    def _watch(self) -> None:
+        """Returns when the processes are to be ended."""
+        poller = select.poll()
+        poller.register(self._closing, select.POLLIN)
+        ranks = {os.pidfd_open(process.pid): rank for rank, process in self.processes.items()}
+        for fd in ranks:
+            poller.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd == self._closing:
+                    for each in ranks:
+                        os.close(each)
+                    return
+                poller.unregister(fd)
+                status = self.processes[ranks[fd]].wait()
+                if not self.first_end.done():
+                    self.first_end.set_result(f"rank {ranks[fd]} {describe_exit(status)}")
+
+    def _end_all(self) -> None:
+        for process in self.processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, self._closes_at - time.monotonic()))
+        self.kill()
+        for process in self.processes.values():
+            process.wait()
+        os.close(self._closing)
+        os.close(self._to_close)

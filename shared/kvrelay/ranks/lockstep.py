@@ -1,0 +1,215 @@
+"""Ranks with data-parallel attention, each a worker with requests of its own: how one reaches the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.protocol.messages import PeerRef, WakeRank
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.ranks.local_ranks import END_WITHIN_S, LocalRanks, RanksFailed
+from kvrelay.step.batch import DeviceLost, ModelSpec, StepResult, WorkerBatch
+from kvrelay.transfer.pool_memory import PoolLike
+
+if TYPE_CHECKING:
+    from kvrelay.engine.parallel.group_coordinator import GroupCoordinator  # imports torch
+
+
+class LockstepGroup(Protocol):
+    """One rank's connection to the others. All methods are called on the event loop's thread."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    async def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Returns the numbers of all ranks, in the order of ranks. Each rank gives as many. Raises DeviceLost."""
+        ...
+
+    def join(self, me: PeerRef, send: Callable[[PeerRef, WakeRank], None], on_wake: Callable[[int], None]) -> None:
+        """Exchanges the ranks' addresses. `on_wake` is called if another rank of this process wakes this one. Blocks
+        until all ranks have joined. Raises RanksFailed."""
+        ...
+
+    def wake_others(self, num_passes: int) -> None:
+        """Wakes the other ranks, which take their next pass if they have finished no more than so many. Does not
+        wait."""
+        ...
+
+    def begin_drain(self) -> None:
+        """This rank drains: so do those whose processes it has started."""
+        ...
+
+    def peer_lost(self, peer: PeerRef, reason: str) -> None:
+        """The messenger has lost a peer, which may be a rank of the group."""
+        ...
+
+    async def watch(self) -> None:
+        """Runs until another rank is lost, and raises DeviceLost then."""
+        ...
+
+    def leave(self) -> None:
+        """Ends an `exchange` that waits, now or later, with DeviceLost, for the other ranks too."""
+        ...
+
+    def close(self) -> None:
+        """Closes the connections, and ends the processes that were started."""
+        ...
+
+
+class LockstepRunner:
+    """A `ModelRunner` with its connection to the other ranks, which `execute` each step at the same time."""
+
+    def __init__(self, runner: ModelRunner, group: LockstepGroup) -> None:
+        self.group = group
+        self._runner = runner
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._runner.spec
+
+    @property
+    def pool_memory(self) -> PoolLike:
+        return self._runner.pool_memory
+
+    def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
+        self._runner.add_sequence(key, sampling, token_ids, num_prompt)
+
+    def drop_sequence(self, key: SequenceKey) -> None:
+        self._runner.drop_sequence(key)
+
+    def execute(self, batch: WorkerBatch) -> StepResult:
+        return self._runner.execute(batch)
+
+
+class ProcessRank:
+    """A rank whose others are processes. Implements `LockstepGroup`."""
+
+    def __init__(self, coordinator: GroupCoordinator, local: LocalRanks) -> None:
+        """`local`: the processes of other ranks that this one has started: none on other ranks than the first."""
+        self.rank = coordinator.rank
+        self.size = coordinator.size
+        self._coordinator = coordinator
+        self._local = local
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="lockstep")
+        self._peers: list[PeerRef] = []
+        self._send: Callable[[PeerRef, WakeRank], None] = lambda peer, body: None
+        self._lost: asyncio.Future[str] | None = None
+        self._is_draining = False
+        self._is_lost = False  # without a drain
+        # Of a process that has ended the connections close, except if it ends in the middle of a collective in C.
+        local.first_end.add_done_callback(lambda _: coordinator.leave())
+
+    def join(self, me: PeerRef, send: Callable[[PeerRef, WakeRank], None], on_wake: Callable[[int], None]) -> None:
+        own = json.dumps([me.peer_id, me.incarnation, me.address])
+        try:
+            peers = [PeerRef(*json.loads(text)) for text in self._coordinator.all_texts(own)]
+        except DeviceLost as error:
+            raise RanksFailed(self._local.why_lost(str(error))) from error
+        self._peers = [peer for rank, peer in enumerate(peers) if rank != self.rank]
+        self._send = send
+
+    async def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._executor, self._coordinator.exchange, numbers)
+        except DeviceLost:
+            self._is_lost = not self._is_draining
+            raise
+
+    def wake_others(self, num_passes: int) -> None:
+        for peer in self._peers:
+            self._send(peer, WakeRank(num_passes=num_passes))
+
+    def begin_drain(self) -> None:
+        self._is_draining = True
+        self._local.terminate()
+
+    def peer_lost(self, peer: PeerRef, reason: str) -> None:
+        if peer in self._peers and self._lost is not None and not self._lost.done():
+            self._lost.set_result(f"{peer.peer_id}, a rank of this group, is lost: {reason}")
+
+    async def watch(self) -> None:
+        lost = self._lost = asyncio.get_running_loop().create_future()
+        ended = asyncio.wrap_future(self._local.first_end)
+        await asyncio.wait([lost, ended], return_when=asyncio.FIRST_COMPLETED)
+        self._is_lost = not self._is_draining
+        raise DeviceLost(lost.result() if lost.done() else ended.result())
+
+    def leave(self) -> None:
+        self._coordinator.leave()
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False)
+        self._coordinator.close()
+        # A lost group does not end by itself, and requests wait for the end of this process.
+        self._local.close(0.0 if self._is_lost else END_WITHIN_S)
+
+
+class LocalGroup:
+    """The meeting point of ranks of one process: simulated workers. All calls are on one event loop's thread."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ranks = [LocalRank(self, rank) for rank in range(size)]
+        self._given: dict[int, Sequence[int]] = {}
+        self._every: asyncio.Future[list[list[int]]] | None = None
+        self._has_left = False
+
+    async def exchange(self, rank: int, numbers: Sequence[int]) -> list[list[int]]:
+        if self._has_left:
+            raise DeviceLost("a rank has left the group")
+        if self._every is None:
+            self._every = asyncio.get_running_loop().create_future()
+        every = self._every
+        self._given[rank] = numbers
+        if len(self._given) == self.size:
+            every.set_result([list(self._given[each]) for each in range(self.size)])
+            self._given, self._every = {}, None
+        return await asyncio.shield(every)
+
+    def leave(self) -> None:
+        self._has_left = True
+        if self._every is not None and not self._every.done():
+            self._every.set_exception(DeviceLost("a rank has left the group"))
+            self._every.exception()  # it may be that none awaits it
+
+
+class LocalRank:
+    """One rank's side. Implements `LockstepGroup`."""
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self.rank = rank
+        self.size = group.size
+        self._on_wake: Callable[[int], None] = lambda num_passes: None
+        self._group = group
+
+    async def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        return await self._group.exchange(self.rank, numbers)
+
+    def wake_others(self, num_passes: int) -> None:
+        for other in self._group.ranks:
+            if other is not self:
+                other._on_wake(num_passes)
+
+    def join(self, me: PeerRef, send: Callable[[PeerRef, WakeRank], None], on_wake: Callable[[int], None]) -> None:
+        self._on_wake = on_wake
+
+    def begin_drain(self) -> None: ...
+
+    def peer_lost(self, peer: PeerRef, reason: str) -> None: ...
+
+    async def watch(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    def close(self) -> None: ...
+
+    def leave(self) -> None:
+        self._group.leave()

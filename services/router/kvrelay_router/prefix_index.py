@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrelay.fleet.index import FeedState, IndexFeed
-from kvrelay_router.routing.prefix_view import BlockHash, WorkerId
+from kvrelay.kv.hashing import BlockHash
 
 MAX_ANSWERS = 1024
 
@@ -21,7 +21,7 @@ class FleetPrefixes:
     def __init__(self, feed: IndexFeed) -> None:
         self._feed = feed
         # Key: the last hash of a chain. Value: its cached blocks by worker.
-        self._answers: OrderedDict[BlockHash, dict[WorkerId, int]] = OrderedDict()
+        self._answers: OrderedDict[BlockHash, dict[str, int]] = OrderedDict()
         self._num_lookups: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -31,7 +31,7 @@ class FleetPrefixes:
     async def close(self) -> None:
         await self._feed.close()
 
-    def match(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
+    def match(self, hashes: Sequence[BlockHash]) -> Mapping[str, int]:
         if not hashes:
             return {}
         replica = self._feed.replica

@@ -18,7 +18,6 @@ import zmq
 
 from kvrelay.curve import CurveKey
 from kvrelay.logs import LimitedLog
-from kvrelay.messaging.process_probe import ProcessProbes
 from kvrelay.messaging.sockets import MessengerSockets, tcp_host
 from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
@@ -29,6 +28,7 @@ TICK_S = 0.05
 MAX_MESSAGES_PER_WAKEUP = 256
 MAX_WAKEUP_S = 0.005
 """Messages and events are handled for about this time, then other callbacks run."""
+PROBE_TIMEOUT_S = 2.0
 
 
 def new_incarnation() -> str:
@@ -221,3 +221,35 @@ class Messenger:
         """Closes the sockets to addresses without a link."""
         if self._sockets is not None:
             self._sockets.keep_only(self._links.addresses())
+
+
+class ProcessProbes:
+    """Asks the systems of peers whether they still run: at most one probe per address is in flight. A stopped or slow
+    process still accepts connections."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def probe(self, address: str, on_ended: Callable[[], None]) -> None:
+        """Calls `on_ended` if the system at `tcp://HOST:PORT` refuses a connection. Other failures prove nothing."""
+        if address not in self._tasks:
+            task = asyncio.get_running_loop().create_task(_probe(address, on_ended), name="process-probe")
+            self._tasks[address] = task
+            task.add_done_callback(lambda _: self._tasks.pop(address, None))
+
+    def close(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+
+async def _probe(address: str, on_ended: Callable[[], None]) -> None:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        on_ended()
+    except (OSError, TimeoutError, ValueError):
+        return
+    else:
+        writer.close()

@@ -95,7 +95,7 @@ def test_a_disturbed_run_replays_to_the_same_instructions_and_a_changed_log_does
 
     assert main(["replay", *map(str, recorded), "--request", "r3"]) == 0
     told = capsys.readouterr().out
-    assert "sender" in told and "receiver" in told and "SendReserve" in told and "r4" not in told
+    assert "sender" in told and "receiver" in told and "AskDecode" in told and "r4" not in told
     times = [line.split(" ", 1)[0] for line in told.splitlines() if line.startswith("20")]
     assert times == sorted(times)
 

@@ -6,14 +6,15 @@ from typing import Any
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
+    Failed,
     FirstToken,
+    NeedDecode,
     PeerRef,
     TokenEntry,
 )
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.events import (
-    AttemptFailed,
-    DecodeNeeded,
+    FromWorker,
     Send,
     WorkerLost,
     WorkersAssigned,
@@ -40,12 +41,20 @@ def tokens(index: int, *ids: int, attempt: int = 1, worker: PeerRef = D, **optio
     return TokensReceived(worker, entry)
 
 
-def need(*excluded: str, attempt: int = 1) -> DecodeNeeded:
-    return DecodeNeeded(P, attempt, "refused", frozenset(excluded))
+def need(*excluded: str, attempt: int = 1, worker: PeerRef = P, lacks: PeerRef | None = None) -> FromWorker:
+    return FromWorker(worker, attempt, 0, NeedDecode(reason="refused", excluded=list(excluded), lacks=lacks))
 
 
-def failed(worker: PeerRef, attempt: int = 1, *, retriable: bool = True) -> AttemptFailed:
-    return AttemptFailed(worker, attempt, 0, FailureKind.ENGINE_ERROR, "broken", retriable)
+def failed(
+    worker: PeerRef,
+    attempt: int = 1,
+    failure: FailureKind = FailureKind.ENGINE_ERROR,
+    *,
+    retriable: bool = True,
+    refused: bool = False,
+) -> FromWorker:
+    body = Failed(failure=failure, cause="broken", retriable=retriable, refused=refused)
+    return FromWorker(worker, attempt, 0, body)
 
 
 def lost(

@@ -10,9 +10,9 @@ import msgspec
 from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
-    AttemptFailed,
     Ended,
     Event,
+    FromWorker,
     Instruction,
     SequenceSpec,
     WorkerLost,
@@ -76,7 +76,7 @@ class DrivenSequence:
         """Raises IllegalEvent."""
         if isinstance(event, Received):
             return self._receive(event)
-        if isinstance(event, AttemptFailed | WorkerLost):
+        if isinstance(event, FromWorker | WorkerLost):
             event = msgspec.structs.replace(event, num_output=len(self.output))
         if isinstance(event, WorkersAssigned):
             event = msgspec.structs.replace(event, output=list(self.output))

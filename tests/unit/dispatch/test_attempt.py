@@ -20,11 +20,9 @@ from kvrelay.protocol.messages import (
 from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
-    AttemptFailed,
     AwaitLostWorkers,
     Cancelled,
     DecodeChosen,
-    DecodeNeeded,
     Ended,
     FindDecode,
     FindPlacement,
@@ -180,9 +178,9 @@ def test_a_new_start_of_the_lost_decode_worker_takes_over_and_late_word_about_th
     machine.handle(lost(D, "killed"))
     (send,) = machine.handle(DecodeChosen(again))
     assert isinstance(send, Send) and send.body == Reassign(decode=again)
-    (repeat,) = machine.handle(DecodeNeeded(P, 1, "d is lost", frozenset({"d"}), D))
+    (repeat,) = machine.handle(need("d", lacks=D))
     assert isinstance(repeat, Send) and repeat.body == Reassign(decode=again)
-    assert isinstance(machine.handle(DecodeNeeded(P, 1, "refused", frozenset({"d"}), again))[-1], FindDecode)
+    assert isinstance(machine.handle(need("d", lacks=again))[-1], FindDecode)
 
 
 def test_prefill_that_missed_the_commit_may_let_go() -> None:
@@ -269,7 +267,7 @@ def test_attempts_are_bounded() -> None:
 
 
 VOID: list[Callable[[int], AnyEvent]] = [
-    lambda attempt: AttemptFailed(P, attempt, 0, FailureKind.DRAINING, "draining", retriable=True, refused=True),
+    lambda attempt: failed(P, attempt, FailureKind.DRAINING, refused=True),
     lambda attempt: lost(P, "it lost us", is_alive=True),
     lambda attempt: lost(P, "silent", was_silent=True),
     lambda attempt: lost(D, "it lost us", is_alive=True),
@@ -430,7 +428,7 @@ ILLEGAL: list[tuple[Callable[[], DrivenSequence], AnyEvent]] = [
     (placed, PlacementFailed("late")),
     (placed, DecodeChosen(D2)),
     (placed, failed(D2)),
-    (placed, DecodeNeeded(P2, 1, "refused", frozenset({"d"}))),
+    (placed, need("d", worker=P2)),
     (reassigning, DecodeChosen(D)),
     (streaming, WorkersAssigned(P, D, 1.0)),
     (streaming, DecodeChosen(D2)),

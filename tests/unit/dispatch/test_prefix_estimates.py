@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay_router.dispatch.placement import PromptPrefixes, work_of
-from kvrelay_router.routing import prefix_popularity
+from kvrelay_router.routing import expected_prefixes
 from kvrelay_router.routing.candidates import Decision
-from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
-from kvrelay_router.routing.prefix_popularity import FORGET_S, HALF_LIFE_S, PrefixPopularity
+from kvrelay_router.routing.expected_prefixes import FORGET_S, HALF_LIFE_S, ExpectedPrefixes, PrefixPopularity
 from tests.unit.dispatch.routed_fleet import BLOCK, Fleet
 
 
@@ -35,7 +34,7 @@ def test_popularity_is_the_decayed_count_of_uses(uses: list[tuple[int, int, floa
 
 
 def test_memory_of_uses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_popularity, "MAX_BLOCKS", 5)
+    monkeypatch.setattr(expected_prefixes, "MAX_BLOCKS", 5)
     popularity = PrefixPopularity()
     popularity.used(CHAINS[0][:4], 0.0)
     popularity.used(CHAINS[15][:4], 0.0)

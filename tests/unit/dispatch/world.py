@@ -14,8 +14,10 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     AnyBody,
     Cancel,
+    Failed,
     FirstToken,
     Generate,
+    NeedDecode,
     PeerRef,
     Prefill,
     Prompt,
@@ -29,13 +31,12 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
-    AttemptFailed,
     AwaitLostWorkers,
     DecodeChosen,
-    DecodeNeeded,
     Ended,
     FindDecode,
     FindPlacement,
+    FromWorker,
     PlacementFailed,
     Send,
     SequenceSpec,
@@ -214,7 +215,8 @@ class World:
                 worker.work.pop(attempt, None)
             case Reassign() if work is None or work.committed or body.decode is None:
                 worker.work.pop(attempt, None)
-                worker.outbox.append(AttemptFailed(worker.ref, attempt, 0, LOST, "not held here", retriable=True))
+                failed = Failed(failure=LOST, cause="not held here", retriable=True)
+                worker.outbox.append(FromWorker(worker.ref, attempt, 0, failed))
             case Reassign(decode=decode):
                 assert work is not None
                 work.decode = decode
@@ -240,8 +242,8 @@ class World:
     def hand_over(self, worker: Worker, work: Work, decode: Worker) -> None:
         refused = decode.dead or self.random.random() < self.mischief
         if refused or work.attempt in decode.cancelled:
-            excluded = frozenset({decode.ref.peer_id})
-            worker.outbox.append(DecodeNeeded(worker.ref, work.attempt, "refused", excluded))
+            need = NeedDecode(reason="refused", excluded=[decode.ref.peer_id])
+            worker.outbox.append(FromWorker(worker.ref, work.attempt, 0, need))
             work.decode = None
             return
         decode.work[work.attempt] = Work(
@@ -315,9 +317,8 @@ class World:
             attempt = self.random.choice(list(worker.work))
             if worker.role == "prefill" or worker.work[attempt].committed:
                 refused = worker.work.pop(attempt).first_sent is False and self.random.random() < 0.5
-                worker.outbox.append(
-                    AttemptFailed(worker.ref, attempt, 0, BROKEN, "out of luck", retriable=True, refused=refused)
-                )
+                failed = Failed(failure=BROKEN, cause="out of luck", retriable=True, refused=refused)
+                worker.outbox.append(FromWorker(worker.ref, attempt, 0, failed))
 
     def overtake(self) -> None:
         """Two batches of one worker come in the wrong order."""

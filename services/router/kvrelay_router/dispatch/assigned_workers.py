@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.protocol.messages import PeerRef
-from kvrelay_router.dispatch.events import DecodeNeeded
+from kvrelay.protocol.messages import NeedDecode, PeerRef
 from kvrelay_router.dispatch.load import WorkerKey, worker_key
 
 
@@ -37,11 +36,11 @@ class AssignedWorkers:
         """Returns whether this worker decoded the attempt before another one replaced it."""
         return any(is_same(worker, replaced) for replaced in self.replaced)
 
-    def lacks_decode(self, event: DecodeNeeded) -> bool:
+    def lacks_decode(self, need: NeedDecode) -> bool:
         """Returns whether prefill cannot hand over to the present decode worker, or only to an earlier one."""
         if self.decode is None:
             return False
-        return self.decode.peer_id in event.excluded if event.lacks is None else self.is_decode(event.lacks)
+        return self.decode.peer_id in need.excluded if need.lacks is None else self.is_decode(need.lacks)
 
     def exclude_decode(self, decode: PeerRef) -> None:
         """Marks the present decode worker as replaced. `choose_decode` must follow."""

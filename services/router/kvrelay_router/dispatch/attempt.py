@@ -23,7 +23,9 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     AnyBody,
     Cancel,
+    Failed,
     Generate,
+    NeedDecode,
     PeerRef,
     Prefill,
     Reassign,
@@ -33,17 +35,16 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay.state_machine import IllegalEvent, Transition, TransitionTable, find_transition, transition_table
 from kvrelay_router.dispatch.assigned_workers import AssignedWorkers, is_same
 from kvrelay_router.dispatch.events import (
-    AttemptFailed,
     AwaitLostWorkers,
     Cancelled,
     DecodeChosen,
-    DecodeNeeded,
     DecodeStarted,
     Ended,
     Event,
     FindDecode,
     FindPlacement,
     FirstTokenDelivered,
+    FromWorker,
     Instruction,
     PlacementFailed,
     Send,
@@ -89,6 +90,8 @@ class SequenceAttempts:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Raises IllegalEvent, and changes nothing, if the event has no entry in the table or contradicts the past."""
+        if isinstance(event, FromWorker):
+            return find_transition(TRANSITIONS, self.state, event.body)(self, event.body, event)
         return find_transition(TRANSITIONS, self.state, event)(self, event)
 
     # -- what the driver reads ----------------------------------------------------------------------------------------
@@ -177,7 +180,7 @@ class SequenceAttempts:
         self.state = AttemptState.FAILED
         return [Ended(event.reason, kind=event.kind)]
 
-    def _decode_needed(self, event: DecodeNeeded) -> list[Instruction]:
+    def _decode_needed(self, body: NeedDecode, event: FromWorker) -> list[Instruction]:
         if self._is_stale(event.attempt):
             return []
         workers = self._workers
@@ -187,15 +190,15 @@ class SequenceAttempts:
             return []
         if workers.decode is None:
             raise IllegalEvent("no decode worker was named for this attempt")
-        if not workers.lacks_decode(event):
+        if not workers.lacks_decode(body):
             return [self._send(event.worker, Reassign(decode=workers.decode))]
-        return self._replace_decode(workers.decode, event.reason)
+        return self._replace_decode(workers.decode, body.reason)
 
-    def _decode_needed_late(self, event: DecodeNeeded) -> list[Instruction]:
+    def _decode_needed_late(self, body: NeedDecode, event: FromWorker) -> list[Instruction]:
         """Prefill does not know that decode has committed. Reassign(None) lets it free the KV."""
         if self._is_stale(event.attempt) or not self._workers.is_prefill(event.worker):
             return []
-        if not self._workers.lacks_decode(event):
+        if not self._workers.lacks_decode(body):
             return []
         return [self._send(event.worker, Reassign(decode=None))]
 
@@ -268,22 +271,22 @@ class SequenceAttempts:
             in_company=event.in_company,
         )
 
-    def _attempt_failed(self, event: AttemptFailed) -> list[Instruction]:
+    def _attempt_failed(self, body: Failed, event: FromWorker) -> list[Instruction]:
         workers = self._workers
         if self._is_stale(event.attempt) or workers.was_decode(event.worker):
             return []
         if not self.involves(event.worker):
             raise IllegalEvent(f"{event.worker.peer_id} is not a worker of this attempt")
-        if event.retriable or workers.has_no_decode:
-            counts = not (event.refused or workers.decode_returned)
-            return self._retry(event.kind, event.cause, event.worker, event.num_output, counts=counts)
-        return self._fail(event.kind, event.cause)
+        if body.retriable or workers.has_no_decode:
+            counts = not (body.refused or workers.decode_returned)
+            return self._retry(body.failure, body.cause, event.worker, event.num_output, counts=counts)
+        return self._fail(body.failure, body.cause)
 
-    def _attempt_failed_late(self, event: AttemptFailed) -> list[Instruction]:
+    def _attempt_failed_late(self, body: Failed, event: FromWorker) -> list[Instruction]:
         is_prefill = self._workers.is_prefill(event.worker)
         if is_prefill and not self._is_stale(event.attempt) and not self._needs_prefill_output:
             return []
-        return self._attempt_failed(event)
+        return self._attempt_failed(body, event)
 
     def _retry(
         self,
@@ -347,12 +350,12 @@ class SequenceAttempts:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _ignore(self, event: Event) -> list[Instruction]:
+    def _ignore(self, *event: object) -> list[Instruction]:
         return []
 
-    def _ignore_stale(self, event: DecodeNeeded | AttemptFailed) -> list[Instruction]:
+    def _ignore_stale(self, body: NeedDecode | Failed, event: FromWorker) -> list[Instruction]:
         if not self._is_stale(event.attempt):
-            raise IllegalEvent(f"{type(event).__name__} for attempt {event.attempt}, which is not placed yet")
+            raise IllegalEvent(f"{type(body).__name__} for attempt {event.attempt}, which is not placed yet")
         return []
 
     def _is_stale(self, attempt: int) -> bool:
@@ -378,8 +381,8 @@ _Row = dict[type[object], Transition[Instruction]]
 _WAITING: _Row = {
     WorkersAssigned: _M._workers_assigned,
     PlacementFailed: _M._placement_failed,
-    DecodeNeeded: _M._ignore_stale,
-    AttemptFailed: _M._ignore_stale,
+    NeedDecode: _M._ignore_stale,
+    Failed: _M._ignore_stale,
     WorkerLost: _M._ignore,
     WorkerBack: _M._worker_back,
     StopMatched: _M._stop_matched,
@@ -390,8 +393,8 @@ _PREFILLING: _Row = {
     FirstTokenDelivered: _M._first_token_delivered,
     DecodeStarted: _M._decode_started,
     SequenceFinished: _M._finished,
-    DecodeNeeded: _M._decode_needed,
-    AttemptFailed: _M._attempt_failed,
+    NeedDecode: _M._decode_needed,
+    Failed: _M._attempt_failed,
     WorkerLost: _M._worker_lost,
     WorkerBack: _M._worker_back,
     StopMatched: _M._stop_matched,
@@ -400,14 +403,14 @@ _PREFILLING: _Row = {
 _STREAMING: _Row = {
     FirstTokenDelivered: _M._first_token_delivered,
     SequenceFinished: _M._finished,
-    DecodeNeeded: _M._decode_needed_late,
-    AttemptFailed: _M._attempt_failed_late,
+    NeedDecode: _M._decode_needed_late,
+    Failed: _M._attempt_failed_late,
     WorkerLost: _M._worker_lost_late,
     WorkerBack: _M._worker_back,
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_OVER: _Row = dict.fromkeys((DecodeNeeded, AttemptFailed, WorkerLost, WorkerBack, StopMatched, Cancelled), _M._ignore)
+_OVER: _Row = dict.fromkeys((NeedDecode, Failed, WorkerLost, WorkerBack, StopMatched, Cancelled), _M._ignore)
 TRANSITIONS: TransitionTable[Instruction] = transition_table(
     {
         AttemptState.WAITING: _WAITING,

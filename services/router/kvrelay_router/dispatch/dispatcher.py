@@ -21,7 +21,13 @@ from kvrelay.protocol.messages import Prompt, pack_tokens
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
-from kvrelay_router.dispatch.active_requests import ActiveRequest, ActiveSequence, DispatchSettings
+from kvrelay_router.dispatch.active_requests import (
+    ActiveRequest,
+    ActiveSequence,
+    DispatchSettings,
+    RequestCounts,
+    own_figures,
+)
 from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, first_search
 from kvrelay_router.dispatch.events import Cancelled, SequenceSpec, StopMatched, WorkerBack
@@ -38,7 +44,6 @@ from kvrelay_router.dispatch.interface import (
 from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
-from kvrelay_router.dispatch.request_counts import RequestCounts, own_figures
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
 from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing

@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import TOKEN_BYTES, AnyBody, PeerRef, Prompt, pack_tokens
+from kvrelay.protocol.messages import TOKEN_BYTES, AnyBody, Failed, NeedDecode, PeerRef, Prompt, pack_tokens
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.load import WorkerKey
 
@@ -97,29 +97,13 @@ class SequenceFinished(msgspec.Struct, frozen=True):
 # -- events from workers ----------------------------------------------------------------------------------------------
 
 
-class DecodeNeeded(msgspec.Struct, frozen=True):
-    """Prefill sent NeedDecode. `lacks` is the worker that cannot take the handoff, if prefill names it."""
-
-    worker: PeerRef
-    attempt: int
-    reason: str
-    excluded: frozenset[str]
-    lacks: PeerRef | None = None
-
-
-class AttemptFailed(msgspec.Struct, frozen=True):
-    """A worker sent Failed.
-
-    `num_output` counts the tokens delivered so far, over all attempts. `refused`: the worker computed nothing.
-    """
+class FromWorker(msgspec.Struct, frozen=True):
+    """A worker's message about an attempt. `num_output` counts the tokens delivered so far, over all attempts."""
 
     worker: PeerRef
     attempt: int
     num_output: int
-    kind: FailureKind
-    cause: str
-    retriable: bool
-    refused: bool = False
+    body: NeedDecode | Failed
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -166,8 +150,7 @@ Event = (
     | FirstTokenDelivered
     | DecodeStarted
     | SequenceFinished
-    | DecodeNeeded
-    | AttemptFailed
+    | FromWorker
     | WorkerLost
     | WorkerBack
     | StopMatched

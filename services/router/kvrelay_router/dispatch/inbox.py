@@ -24,7 +24,7 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay_router.dispatch.active_requests import ActiveSequence
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
-from kvrelay_router.dispatch.events import AttemptFailed, DecodeNeeded, WorkerLost
+from kvrelay_router.dispatch.events import FromWorker, WorkerLost
 from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.placement import Placement
@@ -120,8 +120,7 @@ class Inbox:
     def _on_need_decode(self, message: Delivered, body: NeedDecode) -> None:
         peer, header = message.peer, message.header
         if (sequence := self._sequence_of(message)) is not None:
-            event = DecodeNeeded(peer, header.attempt, body.reason, frozenset(body.excluded), body.lacks)
-            self._driver.feed(sequence, event)
+            self._driver.feed(sequence, FromWorker(peer, header.attempt, len(sequence.intake.output), body))
             return
         # Prefill missed the commit, and decode has finished since. Only this Cancel makes prefill free the KV.
         self._send(
@@ -142,11 +141,7 @@ class Inbox:
             self._count_failure(message.peer, body.cause)
         if sequence is not None:
             num_output = len(sequence.intake.output)
-            attempt = message.header.attempt
-            event = AttemptFailed(
-                message.peer, attempt, num_output, body.failure, body.cause, body.retriable, body.refused
-            )
-            self._driver.feed(sequence, event)
+            self._driver.feed(sequence, FromWorker(message.peer, message.header.attempt, num_output, body))
 
     def _count_failure(self, peer: PeerRef, cause: str) -> None:
         if self._placement.breakers.failed(worker_key(peer), time.monotonic()):

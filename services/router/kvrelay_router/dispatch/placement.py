@@ -21,10 +21,8 @@ from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.load import WorkerKey, worker_key
 from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Decision, Demand, NoPlacement
-from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
+from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes, PrefixPopularity, PrefixView
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
-from kvrelay_router.routing.prefix_popularity import PrefixPopularity
-from kvrelay_router.routing.prefix_view import PrefixView, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +156,7 @@ class Placement:
         self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
         self._popularity = PrefixPopularity()
         self._reuse = Reuse()
-        self._session_workers: OrderedDict[str, frozenset[WorkerId]] = OrderedDict()  # of the latest request
+        self._session_workers: OrderedDict[str, frozenset[str]] = OrderedDict()  # of the latest request
         self._ordinal = 0
 
     @property
@@ -296,9 +294,7 @@ class Placement:
         responsive = [worker for worker in workers if silent_s(worker.peer) <= lately_s]
         return workers if len(responsive) == len(workers) or not responsive else tuple(responsive)
 
-    def _popularity_of(
-        self, prompt: PromptPrefixes, candidates: CandidateWorkers, cached: Mapping[WorkerId, int]
-    ) -> float:
+    def _popularity_of(self, prompt: PromptPrefixes, candidates: CandidateWorkers, cached: Mapping[str, int]) -> float:
         """Returns the popularity of the longest prefix that a prefill worker holds."""
         num_held, holder = 0, None
         for worker in candidates.prefill:
@@ -308,9 +304,9 @@ class Placement:
             return 0.0
         return self._popularity.of(prompt.hashes(holder.fingerprint, holder.block_size)[:num_held], self._clock())
 
-    def _cached_blocks(self, prompt: PromptPrefixes, candidates: CandidateWorkers) -> Mapping[WorkerId, int]:
+    def _cached_blocks(self, prompt: PromptPrefixes, candidates: CandidateWorkers) -> Mapping[str, int]:
         self._prefixes.now = self._clock()
-        cached: dict[WorkerId, int] = {}
+        cached: dict[str, int] = {}
         for fingerprint, block_size in _namings(candidates):
             # Hashes cover the fingerprint, so workers of another one match nothing.
             cached.update(self._prefixes.match(prompt.hashes(fingerprint, block_size)))

@@ -14,7 +14,6 @@ import msgspec
 
 from kvrelay.scheduling.step_cost import StepCost, pairs
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Demand, ExpectedLatency
-from kvrelay_router.routing.prefix_view import WorkerId
 
 DEFAULT_COST = StepCost()
 DEFAULT_BUDGET = 512
@@ -50,7 +49,7 @@ class Estimates(msgspec.Struct, frozen=True):
 
     demand: Demand
     typical: TypicalSpeeds = TypicalSpeeds()
-    cached_blocks: Mapping[WorkerId, int] = {}
+    cached_blocks: Mapping[str, int] = {}
 
     def cost(self, worker: Candidate) -> StepCost:
         if worker.step_cost is not None:

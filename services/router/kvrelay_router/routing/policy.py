@@ -23,18 +23,17 @@ from kvrelay_router.routing.candidates import (
 )
 from kvrelay_router.routing.cost import better_alone, pick_decode, pick_prefill
 from kvrelay_router.routing.estimates import Estimates, TypicalSpeeds
-from kvrelay_router.routing.prefix_view import WorkerId
 
 PolicyName = Literal["cost", "least_loaded", "round_robin", "random", "prefix_only", "sticky"]
 Picker = Callable[[Sequence[Candidate], Estimates], tuple[Candidate, str]]
-NOTHING_CACHED: Mapping[WorkerId, int] = {}
+NOTHING_CACHED: Mapping[str, int] = {}
 
 
 def decide(
     policy: PolicyName,
     demand: Demand,
     candidates: CandidateWorkers,
-    cached_blocks: Mapping[WorkerId, int] = NOTHING_CACHED,
+    cached_blocks: Mapping[str, int] = NOTHING_CACHED,
 ) -> Decision | NoPlacement:
     """Places a request. `cached_blocks`: leading blocks of its prompt that each worker holds, see `PrefixView`.
 
@@ -66,7 +65,7 @@ def decide_decode(
     demand: Demand,
     candidates: CandidateWorkers,
     fingerprint: str,
-    cached_blocks: Mapping[WorkerId, int] = NOTHING_CACHED,
+    cached_blocks: Mapping[str, int] = NOTHING_CACHED,
 ) -> Candidate | None:
     """Returns another decode worker for a handoff. The unreachable one must not be among the candidates."""
     fitting = _with_fingerprint(candidates.decode, {fingerprint})

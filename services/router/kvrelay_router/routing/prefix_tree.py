@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from kvrelay_router.routing.prefix_view import BlockHash
+from kvrelay.kv.hashing import BlockHash
 
 
 class PrefixNode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import FirstToken, Generate, Prefill, Reassign, TokenEntry
+from kvrelay.protocol.messages import Failed, FirstToken, Generate, NeedDecode, Prefill, Reassign, TokenEntry
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_router.dispatch import events as router
 from tests.unit.dispatch.driven_sequence import AnyEvent, FirstTokenReceived, TokensReceived
@@ -66,11 +66,11 @@ def take(state: State, source: str, kind: str, key: SequenceKey, *more: Any) -> 
             )
             feed(state, r, TokensReceived(peer(source), entry))
         case "need", (excluded, lacks):
-            feed(state, r, router.DecodeNeeded(peer(source), attempt, "needed", frozenset(excluded), lacks))
+            need = NeedDecode(reason="needed", excluded=list(excluded), lacks=lacks)
+            feed(state, r, router.FromWorker(peer(source), attempt, 0, need))
         case "failed", (retriable,):
-            feed(
-                state, r, router.AttemptFailed(peer(source), attempt, 0, FailureKind.ENGINE_ERROR, "failed", retriable)
-            )
+            failed = Failed(failure=FailureKind.ENGINE_ERROR, cause="failed", retriable=retriable)
+            feed(state, r, router.FromWorker(peer(source), attempt, 0, failed))
 
 
 def cancel(state: State, r: str) -> None:

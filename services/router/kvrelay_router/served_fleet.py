@@ -18,7 +18,7 @@ from kvrelay.fleet.index import IndexFeed, IndexReader
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.telemetry.event_log import EventLog
-from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by, single_sample
+from kvrelay.telemetry.metrics import MetricSample, MetricSamples, merged, samples_by, single_sample
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.active_requests import DispatchSettings

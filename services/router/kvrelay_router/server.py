@@ -16,11 +16,9 @@ from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds
 from kvrelay.open_files import TooFewOpenFiles, allow_peers, files_for_peers
 from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
 from kvrelay.telemetry.event_log import open_event_log
-from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.metric_samples import MetricSamples, merged
+from kvrelay.telemetry.metrics import Instruments, MetricSamples, merged, process_samples
 from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
-from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.text.chat_template import ChatTemplateError
 from kvrelay.text.sources import TokenizerNotFound

@@ -22,9 +22,9 @@ MASK = "**********"
 
 NO_REDIS = "none"
 """Value of `redis_url` for a process without Redis."""
+
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
 NAME_FORM = "1 to 64 of the characters A-Z a-z 0-9 _ . -"
-
 MAX_MODEL_NAME_CHARS = 200
 LIFE_SIGNS_PER_TIMEOUT = 10
 

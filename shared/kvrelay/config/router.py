@@ -4,51 +4,23 @@ from __future__ import annotations
 
 import re
 import secrets
-import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
-    BaseModel,
     ByteSize,
-    ConfigDict,
     Field,
     SecretStr,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from kvrelay.config.common import NAME_FORM, NAME_PATTERN, CommonConfig
-from kvrelay.config.field_values import first_fault
-from kvrelay.config.fleets import read_fleets
-
-LEAST_PER_MINUTE = 0.001
-"""One request in 17 hours. Redis stores the time of the next request, whose precision limits the rate."""
-
+from kvrelay.config.table_files import LEAST_PER_MINUTE, OwnKeyLimits, read_fleets, read_key_limits
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[^/?#@\s\[\]:]+)(:[0-9]{1,5})?")
 """The `Origin` header as browsers send it."""
-
-
-class OwnKeyLimits(BaseModel):
-    """One [[key]] table of key_limits_file. Missing fields use the limits for all keys; a key without `tenant` is a
-    tenant of its own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    key: SecretStr
-    requests_per_minute: float | None = Field(default=None, ge=LEAST_PER_MINUTE, le=1e6)
-    burst: int = Field(default=10, ge=1, le=1 << 20)
-    concurrency: int | None = Field(default=None, ge=1, le=1 << 20)
-    least_priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
-    tenant: str | None = Field(
-        default=None,
-        pattern=NAME_PATTERN,
-        json_schema_extra={"form": NAME_FORM},
-    )
-    weight: float = Field(default=1.0, ge=0.001, le=1000)
 
 
 class RouterConfig(CommonConfig):
@@ -326,7 +298,7 @@ class RouterConfig(CommonConfig):
     @classmethod
     def _limits_can_be_read(cls, path: Path | None) -> Path | None:
         if path is not None:
-            _read_key_limits(path)
+            read_key_limits(path)
         return path
 
     @model_validator(mode="after")
@@ -353,7 +325,7 @@ class RouterConfig(CommonConfig):
 
     def own_key_limits(self) -> dict[str, OwnKeyLimits]:
         """Entries of `key_limits_file`, by API key."""
-        return _read_key_limits(self.key_limits_file) if self.key_limits_file is not None else {}
+        return read_key_limits(self.key_limits_file) if self.key_limits_file is not None else {}
 
     @model_validator(mode="before")
     @classmethod
@@ -391,27 +363,3 @@ def static_worker_address(url: str) -> tuple[str, int]:
     if parts.scheme != "http" or not host or not port or rest:
         raise wrong
     return host, port
-
-
-def _read_key_limits(path: Path) -> dict[str, OwnKeyLimits]:
-    """Raises ValueError with the file and the fault. The message never contains a key."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
-    tables = content.get("key", [])
-    if set(content) - {"key"} or not isinstance(tables, list):
-        raise ValueError(f"{path} must hold [[key]] tables and nothing else")
-    limits = {}
-    for number, table in enumerate(tables, 1):
-        try:
-            own = OwnKeyLimits.model_validate(table)
-        except ValidationError as error:
-            fault = first_fault(OwnKeyLimits, error)
-            raise ValueError(f"{path}: [[key]] number {number}: {fault}") from None
-        if own.key.get_secret_value() in limits:
-            raise ValueError(f"{path}: [[key]] number {number} has the key of an earlier one")
-        limits[own.key.get_secret_value()] = own
-    return limits

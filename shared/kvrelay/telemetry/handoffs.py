@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.telemetry.instruments import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
+from kvrelay.telemetry.metrics import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
 from kvrelay.telemetry.metrics_file import HandoffRecord, MetricsFile
 from kvrelay.telemetry.stages import RecentStages, stage
 from kvrelay.telemetry.tracer import Attributes, Tracer, sampled
@@ -64,12 +64,12 @@ class HandoffMeter:
         self._tracer = tracer
         self._recent = recent if recent is not None else RecentStages()
         self._clock = clock
-        self._duration = instruments.histogram("kvrelay.handoff.duration", "s", SECONDS)
-        self._wait = instruments.histogram("kvrelay.handoff.grant_wait", "s", SECONDS)
-        self._exposed = instruments.histogram("kvrelay.handoff.exposed", "s", SECONDS)
-        self._size = instruments.histogram("kvrelay.handoff.size", "By", BYTES)
-        self._rate = instruments.histogram("kvrelay.handoff.rate", "GBy/s", GIGABYTES_PER_SECOND)
-        self._failures = instruments.counter("kvrelay.handoff.failures", "cause")
+        self._duration = instruments.histogram("kvrelay.handoff.duration", SECONDS)
+        self._wait = instruments.histogram("kvrelay.handoff.grant_wait", SECONDS)
+        self._exposed = instruments.histogram("kvrelay.handoff.exposed", SECONDS)
+        self._size = instruments.histogram("kvrelay.handoff.size", BYTES)
+        self._rate = instruments.histogram("kvrelay.handoff.rate", GIGABYTES_PER_SECOND)
+        self._failures = instruments.counter("kvrelay.handoff.failures")
 
     def asked(self, timings: HandoffTimings) -> None:
         """`Reserve` was sent or received. Times of an earlier one are discarded."""
@@ -113,7 +113,7 @@ class HandoffMeter:
 
     def failed(self, cause: FailureCause, timings: HandoffTimings | None) -> None:
         """Counts a failed handoff. `timings` is None if the handoff was dropped before."""
-        self._failures.add(cause)
+        self._failures[cause] += 1
         if timings is not None and not timings.is_over:
             self._over(timings, self._clock(), cause)
 

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from threading import Thread
 from typing import Any, Literal
 
-from kvrelay.telemetry.metric_samples import MetricSamples
+from kvrelay.telemetry.metrics import MetricSamples
 from kvrelay.telemetry.trace_context import TraceContext
 from kvrelay.telemetry.tracer import Span, SpanSink, Tracer
 

@@ -23,7 +23,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvrelay.protocol.messages import HistogramReport
 from kvrelay.telemetry.catalogue import METRICS
-from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples
+from kvrelay.telemetry.metrics import MetricSample, MetricSamples
 
 CUMULATIVE = AggregationTemporality.CUMULATIVE
 

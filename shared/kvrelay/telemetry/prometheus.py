@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from kvrelay.protocol.messages import HistogramReport
 from kvrelay.telemetry.catalogue import METRICS, Metric
-from kvrelay.telemetry.metric_samples import Labels, MetricSamples
+from kvrelay.telemetry.metrics import Labels, MetricSamples
 from kvrelay.telemetry.pages import Page
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -14,7 +14,7 @@ from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import EventLog
-from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.metrics_file import MetricsFile
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.telemetry.tracer import Tracer

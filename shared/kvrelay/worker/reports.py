@@ -141,8 +141,8 @@ class Reports:
         """Counters by instrument name and attribute value."""
         return {
             f"{name.removeprefix('kvrelay.').replace('.', '_')}.{value}": amount
-            for name, counter in self._worker.instruments.counters()
-            for value, amount in counter.sums.items()
+            for name, sums in self._worker.instruments.counters.items()
+            for value, amount in sums.items()
         }
 
     def _blocks(self) -> dict[str, int]:

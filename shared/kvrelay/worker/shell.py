@@ -16,11 +16,9 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost
 from kvrelay.protocol.messages import Generate, Prefill, StatusQuery, WakeRank
-from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by
+from kvrelay.telemetry.metrics import Instruments, MetricSample, MetricSamples, merged, process_samples, samples_by
 from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
-from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.worker.cache_events import CacheEvents

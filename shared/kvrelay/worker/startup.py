@@ -24,7 +24,7 @@ from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import open_event_log
-from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.telemetry.tracer import Tracer

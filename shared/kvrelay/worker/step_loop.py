@@ -39,7 +39,7 @@ from kvrelay.step.batch import (
     WorkerRow,
     failure_kind,
 )
-from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
+from kvrelay.telemetry.metrics import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_file import Mark, StepEventName
 from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.failed_steps import log_failed_step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.protocol.messages import Status
-from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, samples_by, single_sample
+from kvrelay.telemetry.metrics import MetricSample, MetricSamples, samples_by, single_sample
 
 QUEUE_METRICS = {"queued_tokens": "kvrelay.queue.tokens", "cancelled_requests": "kvrelay.cancelled_requests"}
 """Entries of `Status.queues` that are no number of sequences in a state, with their metrics."""

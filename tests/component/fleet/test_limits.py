@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.config.router import LEAST_PER_MINUTE
+from kvrelay.config.table_files import LEAST_PER_MINUTE
 from kvrelay.fleet import Registry, RegistryUnavailable
 from kvrelay.fleet.connect import REDIS_FAILED
 from kvrelay.fleet.embedded import EmbeddedRedis

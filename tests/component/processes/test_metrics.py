@@ -13,7 +13,7 @@ from kvrelay.config.demo import demo_model_path
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.telemetry.catalogue import METRICS, Service
-from kvrelay.telemetry.metric_samples import MetricSamples
+from kvrelay.telemetry.metrics import MetricSamples
 from kvrelay.telemetry.prometheus import prometheus_name
 from kvrelay.worker.worker_samples import unknown_totals
 from kvrelay_router.server import RouterServer

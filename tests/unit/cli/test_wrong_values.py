@@ -15,9 +15,9 @@ from pydantic.fields import FieldInfo
 from kvrelay.cli.commands import COMMANDS
 from kvrelay.cli.up_flags import parse_up_flags
 from kvrelay.config.field_values import allowed, choices, is_of
-from kvrelay.config.fleets import read_fleets
 from kvrelay.config.loader import TABLES, ConfigError, flag_name, load_config, resolve
 from kvrelay.config.router import RouterConfig
+from kvrelay.config.table_files import read_fleets
 from kvrelay.config.up_config import UpConfig
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import result_file

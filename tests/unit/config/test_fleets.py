@@ -67,7 +67,7 @@ FLEET = '[[fleet]]\nmodel = "org/m"\nserved_model_name = '
     ("text", "named"),
     [
         ("", "must hold 1 to 63"),
-        ("fleet = 3\n", "must hold 1 to 63"),
+        ("fleet = 3\n", "and nothing else"),
         ('x = 1\n[[fleet]]\nmodel = "org/m"\nserved_model_name = "m"\n', "nothing else"),
         ("[[fleet]\n", "not valid TOML"),
         ('[[fleet]]\nmodel = "org/m"\n', "number 1: served_model_name is needed"),

@@ -38,7 +38,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import ModelSpec
-from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.transfer.base import Landed, ReceiverEvent
 from kvrelay.worker.context import WorkerContext

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvrelay.telemetry.catalogue import METRICS
-from kvrelay.telemetry.instruments import SECONDS, Histogram
-from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples
+from kvrelay.telemetry.metrics import SECONDS, Histogram, MetricSample, MetricSamples
 from kvrelay.telemetry.otlp import ExportImpossible, SdkSpans, open_export, wanted_exporter
 from kvrelay.telemetry.trace_context import new_trace
 from kvrelay.telemetry.tracer import Tracer

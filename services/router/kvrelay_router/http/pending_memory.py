@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.telemetry.metric_samples import MetricSamples, samples_by, single_sample
+from kvrelay.telemetry.metrics import MetricSamples, samples_by, single_sample
 from kvrelay_router.http.api_error import ApiError
 
 DEFAULT_PENDING_BYTES = 512 << 20

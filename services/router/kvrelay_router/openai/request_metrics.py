@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.metric_samples import Labels
+from kvrelay.telemetry.metrics import Instruments, Labels
 from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_traceparent
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.http.client_watch import CLIENT_GONE
@@ -76,9 +75,9 @@ class RequestMetrics:
         self._tracer = tracer
         self._clock = clock
         instruments = instruments or Instruments()
-        self._durations = instruments.histogram_family("gen_ai.server.request.duration", "s", DURATION_S)
-        self._first_tokens = instruments.histogram_family("gen_ai.server.time_to_first_token", "s", FIRST_TOKEN_S)
-        self._per_token = instruments.histogram_family("gen_ai.server.time_per_output_token", "s", PER_TOKEN_S)
+        self._durations = instruments.family("gen_ai.server.request.duration", DURATION_S)
+        self._first_tokens = instruments.family("gen_ai.server.time_to_first_token", FIRST_TOKEN_S)
+        self._per_token = instruments.family("gen_ai.server.time_per_output_token", PER_TOKEN_S)
 
     def begin(self, path: str, traceparent: str) -> RequestTimings:
         operation = OPERATION_BY_PATH[path]
@@ -98,13 +97,13 @@ class RequestMetrics:
             ("gen_ai.provider.name", PROVIDER),
             ("gen_ai.request.model", timings.model),
         )
-        self._durations.of((*labels, ("error.type", error)) if error else labels).record(now - timings.began)
+        self._durations((*labels, ("error.type", error)) if error else labels).record(now - timings.began)
         if not error and timings.first_token is not None:
-            self._first_tokens.of(labels).record(timings.first_token - timings.began)
+            self._first_tokens(labels).record(timings.first_token - timings.began)
             num_tokens = max((choice.num_tokens for run in timings.runs for choice in run.choices), default=0)
             if num_tokens > 1:
                 last = timings.last_token if timings.last_token is not None else now
-                self._per_token.of(labels).record((last - timings.first_token) / (num_tokens - 1))
+                self._per_token(labels).record((last - timings.first_token) / (num_tokens - 1))
         if self._tracer is not None and timings.context.is_sampled:
             self._trace(self._tracer, timings, now, error, request_id)
 

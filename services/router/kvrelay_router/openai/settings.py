@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.config.router import OwnKeyLimits, RouterConfig
+from kvrelay.config.router import RouterConfig
+from kvrelay.config.table_files import OwnKeyLimits
 from kvrelay.fleet.key_limits import KeyLimits
 from kvrelay_router.access.identity import Tenants
 from kvrelay_router.access.rate_limiter import KeyRules

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.trace_context import parse_traceparent
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay.text.service import TextService

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metrics import Instruments
 from kvrelay.text.service import ChatOptions, TextService
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.openai.api_service import FurtherModel

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.telemetry.instruments import SECONDS, Histogram, Instruments
+from kvrelay.telemetry.metrics import SECONDS, Histogram
 
 pytestmark = pytest.mark.unit
 
@@ -23,21 +23,3 @@ def test_every_value_is_counted_once_in_the_bucket_whose_bound_it_does_not_pass(
     oracle = [sum(low < value <= high for value in values) for low, high in itertools.pairwise(edges)]
     assert report.counts == oracle
     assert report.total == pytest.approx(sum(values))
-
-
-def test_a_name_belongs_to_one_instrument() -> None:
-    instruments = Instruments()
-    instruments.histogram("a", "s", SECONDS)
-    failures = instruments.counter("b", "cause")
-    failures.add("lost")
-    failures.add("lost", 2)
-    for name in ("a", "b"):
-        with pytest.raises(ValueError, match=name):
-            instruments.counter(name, "cause")
-    assert [(name, dict(counter.sums)) for name, counter in instruments.counters()] == [("b", {"lost": 3})]
-
-
-@pytest.mark.parametrize("bounds", [(1.0, 1.0), (2.0, 1.0)])
-def test_bounds_rise(bounds: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="rise"):
-        Histogram("s", bounds)

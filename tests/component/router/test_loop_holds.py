@@ -84,11 +84,8 @@ Case = tuple[str, Callable[[], bytes], int]
 
 INPUTS: dict[str, Case] = {
     "a long text": (COMPLETION, lambda: body_of(prompt=TEXT * 30_000, max_tokens=1), 200),
-    "escaped text": (COMPLETION, lambda: repeated(b'"prompt":1,"user":"', b"\\u00e9", b'"}'), 400),
-    "backslashes": (COMPLETION, lambda: repeated(b'"prompt":1,"user":"', b"\\\\\\\\", b'"}'), 400),
     "a list of ids": (COMPLETION, lambda: body_of(prompt=IDS * 200, max_tokens=1), 200),
     "too many ids": (COMPLETION, lambda: repeated(b'"prompt":[', b"7", b"]}"), 400),
-    "too many ids in one of two lists": (COMPLETION, lambda: repeated(b'"prompt":[[', b"7", b"],[7]]}"), 400),
     "many long lists of ids": (
         COMPLETION,
         lambda: repeated(b'"max_tokens":1,"prompt":[', b"[" + b",".join([b"7"] * (1 << 16)) + b"]", b"]}"),
@@ -98,17 +95,6 @@ INPUTS: dict[str, Case] = {
         COMPLETION,
         lambda: repeated(b'"max_tokens":1,"prompt":["x",', b"[" + b",".join([b"7"] * (1 << 16)) + b"]", b"]}"),
         200,
-    ),
-    "126 levels around ids": (COMPLETION, lambda: repeated(b'"prompt":' + b"[" * 126, b"7", b"]" * 126 + b"}"), 400),
-    "126 levels of objects and arrays around ids": (
-        COMPLETION,
-        lambda: repeated(b'"prompt":' + b'{"a":[' * 63, b"7", b"]}" * 63 + b"}"),
-        400,
-    ),
-    "126 levels in each of many lists": (
-        COMPLETION,
-        lambda: repeated(b'"prompt":[', b"[" * 125 + b",".join([b"7"] * (1 << 15)) + b"]" * 125, b"]}"),
-        400,
     ),
     "ids and one text": (COMPLETION, lambda: repeated(b'"prompt":[', b"7", b',"x"]}'), 400),
     "a thousand lists of ids": (COMPLETION, lambda: body_of(prompt=[IDS[:1500]] * 1024, max_tokens=1), 200),
@@ -168,11 +154,8 @@ INPUTS: dict[str, Case] = {
     ),
     "repetitions": (COMPLETION, lambda: body_of(prompt="x", guided_regex="((((a{99}){99}){99}){99}){99}"), 400),
     "brackets": (COMPLETION, lambda: b'{"model":' + b"[" * (BODY_BYTES - 20), 400),
-    "brackets that close": (COMPLETION, lambda: b"[" * (BODY_BYTES // 2) + b"]" * (BODY_BYTES // 2), 400),
-    "no JSON": (COMPLETION, lambda: b"[" + b'"a",' * (BODY_BYTES // 4 - 2), 400),
     "a list": (COMPLETION, lambda: b"[" + b"{}," * (MAX_PARTS - 8) + b"{}]", 400),
     "keys": (COMPLETION, lambda: body_of(**{str(n): 1 for n in range(400_000)}), 400),
-    "too many keys": (COMPLETION, lambda: body_of(**{str(n): 1 for n in range(600_000)}), 400),
     "a schema": (CHAT, lambda: repeated(USER + b'"x"}],' + SCHEMA, b'"x"', b"]}}}}", NUM_OBJECTS), 400),
     "a schema as text": (COMPLETION, lambda: body_of(prompt="x", guided_json="[" + "{}," * 2_000_000 + "{}]"), 400),
     "choices to choose from": (

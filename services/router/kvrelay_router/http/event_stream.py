@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Coroutine, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from starlette.types import Send
@@ -35,13 +35,12 @@ class EventStream:
 
     def write(self, events: bytes) -> None:
         """Writes events, without waiting."""
-        sending = self._send({"type": "http.response.body", "body": events, "more_body": True})
-        assert isinstance(sending, Coroutine)
+        steps = self._send({"type": "http.response.body", "body": events, "more_body": True}).__await__()
         try:
-            awaited = sending.send(None)
+            awaited = next(steps)
         except StopIteration:
             return
-        self._unfinished = asyncio.get_running_loop().create_task(_finished(sending, awaited))
+        self._unfinished = asyncio.get_running_loop().create_task(_finish(awaited, steps))
 
     async def start(self, headers: Iterable[tuple[str, str]]) -> None:
         """Writes the head: status 200, and these headers beside `HEADERS`."""
@@ -63,12 +62,12 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
 
-async def _finished(sending: Coroutine[Any, Any, None], awaited: Any) -> None:
-    await _rest(sending, awaited)
+async def _finish(awaited: Any, steps: Generator[Any, Any, None]) -> None:
+    await _rest(awaited, steps)
 
 
 @types.coroutine
-def _rest(sending: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
-    """Goes on with a coroutine that has been stepped once and waits for `awaited`."""
+def _rest(awaited: Any, steps: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
+    """Goes on with an awaitable that has been stepped once and waits for `awaited`."""
     yield awaited
-    yield from sending.__await__()
+    yield from steps

@@ -100,10 +100,11 @@ def test_a_disturbed_run_replays_to_the_same_instructions_and_a_changed_log_does
     assert times == sorted(times)
 
     lines = lines_of(*recorded)
-    prefill = [n for n, (_, text) in enumerate(lines) if b'"SendHandoff"' in text]
+    prefill = [n for n, (_, text) in enumerate(lines) if b'"kind":"handoff"' in text.partition(b'"out":')[2]]
     changed = list(lines)
     place, text = lines[prefill[0]]
-    changed[prefill[0]] = place, text.replace(b'"num_blocks":', b'"num_blocks":1')
+    head, out, instructions = text.partition(b'"out":')
+    changed[prefill[0]] = place, head + out + instructions.replace(b'"num_blocks":', b'"num_blocks":1')
     assert len(replay_lines(changed).differences) == 1
     dropped = [line for line in lines if b'"event":"PrefillFinished"' not in line[1]]
     assert replay_lines(dropped).differences

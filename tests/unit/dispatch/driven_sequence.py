@@ -15,6 +15,7 @@ from kvrelay_router.dispatch.events import (
     FromWorker,
     Instruction,
     SequenceSpec,
+    TokensArrived,
     WorkerLost,
     WorkersAssigned,
 )
@@ -99,8 +100,10 @@ class DrivenSequence:
 
     def _deliver(self, delta: SequenceDelta | None, from_prefill: bool) -> list[Done]:
         done: list[Done] = [] if delta is None else [Deliver(delta)]
-        for each in self.attempts.events_of(delta, from_prefill):
-            done += self._carried_out(self.handle_event(each))
+        is_last = delta is not None and delta.finish is not None
+        if not self.attempts.is_streaming or is_last:
+            event = TokensArrived(from_prefill, delta is not None, is_last)
+            done += self._carried_out(self.handle_event(event))
         return done
 
     def _carried_out(self, instructions: list[Instruction]) -> list[Done]:

@@ -22,6 +22,7 @@ from kvrelay_router.dispatch.events import (
     FindPlacement,
     Instruction,
     Send,
+    TokensArrived,
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.intake import ScoresReceived
@@ -42,7 +43,6 @@ from tests.unit.dispatch.driven_sequence import (
     Done,
     DrivenSequence,
     FirstTokenReceived,
-    Received,
     ScoresFrom,
 )
 from tests.unit.dispatch.world import PROMPT, spec
@@ -50,30 +50,18 @@ from tests.unit.dispatch.world import PROMPT, spec
 # -- what the attempt machine hears of tokens -------------------------------------------------------------------------
 
 
-def events_of(machine: DrivenSequence, received: Received) -> list[str]:
-    heard: list[str] = []
-    handle = machine.attempts.handle
+def test_only_the_first_tokens_and_the_last_are_events() -> None:
+    machine, events = placed(), list[Event]()
 
     def recorded(event: Event) -> list[Instruction]:
-        heard.append(type(event).__name__)
-        return handle(event)
+        events.append(event)
+        return machine.attempts.handle(event)
 
     machine.handle_event = recorded
-    machine.handle(received)
-    return heard
-
-
-def test_the_attempt_machine_gets_events_for_the_first_and_the_last_tokens_only() -> None:
-    machine = placed()
-    assert events_of(machine, first(5)) == ["FirstTokenDelivered"]
-    assert events_of(machine, tokens(0, 5)) == ["DecodeStarted"]
-    assert events_of(machine, tokens(1, 6)) == []
-    assert events_of(machine, tokens(2, 7, 8)) == []
-    assert events_of(machine, tokens(4, 9, finish=LENGTH)) == ["SequenceFinished"]
-
-
-def test_decode_that_is_first_starts_both() -> None:
-    assert events_of(placed(), tokens(0, 5)) == ["DecodeStarted", "FirstTokenDelivered"]
+    for received in (first(5), tokens(0, 5), tokens(1, 6), tokens(2, 7, 8), tokens(4, 9, finish=LENGTH)):
+        machine.handle(received)
+    own = (True, True, False), (False, False, False), (False, True, True)
+    assert events == [TokensArrived(*each) for each in own]
 
 
 def test_tokens_after_the_end_are_dropped() -> None:

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_router.dispatch.breaker import Breakers, BreakerSettings, BreakerState
+from kvrelay_router.dispatch import breaker
+from kvrelay_router.dispatch.breaker import Breakers, BreakerState
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
 from tests.unit.dispatch.world import peer
 
-SETTINGS = BreakerSettings(threshold=3, cooldown_s=2.0, longest_s=8.0)
 BAD, GOOD = (Candidate(peer(name), "decode", "m") for name in ("bad", "good"))
 KEY = worker_key(BAD.peer)
 BOTH = CandidateWorkers.of([BAD, GOOD])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_failures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(breaker, "THRESHOLD", 3)
+        patched.setattr(breaker, "LONGEST_S", 8.0)
+        yield
+
+
 def opened(now: float = 0.0) -> Breakers:
-    breakers = Breakers(SETTINGS)
+    breakers = Breakers()
     assert [breakers.failed(KEY, now) for _ in range(3)] == [False, False, True]
     return breakers
 
 
 def test_failures_in_a_row_open_and_a_success_between_starts_the_count_again() -> None:
-    breakers = Breakers(SETTINGS)
+    breakers = Breakers()
     for _ in range(5):
         breakers.failed(KEY, 0.0)
         breakers.failed(KEY, 0.0)
@@ -76,7 +87,7 @@ def test_a_new_start_of_the_worker_is_closed() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["fail", "succeed", "send", "look"]), st.floats(0, 3))))
 def test_at_most_one_request_in_any_cooldown_reaches_an_open_worker(events: list[tuple[str, float]]) -> None:
-    breakers, now = Breakers(SETTINGS), 0.0
+    breakers, now = Breakers(), 0.0
     sent: list[float] = []
     for event, gap in events:
         now += gap
@@ -87,7 +98,7 @@ def test_at_most_one_request_in_any_cooldown_reaches_an_open_worker(events: list
             sent.clear()
         elif BAD in breakers.usable(BOTH, now).decode:
             if breakers.state(KEY, now) is BreakerState.HALF_OPEN and event == "send":
-                assert not sent or now - sent[-1] >= SETTINGS.cooldown_s
+                assert not sent or now - sent[-1] >= breaker.COOLDOWN_S
                 sent.append(now)
             if event == "send":
                 breakers.dispatched(KEY, now)

@@ -12,7 +12,8 @@ A failed attempt is cancelled on both workers. The next attempt starts in state 
 far as a part of its prompt. `RetryBudget` says which attempts count.
 
 The machine sees no tokens. For each entry of a worker, three calls follow each other: `accepts_tokens` checks the
-sender, `TokenIntake.handle` returns the delta to deliver, and `events_of` the events for this machine.
+sender, `TokenIntake.handle` returns the delta to deliver, and `TokensArrived` reports it here, unless it is one of many
+between the first and the last tokens.
 """
 
 from __future__ import annotations
@@ -38,24 +39,21 @@ from kvrelay_router.dispatch.events import (
     AwaitLostWorkers,
     Cancelled,
     DecodeChosen,
-    DecodeStarted,
     Ended,
     Event,
     FindDecode,
     FindPlacement,
-    FirstTokenDelivered,
     FromWorker,
     Instruction,
     PlacementFailed,
     Send,
-    SequenceFinished,
     SequenceSpec,
     StopMatched,
+    TokensArrived,
     WorkerBack,
     WorkerLost,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.retry import RetryBudget
 
@@ -147,18 +145,6 @@ class SequenceAttempts:
     def _is_current(self, attempt: int) -> bool:
         return attempt == self.attempt and self.state in _WITH_WORKERS
 
-    def events_of(self, delta: SequenceDelta | None, from_prefill: bool) -> list[Event]:
-        """Returns the events that follow from an entry: none between the first and the last tokens. `delta` is what the
-        intake returned for it."""
-        events: list[Event] = []
-        if not from_prefill and self.state is AttemptState.PREFILLING:
-            events.append(DecodeStarted())
-        if delta is not None and not self.is_streaming:
-            events.append(FirstTokenDelivered())
-        if delta is not None and delta.finish is not None:
-            events.append(SequenceFinished())
-        return events
-
     # -- placement ----------------------------------------------------------------------------------------------------
 
     def _workers_assigned(self, event: WorkersAssigned) -> list[Instruction]:
@@ -221,17 +207,13 @@ class SequenceAttempts:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def _first_token_delivered(self, event: FirstTokenDelivered) -> list[Instruction]:
-        self._has_tokens = True
-        self.is_streaming = self.state is AttemptState.STREAMING
-        return []
-
-    def _decode_started(self, event: DecodeStarted) -> list[Instruction]:
-        self.state = AttemptState.STREAMING
-        self.is_streaming = self._has_tokens
-        return []
-
-    def _finished(self, event: SequenceFinished) -> list[Instruction]:
+    def _tokens_arrived(self, event: TokensArrived) -> list[Instruction]:
+        if not event.from_prefill:  # decode has committed the handoff, or works alone
+            self.state = AttemptState.STREAMING
+        self._has_tokens = self._has_tokens or event.are_delivered
+        self.is_streaming = self._has_tokens and self.state is AttemptState.STREAMING
+        if not event.is_last:
+            return []
         self.state = AttemptState.DONE
         return [Ended(None)]
 
@@ -390,9 +372,7 @@ _WAITING: _Row = {
 }
 _PREFILLING: _Row = {
     DecodeChosen: _M._decode_chosen,
-    FirstTokenDelivered: _M._first_token_delivered,
-    DecodeStarted: _M._decode_started,
-    SequenceFinished: _M._finished,
+    TokensArrived: _M._tokens_arrived,
     NeedDecode: _M._decode_needed,
     Failed: _M._attempt_failed,
     WorkerLost: _M._worker_lost,
@@ -401,8 +381,7 @@ _PREFILLING: _Row = {
     Cancelled: _M._cancelled,
 }
 _STREAMING: _Row = {
-    FirstTokenDelivered: _M._first_token_delivered,
-    SequenceFinished: _M._finished,
+    TokensArrived: _M._tokens_arrived,
     NeedDecode: _M._decode_needed_late,
     Failed: _M._attempt_failed_late,
     WorkerLost: _M._worker_lost_late,

@@ -33,6 +33,7 @@ from kvrelay_router.dispatch.events import (
     Instruction,
     PlacementFailed,
     Send,
+    TokensArrived,
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.intake import ScoresReceived
@@ -130,8 +131,8 @@ class AttemptDriver:
             if sequence is self._waits.suspect:
                 self._waits.suspect_got_tokens()
         if has_events:
-            for event in attempts.events_of(delta, from_prefill):
-                self.feed(sequence, event)
+            is_last = delta is not None and delta.finish is not None
+            self.feed(sequence, TokensArrived(from_prefill, delta is not None, is_last))
 
     def place_all(self, sequences: Iterable[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
         """Sends an attempt of each sequence to the chosen workers, in slices with turns of the event loop in between.

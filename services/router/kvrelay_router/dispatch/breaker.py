@@ -1,7 +1,7 @@
 """A circuit breaker for each incarnation of a worker. No I/O; `now` is in monotonic seconds.
 
-1. CLOSED     The worker gets requests. After `threshold` failures in a row, the breaker opens.
-2. OPEN       The worker gets no requests for `cooldown_s`, which doubles each time up to `longest_s`.
+1. CLOSED     The worker gets requests. After `THRESHOLD` failures in a row, the breaker opens.
+2. OPEN       The worker gets no requests for `COOLDOWN_S`, which doubles each time up to `LONGEST_S`.
 3. HALF_OPEN  The worker gets one request. Success closes the breaker, failure opens it again. If neither comes within
               the cooldown because the client left, another request is sent.
 
@@ -28,13 +28,9 @@ class BreakerState(StrEnum):
     HALF_OPEN = "half_open"
 
 
-@dataclass(frozen=True, slots=True)
-class BreakerSettings:
-    """Times in seconds."""
-
-    threshold: int = 5
-    cooldown_s: float = 2.0
-    longest_s: float = 60.0
+THRESHOLD = 5
+COOLDOWN_S = 2.0
+LONGEST_S = 60.0
 
 
 @dataclass(slots=True)
@@ -48,8 +44,7 @@ class _Breaker:
 class Breakers:
     """The breakers of all workers. A worker without failures has no entry."""
 
-    def __init__(self, settings: BreakerSettings | None = None) -> None:
-        self._settings = settings or BreakerSettings()
+    def __init__(self) -> None:
         self._workers: dict[WorkerKey, _Breaker] = {}
 
     @property
@@ -85,12 +80,12 @@ class Breakers:
         breaker = self._workers.setdefault(key, _Breaker())
         breaker.num_failures += 1
         is_closed = not breaker.cooldown_s
-        if is_closed and breaker.num_failures < self._settings.threshold:
+        if is_closed and breaker.num_failures < THRESHOLD:
             return False
         if not is_closed and not breaker.probing:
             return False  # the request was sent before the breaker opened
-        doubled = self._settings.cooldown_s if is_closed else 2 * breaker.cooldown_s
-        breaker.cooldown_s = min(doubled, self._settings.longest_s)
+        doubled = COOLDOWN_S if is_closed else 2 * breaker.cooldown_s
+        breaker.cooldown_s = min(doubled, LONGEST_S)
         breaker.until = now + breaker.cooldown_s
         breaker.probing = False
         return True

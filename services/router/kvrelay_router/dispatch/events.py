@@ -82,16 +82,13 @@ class DecodeChosen(msgspec.Struct, frozen=True):
 # -- events from the token path ---------------------------------------------------------------------------------------
 
 
-class FirstTokenDelivered(msgspec.Struct, frozen=True):
-    """The first token of this attempt went to the client, so the prompt is computed."""
+class TokensArrived(msgspec.Struct, frozen=True):
+    """A worker of this attempt sent an entry. `are_delivered`: tokens or an end went to the client. `is_last`: with a
+    finish reason."""
 
-
-class DecodeStarted(msgspec.Struct, frozen=True):
-    """The decode worker has sent something of this attempt: it has committed the handoff, or works alone."""
-
-
-class SequenceFinished(msgspec.Struct, frozen=True):
-    """The last token was delivered, with its finish reason."""
+    from_prefill: bool
+    are_delivered: bool
+    is_last: bool
 
 
 # -- events from workers ----------------------------------------------------------------------------------------------
@@ -147,9 +144,7 @@ Event = (
     WorkersAssigned
     | PlacementFailed
     | DecodeChosen
-    | FirstTokenDelivered
-    | DecodeStarted
-    | SequenceFinished
+    | TokensArrived
     | FromWorker
     | WorkerLost
     | WorkerBack

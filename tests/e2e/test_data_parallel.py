@@ -46,7 +46,7 @@ def test_decode_groups_that_compute_prompts(
 ) -> None:
     """Two groups of two, with the prefill delayer, one of which loses a rank, or has one that stands still."""
     model = tiny_model(architecture)
-    flags = ("--prefill=0", "--decode=2", "--decode-data-parallel-size=2", "--prefill-delayer", *FLAGS)
+    flags = ("--prefill=0", "--decode=2", "--data-parallel-size=2", "--prefill-delayer", *FLAGS)
     with Stack(model, tmp_path, *flags) as stack:
         names = {worker["worker_id"] for worker in stack.workers()}
         assert names == {"decode-0", "decode-0-dp1", "decode-1", "decode-1-dp1"}
@@ -84,7 +84,7 @@ def test_a_group_that_drains_finishes_the_requests_of_all_its_ranks(
 ) -> None:
     """A rank that has drained takes part in the steps of the others."""
     model, length = tiny_model("llama"), 400
-    flags = ("--prefill=0", "--decode-data-parallel-size=2", "--dtype=float32", "--num-blocks=200")
+    flags = ("--prefill=0", "--data-parallel-size=2", "--dtype=float32", "--num-blocks=200")
     with Stack(model, tmp_path, *flags) as stack:
         prompts = [prompt_of(20 + number, VOCAB_SIZE) for number in range(6)]
         first = stack.children()["decode-0"]
@@ -106,8 +106,9 @@ def test_a_group_that_drains_finishes_the_requests_of_all_its_ranks(
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 2)])
 def test_handoffs_between_groups(prefill: int, decode: int, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model = tiny_model("qwen3-moe" if prefill == 1 else "llama")
-    flags = [f"--prefill-data-parallel-size={prefill}", f"--decode-data-parallel-size={decode}"]
-    with Stack(model, tmp_path, *flags, "--transfer-checksums", *FLAGS) as stack:
+    file = tmp_path / "kvrelay.toml"
+    file.write_text(f"[prefill]\ndata_parallel_size = {prefill}\n[decode]\ndata_parallel_size = {decode}\n")
+    with Stack(model, tmp_path, "--config", str(file), "--transfer-checksums", *FLAGS) as stack:
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
         for _ in range(2):
             check_together(stack, model, prompts)

@@ -86,7 +86,9 @@ def make_plan(
     workers = []
     for role, name, num_workers in processes:
         values = {**shared, "worker_id": name, "num_workers": num_workers}
-        values |= own.sizes_of(role)
+        size = own.prefill_tensor_parallel_size if role == "prefill" else own.decode_tensor_parallel_size
+        if size is not None:
+            values["tensor_parallel_size"] = size
         workers.append(resolve(WorkerConfig, values, environ, role=role))
     lending = () if own.cores != "dynamic" else tuple(each.worker_id for each in workers if _computes_here(each))
     workers = _with_threads(own, workers)

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from kvrelay.config.common import NO_REDIS
 from kvrelay.config.ranks import MAX_RANKS
 
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _DEVICE = re.compile(r"^(\d{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,120})$")
 
 
@@ -79,30 +78,6 @@ class UpConfig(BaseModel):
         le=MAX_RANKS,
         description="tensor_parallel_size of each decode worker (default: as tensor_parallel_size says)",
     )
-    prefill_pipeline_parallel_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_RANKS,
-        description="stages of each prefill worker (default: as pipeline_parallel_size says)",
-    )
-    decode_pipeline_parallel_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_RANKS,
-        description="stages of each decode worker (default: as pipeline_parallel_size says)",
-    )
-    prefill_data_parallel_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_RANKS,
-        description="data_parallel_size of each prefill worker (default: as data_parallel_size says)",
-    )
-    decode_data_parallel_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_RANKS,
-        description="data_parallel_size of each decode worker (default: as data_parallel_size says)",
-    )
     cores: Literal["dynamic", "split", "shared"] = Field(
         default="dynamic",
         description="how the workers get the cores, unless threads is set: split gives each an equal number of "
@@ -152,11 +127,6 @@ class UpConfig(BaseModel):
         """Returns whether `kvrelay up` assigns GPUs to workers."""
         return bool(self.gpus or self.decode_gpus)
 
-    def sizes_of(self, role: str) -> dict[str, int]:
-        """The sizes that are given for the workers of a role, by the worker's field. Others are as that field says."""
-        sizes = {name: getattr(self, f"{role}_{name}") for name in _SIZES}
-        return {name: size for name, size in sizes.items() if size is not None}
-
     @model_validator(mode="after")
     def _has_logs_in_the_background(self) -> Self:
         if self.detach and self.verbose:
@@ -165,8 +135,8 @@ class UpConfig(BaseModel):
 
     @model_validator(mode="after")
     def _ranks_have_workers(self) -> Self:
-        if (sizes := self.sizes_of("prefill")) and not self.prefill:
-            raise ValueError(f"prefill_{next(iter(sizes))} without prefill workers (prefill = 0)")
+        if self.prefill_tensor_parallel_size is not None and not self.prefill:
+            raise ValueError("prefill_tensor_parallel_size without prefill workers (prefill = 0)")
         return self
 
     @model_validator(mode="after")

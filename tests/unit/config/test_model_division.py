@@ -53,7 +53,7 @@ def test_what_is_not_stated_is_checked_when_the_model_is_loaded(tmp_path: Path, 
     [
         ({"tensor_parallel_size": "3"}, "prefill-0: .* with tensor_parallel_size = 3: 8 attention heads"),
         ({"decode_tensor_parallel_size": "16"}, "decode-0: .* with tensor_parallel_size = 16"),
-        ({"decode_pipeline_parallel_size": "4"}, "decode-0: .* with pipeline_parallel_size = 4: it has 3 layers"),
+        ({"pipeline_parallel_size": "4"}, "prefill-0: .* with pipeline_parallel_size = 4: it has 3 layers"),
     ],
 )
 def test_a_plan_names_the_worker(tmp_path: Path, flags: dict[str, str], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,14 +80,14 @@ def test_up_divides_the_cores_among_all_ranks(monkeypatch: pytest.MonkeyPatch) -
     assert [worker.threads for worker in shared.workers] == [6, 6]
 
 
-def test_up_gives_a_role_its_own_size() -> None:
+def test_up_gives_a_role_its_own_size(tmp_path: Path) -> None:
     plan = make_plan({"prefill": "0", "decode": "1", "decode_tensor_parallel_size": "4"}, {})
     assert [worker.tensor_parallel_size for worker in plan.workers] == [4]
     with pytest.raises(ConfigError, match="prefill_tensor_parallel_size without prefill workers"):
         make_plan({"prefill": "0", "prefill_tensor_parallel_size": "2"}, {})
-    with pytest.raises(ConfigError, match="prefill_pipeline_parallel_size without prefill workers"):
-        make_plan({"prefill": "0", "prefill_pipeline_parallel_size": "2"}, {})
-    unequal = make_plan({"prefill_pipeline_parallel_size": "3", "pipeline_parallel_size": "2"}, {})
+    file = tmp_path / "kvrelay.toml"
+    file.write_text("[prefill]\npipeline_parallel_size = 3\n[worker]\npipeline_parallel_size = 2\n")
+    unequal = make_plan({"config": str(file)}, {})
     assert [worker.pipeline_parallel_size for worker in unequal.workers] == [3, 2]
 
 
@@ -109,9 +110,10 @@ def test_too_few_gpus_for_the_ranks_of_a_worker() -> None:
         make_plan({"prefill": "0", "tensor_parallel_size": "2", "gpus": ("0",)}, {}, lambda _: GPUS)
 
 
-def test_up_waits_for_all_workers_of_data_parallel_groups() -> None:
-    flags = {"prefill": "1", "decode": "2", "data_parallel_size": "2", "prefill_data_parallel_size": "1"}
-    plan = make_plan(flags, {})
+def test_up_waits_for_all_workers_of_data_parallel_groups(tmp_path: Path) -> None:
+    file = tmp_path / "kvrelay.toml"
+    file.write_text("[decode]\ndata_parallel_size = 2\n")
+    plan = make_plan({"prefill": "1", "decode": "2", "config": str(file)}, {})
     assert [(worker.data_parallel_size, worker.started_worker_ids) for worker in plan.workers] == [
         (1, {"prefill-0"}),
         (2, {"decode-0", "decode-0-dp1"}),

@@ -17,8 +17,7 @@ from kvrelay.text.content_tokens import ContentTokens
 from kvrelay.text.detokenizer import Detokenizer, make_detokenizer
 from kvrelay.text.fill_in_middle import FillInMiddle, find_fill_in_middle
 from kvrelay.text.grammar_check import MAX_CPU_S, GrammarCheck
-from kvrelay.text.output_parsing.dialect import AUTO, Dialect, MarkedDialect, find_dialect
-from kvrelay.text.output_parsing.reasoning_counter import TokenCounter
+from kvrelay.text.output_parsing.dialect import AUTO, Dialect, MarkedDialect, TokenCounter, find_dialect
 from kvrelay.text.reasoning_limits import reasoning_channels, reasoning_span
 from kvrelay.text.sampling_defaults import SamplingDefaults
 from kvrelay.text.sources import TokenizerNotFound, load_source

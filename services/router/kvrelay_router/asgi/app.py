@@ -33,8 +33,7 @@ from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetr
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.openai.schema.parsing import RequestModel
-from kvrelay_router.openai.schema.select_request import SelectText
-from kvrelay_router.openai.select_endpoint import SelectEndpoint
+from kvrelay_router.openai.select_endpoint import SelectEndpoint, SelectText
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
 from kvrelay_router.responses.response_store import ResponseStore

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.text.output_parsing.dialect import HarmonyCounter
 from kvrelay.text.output_parsing.harmony import HarmonyParser
-from kvrelay.text.output_parsing.reasoning_counter import HarmonyCounter
 from tests.fakes.call_families import TOOLS
 from tests.fakes.parsed_output import calls_of, check_splits, content_of, reasoning_of
 

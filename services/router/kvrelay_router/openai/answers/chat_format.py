@@ -17,7 +17,7 @@ from kvrelay_router.openai.answers.answer_format import (
     EventFormat,
 )
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
-from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, PromptScores, chat_logprobs, prompt_scores
+from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, chat_logprobs, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
@@ -33,7 +33,7 @@ def chat_format(
     if request.stream:
         return ChatStream(service.answer_head(answer_id, "chat.completion.chunk", request.model), tokenizer, request)
     head = service.answer_head(answer_id, "chat.completion", request.model)
-    return ChatAnswer(head, tokenizer, requests, runs, prompt_scores(tokenizer, request))
+    return ChatAnswer(head, tokenizer, requests, runs)
 
 
 def message_fields(events: Sequence[Event]) -> dict[str, Any]:
@@ -128,14 +128,9 @@ class ChatAnswer(DocumentFormat):
     """One JSON object with all choices. The index of a choice is that of its conversation if there are several."""
 
     def __init__(
-        self,
-        head: dict[str, Any],
-        tokenizer: Tokenizer,
-        requests: Sequence[ChatRequest],
-        runs: Sequence[PromptRun],
-        scores: PromptScores | None,
+        self, head: dict[str, Any], tokenizer: Tokenizer, requests: Sequence[ChatRequest], runs: Sequence[PromptRun]
     ) -> None:
-        self._head, self._tokenizer, self._scores = head, tokenizer, scores
+        self._head, self._tokenizer = head, tokenizer
         self._request, self._runs = requests[0], runs
         self._echoed = [request.echoed for request in requests]
 
@@ -154,8 +149,8 @@ class ChatAnswer(DocumentFormat):
         (run,) = self._runs
         if self._request.return_token_ids:
             answer["prompt_token_ids"] = run.request.prompt_ids
-        if self._scores is not None:
-            answer["prompt_logprobs"] = self._scores.of(run)
+        if (num_top := self._request.prompt_logprobs) is not None:
+            answer["prompt_logprobs"] = prompt_scores(self._tokenizer, num_top, run, run)
         return answer
 
     def _choice(self, choice: Choice, echoed: str) -> dict[str, Any]:

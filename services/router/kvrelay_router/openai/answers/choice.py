@@ -12,8 +12,8 @@ import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay.text.detokenizer import Detokenizer
+from kvrelay.text.output_parsing.dialect import TokenCounter
 from kvrelay.text.output_parsing.events import ContentText, Event
-from kvrelay.text.output_parsing.reasoning_counter import TokenCounter
 from kvrelay.text.stop_strings import StopMatcher
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.openai.answers.parsed_text import ParsedText, TokenKind

@@ -18,7 +18,6 @@ from kvrelay_router.openai.answers.answer_format import (
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
 from kvrelay_router.openai.answers.logprob_format import (
     TOKEN_IDS,
-    PromptScores,
     completion_logprobs,
     prompt_scores,
 )
@@ -37,12 +36,9 @@ def completion_format(
     echoed: Sequence[DecodedPrompt],
 ) -> AnswerFormat:
     """Returns the format that the request asks for. `echoed`: the prompts' texts, if the answer begins with them."""
-    tokenizer = service.text.tokenizer
     head = service.answer_head(answer_id, "text_completion", request.model)
-    fields = _ChoiceFields(tokenizer, request, runs, echoed)
-    if request.stream:
-        return CompletionStream(head, request, runs, fields)
-    return CompletionAnswer(head, request, runs, fields, prompt_scores(tokenizer, request))
+    fields = _ChoiceFields(service.text.tokenizer, request, runs, echoed)
+    return (CompletionStream if request.stream else CompletionAnswer)(head, request, runs, fields)
 
 
 class CompletionStream(EventFormat):
@@ -86,20 +82,14 @@ class CompletionAnswer(DocumentFormat):
     """One JSON object with the best choices of each prompt."""
 
     def __init__(
-        self,
-        head: dict[str, Any],
-        request: CompletionRequest,
-        runs: Sequence[PromptRun],
-        fields: _ChoiceFields,
-        scores: PromptScores | None,
+        self, head: dict[str, Any], request: CompletionRequest, runs: Sequence[PromptRun], fields: _ChoiceFields
     ) -> None:
-        self._head, self._request, self._runs = head, request, runs
-        self._fields, self._scores = fields, scores
+        self._head, self._request, self._runs, self._fields = head, request, runs, fields
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         contents: list[dict[str, Any]] = []
         for run in self._runs:
-            scores = self._scores.of(run, self._runs[0]) if self._scores is not None else None
+            scores = self._fields.prompt_scores(run, self._runs[0])
             for choice in self._best(run):
                 text, records = choice.take_text(), choice.take_records()
                 contents.append(self._fields.of(run, choice, len(contents), text, records, is_first=True))
@@ -143,6 +133,11 @@ class _ChoiceFields:
             if is_first:
                 content["prompt_token_ids"] = run.request.prompt_ids
         return content
+
+    def prompt_scores(self, run: PromptRun, first_run: PromptRun) -> list[dict[str, Any] | None] | None:
+        """None if the request does not ask for them."""
+        num_top = self._request.prompt_logprobs
+        return None if num_top is None else prompt_scores(self._tokenizer, num_top, run, first_run)
 
     def _logprobs(self, run: PromptRun, records: TokenRecords, echo: DecodedPrompt | None) -> dict[str, Any] | None:
         num_top = self._request.logprobs

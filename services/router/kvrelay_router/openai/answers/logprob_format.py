@@ -8,7 +8,6 @@ from typing import Any
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 
 LOWEST = -9999.0
 """Written for minus infinity, which JSON cannot represent."""
@@ -85,35 +84,25 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST else LOWEST
 
 
-def prompt_scores(tokenizer: Tokenizer, request: GenerationFields) -> PromptScores | None:
-    """Returns None if the request does not ask for `prompt_logprobs`."""
-    return None if request.prompt_logprobs is None else PromptScores(tokenizer, request.prompt_logprobs)
+def prompt_scores(
+    tokenizer: Tokenizer, num_top: int, run: PromptRun, first_run: PromptRun
+) -> list[dict[str, Any] | None]:
+    """One object per token of the prompt, with token ids as keys, and None for tokens that are not scored: the first
+    one, which follows nothing, and those before `logprob_start_len`. `first_run` has scored what the request's prompts
+    have in common (`shared_scores`)."""
+    first, own_first = first_run.request.sampling.logprob_start_len, run.request.sampling.logprob_start_len
+    entries = [*first_run.prompt_logprobs[: max(0, own_first - first)], *run.prompt_logprobs[:]]
+    return [*[None] * first, *[_prompt_token(tokenizer, entry, num_top) for entry in entries]]
 
 
-class PromptScores:
-    """Text completions have the scores in each choice, chat completions once in the answer. Streams have none."""
+def _prompt_token(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
+    """The most likely tokens, and the prompt's own token, whose rank is known only if it is one of them."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
-        self._tokenizer, self._num_top = tokenizer, num_top
-
-    def of(self, run: PromptRun, first_run: PromptRun | None = None) -> list[dict[str, Any] | None]:
-        """Returns one object per token, with token ids as keys, and None for tokens that are not scored: the first one,
-        which follows nothing, and those before `logprob_start_len`. `first_run` has scored what the request's prompts
-        have in common (`shared_scores`)."""
-        before = run if first_run is None else first_run
-        first, own_first = before.request.sampling.logprob_start_len, run.request.sampling.logprob_start_len
-        entries = [*before.prompt_logprobs[: max(0, own_first - first)], *run.prompt_logprobs[:]]
-        return [*[None] * first, *map(self._of_token, entries)]
-
-    def _of_token(self, entry: TokenLogprobs) -> dict[str, Any]:
-        """The most likely tokens, and the prompt's own token, whose rank is known only if it is one of them."""
-        top = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._num_top]
-        scores = {
-            str(token_id): self._score(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(top, start=1)
-        }
-        scores.setdefault(str(entry.token_id), self._score(entry.token_id, entry.logprob, None))
-        return scores
-
-    def _score(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
-        text = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+    def score(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = tokenizer.token_bytes(token_id).decode(errors="replace")
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+
+    top = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:num_top]
+    scores = {str(token_id): score(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(top, start=1)}
+    scores.setdefault(str(entry.token_id), score(entry.token_id, entry.logprob, None))
+    return scores

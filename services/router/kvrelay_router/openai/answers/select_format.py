@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,7 +15,8 @@ from kvrelay_router.openai.answers.answer_format import DocumentFormat
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import LOWEST
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.schema.select_request import Normalization
+
+Normalization = Literal["tokens", "none", "unconditional"]
 
 
 class ScoredGroup(msgspec.Struct, frozen=True):

@@ -5,7 +5,8 @@ Every form is converted to one `Grammar`. At most one of the fields may be set.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import orjson
@@ -52,8 +53,6 @@ class GenerationFields(SamplingFields):
             raise wrong(second, f"'{first}' and '{second}' both constrain the output; give one of them")
         ((param, value),) = given.items()
         whitespace = _whitespace(self.guided_whitespace_pattern, "guided_whitespace_pattern")
-        if param in _OBJECT_READERS:
-            return _OBJECT_READERS[param](value, whitespace)
         return _READERS[param](value, param, whitespace)
 
     @property
@@ -72,7 +71,7 @@ class GenerationFields(SamplingFields):
     def _constraints(self) -> dict[str, Any]:
         if self.model_fields_set.isdisjoint(GRAMMAR_FIELDS):
             return {}
-        return {name: value for name in (*_OBJECT_READERS, *_READERS) if _is_set(value := self._value_of(name))}
+        return {name: value for name in _READERS if _is_set(value := self._value_of(name))}
 
     def _value_of(self, param: str) -> Any:
         """The value of a request's field. None if it constrains nothing."""
@@ -90,8 +89,7 @@ class GenerationFields(SamplingFields):
 GRAMMAR_FIELDS = frozenset(GenerationFields.model_fields.keys() - SamplingFields.model_fields.keys())
 
 
-def _of_response_format(value: Any, whitespace: str | None) -> Grammar:
-    param = "response_format"
+def _of_response_format(value: Any, param: str, whitespace: str | None) -> Grammar:
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise wrong(param, "it must be an object with a type")
     match value["type"]:
@@ -118,12 +116,11 @@ def _of_response_format(value: Any, whitespace: str | None) -> Grammar:
             raise wrong(f"{param}.type", f"{kind!r} is unknown; known are {known}")
 
 
-def _of_structured_outputs(value: Any, whitespace: str | None) -> Grammar:
+def _of_structured_outputs(value: Any, param: str, whitespace: str | None) -> Grammar:
     """VLLM's field: an object with one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`.
 
     `disable_fallback` is about backends, of which there is one here, and is ignored.
     """
-    param = "structured_outputs"
     if not isinstance(value, dict):
         raise wrong(param, "it must be an object")
     own_whitespace = _whitespace(value.get("whitespace_pattern"), f"{param}.whitespace_pattern")
@@ -189,10 +186,6 @@ def _of_any_object(value: Any, param: str, whitespace: str | None) -> Grammar:
     return _of_schema(ANY_OBJECT, param, whitespace)
 
 
-def _of_regex(value: Any, param: str, _: str | None) -> Grammar:
-    return _grammar(GrammarKind.REGEX, _text(value, param), param)
-
-
 def _of_choice(value: Any, param: str, _: str | None) -> Grammar:
     if isinstance(value, list) and len(value) > MAX_CHOICE_STRINGS:
         raise wrong(param, f"at most {MAX_CHOICE_STRINGS} choices are allowed")
@@ -201,8 +194,13 @@ def _of_choice(value: Any, param: str, _: str | None) -> Grammar:
     return _grammar(GrammarKind.CHOICE, orjson.dumps(list(dict.fromkeys(value))).decode(), param)
 
 
-def _of_grammar(value: Any, param: str, _: str | None) -> Grammar:
-    return _grammar(GrammarKind.GRAMMAR, _text(value, param), param)
+def _of_text(kind: GrammarKind, value: Any, param: str, _: str | None) -> Grammar:
+    if not isinstance(value, str):
+        raise wrong(param, "it must be a string")
+    return _grammar(kind, value, param)
+
+
+_of_regex, _of_grammar = partial(_of_text, GrammarKind.REGEX), partial(_of_text, GrammarKind.GRAMMAR)
 
 
 def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
@@ -212,10 +210,9 @@ def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
     return _grammar(GrammarKind.STRUCTURAL_TAG, text, param)
 
 
-_OBJECT_READERS = {"response_format": _of_response_format, "structured_outputs": _of_structured_outputs}
-"""Readers of fields that are objects and name the kind of grammar inside."""
-
-_READERS = {
+_READERS: dict[str, Callable[[Any, str, str | None], Grammar]] = {
+    "response_format": _of_response_format,
+    "structured_outputs": _of_structured_outputs,
     "guided_json": _of_schema,
     "guided_regex": _of_regex,
     "guided_choice": _of_choice,
@@ -255,12 +252,6 @@ def _check_size(text: str, param: str) -> None:
     num_bytes = len(text.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise wrong(param, f"it has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
-
-
-def _text(value: Any, param: str) -> str:
-    if not isinstance(value, str):
-        raise wrong(param, "it must be a string")
-    return value
 
 
 def _flag(fields: dict[str, Any], name: str, param: str) -> bool:

@@ -6,7 +6,6 @@ Without API keys the limits hold for all clients together.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -74,7 +73,6 @@ def _refused(refusal: Refusal, limits: KeyLimits) -> ApiError:
     return ApiError(
         f"{message}; try again later",
         status=429,
-        error_type="rate_limit_error",
         code="rate_limit_exceeded",
-        headers={"retry-after": str(max(1, math.ceil(refusal.retry_after_s)))},
+        retry_after_s=refusal.retry_after_s,
     )

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -16,6 +18,10 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
+CLIENT_GONE_STATUS = 499
+"""Of requests that end because their client went away, or was cancelled."""
+
+
 class ApiError(Exception):
     """An answer other than 2xx."""
 
@@ -24,18 +30,26 @@ class ApiError(Exception):
         message: str,
         *,
         status: int = 400,
-        error_type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
+        """`retry_after_s`: for a header in whole seconds."""
         super().__init__(message)
         self.message = message
         self.status = status
-        self.error_type = error_type
         self.param = param
         self.code = code
         self.headers = headers or {}
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+
+    @property
+    def error_type(self) -> str:
+        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < CLIENT_GONE_STATUS else "server_error"
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
@@ -59,16 +73,9 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except ApiError as error:
         name = None if error.param is None else names.get(error.param)
-        if name is None:
-            raise
-        raise ApiError(
-            error.message.replace(f"'{error.param}'", f"'{name}'"),
-            status=error.status,
-            error_type=error.error_type,
-            param=name,
-            code=error.code,
-            headers=error.headers,
-        ) from None
+        if name is not None:
+            error.message, error.param = error.message.replace(f"'{error.param}'", f"'{name}'"), name
+        raise
 
 
 # -- Anthropic's form -------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ class BodyRefused(ApiError):
         super().__init__(
             error.message,
             status=error.status,
-            error_type=error.error_type,
             code=error.code,
             headers={**error.headers, "connection": "close"},
         )

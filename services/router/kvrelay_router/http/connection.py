@@ -240,8 +240,7 @@ def _without_offer(data: bytes) -> bytes:
 
 
 def _refusal(message: str, status: int, code: str | None) -> bytes:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
     headers = {"connection": "close"} | ({"retry-after": "1"} if status == 503 else {})
-    response = ApiError(message, status=status, code=code, error_type=kind, headers=headers).response()
+    response = ApiError(message, status=status, code=code, headers=headers).response()
     head = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
     return b"HTTP/1.1 %d %b\r\n" % (status, HTTPStatus(status).phrase.encode()) + head + b"\r\n" + bytes(response.body)

@@ -29,9 +29,8 @@ class PendingMemory:
             f"This process holds {self.bodies_bytes} bytes of unfinished bodies and {self.requests_bytes} bytes of "
             f"requests in progress; at most {self.limit_bytes} bytes are allowed. Try again later",
             status=503,
-            error_type="server_error",
             code="too_many_pending_bytes",
-            headers={"retry-after": "1"},
+            retry_after_s=1,
         )
 
     def hold(self, num_bytes: int) -> HeldMemory:

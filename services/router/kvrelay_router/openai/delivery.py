@@ -64,7 +64,7 @@ class GenerationResponse(Response):
             self._note_error(CLIENT_GONE)
             return
         except asyncio.CancelledError:
-            stopping = ApiError("The server is stopping", status=503, error_type="server_error", code="stopping")
+            stopping = ApiError("The server is stopping", status=503, code="stopping")
             await self._fail(stopping, scope, receive, send, stream)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, stream: EventStream, watch: ClientWatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,25 +27,13 @@ def context_length_exceeded(message: str, param: str) -> ApiError:
 
 def no_worker_ready(message: str, retry_after_s: float) -> ApiError:
     """503 with Retry-After, in whole seconds."""
-    return ApiError(
-        message,
-        status=503,
-        error_type="server_error",
-        code="no_worker_ready",
-        headers={"retry-after": str(max(1, math.ceil(retry_after_s)))},
-    )
+    return ApiError(message, status=503, code="no_worker_ready", retry_after_s=retry_after_s)
 
 
 def too_many_requests(limit: int) -> ApiError:
     """429 while the maximum number of requests, or of those of one tenant, is in progress."""
-    return ApiError(
-        f"{limit} requests or your share of them are in progress, which is as many as this router takes; "
-        "try again later",
-        status=429,
-        error_type="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={"retry-after": "1"},
-    )
+    message = f"{limit} requests or your share of them are in progress, which is as many as this router takes"
+    return ApiError(f"{message}; try again later", status=429, code="rate_limit_exceeded", retry_after_s=1)
 
 
 _FAILURES: dict[FailureKind, tuple[int, str]] = {
@@ -70,13 +57,6 @@ _FAILURES: dict[FailureKind, tuple[int, str]] = {
 """HTTP status and error code of a request that failed after it was accepted."""
 
 
-def _request_failed(error: RequestFailed) -> ApiError:
-    status, code = _FAILURES[error.kind]
-    error_type = "invalid_request_error" if status == 400 else "server_error"
-    headers = {"retry-after": "1"} if status == 503 else {}
-    return ApiError(str(error), status=status, error_type=error_type, code=code, headers=headers)
-
-
 def as_api_error(error: BaseException) -> ApiError:
     """Returns the error answer for an exception. Unexpected ones are logged; the client gets no details."""
     if isinstance(error, ApiError):
@@ -84,24 +64,14 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, NoWorkerReady):
         return no_worker_ready(str(error), error.retry_after_s)
     if isinstance(error, TooLate):
-        return ApiError(
-            str(error),
-            status=429,
-            error_type="rate_limit_error",
-            code="deadline_unreachable",
-            headers={"retry-after": str(max(1, math.ceil(error.retry_after_s)))},
-        )
+        return ApiError(str(error), status=429, code="deadline_unreachable", retry_after_s=error.retry_after_s)
     if isinstance(error, RequestFailed):
-        return _request_failed(error)
+        status, code = _FAILURES[error.kind]
+        return ApiError(str(error), status=status, code=code, retry_after_s=1 if status == 503 else None)
     if isinstance(error, TimeoutError):
-        return ApiError("The request timed out", status=504, error_type="server_error", code="request_timeout")
+        return ApiError("The request timed out", status=504, code="request_timeout")
     logger.error("unexpected error while serving a request", exc_info=error)
-    return ApiError(
-        "The server had an error while processing the request",
-        status=500,
-        error_type="server_error",
-        code="internal_error",
-    )
+    return ApiError("The server had an error while processing the request", status=500, code="internal_error")
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:

@@ -247,12 +247,8 @@ def make_requests(
 def check_session(value: str) -> str:
     """Returns the value of the header `x-kvrelay-session`. Raises 400."""
     if value and VALID_REQUEST_ID.fullmatch(value) is None:
-        raise ApiError(
-            f"Invalid value for the header 'x-kvrelay-session': {value[:32]!r} "
-            "(allowed: up to 128 printable ASCII characters without spaces)",
-            param="x-kvrelay-session",
-            code="invalid_value",
-        )
+        allowed = "up to 128 printable ASCII characters without spaces"
+        raise wrong("x-kvrelay-session", f"the header is {value[:32]!r} (allowed: {allowed})")
     return value
 
 
@@ -265,9 +261,5 @@ def check_timeout(value: str, longest_s: float) -> float:
     except ValueError:
         timeout_s = math.nan
     if not 0 < timeout_s < math.inf:
-        raise ApiError(
-            f"Invalid value for the header 'x-request-timeout': {value[:32]!r} (allowed: seconds, more than 0)",
-            param="x-request-timeout",
-            code="invalid_value",
-        )
+        raise wrong("x-request-timeout", f"the header is {value[:32]!r} (allowed: seconds, more than 0)")
     return min(timeout_s, longest_s)

@@ -121,9 +121,8 @@ def _away(error: StoreUnavailable) -> ApiError:
     return ApiError(
         f"Stored responses cannot be read or deleted now: {error}. Send the whole conversation, or try again later",
         status=503,
-        error_type="server_error",
         code="response_store_unavailable",
-        headers={"retry-after": "1"},
+        retry_after_s=1,
     )
 
 

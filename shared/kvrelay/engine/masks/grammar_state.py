@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from kvrelay.engine.masks.ordered_work import OrderedWork
-from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_only
+from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask
 from kvrelay.step.batch import GrammarWork
 
 MAX_RUN_TOKENS = 64
@@ -59,9 +59,8 @@ class GrammarState(OrderedWork):
         """Whether the mask is the same behind any output."""
         self.allows_all = False
         """Whether every token is allowed from here on: only behind reasoning, if there is no grammar."""
-        self.late_run: list[int] = []
-        """Forced tokens that were found too late for the token before them. The mask allows the first of them."""
         self._run: list[int] = []
+        self._behind_run: GrammarMatcher | None = None
         self._matcher: GrammarMatcher | None = None
         self._done = done
         self._drafts: Sequence[int] = ()
@@ -96,7 +95,7 @@ class GrammarState(OrderedWork):
     def look_ahead(self, drafts: Sequence[int]) -> None:
         """Computes the masks behind drafts. The drafts are not appended."""
         # A row that was late may come with the same drafts again: it would be late for ever if they were begun anew.
-        if self.late_run or drafts == self._drafts[: len(drafts)]:
+        if drafts == self._drafts[: len(drafts)]:
             return
         assert self._matcher is not None
         self._drafts, self.ahead = drafts, []
@@ -112,47 +111,30 @@ class GrammarState(OrderedWork):
                 self.ahead.append(mask)
 
     def jump(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens, and those that are forced behind them."""
+        """Appends tokens, and finds those that are forced behind them."""
         self._accept(token_ids)
         assert self._matcher is not None
-        run: list[int] = []
-        while len(run) < MAX_RUN_TOKENS and (forced := self._matcher.forced()):
-            part = forced[: MAX_RUN_TOKENS - len(run)]
-            self._matcher.accept(part)
-            run += part
-        self._run = run
+        self._run, self._behind_run = [], None
+        if self._matcher.forced():
+            self._behind_run = self._matcher.copy()
+            while len(self._run) < MAX_RUN_TOKENS and (forced := self._behind_run.forced()):
+                part = forced[: MAX_RUN_TOKENS - len(self._run)]
+                self._behind_run.accept(part)
+                self._run += part
 
     def end_run(self) -> list[int]:
-        """Returns the tokens that were forced, and puts the work for the mask behind them. Empty if they are not known
-        yet, or the grammar failed, which `apply` raises."""
-        if not self.is_done:
-            self.put(self._fill_behind_late_run)
-            return []
+        """Appends the tokens that were forced, returns them, and puts the work for the mask behind them. Empty if they
+        are not known yet, so the mask allows the first of them; or if the grammar failed, which `masks` raises."""
+        run = self._run if self.is_done and self.error is None else []
+        if run:
+            self._matcher = self._behind_run
+            self._done.forced(len(run))
         self.put(self.fill)
-        if self.error is not None:
-            return []
-        self._done.forced(len(self._run))
-        return self._run
-
-    def follow_late_run(self, token_ids: Sequence[int], *, jump: bool) -> list[int]:
-        """The first of the late tokens was sampled. Returns the others if it `jump`s; else the next mask allows one."""
-        self._drafts, self.ahead = (), []  # those behind the last token
-        if list(token_ids) != self.late_run[:1]:
-            self.error = GrammarError("a token was sampled that the grammar does not allow")
-        run, self.late_run = (self.late_run[1:], []) if jump else ([], self.late_run[1:])
-        self._done.forced(len(run))
         return run
 
     def fill(self) -> None:
         assert self._matcher is not None
         started = perf_counter()
-        if self.late_run:
-            allow_only(self.mask, self.late_run[0])
-        else:
-            self._matcher.fill(self.mask)
-            self.allows_all = self._matcher.allows_all
+        self._matcher.fill(self.mask)
+        self.allows_all = self._matcher.allows_all
         self._done.filled(perf_counter() - started)
-
-    def _fill_behind_late_run(self) -> None:
-        self.late_run = self._run
-        self.fill()

@@ -110,8 +110,7 @@ class TokenMasks:
         sequence with several new tokens has a row for each, in their order.
 
         Returns the tokens that grammars force behind them, by the last row of their sequence, for the rows that
-        `jumps`. They are appended too. Those that take longer than `PATIENCE_S` follow behind the next token, which is
-        then the first of them.
+        `jumps`. They are appended too. If finding them takes longer than `PATIENCE_S`, the mask allows the first alone.
         """
         new: dict[GrammarState, list[int]] = {}
         last: dict[GrammarState, int] = {}  # rows
@@ -131,11 +130,7 @@ class TokenMasks:
         jumping: dict[int, GrammarState] = {}
         jump_of_row = jumps.tolist()
         for state, row in last.items():
-            if state.late_run:
-                if run := state.follow_late_run(new[state], jump=jump_of_row[row]):
-                    runs[row] = run
-                state.put(state.fill)
-            elif jump_of_row[row]:
+            if jump_of_row[row]:
                 jumping[row] = state
                 state.put(partial(state.jump, new[state]))
             else:
@@ -145,7 +140,7 @@ class TokenMasks:
             with self._waiting():
                 self._wait([*jumping.values()], PATIENCE_S)
             # All runs are computed before the first of the next masks, and no mask is waited for here.
-            runs |= {row: run for row, state in jumping.items() if (run := state.end_run())}
+            runs = {row: run for row, state in jumping.items() if (run := state.end_run())}
             self._computing.submit(jumping.values())
         return runs
 

@@ -18,9 +18,7 @@ from kvrelay.text.detokenizer import Detokenizer, make_detokenizer
 from kvrelay.text.fill_in_middle import FillInMiddle, find_fill_in_middle
 from kvrelay.text.grammar_check import MAX_CPU_S, GrammarCheck
 from kvrelay.text.output_parsing.dialect import AUTO, Dialect, MarkedDialect, TokenCounter, find_dialect
-from kvrelay.text.reasoning_limits import reasoning_channels, reasoning_span
-from kvrelay.text.sampling_defaults import SamplingDefaults
-from kvrelay.text.sources import TokenizerNotFound, load_source
+from kvrelay.text.sources import SamplingDefaults, TokenizerNotFound, load_source
 from kvrelay.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -274,15 +272,13 @@ class TextService:
     def reasoning_before(
         self, *, begins_inside: bool, token_budget: int | None
     ) -> ReasoningSpan | ReasoningChannels | None:
-        """The reasoning before an answer, for workers. None if it is not between single tokens; if it is in channels,
-        also without a budget: a grammar then has them too."""
-        if self.dialect.has_channels:
-            if token_budget is None:
-                return None
-            return reasoning_channels(self.tokenizer, is_open=begins_inside, token_budget=token_budget)
-        if (markers := self.dialect.reasoning_markers) is None:
-            return None
-        return reasoning_span(self.tokenizer, markers, is_open=begins_inside, token_budget=token_budget)
+        """See `Dialect.reasoning_before`."""
+        return self.dialect.reasoning_before(
+            self.tokenizer.backend.token_to_id,
+            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
+            begins_inside=begins_inside,
+            token_budget=token_budget,
+        )
 
     def begins_inside_reasoning(self, prompt_ids: list[int]) -> bool:
         """Returns whether the prompt ends with the beginning of reasoning."""

@@ -7,12 +7,12 @@ import logging
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvrelay.text.added_tokens import AddedTokens
-from kvrelay.text.sampling_defaults import SamplingDefaults, sampling_defaults
 from kvrelay.tokenizer_identity import identity_of
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,28 @@ CONVERT = (
 )
 
 
+_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-9, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-9, 10.0),
+}
+
+
 class TokenizerNotFound(Exception):
     """The model's directory has no usable tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The values for parameters that a request leaves out: those of the model, else OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +157,20 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if isinstance(template, dict):
         template = template.get("default")
     return template if isinstance(template, str) else None
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
+    """Reads the content of `generation_config.json`; `do_sample: false` makes greedy decoding the default. A value that
+    a request could not have is ignored, with a warning."""
+    values: dict[str, Any] = {}
+    for name, (low, high) in _RANGES.items():
+        value = generation_config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            logger.warning("generation_config.json: %s = %r is not usable and left out", name, value)
+            continue
+        values[name] = int(value) if name == "top_k" else float(value)
+    if generation_config.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return SamplingDefaults(**values)

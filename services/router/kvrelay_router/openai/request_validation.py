@@ -12,7 +12,7 @@ import msgspec
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan, Sampling
-from kvrelay.text.sampling_defaults import SamplingDefaults
+from kvrelay.text.sources import SamplingDefaults
 from kvrelay_router.access.identity import VALID_REQUEST_ID, RequestNames
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits

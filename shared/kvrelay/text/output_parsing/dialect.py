@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan
 from kvrelay.text.output_parsing import harmony
 from kvrelay.text.output_parsing.call_grammar import Format, MarkedCallGrammar, MarkerOf, Thinking
 from kvrelay.text.output_parsing.events import OutputParser, PlainParser, Tool
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 TokenIdOf = Callable[[str], int | None]
 """Returns the id of the token with this text, or None."""
+Encode = Callable[[str], list[int]]
+"""Returns the tokens of a text."""
 
 
 class UnknownParser(ValueError):
@@ -106,11 +109,9 @@ class Dialect:
     is_plain = False
     """Without tools, all text is content."""
     has_channels = False
-    """Reasoning and answers are harmony's messages in channels."""
+    """Reasoning and answers are harmony's messages in channels: a grammar has them too."""
     reads_prompt = False
     """Parsers must see the end of the prompt."""
-    reasoning_markers: tuple[str, str] | None = None
-    """What begins and ends the reasoning. None if there is none before the content."""
 
     @property
     def without_reasoning(self) -> Dialect | None:
@@ -137,6 +138,13 @@ class Dialect:
         """Counts the tokens of an output's reasoning. None if it is not between single tokens."""
         return None
 
+    def reasoning_before(
+        self, token_id_of: TokenIdOf, encode: Encode, *, begins_inside: bool, token_budget: int | None
+    ) -> ReasoningSpan | ReasoningChannels | None:
+        """What a worker must know of the reasoning before an answer. None if it is not between single tokens, or if it
+        is in channels and has no budget."""
+        return None
+
     def call_grammar(
         self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False
     ) -> CallGrammar | None:
@@ -146,7 +154,7 @@ class Dialect:
 
     def answer_format(self, content: Format, marker_of: MarkerOf, *, begins_inside: bool) -> Format | None:
         """The format of an output whose answer has this content. None if that is the same, or stands behind the
-        reasoning that `reasoning_markers` end."""
+        reasoning."""
         return None
 
 
@@ -157,8 +165,8 @@ class MarkedDialect(Dialect):
     def __init__(self, tools: ToolFormat | None = None, reasoning: ReasoningFormat | None = None) -> None:
         self.tools, self.reasoning = tools, reasoning
         self.calls_tools, self.is_plain = tools is not None, reasoning is None
-        self.reasoning_markers = None if reasoning is None else (reasoning.begin, reasoning.end)
-        self.markers = (*(self.reasoning_markers or ()), *(() if tools is None else tools.markers))
+        around = () if reasoning is None else (reasoning.begin, reasoning.end)
+        self.markers = (*around, *(() if tools is None else tools.markers))
 
     @property
     def without_reasoning(self) -> Dialect:
@@ -188,6 +196,16 @@ class MarkedDialect(Dialect):
         if begin_id is None or end_id is None:
             return None
         return ReasoningCounter(begin_id, end_id, begins_inside=begins_inside)
+
+    def reasoning_before(
+        self, token_id_of: TokenIdOf, encode: Encode, *, begins_inside: bool, token_budget: int | None
+    ) -> ReasoningSpan | None:
+        if self.reasoning is None:
+            return None
+        begin_id, end_id = map(token_id_of, (self.reasoning.begin, self.reasoning.end))
+        if begin_id is None or end_id is None:
+            return None
+        return ReasoningSpan(begin_id=begin_id, end_id=end_id, is_open=begins_inside, token_budget=token_budget)
 
     def call_grammar(
         self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False
@@ -222,6 +240,26 @@ class HarmonyDialect(Dialect):
             return None
         channel, analysis, start = (each or 0 for each in ids)
         return HarmonyCounter(channel, analysis, start, begins_inside=begins_inside)
+
+    def reasoning_before(
+        self, token_id_of: TokenIdOf, encode: Encode, *, begins_inside: bool, token_budget: int | None
+    ) -> ReasoningChannels | None:
+        names = harmony.CHANNEL, harmony.MESSAGE, harmony.START, harmony.END, harmony.ANALYSIS, harmony.FINAL
+        ids = [token_id for name in names if (token_id := token_id_of(name)) is not None]
+        if token_budget is None or len(ids) < len(names):
+            return None
+        channel_id, message_id, start_id, end_id, reasoning_id, answer_id = ids
+        return ReasoningChannels(
+            channel_id=channel_id,
+            message_id=message_id,
+            start_id=start_id,
+            reasoning_id=reasoning_id,
+            answer_id=answer_id,
+            other_ids=tuple(encode(harmony.COMMENTARY)[:1]),
+            closing_ids=(end_id, start_id, *encode(harmony.ASSISTANT), channel_id),
+            is_open=begins_inside,
+            token_budget=token_budget,
+        )
 
     def call_grammar(
         self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.text.sampling_defaults import SamplingDefaults, sampling_defaults
+from kvrelay.text.sources import SamplingDefaults, sampling_defaults
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.openai.request_validation import make_sampling
 from kvrelay_router.openai.schema.completion_request import CompletionRequest

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.transfer.base import BlockPush, Landed
-from kvrelay.transfer.nixl_agent import Region, import_api
-from kvrelay.transfer.nixl_endpoint import NixlEndpoint
-from kvrelay.transfer.wire import Bytes
+from kvrelay.handoff.transports.base import BlockPush, Landed
+from kvrelay.handoff.transports.nixl_agent import NixlEndpoint, Region, import_api
+from kvrelay.handoff.transports.wire import Bytes
 
 POLL_S = 0.001
 

@@ -10,15 +10,15 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import cast
 
+from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
 from kvrelay.ranks.local_ranks import LocalRanks
 from kvrelay.ranks.messages import Meeting
 from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.ranks.rank_member import RankMember
 from kvrelay.ranks.ranked_runner import PartRunner
-from kvrelay.transfer.base import PartReceiver, PartSender
 
 START_S = 60
-MakeTransport = Callable[[int], PartSender | PartReceiver]
+MakeTransport = Callable[[int], TransferSender | TransferReceiver]
 """Makes a rank's transport, over a pool of its own, for the bytes of a rank's block. Must be importable by name."""
 
 

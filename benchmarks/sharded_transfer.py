@@ -23,24 +23,24 @@ from functools import partial
 import numpy as np
 
 from benchmarks.rank_processes import RankProcesses
-from kvrelay.kv.shard_map import ShardShape
-from kvrelay.ranks.transfers import RemoteReceiver, RemoteSender
-from kvrelay.transfer.base import (
+from kvrelay.handoff.transports.base import (
     BlockPush,
     Landed,
-    PartReceiver,
-    PartSender,
     ReceiverEvent,
     SenderEvent,
     TransferFailed,
     TransferReceiver,
     TransferSender,
 )
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
-from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
-from kvrelay.transfer.ucx_devices import devices_for
-from kvrelay.transfer.wire import Bytes
-from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
+from kvrelay.handoff.transports.nixl_agent import devices_for
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
+from kvrelay.handoff.transports.sharded import ShardedReceiver, ShardedSender, ShardLayout
+from kvrelay.handoff.transports.wire import Bytes
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
+from kvrelay.handoff.transports.zmq_sender import ZmqSender
+from kvrelay.kv.shard_map import ShardShape
+from kvrelay.ranks.transfers import RemoteReceiver, RemoteSender
 
 NUM_LAYERS, NUM_HEADS, HEAD_BYTES = 28, 8, 16 * 128 * 2  # of 16 tokens of a head
 NUM_BLOCKS, PUSHED = 64, 32
@@ -59,13 +59,13 @@ def pool_of(block_bytes: int) -> Bytes:
     return np.ones((NUM_BLOCKS, block_bytes), np.uint8)
 
 
-def make_sender(transport: str, block_bytes: int) -> PartSender:
+def make_sender(transport: str, block_bytes: int) -> TransferSender:
     if transport == "zmq":
         return ZmqSender(pool_of(block_bytes))
     return NixlSender(pool_of(block_bytes), settings=NixlSettings(ucx_devices=devices_for(HOST)))
 
 
-def make_receiver(transport: str, block_bytes: int) -> PartReceiver:
+def make_receiver(transport: str, block_bytes: int) -> TransferReceiver:
     if transport == "zmq":
         return ZmqReceiver(pool_of(block_bytes), admission_wait_s=ADMISSION_WAIT_S)
     return NixlReceiver(pool_of(block_bytes), ucx_devices=devices_for(HOST), admission_wait_s=ADMISSION_WAIT_S)
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=("zmq", "nixl"), default="zmq")
     parser.add_argument("--processes", action="store_true", help="each rank is a process")
     arguments = parser.parse_args()
-    multiprocessing.set_forkserver_preload(["benchmarks.rank_processes", "kvrelay.transfer.nixl_transport"])
+    multiprocessing.set_forkserver_preload(["benchmarks.rank_processes", "kvrelay.handoff.transports.nixl_sender"])
     where = "each rank in a process" if arguments.processes else "all ranks in one process"
     print(f"{arguments.transport}, {where}; {platform.machine()}, {len(os.sched_getaffinity(0))} cores.\n")
     print(asyncio.run(run(arguments.repeats, arguments.transport, in_processes=arguments.processes)))

@@ -28,13 +28,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.naive_nixl import NaiveReceiver, NaiveSender
-from kvrelay.transfer.base import BlockPush, Landed, ReceiverEvent, TransferReceiver, TransferSender
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.nixl_agent import import_api
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, TransportUnavailable
-from kvrelay.transfer.ucx_devices import VARIABLE, devices_for
-from kvrelay.transfer.wire import Bytes
-from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
+from kvrelay.handoff.transports.base import BlockPush, Landed, ReceiverEvent, TransferReceiver, TransferSender
+from kvrelay.handoff.transports.nixl_agent import VARIABLE, TransportUnavailable, devices_for, import_api
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender
+from kvrelay.handoff.transports.pool_memory import PoolChecksums
+from kvrelay.handoff.transports.wire import Bytes
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
+from kvrelay.handoff.transports.zmq_sender import ZmqSender
 
 BLOCK_SIZES_KIB = (16, 64, 512, 2048)
 POOL_BYTES = 256 << 20

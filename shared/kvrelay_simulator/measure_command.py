@@ -22,11 +22,11 @@ from kvrelay.device_profiles import MeasuredProfile
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import result_file
+from kvrelay.handoff.transports.pool_memory import as_pool
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.step_cost import CostSample, StepCost, fit, pairs
 from kvrelay.step.batch import WorkerBatch, WorkerRow
-from kvrelay.transfer.pool_memory import as_pool
 
 Shape = Sequence[tuple[int, int]]
 """A step as rows of (position, tokens)."""

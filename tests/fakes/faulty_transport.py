@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvrelay.transfer.base import (
+from kvrelay.handoff.transports.base import (
     BlockPush,
     Pushed,
     ReceiverEvent,
@@ -27,10 +27,10 @@ from kvrelay.transfer.base import (
     TransferReceiver,
     TransferSender,
 )
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.push_pieces import Copies
-from kvrelay.transfer.wire import Bytes
+from kvrelay.handoff.transports.block_parts import BlockPart, PartCopy
+from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike
+from kvrelay.handoff.transports.push_pieces import Copies
+from kvrelay.handoff.transports.wire import Bytes
 from tests.fakes.fault_schedule import Fault, Faults, Point
 
 MESSAGE_BLOCKS = 8
@@ -142,8 +142,11 @@ class FaultySender:
         self._drained = Gate[SenderDrained](Point.DRAINED, self._faults, self._tell_drained, self._repeat)
         self._inner.start(self._take)
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush]) -> None:
+    def push(
+        self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush], part: PartCopy | None = None
+    ) -> None:
         """Raises ValueError as every sender does."""
+        assert part is None
         Copies.of(copies, len(self._pool))
         self._active.add(reservation)
         for first in range(0, len(copies), MESSAGE_BLOCKS):
@@ -258,8 +261,8 @@ class FaultyReceiver:
         self._landed = Gate[ReceiverEvent](Point.LANDED, self._faults, on_event, self._spoil)
         self._inner.start(self._landed.enter)
 
-    def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
-        self._inner.admit(reservation, first_block, slots)
+    def admit(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart] = ()) -> None:
+        self._inner.admit(reservation, first_block, slots, parts)
 
     def release(self, reservation: str) -> None:
         self._landed.discard(reservation)

@@ -9,13 +9,13 @@ import os
 import sys
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.transfer.base import TransferReceiver, TransferSender
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.nixl_transport import NixlSender, NixlSettings
-from kvrelay.transfer.select import make_receivers
-from kvrelay.transfer.ucx_devices import devices_for
-from kvrelay.transfer.wire import Bytes
-from kvrelay.transfer.zmq_transport import ZmqSender
+from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
+from kvrelay.handoff.transports.nixl_agent import devices_for
+from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
+from kvrelay.handoff.transports.pool_memory import PoolChecksums
+from kvrelay.handoff.transports.select import make_receivers
+from kvrelay.handoff.transports.wire import Bytes
+from kvrelay.handoff.transports.zmq_sender import ZmqSender
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.worker_main import worker_main
 from kvrelay_decode.service import DecodeRole

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvrelay.transfer import nixl_receiver, nixl_sender
-from kvrelay.transfer.block_parts import BlockPart
-from kvrelay.transfer.nixl_agent import NixlError, Region
-from kvrelay.transfer.wire import Indices
+from kvrelay.handoff.transports import nixl_receiver, nixl_sender
+from kvrelay.handoff.transports.block_parts import BlockPart
+from kvrelay.handoff.transports.nixl_agent import NixlError, Region
+from kvrelay.handoff.transports.wire import Indices
 
 
 @dataclass(eq=False)

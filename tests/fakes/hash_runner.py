@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import BeamCandidates, ModelSpec, RowResult, StepResult, WorkerBatch, WorkerRow
-from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.waiting import PATIENCE_S
 
 VOCAB_SIZE = 1000

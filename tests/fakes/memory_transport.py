@@ -13,12 +13,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvrelay.transfer.base import BlockPush, Pushed, ReceiverEvent, SenderDrained, SenderEvent, TransferFailed
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.counters import SenderCounters
-from kvrelay.transfer.push_pieces import Copies
-from kvrelay.transfer.receiver_thread import ReceiverThread
-from kvrelay.transfer.wire import Bytes, encode_header
+from kvrelay.handoff.transports.base import (
+    BlockPush,
+    Pushed,
+    ReceiverEvent,
+    SenderCounters,
+    SenderDrained,
+    SenderEvent,
+    TransferFailed,
+)
+from kvrelay.handoff.transports.block_parts import PartCopy
+from kvrelay.handoff.transports.pool_memory import PoolChecksums
+from kvrelay.handoff.transports.push_pieces import Copies
+from kvrelay.handoff.transports.receiver_thread import ReceiverThread
+from kvrelay.handoff.transports.wire import Bytes, encode_header
 
 PIECE_BLOCKS = 16
 _numbers = itertools.count(1)
@@ -69,8 +77,11 @@ class MemorySender:
         self._loop = asyncio.get_running_loop()
         self._on_event = on_event
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush]) -> None:
+    def push(
+        self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush], part: PartCopy | None = None
+    ) -> None:
         """Delivers at the earliest in the loop's next turn."""
+        assert part is None
         address = endpoint.get("memory", "")
         if not address:
             self._loop.call_soon(self._on_event, TransferFailed(reservation, "no endpoint of this transport"))

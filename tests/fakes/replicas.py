@@ -7,10 +7,10 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
+from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.messages import Step, decoder_of_members, encode
 from kvrelay.step.batch import ModelSpec, WorkerBatch, WorkerRow
-from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.hash_runner import HashRunner
 
 

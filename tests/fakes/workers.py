@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.handoff.transports.select import make_receivers, make_senders
 from kvrelay.kv.pool import BlockState
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
@@ -26,7 +27,6 @@ from kvrelay.protocol.messages import (
     pack_tokens,
 )
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling
-from kvrelay.transfer.select import make_receivers, make_senders
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.shell import WorkerShell
 from kvrelay.worker.startup import RoleFactory, StartedWorker

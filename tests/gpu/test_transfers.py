@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.run.device_pool import DevicePool
-from kvrelay.transfer.base import TransferReceiver, TransferSender
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
-from kvrelay.transfer.wire import Bytes
-from kvrelay.transfer.zmq_transport import ZmqReceiver
+from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender
+from kvrelay.handoff.transports.pool_memory import PoolChecksums
+from kvrelay.handoff.transports.wire import Bytes
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
 from tests.component.transfer import test_conformance
 from tests.component.transfer.rig import ReceivingEnd, Rig, SendingEnd
 from tests.component.transfer.transports import NO_NIXL, Transport, zmq_sender

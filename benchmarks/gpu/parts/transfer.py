@@ -16,9 +16,18 @@ from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.part import Part
 from benchmarks.transfer import has_nixl
 from kvrelay.engine.run.device_pool import DevicePool
-from kvrelay.transfer.base import BlockPush, Landed, ReceiverEvent, TransferFailed, TransferReceiver, TransferSender
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
-from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
+from kvrelay.handoff.transports.base import (
+    BlockPush,
+    Landed,
+    ReceiverEvent,
+    TransferFailed,
+    TransferReceiver,
+    TransferSender,
+)
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
+from kvrelay.handoff.transports.zmq_sender import ZmqSender
 
 ABOUT = (
     "Scattered blocks of the model's size between pools of two processes on the one device, from the call of `push` to "

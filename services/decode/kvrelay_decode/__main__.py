@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.handoff.transports.select import make_receivers
 from kvrelay.ranks.transfers import with_other_ranks_receivers
-from kvrelay.transfer.select import make_receivers
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.worker_main import worker_main
 from kvrelay_decode.service import DecodeRole

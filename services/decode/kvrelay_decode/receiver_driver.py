@@ -26,6 +26,8 @@ from kvrelay.handoff.receiver import (
     StopReceiving,
 )
 from kvrelay.handoff.receiver import ReceiverEvent as HandoffEvent
+from kvrelay.handoff.transports.base import Corrupted, ReceiverEvent, TransferReceiver
+from kvrelay.handoff.transports.sharded import ShardedReceiver
 from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
 from kvrelay.protocol.messages import (
@@ -48,8 +50,6 @@ from kvrelay.scheduling.plan import StepPlan
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import FailureCause, HandoffMeter, HandoffTimings
-from kvrelay.transfer.base import Corrupted, ReceiverEvent, TransferReceiver
-from kvrelay.transfer.sharded import ShardedReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import unpack_candidates
 from kvrelay.worker.requests import OpenRequests, ScoreParts, deadline_of, is_same_process

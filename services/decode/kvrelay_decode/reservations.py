@@ -6,13 +6,13 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 
+from kvrelay.handoff.transports.base import ReceiverEvent, TransferReceiver
+from kvrelay.handoff.transports.sharded import ShardedReceiver
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Granted, PeerRef, Shards
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.transfers import as_sharded_receiver
 from kvrelay.step.batch import ModelSpec
-from kvrelay.transfer.base import ReceiverEvent, TransferReceiver
-from kvrelay.transfer.sharded import ShardedReceiver
 
 log = logging.getLogger(__name__)
 

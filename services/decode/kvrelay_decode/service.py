@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping
 
 from kvrelay.handoff.receiver import ReceiverState
+from kvrelay.handoff.transports.base import TransferReceiver
+from kvrelay.handoff.transports.sharded import ShardedReceiver
 from kvrelay.kv.table import blocks_for
 from kvrelay.logs import LimitedLog
 from kvrelay.protocol.failure_kind import FailureKind
@@ -28,8 +30,6 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.transfer.base import TransferReceiver
-from kvrelay.transfer.sharded import ShardedReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of
 from kvrelay.worker.sequences import sequence_key

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.device_profiles import find_profile
+from kvrelay.handoff.transports.select import make_senders
 from kvrelay.ranks.transfers import with_other_ranks_senders
 from kvrelay.simulated.timed_transport import paced
-from kvrelay.transfer.select import make_senders
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.worker_main import worker_main
 from kvrelay_prefill.service import PrefillRole

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvrelay.handoff.transports.base import Pushed, SenderEvent
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.transfer.base import Pushed, SenderEvent
 from kvrelay.worker.load_report import PushClock
 
 TRY_AGAIN_AFTER_S = 60.0

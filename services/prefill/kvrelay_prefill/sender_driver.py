@@ -27,6 +27,8 @@ from kvrelay.handoff.sender import (
     StopPushing,
 )
 from kvrelay.handoff.sender import SenderEvent as HandoffEvent
+from kvrelay.handoff.transports.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
+from kvrelay.handoff.transports.sharded import ShardedSender
 from kvrelay.kv.pool import BlockState
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.failure_kind import FailureKind
@@ -50,8 +52,6 @@ from kvrelay.ranks.transfers import as_sharded_sender, shards_of
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import BeamCandidates
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
-from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
-from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
 from kvrelay.worker.requests import OpenRequests, ScoreParts

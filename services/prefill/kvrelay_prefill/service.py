@@ -9,6 +9,8 @@ import logging
 from collections.abc import Mapping
 
 from kvrelay.handoff.sender import ReservationState, SenderHandoff, SenderState
+from kvrelay.handoff.transports.base import TransferSender
+from kvrelay.handoff.transports.sharded import ShardedSender
 from kvrelay.kv.table import blocks_for
 from kvrelay.logs import LimitedLog
 from kvrelay.protocol.failure_kind import FailureKind
@@ -32,8 +34,6 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffTimings
-from kvrelay.transfer.base import TransferSender
-from kvrelay.transfer.sharded import ShardedSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of
 from kvrelay.worker.sequences import sequence_key

@@ -14,10 +14,10 @@ from kvrelay.cli.model_files import find_model
 from kvrelay.config.loader import ConfigError
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.handoff.transports.nixl_agent import PACKAGES
 from kvrelay.machine_memory import available_memory_bytes
 from kvrelay.ports import HeldPort
 from kvrelay.ranks.model_division import why_not_divided
-from kvrelay.transfer.nixl_agent import PACKAGES
 
 DEFAULT_POOL_BYTES = 1 << 30
 SWAP_PART = 4

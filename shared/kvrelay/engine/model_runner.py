@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import ModelSpec, StepResult, WorkerBatch
-from kvrelay.transfer.pool_memory import PoolLike
 
 
 class ModelRunner(Protocol):

@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.handoff.transports.base import Corrupted, Landed
 from kvrelay.protocol.messages import Abort, Cancel, Drained, Granted, Handoff, Refused, Released
 from kvrelay.state_machine import Transition, TransitionTable, find_transition, transition_table
-from kvrelay.transfer.base import Corrupted, Landed
 
 
 class ReceiverState(StrEnum):

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from kvrelay.handoff.transports.base import BlockPush, SenderDrained, TransferFailed
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     Abort,
@@ -42,7 +43,6 @@ from kvrelay.protocol.messages import (
     Released,
 )
 from kvrelay.state_machine import Transition, TransitionTable, find_transition, transition_table
-from kvrelay.transfer.base import BlockPush, SenderDrained, TransferFailed
 
 
 class SenderState(StrEnum):

@@ -30,6 +30,9 @@ from kvrelay.engine.parallel.shard_plan import check_data_parallel
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.run.device import find_device
 from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
+from kvrelay.handoff.transports.pool_memory import PoolLike
+from kvrelay.handoff.transports.select import make_receivers, make_senders
 from kvrelay.logs import setup_logging
 from kvrelay.process import deferred_collection, settle_garbage
 from kvrelay.ranks.local_ranks import LocalRanks, RankCommand, RanksFailed, end_with_starter
@@ -40,9 +43,6 @@ from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.ranks.rank_member import RankMember
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.step.batch import DeviceLost
-from kvrelay.transfer.base import PartReceiver, PartSender, TransferReceiver, TransferSender
-from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.select import make_receivers, make_senders
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ def config_of_rank(config: RankConfig, worker: Mapping[str, Any]) -> WorkerConfi
     return WorkerConfig.model_validate({**worker, **own, "model": config.model or worker["model"], "transfer_port": 0})
 
 
-def make_transports(config: WorkerConfig, pool: PoolLike) -> Mapping[str, PartSender | PartReceiver]:
+def make_transports(config: WorkerConfig, pool: PoolLike) -> Mapping[str, TransferSender | TransferReceiver]:
     """This rank's ends of handoffs, by name. Raises TransportUnavailable as `make_senders` does."""
     ends: Mapping[str, TransferSender | TransferReceiver]
     if config.role == "prefill":
@@ -195,7 +195,7 @@ def make_transports(config: WorkerConfig, pool: PoolLike) -> Mapping[str, PartSe
             curve=config.curve_key(),
             admission_wait_s=ADMISSION_WAIT_S,
         )
-    return {name: end for name, end in ends.items() if isinstance(end, PartSender | PartReceiver)}
+    return {name: end for name, end in ends.items() if isinstance(end, TransferSender | TransferReceiver)}
 
 
 def _make_divided(

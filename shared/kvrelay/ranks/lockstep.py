@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.messages import PeerRef, WakeRank
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.local_ranks import END_WITHIN_S, LocalRanks, RanksFailed
 from kvrelay.step.batch import DeviceLost, ModelSpec, StepResult, WorkerBatch
-from kvrelay.transfer.pool_memory import PoolLike
 
 if TYPE_CHECKING:
     from kvrelay.engine.parallel.group_coordinator import GroupCoordinator  # imports torch

@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.handoff.transports.base import BlockPush, ReceiverEvent, SenderCounters, SenderEvent
+from kvrelay.handoff.transports.block_parts import BlockPart, PartCopy
 from kvrelay.step.batch import WorkerBatch
-from kvrelay.transfer.base import BlockPush, ReceiverEvent, SenderEvent
-from kvrelay.transfer.block_parts import BlockPart, PartCopy
-from kvrelay.transfer.counters import SenderCounters
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -34,7 +33,7 @@ class Step(msgspec.Struct, array_like=True, frozen=True, tag="step"):
 
 
 class Push(msgspec.Struct, array_like=True, frozen=True, tag="push"):
-    """See `TransferSender.push` and, with a part, `PartSender.push_part`."""
+    """See `TransferSender.push` and, with a part, `TransferSender.push_part`."""
 
     transport: str
     reservation: str
@@ -51,7 +50,7 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
 
 
 class Admit(msgspec.Struct, array_like=True, frozen=True, tag="admit"):
-    """See `TransferReceiver.admit` and, with parts, `PartReceiver.admit_parts`."""
+    """See `TransferReceiver.admit` and, with parts, `TransferReceiver.admit_parts`."""
 
     transport: str
     reservation: str

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from kvrelay.curve import CurveKey
+from kvrelay.handoff.transports.base import Endpoint
 from kvrelay.messaging.sockets import tcp_host
 from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate
 from kvrelay.ranks.local_ranks import LocalRanks, RanksFailed
@@ -30,7 +31,6 @@ from kvrelay.ranks.messages import (
     encode,
 )
 from kvrelay.step.batch import DeviceLost, WorkerBatch
-from kvrelay.transfer.endpoints import Endpoint
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvrelay.curve import CurveKey
+from kvrelay.handoff.transports.base import ReceiverEvent, SenderEvent, TransferReceiver, TransferSender
 from kvrelay.messaging.sockets import tcp_host
 from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.process_identity import own_identity
@@ -45,13 +46,12 @@ from kvrelay.ranks.rank_group import LINGER_MS, beat, name_of
 from kvrelay.ranks.ranked_runner import PartRunner
 from kvrelay.ranks.transfers import carry_out
 from kvrelay.step.batch import WorkerBatch
-from kvrelay.transfer.base import PartReceiver, PartSender, ReceiverEvent, SenderEvent
 
 log = logging.getLogger(__name__)
 
 LAST_MESSAGES_S = 0.1
 """Time for the messages that came before the end of the connection, which ZMQ reports first."""
-Transport = PartSender | PartReceiver
+Transport = TransferSender | TransferReceiver
 
 
 class RankEnds(Exception):
@@ -88,7 +88,7 @@ class RankMember:
         thread.start()
         started.wait()
         endpoints = {
-            name: dict(each.endpoint) if isinstance(each, PartReceiver) else {} for name, each in transports.items()
+            name: dict(each.endpoint) if isinstance(each, TransferReceiver) else {} for name, each in transports.items()
         }
         where = f"process {os.getpid()} on {socket.gethostname()}"
         self._say(Ready(self._rank, where, runner.spec.fingerprint, own_identity(), endpoints))
@@ -174,7 +174,7 @@ class RankMember:
             _end("the connection to rank 0 has ended")
 
     def _report(self, name: str, transport: Transport, event: SenderEvent | ReceiverEvent) -> None:
-        counters = transport.counters if isinstance(transport, PartSender) else None
+        counters = transport.counters if isinstance(transport, TransferSender) else None
         self._say(TransferReport(self._rank, name, event, counters))
 
 

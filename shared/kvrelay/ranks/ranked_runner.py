@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.step.batch import DeviceLost, ModelSpec, StepResult, WorkerBatch
-from kvrelay.transfer.pool_memory import PoolLike
 
 
 class PartRunner(Protocol):

@@ -6,25 +6,23 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from kvrelay.handoff.transports.base import (
+    BlockPush,
+    Endpoint,
+    LoopPort,
+    ReceiverEvent,
+    SenderCounters,
+    SenderEvent,
+    TransferReceiver,
+    TransferSender,
+)
+from kvrelay.handoff.transports.block_parts import BlockPart, PartCopy
+from kvrelay.handoff.transports.sharded import ShardedReceiver, ShardedSender, ShardLayout
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Shards
 from kvrelay.ranks.messages import Abort, Admit, Push, Release, TransferCall, TransferReport
 from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.step.batch import ModelSpec
-from kvrelay.transfer.base import (
-    BlockPush,
-    PartReceiver,
-    PartSender,
-    ReceiverEvent,
-    SenderEvent,
-    TransferReceiver,
-    TransferSender,
-)
-from kvrelay.transfer.block_parts import BlockPart, PartCopy
-from kvrelay.transfer.counters import SenderCounters
-from kvrelay.transfer.endpoints import Endpoint
-from kvrelay.transfer.loop_port import LoopPort
-from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ Own = TypeVar("Own", TransferSender, TransferReceiver)
 
 
 class RemoteSender:
-    """A `PartSender` over another rank's pool. `name`: of the rank's transport."""
+    """A `TransferSender` over another rank's pool. `name`: of the rank's transport."""
 
     def __init__(self, rank: int, group: RankGroup, name: str) -> None:
         self.name = name
@@ -49,10 +47,9 @@ class RemoteSender:
 
         self._group.on_report(self._rank, self.name, handle)
 
-    def push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush]) -> None:
-        self._group.call(self._rank, Push(self.name, reservation, dict(endpoint), list(copies), None))
-
-    def push_part(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush], part: PartCopy) -> None:
+    def push(
+        self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush], part: PartCopy | None = None
+    ) -> None:
         self._group.call(self._rank, Push(self.name, reservation, dict(endpoint), list(copies), part))
 
     def abort(self, reservation: str) -> None:
@@ -63,7 +60,7 @@ class RemoteSender:
 
 
 class RemoteReceiver:
-    """A `PartReceiver` over another rank's pool. `name` and `is_one_sided`: of the rank's transport.
+    """A `TransferReceiver` over another rank's pool. `name` and `is_one_sided`: of the rank's transport.
 
     See `rank_member` for why `release` need not wait.
     """
@@ -82,10 +79,7 @@ class RemoteReceiver:
         port = LoopPort[ReceiverEvent](on_event)
         self._group.on_report(self._rank, self.name, lambda report: port.emit(report.event))  # type: ignore[arg-type]
 
-    def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
-        self.admit_parts(reservation, first_block, slots, [])
-
-    def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
+    def admit(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart] = ()) -> None:
         self._group.call(self._rank, Admit(self.name, reservation, first_block, list(slots), list(parts)))
 
     def release(self, reservation: str) -> None:
@@ -95,20 +89,16 @@ class RemoteReceiver:
         """The rank closes its transports when the group ends."""
 
 
-def carry_out(call: TransferCall, transport: PartSender | PartReceiver) -> None:
+def carry_out(call: TransferCall, transport: TransferSender | TransferReceiver) -> None:
     """Calls this rank's transport as rank 0 says."""
     match call, transport:
-        case Push(_, reservation, endpoint, copies, None), PartSender():
-            transport.push(reservation, endpoint, copies)
-        case Push(_, reservation, endpoint, copies, PartCopy() as part), PartSender():
-            transport.push_part(reservation, endpoint, copies, part)
-        case Abort(_, reservation), PartSender():
+        case Push(_, reservation, endpoint, copies, part), TransferSender():
+            transport.push(reservation, endpoint, copies, part)
+        case Abort(_, reservation), TransferSender():
             transport.abort(reservation)
-        case Admit(_, reservation, first_block, slots, []), PartReceiver():
-            transport.admit(reservation, first_block, slots)
-        case Admit(_, reservation, first_block, slots, parts), PartReceiver():
-            transport.admit_parts(reservation, first_block, slots, parts)
-        case Release(_, reservation), PartReceiver():
+        case Admit(_, reservation, first_block, slots, parts), TransferReceiver():
+            transport.admit(reservation, first_block, slots, parts)
+        case Release(_, reservation), TransferReceiver():
             transport.release(reservation)
         case _:
             raise ValueError(f"{transport.name} takes no {type(call).__name__}")

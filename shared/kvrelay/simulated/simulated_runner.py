@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.device_profiles import Profile, StepLoad, find_profile
 from kvrelay.engine.memory.profile import SWAP_PART
+from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -34,7 +35,6 @@ from kvrelay.simulated.token_hash import (
     salt_of,
 )
 from kvrelay.step.batch import BeamCandidates, ModelSpec, RowResult, StepResult, SwapCopies, WorkerBatch, WorkerRow
-from kvrelay.transfer.pool_memory import PoolLike
 
 
 @dataclass(slots=True)

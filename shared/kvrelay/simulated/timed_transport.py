@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from kvrelay.device_profiles import Profile
+from kvrelay.handoff.transports.base import BlockPush, Pushed, SenderEvent, TransferSender
+from kvrelay.handoff.transports.block_parts import PartCopy
+from kvrelay.handoff.transports.push_pieces import Copies
 from kvrelay.step.batch import ModelSpec
-from kvrelay.transfer.base import BlockPush, Pushed, SenderEvent, TransferSender
-from kvrelay.transfer.push_pieces import Copies
 
 PIECE_S = 5e-3
 """Approximate time of a piece, and so the delay of an abort."""
@@ -25,6 +28,7 @@ class _Piece:
     reservation: str
     endpoint: dict[str, str]
     copies: Sequence[BlockPush]
+    part: PartCopy | None
 
 
 class PacedSender:
@@ -47,11 +51,13 @@ class PacedSender:
         self._loop = asyncio.get_running_loop()
         self._inner.start(self._told)
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush]) -> None:
+    def push(
+        self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush], part: PartCopy | None = None
+    ) -> None:
         Copies.of(copies, self._num_blocks)  # raises the inner sender's errors in the call
         step = max(1, int(PIECE_S / self._block_s))
         for first in range(0, len(copies), step):
-            self._waiting.append(_Piece(reservation, endpoint, copies[first : first + step]))
+            self._waiting.append(_Piece(reservation, endpoint, copies[first : first + step], part))
         self._begin()
 
     def abort(self, reservation: str) -> None:
@@ -76,7 +82,7 @@ class PacedSender:
     def _leave(self) -> None:
         self._timer = None
         piece = self._waiting.popleft()
-        self._inner.push(piece.reservation, piece.endpoint, piece.copies)
+        self._inner.push(piece.reservation, piece.endpoint, piece.copies, piece.part)
         self._begin()
 
     def _stop_timer(self) -> None:

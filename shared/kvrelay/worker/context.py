@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered
@@ -18,7 +19,6 @@ from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.metrics_file import MetricsFile
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.telemetry.tracer import Tracer
-from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 

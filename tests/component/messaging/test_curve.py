@@ -14,12 +14,12 @@ import zmq
 from kvrelay.cli.keys import keys
 from kvrelay.config import ConfigError, RouterConfig, load_config
 from kvrelay.curve import BadKeyFile, CurveKey
+from kvrelay.handoff.transports.base import BlockPush, Landed
+from kvrelay.handoff.transports.select import make_receivers, make_senders
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import Cancel
-from kvrelay.transfer.base import BlockPush, Landed
-from kvrelay.transfer.select import make_receivers, make_senders
-from kvrelay.transfer.zmq_transport import ZmqReceiver
 from tests.component.transfer.rig import Log
 from tests.component.transfer.transports import EMPTY, zmq_sender
 from tests.fakes.waiting import PATIENCE_S

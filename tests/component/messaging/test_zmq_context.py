@@ -14,10 +14,11 @@ import pytest
 import zmq
 
 from kvrelay.curve import CurveKey
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
+from kvrelay.handoff.transports.zmq_sender import ZmqSender
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.protocol.messages import Cancel, PeerRef
-from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
 from tests.fakes.waiting import until, wait_until
 from tests.fakes.zmq_contexts import open_contexts
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from threading import Thread
 
+from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
 from kvrelay.ranks.local_ranks import LocalRanks
 from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.ranks.rank_member import RankMember, Transport
 from kvrelay.ranks.transfers import RemoteReceiver, RemoteSender
 from kvrelay.step.batch import WorkerBatch
-from kvrelay.transfer.base import PartReceiver, PartSender
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.replicas import HashReplica
 from tests.fakes.waiting import PATIENCE_S
@@ -43,7 +43,7 @@ class Channel:
 class ChannelSender(RemoteSender):
     """A sender that ends with the test."""
 
-    def __init__(self, transport: PartSender) -> None:
+    def __init__(self, transport: TransferSender) -> None:
         self.channel = Channel({transport.name: transport})
         super().__init__(RANK, self.channel.group, transport.name)
 
@@ -54,7 +54,7 @@ class ChannelSender(RemoteSender):
 class ChannelReceiver(RemoteReceiver):
     """A receiver that ends with the test."""
 
-    def __init__(self, transport: PartReceiver) -> None:
+    def __init__(self, transport: TransferReceiver) -> None:
         self.channel = Channel({transport.name: transport})
         super().__init__(RANK, self.channel.group, transport.name, is_one_sided=transport.is_one_sided)
 

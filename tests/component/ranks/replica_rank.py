@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.handoff.transports.pool_memory import PoolLike
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
 from kvrelay.ranks.local_ranks import end_with_starter
 from kvrelay.ranks.messages import Meeting
 from kvrelay.ranks.rank_member import RankEnds, RankMember
 from kvrelay.step.batch import ModelSpec, WorkerBatch
-from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.zmq_transport import ZmqReceiver
 from tests.component.ranks.rig import BLOCK_SIZE, LONGEST, NUM_BLOCKS
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.replicas import HashReplica

@@ -9,10 +9,12 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from kvrelay.handoff.transports.base import BlockPush, Landed, Pushed, SenderDrained
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
+from kvrelay.handoff.transports.zmq_sender import ZmqSender
 from kvrelay.ranks.transfers import RemoteReceiver
-from kvrelay.transfer.base import BlockPush, Landed, Pushed, SenderDrained
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
-from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
 from tests.component.ranks.remote_ends import RANK, Channel, ChannelReceiver, ChannelSender
 from tests.component.transfer.rig import Log
 from tests.component.transfer.transports import NO_NIXL

@@ -13,14 +13,16 @@ import pytest
 
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.handoff.transports.base import Endpoint, TransferReceiver, TransferSender
+from kvrelay.handoff.transports.nixl_agent import TransportUnavailable
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
+from kvrelay.handoff.transports.zmq_sender import ZmqSender
 from kvrelay.ranks.launch import ADMISSION_WAIT_S, PRIVATE_FIELDS, config_of_rank, make_transports
 from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.ranks.transfers import with_other_ranks_receivers, with_other_ranks_senders
 from kvrelay.step.batch import ModelSpec
-from kvrelay.transfer.base import PartReceiver, PartSender, TransferReceiver, TransferSender
-from kvrelay.transfer.endpoints import Endpoint
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, TransportUnavailable
-from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
 from tests.component.transfer.transports import NO_NIXL, without_nixl
 
 pytestmark = pytest.mark.component
@@ -33,7 +35,7 @@ def pool() -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def opened(
     role: Literal["prefill", "decode"], choice: Literal["auto", "nixl", "zmq"]
-) -> Mapping[str, PartSender | PartReceiver]:
+) -> Mapping[str, TransferSender | TransferReceiver]:
     config = WorkerConfig(role=role, transfer=choice, transfer_checksums=True, max_peers=8)
     return make_transports(config, pool())
 

@@ -12,8 +12,8 @@ import sys
 from dataclasses import astuple
 from typing import Any
 
-from kvrelay.transfer.base import BlockPush, ReceiverEvent, SenderEvent
-from kvrelay.transfer.wire import Bytes
+from kvrelay.handoff.transports.base import BlockPush, ReceiverEvent, SenderEvent
+from kvrelay.handoff.transports.wire import Bytes
 from tests.component.transfer.rig import ReceivingEnd, Rig, SendingEnd
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvrelay.transfer.base import (
+from kvrelay.handoff.transports.base import (
     BlockPush,
     Landed,
     Pushed,
@@ -20,8 +20,8 @@ from kvrelay.transfer.base import (
     TransferReceiver,
     TransferSender,
 )
-from kvrelay.transfer.counters import ReceiverCounters
-from kvrelay.transfer.wire import Bytes
+from kvrelay.handoff.transports.wire import Bytes
+from kvrelay.handoff.transports.write_permits import ReceiverCounters
 from tests.component.transfer.transports import EMPTY, Transport
 from tests.fakes.waiting import PATIENCE_S, until
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvrelay.transfer.base import BlockPush, SenderDrained
-from kvrelay.transfer.zmq_transport import SenderSettings
+from kvrelay.handoff.transports.base import BlockPush, SenderDrained
+from kvrelay.handoff.transports.zmq_sender import SenderSettings
 from tests.component.transfer.rig import Plan, Rig, scattered, send_all
 from tests.component.transfer.transports import source_pool, target_pool
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent, SenderEvent
+from kvrelay.handoff.transports.base import Corrupted, Landed, ReceiverEvent, SenderEvent
 from tests.component.transfer.rig import Plan, ReceivingEnd, SendingEnd, scattered
 from tests.component.transfer.transports import (
     MEMORY,

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvrelay.transfer import nixl_sender
-from kvrelay.transfer.base import BlockPush, SenderDrained
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
+from kvrelay.handoff.transports import nixl_sender
+from kvrelay.handoff.transports.base import BlockPush, SenderDrained
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
 from tests.component.transfer.rig import ReceivingEnd, SendingEnd
 from tests.component.transfer.transports import EMPTY, source_pool, target_pool
 from tests.fakes.hanging_agent import FakeNetwork, fake_network

@@ -12,11 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
-from kvrelay.transfer import nixl_sender
-from kvrelay.transfer.base import BlockPush, SenderDrained
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
-from kvrelay.transfer.ucx_devices import devices_for
-from kvrelay.transfer.wire import Bytes
+from kvrelay.handoff.transports import nixl_sender
+from kvrelay.handoff.transports.base import BlockPush, SenderDrained
+from kvrelay.handoff.transports.nixl_agent import TransportUnavailable, devices_for
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
+from kvrelay.handoff.transports.wire import Bytes
 from tests.component.transfer.rig import Plan, Rig, check_both_count, push_each_alone, scattered
 from tests.component.transfer.test_processes import BLOCK_BYTES, NUM_BLOCKS, child
 from tests.component.transfer.transports import NO_NIXL, TRANSPORTS, source_pool, target_pool, without_nixl

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvrelay.handoff.transports.process_memory import Addresses, ProcessMemory
 from kvrelay.process_identity import identity_of, own_identity
-from kvrelay.transfer.process_memory import Addresses, ProcessMemory
 
 pytestmark = [pytest.mark.component, pytest.mark.skipif(sys.platform != "linux", reason="needs process_vm_writev")]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.transfer.base import TransferReceiver, TransferSender
-from kvrelay.transfer.nixl_transport import TransportUnavailable
-from kvrelay.transfer.select import TransferChoice, make_receivers, make_senders
+from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
+from kvrelay.handoff.transports.nixl_agent import TransportUnavailable
+from kvrelay.handoff.transports.select import TransferChoice, make_receivers, make_senders
 from tests.component.transfer.transports import NO_NIXL, source_pool, target_pool, without_nixl
 
 pytestmark = pytest.mark.component

@@ -11,23 +11,24 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvrelay.kv.shard_map import ShardShape
-from kvrelay.transfer.base import (
+from kvrelay.handoff.transports.base import (
     BlockPush,
     Landed,
-    PartReceiver,
-    PartSender,
     Pushed,
     SenderDrained,
     TransferFailed,
+    TransferReceiver,
+    TransferSender,
 )
-from kvrelay.transfer.block_parts import PartCopy
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
-from kvrelay.transfer.process_memory import ProcessMemory
-from kvrelay.transfer.sharded import ShardedReceiver, ShardedSender, ShardLayout
-from kvrelay.transfer.wire import Bytes
-from kvrelay.transfer.zmq_transport import ZmqReceiver
+from kvrelay.handoff.transports.block_parts import PartCopy
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
+from kvrelay.handoff.transports.pool_memory import PoolChecksums
+from kvrelay.handoff.transports.process_memory import ProcessMemory
+from kvrelay.handoff.transports.sharded import ShardedReceiver, ShardedSender, ShardLayout
+from kvrelay.handoff.transports.wire import Bytes
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
+from kvrelay.kv.shard_map import ShardShape
 from tests.component.ranks.remote_ends import ChannelReceiver, ChannelSender
 from tests.component.transfer.rig import Log
 from tests.component.transfer.transports import EMPTY, NO_NIXL, staged, target_pool, zmq_sender
@@ -45,8 +46,8 @@ HEAD_RUN = BLOCK_SIZE * HEAD_BYTES
 class Ends:
     """How the ends of a rank are made over its pool."""
 
-    sender: Callable[[Bytes], PartSender]
-    receiver: Callable[[Bytes], PartReceiver]
+    sender: Callable[[Bytes], TransferSender]
+    receiver: Callable[[Bytes], TransferReceiver]
     why_not: str = ""
 
 
@@ -257,16 +258,16 @@ async def test_no_block_lands_without_the_part_of_a_lost_rank_and_all_do_when_it
     pair.admit("r", [copy.slot for copy in copies])
     lost = pair.rank_senders[-1]
     pushes: list[tuple[dict[str, str], Sequence[BlockPush], PartCopy]] = []
-    original = lost.push_part
+    original = lost.push
 
     def lose(reservation: str, endpoint: dict[str, str], some: Sequence[BlockPush], part: PartCopy) -> None:
         pushes.append((endpoint, some, part))
 
-    lost.push_part = lose  # type: ignore[method-assign,assignment]
+    lost.push = lose  # type: ignore[method-assign,assignment]
     pair.push("r", copies)
     # What the other ranks have sent is there when a whole handoff behind it is.
     behind = [BlockPush(index, index, slot) for index, slot in enumerate(free_slots(copies, 5))]
-    lost.push_part = original  # type: ignore[method-assign]
+    lost.push = original  # type: ignore[method-assign]
     pair.admit("behind", [copy.slot for copy in behind])
     pair.push("behind", behind)
     await pair.decode.log.until(lambda: pair.decode.landed("behind") == list(range(5)))
@@ -275,19 +276,6 @@ async def test_no_block_lands_without_the_part_of_a_lost_rank_and_all_do_when_it
         original("r", endpoint, some, part)
     await pair.decode.log.until(lambda: pair.decode.landed("r") == list(range(12)))
     pair.assert_arrived([*copies, *behind])
-
-
-async def test_blocks_that_are_pushed_again_after_one_rank_lost_them_land_once(ends: Ends, stack: ExitStack) -> None:
-    pair, copies = Pair(ends, stack, (2, 2), 4), scattered(12)
-    pair.admit("r", [copy.slot for copy in copies])
-    for part in pair.sender._layout.copies_to(pair.target_shape):
-        if part.source_rank == 0:  # rank 1's were lost on the way
-            pair.rank_senders[0].push_part("r", pair.receiver.endpoints[part.target_rank], copies, part.part)
-    await pair.prefill.log.until(lambda: len(pair.prefill.pushed("r")) == 12)
-    assert pair.decode.landed("r") == []
-    pair.push("r", copies)
-    await pair.decode.log.until(lambda: pair.decode.landed("r") == list(range(12)))
-    pair.assert_arrived(copies)
 
 
 async def test_the_failure_of_one_rank_is_one_failure_and_drains_once(ends: Ends, stack: ExitStack) -> None:

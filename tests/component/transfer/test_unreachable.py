@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from kvrelay.transfer import nixl_agent
-from kvrelay.transfer.base import BlockPush
-from kvrelay.transfer.nixl_agent import NixlAgent, Region
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
-from kvrelay.transfer.ucx_devices import devices_for
+from kvrelay.handoff.transports import nixl_agent
+from kvrelay.handoff.transports.base import BlockPush
+from kvrelay.handoff.transports.nixl_agent import NixlAgent, Region, devices_for
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
 from tests.component.transfer.rig import ReceivingEnd, SendingEnd
 from tests.component.transfer.transports import NO_NIXL, source_pool, target_pool
 

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import zmq
 
+from kvrelay.handoff.transports.base import BlockPush, Corrupted, Landed
+from kvrelay.handoff.transports.pool_memory import checksums_of
+from kvrelay.handoff.transports.wire import Bytes, encode_header
+from kvrelay.handoff.transports.write_permits import DropCause
+from kvrelay.handoff.transports.zmq_receiver import MIN_MESSAGE_LIMIT_BYTES, ZmqReceiver, tcp_address
+from kvrelay.handoff.transports.zmq_sender import SenderSettings, ZmqSender
 from kvrelay.ports import HeldPort
-from kvrelay.transfer.base import BlockPush, Corrupted, Landed
-from kvrelay.transfer.checksums import checksums_of
-from kvrelay.transfer.endpoints import tcp_address
-from kvrelay.transfer.wire import Bytes, encode_header
-from kvrelay.transfer.write_permits import DropCause
-from kvrelay.transfer.zmq_receiver import MIN_MESSAGE_LIMIT_BYTES
-from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 from tests.component.transfer.rig import Plan, Rig, SendingEnd, check_both_count, push_each_alone, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
 from tests.fakes.raw_zmtp import until_closed_after_announcing

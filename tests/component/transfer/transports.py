@@ -13,15 +13,16 @@ import torch
 
 from kvrelay.curve import CurveKey
 from kvrelay.engine.run.device_pool import DevicePool
+from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
+from kvrelay.handoff.transports.block_parts import BlockPart
+from kvrelay.handoff.transports.nixl_agent import PACKAGES, NixlAgent, Region, TransportUnavailable
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
+from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike
+from kvrelay.handoff.transports.wire import Bytes, Indices
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
+from kvrelay.handoff.transports.zmq_sender import SenderSettings, ZmqSender
 from kvrelay.simulated.timed_transport import PacedSender
-from kvrelay.transfer.base import TransferReceiver, TransferSender
-from kvrelay.transfer.block_parts import BlockPart
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.nixl_agent import PACKAGES, NixlAgent, Region, TransportUnavailable
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
-from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.wire import Bytes, Indices
-from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 from tests.fakes.fault_schedule import BENIGN, Fault, Faults, Point, Seeded
 from tests.fakes.faulty_transport import FaultyReceiver, FaultySender, InnerSender
 from tests.fakes.memory_transport import MemoryReceiver, MemorySender

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.transfer.zmq_receiver import ZmqReceiver
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until

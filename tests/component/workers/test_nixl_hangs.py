@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.handoff.transports import select
+from kvrelay.handoff.transports.nixl_sender import NixlSettings
 from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.transfer import select
-from kvrelay.transfer.nixl_transport import NixlSettings
 from kvrelay_decode import receiver_driver, reservations
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hanging_agent import FakeNetwork, fake_network

@@ -13,9 +13,9 @@ import pytest
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
 from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay_decode import receiver_driver
 from kvrelay_decode.service import DecodeRole

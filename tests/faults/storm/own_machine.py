@@ -8,11 +8,11 @@ from __future__ import annotations
 import runpy
 import sys
 
-from kvrelay.transfer import endpoints
+from kvrelay.handoff.transports import zmq_receiver
 
 
 def main() -> None:
-    endpoints.machine_id = lambda: None
+    zmq_receiver.machine_id = lambda: None
     module = sys.argv[1]
     sys.argv[1:] = sys.argv[2:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -7,6 +7,7 @@ import pytest
 from kvrelay.handoff import receiver, sender
 from kvrelay.handoff.receiver import ReceiverHandoff
 from kvrelay.handoff.sender import FromDecode, ReservationState, SenderHandoff, SenderState
+from kvrelay.handoff.transports.base import BlockPush, Corrupted, Landed, SenderDrained, TransferFailed
 from kvrelay.protocol.messages import (
     Abort,
     Cancel,
@@ -20,7 +21,6 @@ from kvrelay.protocol.messages import (
     Released,
 )
 from kvrelay.state_machine import IllegalEvent
-from kvrelay.transfer.base import BlockPush, Corrupted, Landed, SenderDrained, TransferFailed
 
 ROUTER = PeerRef("r", "1", "tcp://r")
 FIRST, SECOND = PeerRef("d1", "1", "tcp://d1"), PeerRef("d2", "1", "tcp://d2")

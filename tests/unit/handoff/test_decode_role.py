@@ -13,6 +13,8 @@ import pytest
 
 from kvrelay.awake_clock import MAX_GAP_S
 from kvrelay.handoff.quarantine import SETTLE_TICKS
+from kvrelay.handoff.transports.base import Landed, ReceiverEvent
+from kvrelay.handoff.transports.block_parts import BlockPart
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
@@ -40,7 +42,6 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.stages import RecentStages
-from kvrelay.transfer.base import Landed, ReceiverEvent
 from kvrelay.worker.context import WorkerContext
 from kvrelay_decode import receiver_driver
 from kvrelay_decode.receiver_driver import BLOCKS_DUE_S
@@ -66,7 +67,7 @@ class SilentReceiver:
     def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
         self.report = on_event
 
-    def admit(self, reservation: str, first_block: int, slots: Seq[int]) -> None:
+    def admit(self, reservation: str, first_block: int, slots: Seq[int], parts: Seq[BlockPart] = ()) -> None:
         pass
 
     def release(self, reservation: str) -> None:

@@ -19,11 +19,11 @@ import pytest
 from kvrelay.handoff import receiver, sender
 from kvrelay.handoff.receiver import ReceiverHandoff, ReceiverState
 from kvrelay.handoff.sender import SenderHandoff
+from kvrelay.handoff.transports.base import ReceiverEvent, SenderDrained
+from kvrelay.handoff.transports.sharded import LandingProgress, PushProgress
 from kvrelay.protocol.messages import Drained, PeerRef, TokenEntry
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.state_machine import Transition, TransitionTable
-from kvrelay.transfer.base import ReceiverEvent, SenderDrained
-from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
 from kvrelay_router.dispatch.intake import TokenIntake
 from tests.unit.handoff.check import prefill_side
 from tests.unit.handoff.check.search import Counterexample, Explored, explore

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvrelay.handoff import sender as prefill
 from kvrelay.handoff.quarantine import SETTLE_TICKS
 from kvrelay.handoff.sender import SenderHandoff, SenderState
+from kvrelay.handoff.transports.base import Landed, SenderDrained, TransferFailed
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.messages import (
     Abort,
@@ -39,7 +40,6 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.state_machine import IllegalEvent
-from kvrelay.transfer.base import Landed, SenderDrained, TransferFailed
 from tests.thoroughness import examples
 from tests.unit.handoff.test_decode_role import OTHER, PREFILL, ROUTER, DecodeWorker
 from tests.unit.protocol.message_strategies import values

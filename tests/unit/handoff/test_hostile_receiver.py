@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvrelay.handoff import receiver
 from kvrelay.handoff.receiver import ReceiverHandoff, ReceiverState
+from kvrelay.handoff.transports.base import Corrupted, Landed
 from kvrelay.protocol.messages import Abort, Cancel, Drained, Granted, Handoff
 from kvrelay.state_machine import IllegalEvent
-from kvrelay.transfer.base import Corrupted, Landed
 from tests.thoroughness import examples
 from tests.unit.protocol.message_strategies import values
 

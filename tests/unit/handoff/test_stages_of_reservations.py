@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.handoff.transports.sharded import ShardedReceiver, ShardLayout
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Shards
 from kvrelay.step.batch import ModelSpec
-from kvrelay.transfer.sharded import ShardedReceiver, ShardLayout
 from kvrelay_decode.reservations import Reservations
 from tests.unit.handoff.test_decode_role import SilentReceiver
 

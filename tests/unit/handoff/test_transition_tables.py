@@ -12,6 +12,7 @@ from kvrelay.handoff import receiver as decode
 from kvrelay.handoff import sender as prefill
 from kvrelay.handoff.receiver import ReceiverHandoff, ReceiverState
 from kvrelay.handoff.sender import SenderHandoff, SenderState
+from kvrelay.handoff.transports.base import Corrupted, Landed, SenderDrained, TransferFailed
 from kvrelay.protocol.messages import (
     Abort,
     Cancel,
@@ -26,7 +27,6 @@ from kvrelay.protocol.messages import (
     Released,
 )
 from kvrelay.state_machine import IllegalEvent, TransitionTable
-from kvrelay.transfer.base import Corrupted, Landed, SenderDrained, TransferFailed
 from kvrelay_router.dispatch import attempt
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import FromWorker

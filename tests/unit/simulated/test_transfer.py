@@ -7,9 +7,9 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import pytest
 
+from kvrelay.handoff.transports.base import BlockPush, Pushed, SenderCounters, SenderDrained, SenderEvent
+from kvrelay.handoff.transports.block_parts import PartCopy
 from kvrelay.simulated.timed_transport import PIECE_S, PacedSender
-from kvrelay.transfer.base import BlockPush, Pushed, SenderDrained, SenderEvent
-from kvrelay.transfer.counters import SenderCounters
 from tests.fakes.virtual_time import VirtualTimeLoop
 
 pytestmark = pytest.mark.unit
@@ -29,7 +29,9 @@ class Instant:
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
         self._on_event = on_event
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush]) -> None:
+    def push(
+        self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush], part: PartCopy | None = None
+    ) -> None:
         assert endpoint == ENDPOINT
         blocks = [copy.index for copy in copies]
         self.pushes.append((asyncio.get_running_loop().time(), reservation, blocks))

@@ -7,7 +7,7 @@ from threading import Thread, get_ident
 
 import pytest
 
-from kvrelay.transfer.loop_port import LoopPort
+from kvrelay.handoff.transports.base import LoopPort
 
 pytestmark = pytest.mark.unit
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.handoff.transports import nixl_agent
+from kvrelay.handoff.transports.nixl_agent import TransportUnavailable, import_api
 from kvrelay.logs import BackgroundHandler
-from kvrelay.transfer import nixl_agent
-from kvrelay.transfer.nixl_agent import TransportUnavailable, import_api
 
 pytestmark = pytest.mark.unit
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed
-from kvrelay.transfer.outbox import InFlightSend, Outbox
-from kvrelay.transfer.push_pieces import Copies, Piece
+from kvrelay.handoff.transports.base import Pushed, SenderDrained, SenderEvent, TransferFailed
+from kvrelay.handoff.transports.outbox import InFlightSend, Outbox
+from kvrelay.handoff.transports.push_pieces import Copies, Piece
 from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.transfer.base import BlockPush
-from kvrelay.transfer.push_pieces import Copies, FrameSizes, Piece, cut, frame_blocks
+from kvrelay.handoff.transports.base import BlockPush
+from kvrelay.handoff.transports.push_pieces import Copies, FrameSizes, Piece, cut, frame_blocks
 
 pytestmark = pytest.mark.unit
 

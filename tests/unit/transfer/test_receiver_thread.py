@@ -11,12 +11,11 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
-from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent
-from kvrelay.transfer.block_parts import BlockPart
-from kvrelay.transfer.checksums import checksums_of
-from kvrelay.transfer.pool_memory import HostPool
-from kvrelay.transfer.receiver_thread import ReceiverThread
-from kvrelay.transfer.wire import Bytes, Indices, encode_header
+from kvrelay.handoff.transports.base import Corrupted, Landed, ReceiverEvent
+from kvrelay.handoff.transports.block_parts import BlockPart
+from kvrelay.handoff.transports.pool_memory import HostPool, checksums_of
+from kvrelay.handoff.transports.receiver_thread import ReceiverThread
+from kvrelay.handoff.transports.wire import Bytes, Indices, encode_header
 from tests.fakes.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.unit

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvrelay.transfer import loop_port
-from kvrelay.transfer.base import BlockPush, SenderEvent
-from kvrelay.transfer.outbox import InFlightSend, Outbox
-from kvrelay.transfer.sender_thread import Push, SenderThread
+from kvrelay.handoff.transports import base
+from kvrelay.handoff.transports.base import BlockPush, SenderEvent
+from kvrelay.handoff.transports.outbox import InFlightSend, Outbox
+from kvrelay.handoff.transports.sender_thread import Push, SenderThread
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.unit
@@ -108,10 +108,10 @@ def test_closing_does_not_wait_for_ever_and_says_whether_the_pool_is_still_read(
         sender.start(lambda event: None)
         sender.push("r", {}, [BlockPush(0, 0, 0)])
         assert await asyncio.to_thread(driver.is_stuck.wait, 30)
-        monkeypatch.setattr(loop_port, "END_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(base, "END_TIMEOUT_S", 0.01)
         sender.close()
         assert not sender.has_ended and "left behind" in caplog.text and not driver.is_closed.is_set()
-        monkeypatch.setattr(loop_port, "END_TIMEOUT_S", 30.0)
+        monkeypatch.setattr(base, "END_TIMEOUT_S", 30.0)
         driver.released.set()
         sender.close()
         assert sender.has_ended and driver.is_closed.is_set()

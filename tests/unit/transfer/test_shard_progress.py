@@ -7,8 +7,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.transfer.base import Corrupted, Landed, Pushed, SenderDrained, TransferFailed
-from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
+from kvrelay.handoff.transports.base import Corrupted, Landed, Pushed, SenderDrained, TransferFailed
+from kvrelay.handoff.transports.sharded import LandingProgress, PushProgress
 from tests.thoroughness import examples
 
 

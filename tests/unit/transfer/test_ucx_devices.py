@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from kvrelay.transfer import ucx_devices
-from kvrelay.transfer.nixl_agent import TransportUnavailable
-from kvrelay.transfer.ucx_devices import VARIABLE, devices_for
+from kvrelay.handoff.transports import nixl_agent
+from kvrelay.handoff.transports.nixl_agent import VARIABLE, TransportUnavailable, devices_for
 
 pytestmark = pytest.mark.unit
 
@@ -20,7 +19,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """With four interfaces, one of which has no address."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(ADDRESSES)))
-    monkeypatch.setattr(ucx_devices, "_first_address", ADDRESSES.__getitem__)
+    monkeypatch.setattr(nixl_agent, "_first_address", ADDRESSES.__getitem__)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrelay.transfer.wire import MAGIC, WIRE_VERSION, MalformedBlocks, decode_header, encode_header
+from kvrelay.handoff.transports.wire import MAGIC, WIRE_VERSION, MalformedBlocks, decode_header, encode_header
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.transfer.wire import BlocksHeader
-from kvrelay.transfer.write_permits import Dropped, WritePermits
+from kvrelay.handoff.transports.wire import BlocksHeader
+from kvrelay.handoff.transports.write_permits import Dropped, WritePermits
 
 pytestmark = pytest.mark.unit
 

@@ -31,10 +31,10 @@ from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.engine.sample.scored_prompts import ScoredPrompts
 from kvrelay.grammar.grammar_compiler import GrammarError
+from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import BeamCandidates, BlockCopy, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
-from kvrelay.transfer.pool_memory import PoolLike
 
 log = logging.getLogger(__name__)
 

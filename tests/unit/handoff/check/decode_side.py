@@ -8,6 +8,7 @@ from kvrelay.handoff import receiver
 from kvrelay.handoff.quarantine import SETTLE_TICKS, Quarantine
 from kvrelay.handoff.receiver import ReceiverHandoff
 from kvrelay.handoff.receiver import ReceiverState as D
+from kvrelay.handoff.transports.base import Corrupted, Landed
 from kvrelay.protocol.messages import (
     Abort,
     Cancel,
@@ -21,7 +22,6 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.transfer.base import Corrupted, Landed
 from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, State, Write, peer
 from tests.unit.handoff.check.values import clone
 

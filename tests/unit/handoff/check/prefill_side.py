@@ -6,10 +6,10 @@ from typing import Any
 
 from kvrelay.handoff import sender
 from kvrelay.handoff.sender import SenderHandoff
+from kvrelay.handoff.transports.base import SenderDrained, SenderEvent, TransferFailed
 from kvrelay.protocol.messages import Cancel, Failed, Handoff, NeedDecode, Reassign
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.transfer.base import SenderDrained, SenderEvent, TransferFailed
 from tests.unit.handoff.check.search import Violation
 from tests.unit.handoff.check.state import MAX_TOKENS, R, Sending, State, peer
 

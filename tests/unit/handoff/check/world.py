@@ -18,11 +18,11 @@ from kvrelay.handoff.receiver import PrefillLost
 from kvrelay.handoff.receiver import ReceiverState as D
 from kvrelay.handoff.sender import DecodeLost
 from kvrelay.handoff.sender import SenderState as P
+from kvrelay.handoff.transports.base import Pushed
+from kvrelay.handoff.transports.sharded import LandingProgress, PushProgress
 from kvrelay.protocol.messages import Prompt
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.transfer.base import Pushed
-from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
 from kvrelay_router.dispatch import events as router
 from kvrelay_router.dispatch.events import SequenceSpec
 from kvrelay_router.dispatch.load import worker_key

@@ -17,15 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from threading import Event
 
+from kvrelay.handoff.transports.base import Endpoint, ReceiverEvent, ended_in_time
+from kvrelay.handoff.transports.block_parts import BlockPart
+from kvrelay.handoff.transports.nixl_agent import NixlAgent, NixlEndpoint, Region
+from kvrelay.handoff.transports.pool_memory import PoolLike
+from kvrelay.handoff.transports.receiver_thread import ReceiverThread
 from kvrelay.process_identity import own_identity
-from kvrelay.transfer.base import ReceiverEvent
-from kvrelay.transfer.block_parts import BlockPart
-from kvrelay.transfer.endpoints import Endpoint
-from kvrelay.transfer.loop_port import ended_in_time
-from kvrelay.transfer.nixl_agent import NixlAgent, Region
-from kvrelay.transfer.nixl_endpoint import NixlEndpoint
-from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.receiver_thread import ReceiverThread
 
 BUSY_POLL_S = 0.0002
 BUSY_FOR_S = 0.02
@@ -57,14 +54,9 @@ class NixlReceiver(ReceiverThread):
     def endpoint(self) -> Endpoint:
         return dict(self._endpoint)
 
-    def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
+    def admit(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart] = ()) -> None:
         """As the base's; notifications are asked for more often from now on."""
-        super().admit(reservation, first_block, slots)
-        self._wake.set()
-
-    def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
-        """As the base's; notifications are asked for more often from now on."""
-        super().admit_parts(reservation, first_block, slots, parts)
+        super().admit(reservation, first_block, slots, parts)
         self._wake.set()
 
     def close(self) -> None:

@@ -14,13 +14,19 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
 
-from kvrelay.transfer.base import BlockPush, SenderEvent, TransferFailed
-from kvrelay.transfer.block_parts import PartCopy
-from kvrelay.transfer.counters import SenderCounters
-from kvrelay.transfer.endpoints import Endpoint, Unreachable
-from kvrelay.transfer.loop_port import LoopPort, ended_in_time
-from kvrelay.transfer.outbox import InFlightSend, Outbox
-from kvrelay.transfer.push_pieces import Copies
+from kvrelay.handoff.transports.base import (
+    BlockPush,
+    Endpoint,
+    LoopPort,
+    SenderCounters,
+    SenderEvent,
+    TransferFailed,
+    Unreachable,
+    ended_in_time,
+)
+from kvrelay.handoff.transports.block_parts import PartCopy
+from kvrelay.handoff.transports.outbox import InFlightSend, Outbox
+from kvrelay.handoff.transports.push_pieces import Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +112,14 @@ class SenderThread:
         thread.start()
         self._thread = thread
 
-    def push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush]) -> None:
+    def push(
+        self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush], part: PartCopy | None = None
+    ) -> None:
         """Queues a push; a `Pushed` for each piece of it, or `TransferFailed` for a receiver that cannot be reached.
 
         The caller keeps the source blocks until `Pushed`, or `SenderDrained` after a failure. Raises ValueError for a
         source outside the pool. No copies, no event.
         """
-        if copies:
-            self._put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks)))
-
-    def push_part(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush], part: PartCopy) -> None:
-        """Pushes a part of each block; see `push`."""
         if copies:
             self._put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks), part))
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.transfer.base import BlockPush
-from kvrelay.transfer.block_parts import PartCopy
-from kvrelay.transfer.wire import Bytes, Indices
+from kvrelay.handoff.transports.base import BlockPush
+from kvrelay.handoff.transports.block_parts import PartCopy
+from kvrelay.handoff.transports.wire import Bytes, Indices
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,21 @@ nothing of the reservation is written; the price is a wait for the copy of one f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from threading import Thread
 
 import zmq
 
 from kvrelay.curve import CurveKey
+from kvrelay.handoff.transports.base import Endpoint, MalformedEndpoint, ReceiverEvent, ended_in_time
+from kvrelay.handoff.transports.pool_memory import PoolLike
+from kvrelay.handoff.transports.receiver_thread import ReceiverThread
+from kvrelay.handoff.transports.wire import MalformedBlocks
 from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate
-from kvrelay.transfer.base import ReceiverEvent
-from kvrelay.transfer.endpoints import Endpoint, local_address, machine_id, tcp_address
-from kvrelay.transfer.loop_port import ended_in_time
-from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.receiver_thread import ReceiverThread
-from kvrelay.transfer.wire import MalformedBlocks
 
 QUEUED_MESSAGES_PER_SENDER = 8
 """Messages queued in this process per sender. With more, the connection's flow control stops the sender."""
@@ -112,3 +114,42 @@ class ZmqReceiver(ReceiverThread):
         self.counters.num_messages += 1
         self._malformed(MalformedBlocks(f"{len(frames)} frames"))
         return []
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
+_TCP_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]*;]+):([0-9]{1,5})")
+_LOCAL_ADDRESS = re.compile(r"ipc://@[\w.-]{1,90}")
+
+
+def machine_id() -> str | None:
+    """The same for all processes that can reach each other's abstract sockets; None where there are none."""
+    try:
+        parts = _BOOT_ID.read_text().strip() + str(_NETWORK_NAMESPACE.readlink())
+    except OSError:
+        return None
+    return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+
+def local_address() -> str:
+    """A fresh address in the abstract namespace: it needs no file and is gone with its process."""
+    return f"ipc://@kvrelay-{secrets.token_hex(12)}"
+
+
+def tcp_address(host: str, port: int | str) -> str:
+    """Brackets an IPv6 address as ZMQ wants it."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def choose_address(endpoint: Mapping[str, str], own_machine: str | None) -> str:
+    """The address to connect to: the local one if the receiver is on this machine. Raises MalformedEndpoint."""
+    address = endpoint.get("address", "")
+    match = _TCP_ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 1 << 16:
+        raise MalformedEndpoint(f"the endpoint's address {address!r} is not tcp://host:port")
+    if own_machine is None or endpoint.get("machine") != own_machine:
+        return address
+    local = endpoint.get("local", "")
+    if _LOCAL_ADDRESS.fullmatch(local) is None:
+        raise MalformedEndpoint(f"the endpoint's local address {local!r} is not of this transport")
+    return local

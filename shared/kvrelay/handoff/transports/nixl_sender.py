@@ -41,20 +41,16 @@ from typing import Any
 import numpy as np
 
 from kvrelay.awake_clock import AwakeClock
+from kvrelay.handoff.transports.base import MalformedEndpoint, SenderCounters, SenderEvent
+from kvrelay.handoff.transports.block_parts import BlockPart, PartCopy
+from kvrelay.handoff.transports.nixl_agent import NixlAgent, NixlEndpoint, NixlError, Region, Write
+from kvrelay.handoff.transports.outbox import InFlightSend, Outbox
+from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike, as_pool
+from kvrelay.handoff.transports.process_memory import ProcessMemory
+from kvrelay.handoff.transports.push_pieces import Copies, Piece
+from kvrelay.handoff.transports.sender_thread import Push, SenderThread, TransportDriver
+from kvrelay.handoff.transports.wire import Indices, encode_header
 from kvrelay.process_identity import can_be_seen
-from kvrelay.transfer.base import SenderEvent
-from kvrelay.transfer.block_parts import BlockPart, PartCopy
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.counters import SenderCounters
-from kvrelay.transfer.endpoints import MalformedEndpoint
-from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
-from kvrelay.transfer.nixl_endpoint import NixlEndpoint
-from kvrelay.transfer.outbox import InFlightSend, Outbox
-from kvrelay.transfer.pool_memory import PoolLike, as_pool
-from kvrelay.transfer.process_memory import ProcessMemory
-from kvrelay.transfer.push_pieces import Copies, Piece
-from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
-from kvrelay.transfer.wire import Indices, encode_header
 
 log = logging.getLogger(__name__)
 

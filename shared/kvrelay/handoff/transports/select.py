@@ -10,12 +10,13 @@ import logging
 from typing import Literal
 
 from kvrelay.curve import CurveKey
-from kvrelay.transfer.base import TransferReceiver, TransferSender
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
-from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.ucx_devices import devices_for
-from kvrelay.transfer.zmq_transport import MAX_RECEIVERS, SenderSettings, ZmqReceiver, ZmqSender
+from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
+from kvrelay.handoff.transports.nixl_agent import TransportUnavailable, devices_for
+from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
+from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
+from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike
+from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
+from kvrelay.handoff.transports.zmq_sender import MAX_RECEIVERS, SenderSettings, ZmqSender
 
 log = logging.getLogger(__name__)
 

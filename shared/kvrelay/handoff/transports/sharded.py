@@ -7,25 +7,27 @@ A pair of workers with one rank each pushes whole blocks, and nothing is counted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 
-from kvrelay.kv.shard_map import ShardShape
-from kvrelay.transfer.base import (
+from kvrelay.handoff.transports.base import (
     BlockPush,
-    PartReceiver,
-    PartSender,
+    Corrupted,
+    Endpoint,
+    Landed,
+    Pushed,
     ReceiverEvent,
+    SenderCounters,
+    SenderDrained,
     SenderEvent,
     TransferFailed,
     TransferReceiver,
     TransferSender,
 )
-from kvrelay.transfer.block_parts import RankCopy, rank_copies
-from kvrelay.transfer.counters import SenderCounters
-from kvrelay.transfer.endpoints import Endpoint
-from kvrelay.transfer.shard_progress import LandingProgress, PushProgress
+from kvrelay.handoff.transports.block_parts import RankCopy, rank_copies
+from kvrelay.kv.shard_map import ShardShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,12 @@ class ShardedSender:
             return
         try:
             parts = self._copies_to(len(endpoints), num_stages)
-            senders = [_with_parts(self._ranks[each.source_rank]) for each in parts]
         except ValueError as error:
             self._on_event(TransferFailed(reservation, str(error)))
             return
         self._progress.started(reservation, (copy.index for copy in copies), len(parts))
-        for sender, each in zip(senders, parts, strict=True):
-            sender.push_part(reservation, endpoints[each.target_rank], copies, each.part)
+        for each in parts:
+            self._ranks[each.source_rank].push(reservation, endpoints[each.target_rank], copies, each.part)
 
     def abort(self, reservation: str) -> None:
         """Drops what is queued. `SenderDrained` follows when all ranks have drained."""
@@ -160,11 +161,10 @@ class ShardedReceiver:
             self._ranks[0].admit(reservation, first_block, slots)
             return
         copies = self._layout.copies_from(source)
-        receivers = [_take_parts(receiver) for receiver in self._ranks]
         self._progress.admitted(reservation, range(first_block, first_block + len(slots)))
-        for rank, receiver in enumerate(receivers):
+        for rank, receiver in enumerate(self._ranks):
             parts = [each.part.target for each in copies if each.target_rank == rank]
-            receiver.admit_parts(reservation, first_block, slots, parts)
+            receiver.admit(reservation, first_block, slots, parts)
 
     def release(self, reservation: str) -> None:
         self._progress.released(reservation)
@@ -180,13 +180,97 @@ class ShardedReceiver:
             self._on_event(joined)
 
 
-def _with_parts(sender: TransferSender) -> PartSender:
-    if not isinstance(sender, PartSender):
-        raise ValueError(f"{sender.name} does not push parts of blocks")
-    return sender
+@dataclass(slots=True)
+class _Pushes:
+    parts_left: Counter[int] = field(default_factory=Counter)  # pushed parts per block that have not left
+    num_bytes: int = 0  # sent parts of blocks that were not reported
+    ranks_left: int | None = None  # that have not drained; None: not aborted
+    has_failed: bool = False
 
 
-def _take_parts(receiver: TransferReceiver) -> PartReceiver:
-    if not isinstance(receiver, PartReceiver):
-        raise ValueError(f"{receiver.name} does not take parts of blocks")
-    return receiver
+class PushProgress:
+    """Joins the events of `num_ranks` senders. An event of a reservation that is not known here comes through."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._pushes: dict[str, _Pushes] = {}
+
+    def started(self, reservation: str, blocks: Iterable[int], num_parts: int) -> None:
+        """Each of the blocks is pushed in `num_parts` parts."""
+        pushes = self._pushes.setdefault(reservation, _Pushes())
+        pushes.parts_left.update(dict.fromkeys(blocks, num_parts))
+
+    def aborted(self, reservation: str) -> bool:
+        """Returns whether all ranks must now abort. False: an earlier abort has not drained yet."""
+        pushes = self._pushes.setdefault(reservation, _Pushes())
+        if pushes.ranks_left is not None:
+            return False
+        pushes.ranks_left = self._num_ranks
+        return True
+
+    def handle(self, event: SenderEvent) -> SenderEvent | None:
+        """Returns the event for the handoff, if one follows from that of a rank."""
+        pushes = self._pushes.get(event.reservation)
+        if pushes is None:
+            return event
+        match event:
+            case Pushed():
+                return self._pushed(pushes, event)
+            case TransferFailed():
+                is_first, pushes.has_failed = not pushes.has_failed, True
+                return event if is_first else None
+            case SenderDrained():
+                return self._drained(pushes, event)
+
+    def _pushed(self, pushes: _Pushes, event: Pushed) -> Pushed | None:
+        pushes.num_bytes += event.num_bytes
+        pushes.parts_left.subtract(event.blocks)
+        left = tuple(block for block in event.blocks if pushes.parts_left[block] <= 0)
+        for block in left:
+            del pushes.parts_left[block]
+        if not left:
+            return None
+        num_bytes, pushes.num_bytes = pushes.num_bytes, 0
+        if not pushes.parts_left and pushes.ranks_left is None and not pushes.has_failed:
+            del self._pushes[event.reservation]
+        return Pushed(event.reservation, left, num_bytes)
+
+    def _drained(self, pushes: _Pushes, event: SenderDrained) -> SenderDrained | None:
+        if pushes.ranks_left is None:
+            return None  # answers an abort of an earlier time
+        pushes.ranks_left -= 1
+        if pushes.ranks_left > 0:
+            return None
+        del self._pushes[event.reservation]
+        return event
+
+
+class LandingProgress:
+    """Joins the events of `num_ranks` receivers."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._ranks_of: dict[str, dict[int, set[int]]] = {}  # ranks where a block landed, by reservation
+
+    def admitted(self, reservation: str, blocks: Iterable[int]) -> None:
+        """The blocks may land on all ranks."""
+        self._ranks_of[reservation] = {block: set() for block in blocks}
+
+    def released(self, reservation: str) -> None:
+        """Nothing more is said of this reservation."""
+        self._ranks_of.pop(reservation, None)
+
+    def handle(self, rank: int, event: ReceiverEvent) -> ReceiverEvent | None:
+        """Returns the event for the handoff, if one follows from that of a rank."""
+        ranks_of = self._ranks_of.get(event.reservation)
+        if ranks_of is None:
+            return None
+        known = [block for block in event.blocks if block in ranks_of]
+        if isinstance(event, Corrupted):
+            for block in known:
+                ranks_of[block].discard(rank)
+            return Corrupted(event.reservation, tuple(known)) if known else None
+        for block in known:
+            ranks_of[block].add(rank)
+        whole = tuple(block for block in known if len(ranks_of[block]) == self._num_ranks)
+        return Landed(event.reservation, whole) if whole else None

@@ -6,15 +6,16 @@ not written again, so a repeated push cannot change a slot that decode already r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.transfer.block_parts import BlockPart
-from kvrelay.transfer.wire import BlocksHeader, Indices
+from kvrelay.handoff.transports.block_parts import BlockPart
+from kvrelay.handoff.transports.wire import BlocksHeader, Indices
 
 DropCause = Literal[
     "malformed",
@@ -28,6 +29,19 @@ DropCause = Literal[
     "duplicate",
     "checksum",
 ]
+
+
+@dataclass(slots=True)
+class ReceiverCounters:
+    """Totals since start; `num_blocks` and `num_bytes` are those written, without what was dropped."""
+
+    num_messages: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    dropped: Counter[DropCause] = field(default_factory=Counter)
+    """Messages by cause."""
+    num_duplicate_blocks: int = 0
+    """Blocks of accepted messages that had landed before, and were skipped."""
 
 
 class Dropped(Exception):

@@ -16,14 +16,11 @@ from threading import Condition, Thread
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent
-from kvrelay.transfer.block_parts import BlockPart
-from kvrelay.transfer.checksums import checksums_of
-from kvrelay.transfer.counters import ReceiverCounters
-from kvrelay.transfer.loop_port import LoopPort
-from kvrelay.transfer.pool_memory import PoolLike, as_pool
-from kvrelay.transfer.wire import BlocksHeader, Bytes, Checksums, MalformedBlocks, decode_header
-from kvrelay.transfer.write_permits import Dropped, WritePermits, Writes
+from kvrelay.handoff.transports.base import Corrupted, Landed, LoopPort, ReceiverEvent
+from kvrelay.handoff.transports.block_parts import BlockPart
+from kvrelay.handoff.transports.pool_memory import PoolLike, as_pool, checksums_of
+from kvrelay.handoff.transports.wire import BlocksHeader, Bytes, Checksums, MalformedBlocks, decode_header
+from kvrelay.handoff.transports.write_permits import Dropped, ReceiverCounters, WritePermits, Writes
 
 log = logging.getLogger(__name__)
 
@@ -60,18 +57,12 @@ class ReceiverThread:
         thread.start()
         self._thread = thread
 
-    def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
-        """From now on block `first_block + i` may land in `slots[i]`.
+    def admit(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart] = ()) -> None:
+        """From now on block `first_block + i` may land in `slots[i]`, whole or in these parts.
 
         Raises ValueError, changing nothing, for a reservation that is admitted already, and for slots outside the pool,
         named twice, or still claimed by another reservation (a slot is free again once its block landed).
         """
-        with self._changed:
-            self._permits.admit(reservation, first_block, slots)
-            self._changed.notify_all()
-
-    def admit_parts(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart]) -> None:
-        """As `admit`, for blocks that come in these parts. A block has landed when all of its parts have."""
         with self._changed:
             self._permits.admit(reservation, first_block, slots, parts)
             self._changed.notify_all()

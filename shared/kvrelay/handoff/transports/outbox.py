@@ -21,8 +21,8 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed
-from kvrelay.transfer.push_pieces import Piece
+from kvrelay.handoff.transports.base import Pushed, SenderDrained, SenderEvent, TransferFailed
+from kvrelay.handoff.transports.push_pieces import Piece
 
 
 @dataclass(slots=True, eq=False)

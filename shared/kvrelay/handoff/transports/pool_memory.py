@@ -6,13 +6,14 @@ neither torch nor CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from typing import Literal, Protocol
 
 import numpy as np
 
-from kvrelay.transfer.block_parts import BlockPart
-from kvrelay.transfer.wire import Bytes, Indices
+from kvrelay.handoff.transports.block_parts import BlockPart
+from kvrelay.handoff.transports.wire import Bytes, Checksums, Indices
 
 Segment = Literal["DRAM", "VRAM"]
 """A host's memory or an accelerator's, as NIXL calls them."""
@@ -144,3 +145,20 @@ def as_pool(memory: PoolLike, *, writable: bool = False) -> PoolMemory:
     if writable and not pool.is_writable:
         raise ValueError("a pool that takes blocks is a writable array")
     return pool
+
+
+class PoolChecksums:
+    """Checksums of the blocks of a pool, or of an array that `as_pool` accepts. The blocks are read in place."""
+
+    def __init__(self, pool: PoolLike) -> None:
+        self._pool = as_pool(pool)
+
+    def of(self, blocks: Indices, part: BlockPart | None = None) -> Checksums:
+        """Of blocks, or of a part of each: uint32 of shape [num_blocks], in the order of `blocks`. Reads them all: not
+        for an event loop."""
+        return checksums_of(self._pool.rows(blocks, part))
+
+
+def checksums_of(rows: Iterable[Bytes]) -> Checksums:
+    """One CRC-32 per row; rows are contiguous."""
+    return np.fromiter((zlib.crc32(row.data) for row in rows), np.uint32)

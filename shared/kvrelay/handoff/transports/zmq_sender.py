@@ -20,16 +20,14 @@ from dataclasses import dataclass, field
 import zmq
 
 from kvrelay.curve import CurveKey
+from kvrelay.handoff.transports.base import MalformedEndpoint, SenderCounters, SenderEvent, Unreachable
+from kvrelay.handoff.transports.outbox import InFlightSend, Outbox
+from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike, PoolMemory, as_pool
+from kvrelay.handoff.transports.push_pieces import FrameSizes, Piece, cut, frame_blocks
+from kvrelay.handoff.transports.sender_thread import Push, SenderThread, TransportDriver
+from kvrelay.handoff.transports.wire import Bytes, encode_header
+from kvrelay.handoff.transports.zmq_receiver import choose_address, machine_id
 from kvrelay.messaging.zmq_context import ZmqContext
-from kvrelay.transfer.base import SenderEvent
-from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.counters import SenderCounters
-from kvrelay.transfer.endpoints import MalformedEndpoint, Unreachable, choose_address, machine_id
-from kvrelay.transfer.outbox import InFlightSend, Outbox
-from kvrelay.transfer.pool_memory import PoolLike, PoolMemory, as_pool
-from kvrelay.transfer.push_pieces import FrameSizes, Piece, cut, frame_blocks
-from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
-from kvrelay.transfer.wire import Bytes, encode_header
 
 log = logging.getLogger(__name__)
 

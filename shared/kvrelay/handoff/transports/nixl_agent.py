@@ -9,23 +9,30 @@ flight says ok, and the data lands all the same."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import fcntl
 import importlib
+import ipaddress
 import logging
 import logging.config
 import os
 import secrets
+import socket
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.transfer.block_parts import BlockPart
-from kvrelay.transfer.endpoints import Unreachable
-from kvrelay.transfer.pool_memory import PoolLike, Segment, as_pool
-from kvrelay.transfer.wire import Indices
+from kvrelay.config.common import is_wildcard
+from kvrelay.handoff.transports.base import Endpoint, MalformedEndpoint, Unreachable
+from kvrelay.handoff.transports.block_parts import BlockPart
+from kvrelay.handoff.transports.pool_memory import PoolLike, Segment, as_pool
+from kvrelay.handoff.transports.wire import Indices
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """`nixl` chooses one of the others by the CUDA version; any of them works on the CPU."""
@@ -243,3 +250,118 @@ def _errors(what: str) -> Iterator[None]:
 
 def _text(name: bytes | str) -> str:
     return name.decode() if isinstance(name, bytes) else name
+
+
+METADATA_LIMIT_BYTES = 1 << 20
+POOL_LIMIT_BLOCKS = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class NixlEndpoint:
+    """The receiver's agent, which has another name after every start, its metadata, and where its pool lies.
+
+    `process`: the identity of its process; empty if unknown.
+    """
+
+    agent: str
+    metadata: bytes
+    region: Region
+    process: str = ""
+
+    def encode(self) -> Endpoint:
+        """Encodes the endpoint as strings for `Granted`."""
+        return {
+            "agent": self.agent,
+            "metadata": base64.b64encode(self.metadata).decode(),
+            "pool_address": str(self.region.address),
+            "num_blocks": str(self.region.num_blocks),
+            "block_bytes": str(self.region.block_bytes),
+            "segment": self.region.segment,
+            "device_id": str(self.region.device_id),
+            "process": self.process,
+        }
+
+    @staticmethod
+    def decode(words: Mapping[str, str]) -> NixlEndpoint:
+        """Raises MalformedEndpoint if a word is missing or has no valid value."""
+        try:
+            metadata = base64.b64decode(words["metadata"], validate=True)
+            segment = words["segment"]
+            if segment not in get_args(Segment):
+                raise ValueError(f"segment {segment!r}")
+            region = Region(
+                int(words["pool_address"]),
+                int(words["num_blocks"]),
+                int(words["block_bytes"]),
+                cast("Segment", segment),
+                int(words["device_id"]),
+            )
+            agent = words["agent"]
+        except (KeyError, ValueError, binascii.Error) as error:
+            raise MalformedEndpoint(f"no endpoint of a NIXL receiver: {error!r}") from error
+        if not agent or not 0 < len(metadata) <= METADATA_LIMIT_BYTES:
+            raise MalformedEndpoint("no endpoint of a NIXL receiver: no agent or no metadata")
+        if not (
+            0 < region.address < 1 << 64
+            and 0 < region.num_blocks <= POOL_LIMIT_BLOCKS
+            and region.block_bytes > 0
+            and region.device_id >= 0
+        ):
+            raise MalformedEndpoint(f"no pool lies at {region}")
+        return NixlEndpoint(agent, metadata, region, words.get("process", ""))
+
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "UCX_NET_DEVICES"
+_SIOCGIFADDR = 0x8915
+_IFREQ_BYTES = 40
+_FIRST_ADDRESS = slice(20, 24)  # of `struct ifreq`: the name (16), then a sockaddr_in (family, port, address)
+
+
+def devices_for(host: str | None) -> str:
+    """The value of UCX_NET_DEVICES for a worker that listens at `host`; "" if UCX may use all devices.
+
+    A loopback address gives the loopback device alone; another address excludes all interfaces but its own, so that
+    RDMA devices remain. A wildcard, or UCX_NET_DEVICES in the environment, changes nothing. Raises TransportUnavailable
+    if no device has this address as its first one.
+    """
+    if host is None or is_wildcard(host):
+        return ""
+    if chosen := os.environ.get(VARIABLE):
+        log.warning("NIXL listens on the devices of %s=%s, whatever their addresses, not at %s", VARIABLE, chosen, host)
+        return ""
+    wanted = _addresses_of(host)
+    first = {name: address for _, name in socket.if_nameindex() if (address := _first_address(name))}
+    if any(ipaddress.ip_address(address).is_loopback for address in wanted):
+        found = [name for name, address in first.items() if ipaddress.ip_address(address).is_loopback]
+        if found:
+            return found[0]
+    else:
+        found = [name for name, address in first.items() if address in wanted]
+        others = sorted(set(first) - set(found))
+        if found:
+            return f"^{','.join(others)}" if others else ""
+    raise TransportUnavailable(
+        f"UCX cannot listen at {host} alone: no network device has it as its first IPv4 address. Set {VARIABLE} to the "
+        f"devices that NIXL may use"
+    )
+
+
+def _addresses_of(host: str) -> set[str]:
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransportUnavailable(f"the address of {host!r} is not known: {error}") from error
+    return {str(info[4][0]).partition("%")[0] for info in found}
+
+
+def _first_address(device: str) -> str | None:
+    """The IPv4 address that UCX would use. None for a device without one."""
+    request = struct.pack(f"{_IFREQ_BYTES}s", device.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[_FIRST_ADDRESS])

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay_simulator.bad_trace import BadTrace
-
 CHARS_PER_TOKEN = 4
 """English text has about so many characters per token; files of conversations have no token counts."""
 DEFAULT_ANSWER_TOKENS = 200
@@ -31,6 +29,10 @@ _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
 }
 _ANSWERS = ("completion", "response", "output", "answer")
+
+
+class BadTrace(ValueError):
+    """An invalid trace or file of conversations. The message names file, line and fault."""
 
 
 @dataclass(frozen=True, slots=True)

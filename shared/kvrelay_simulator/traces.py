@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay_simulator.bad_trace import BadTrace
 from kvrelay_simulator.conversations import (
     CHARS_PER_TOKEN,
     DEFAULT_ANSWER_TOKENS,
+    BadTrace,
     Conversation,
     estimated_tokens,
     holds_conversations,

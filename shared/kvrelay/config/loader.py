@@ -25,8 +25,13 @@ from kvrelay.config.other_servers import ADVICE
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
-from kvrelay.config.up_file import UP_FIELDS_OF_ROUTER, ignored_variables, refused_fields
-from kvrelay.config.variables import ENV_PREFIX, unknown_variables
+from kvrelay.config.without_effect import (
+    ENV_PREFIX,
+    UP_FIELDS_OF_ROUTER,
+    ignored_variables,
+    refused_fields,
+    unknown_variables,
+)
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.flag_parser import FlagParser, closest
 

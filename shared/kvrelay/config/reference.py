@@ -14,7 +14,7 @@ from kvrelay.config.loader import flag_name, is_list
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
-from kvrelay.config.variables import ENV_PREFIX
+from kvrelay.config.without_effect import ENV_PREFIX
 from kvrelay.config.worker import WorkerConfig
 
 WIDTH = 116

@@ -1,0 +1,153 @@
+"""Prints the files that a request, a token and a block pass, of a real run: `kvrelay up` with the demo model.
+
+    .venv/bin/python -m scripts.trace_files [--functions]
+
+- request: in the router, from its arrival to the first message to a worker.
+- token: from the commit of a step in the decode worker to the write of its event in the router.
+- block: from the commit of the step that computed it in the prefill worker to the commit of its handoff in the decode worker.
+
+Of a token and a block only what runs within the functions of `PATHS` counts, since the same threads plan other steps
+meanwhile. What a process does by itself (timers, heartbeats) does not count: an activation (see traced/sitecustomize.py)
+whose functions all ran while the stack was idle is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from kvrelay.config.demo import demo_model_path
+from tests.fakes.stack import Stack
+
+Call = tuple[int, str, str, str]  # ns, file, function, the mark within which it ran
+
+SEND = "kvrelay/messaging/messenger.py:Messenger.send"
+COMMIT = "kvrelay/scheduling/scheduler.py:BatchScheduler.commit"
+HANDED_OVER = "kvrelay_decode/receiver_driver.py:ReceiverDriver._commit"
+PATHS = {
+    "token in decode": (COMMIT, "kvrelay_decode/service.py:DecodeRole._committed", SEND),
+    "token in router": ("kvrelay_router/dispatch/inbox.py:Inbox.take",),
+    "block in prefill": (
+        "kvrelay_prefill/service.py:PrefillRole._committed",
+        "kvrelay_prefill/sender_driver.py:SenderDriver._on_transfer",
+        "kvrelay/transfer/sender_thread.py:SenderThread._carry_out",
+        "kvrelay/transfer/zmq_sender.py:_ZmqDriver.send",
+        SEND,
+    ),
+    "block in decode": (
+        "kvrelay/transfer/receiver_thread.py:ReceiverThread._take",
+        "kvrelay_decode/receiver_driver.py:ReceiverDriver._on_transfer",
+        "kvrelay_decode/receiver_driver.py:ReceiverDriver.from_prefill",
+        HANDED_OVER,
+    ),
+}
+IDLE_S = 3.0
+NUM_TOKENS = 64
+FIRST_EVENT = 2  # of the stream that is looked at: before it, the answer begins
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Nanoseconds of the monotonic clock, which all processes of a machine share."""
+
+    idle_from: int
+    sent: int
+    received: list[int]
+
+
+class Process:
+    """What one process did from the request on, but for what it does by itself."""
+
+    def __init__(self, path: Path, run: Run) -> None:
+        lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("]]]"))
+        activations = [[tuple(call) for call in calls] for _, calls in lines]
+        idle = {call[1:] for calls in activations for call in calls if run.idle_from <= call[0] < run.sent}
+        self._calls = [
+            call
+            for calls in activations
+            if calls[0][0] >= run.sent and not idle.issuperset(call[1:] for call in calls)
+            for call in calls
+        ]
+
+    def time_of(self, function: str) -> int:
+        """Of its first call."""
+        found = [call[0] for call in self._calls if f"{call[1]}:{call[2]}" == function]
+        if not found:
+            raise SystemExit(f"{function} was not called: has it another name now?")
+        return min(found)
+
+    def between(self, first: int, last: int, within: Iterable[str] = ()) -> list[Call]:
+        return sorted(call for call in self._calls if first <= call[0] <= last and (not within or call[3] in within))
+
+
+def traced_run(place: Path) -> Run:
+    """One streamed completion with a prompt of one chunk, after a warm-up of the same kind."""
+    paths = [str(Path(__file__).parent / "traced"), os.environ.get("PYTHONPATH", "")]
+    environ = {
+        "KVRELAY_TRACED_FILES": str(place),
+        "KVRELAY_TRACED_MARKS": " ".join(mark for marks in PATHS.values() for mark in marks),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    with Stack(demo_model_path(), place / "state", "--transfer", "zmq", environ=environ) as stack:
+        ask(stack, 1)
+        idle_from = time.monotonic_ns()
+        time.sleep(IDLE_S)
+        sent = time.monotonic_ns()
+        return Run(idle_from, sent, ask(stack, 2))
+
+
+def ask(stack: Stack, seed: int) -> list[int]:
+    """When each event came."""
+    text = f"What is an otter, a beaver, or number {seed}?"
+    body = {"model": stack.model, "prompt": f"{text} " * 8, "max_tokens": NUM_TOKENS, "stream": True, "ignore_eos": True}
+    received = []
+    with httpx.stream("POST", f"{stack.base_url}/v1/completions", json=body, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                received.append(time.monotonic_ns())
+    return received
+
+
+def trace(processes: dict[str, Process], run: Run) -> dict[str, list[Call]]:
+    router, prefill, decode = (processes[name] for name in ("router", "prefill", "decode"))
+    stream = run.received[FIRST_EVENT], run.received[-2]
+    block = prefill.time_of(COMMIT), decode.time_of(HANDED_OVER)
+    return {
+        "request": router.between(run.sent, router.time_of(SEND)),
+        "token": decode.between(*stream, PATHS["token in decode"]) + router.between(*stream, PATHS["token in router"]),
+        "block": prefill.between(*block, PATHS["block in prefill"]) + decode.between(*block, PATHS["block in decode"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--functions", action="store_true", help="also the functions, in the order of their first calls")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        run = traced_run(place)
+        processes = {}
+        for path in sorted(place.glob("*.jsonl"), key=lambda path: path.stat().st_size):
+            text = path.read_text(encoding="utf-8")
+            processes |= {
+                role: Process(path, run) for role in ("router", "prefill", "decode") if f'"kvrelay_{role}/' in text
+            }
+    for name, calls in trace(processes, run).items():
+        files = dict.fromkeys(call[1] for call in calls)
+        print(f"{name}: {len(files)} files")
+        for file in files:
+            names = dict.fromkeys(call[2] for call in calls if call[1] == file)
+            print(f"  {file}", *([f"    {', '.join(names)}"] if given.functions else []), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,11 +4,11 @@
 
 - request: in the router, from its arrival to the first message to a worker.
 - token: from the commit of a step in the decode worker to the write of its event in the router.
-- block: from the commit of the step that computed it in the prefill worker to the commit of its handoff in the decode worker.
+- block: from the commit of the step that computed it in the prefill worker to the commit of the handoff on decode.
 
 Of a token and a block only what runs within the functions of `PATHS` counts, since the same threads plan other steps
-meanwhile. What a process does by itself (timers, heartbeats) does not count: an activation (see traced/sitecustomize.py)
-whose functions all ran while the stack was idle is left out.
+meanwhile. What a process does by itself (timers, heartbeats) does not count: an activation (see
+traced/sitecustomize.py) whose functions all ran while the stack was idle is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -68,9 +69,9 @@ class Process:
 
     def __init__(self, path: Path, run: Run) -> None:
         lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("]]]"))
-        activations = [[tuple(call) for call in calls] for _, calls in lines]
+        activations: list[list[Call]] = [[(ns, *name) for ns, *name in calls] for _, calls in lines]
         idle = {call[1:] for calls in activations for call in calls if run.idle_from <= call[0] < run.sent}
-        self._calls = [
+        self._calls: list[Call] = [
             call
             for calls in activations
             if calls[0][0] >= run.sent and not idle.issuperset(call[1:] for call in calls)
@@ -107,7 +108,13 @@ def traced_run(place: Path) -> Run:
 def ask(stack: Stack, seed: int) -> list[int]:
     """When each event came."""
     text = f"What is an otter, a beaver, or number {seed}?"
-    body = {"model": stack.model, "prompt": f"{text} " * 8, "max_tokens": NUM_TOKENS, "stream": True, "ignore_eos": True}
+    body = {
+        "model": stack.model,
+        "prompt": f"{text} " * 8,
+        "max_tokens": NUM_TOKENS,
+        "stream": True,
+        "ignore_eos": True,
+    }
     received = []
     with httpx.stream("POST", f"{stack.base_url}/v1/completions", json=body, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
@@ -130,12 +137,14 @@ def trace(processes: dict[str, Process], run: Run) -> dict[str, list[Call]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--functions", action="store_true", help="also the functions, in the order of their first calls")
+    parser.add_argument(
+        "--functions", action="store_true", help="also the functions, in the order of their first calls"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         run = traced_run(place)
-        processes = {}
+        processes: dict[str, Process] = {}
         for path in sorted(place.glob("*.jsonl"), key=lambda path: path.stat().st_size):
             text = path.read_text(encoding="utf-8")
             processes |= {
@@ -143,10 +152,11 @@ def main() -> None:
             }
     for name, calls in trace(processes, run).items():
         files = dict.fromkeys(call[1] for call in calls)
-        print(f"{name}: {len(files)} files")
+        lines = [f"{name}: {len(files)} files"]
         for file in files:
             names = dict.fromkeys(call[2] for call in calls if call[1] == file)
-            print(f"  {file}", *([f"    {', '.join(names)}"] if given.functions else []), sep="\n")
+            lines += [f"  {file}", *([f"    {', '.join(names)}"] if given.functions else [])]
+        sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Records which functions of kvrelay a process calls, and when, for `scripts/trace_files.py`.
 
-Python imports a module of this name when it starts. An activation is what runs from the entry into the first function of
-kvrelay on a thread, or its resumption, to its return or a pause: a callback, a step of a task, a turn of a thread's loop.
+Python imports a module of this name when it starts. An activation is what runs from the entry into the first function
+of kvrelay on a thread, or its resumption, to its return or a pause: a callback, a step of a task, a turn of a thread's
+loop.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ Key = tuple[str, str, str]  # file, function, the mark under which it runs
 
 
 class Recorder:
-    """Writes a line of JSON for each activation: the thread, and [ns, file, function, mark] of the first call of each. A
-    mark is the innermost function of `marks` (file:function) among those that the call is within."""
+    """Writes a line of JSON for each activation: the thread, and [ns, file, function, mark] of the first call of each.
+
+    A mark is the innermost function of `marks` (file:function) among those that the call is within.
+    """
 
     def __init__(self, path: Path, marks: frozenset[str]) -> None:
         self._path = path

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 import httpx
 
-from kvrelay_programs.beginnings import num_common
+from kvrelay_programs.beginnings import SentTexts, num_common
 from kvrelay_programs.connections import Connections
 from kvrelay_programs.content import Content, chat_fields
 from kvrelay_programs.errors import CannotScore, EndpointError
@@ -22,7 +22,6 @@ from kvrelay_programs.expressions import Select
 from kvrelay_programs.greedy_choice import top_tokens_of
 from kvrelay_programs.results import ChoiceScore, Generated, Selected, Usage
 from kvrelay_programs.scoring import ScoredTokens, best_choice
-from kvrelay_programs.sent_texts import SentTexts
 from kvrelay_programs.session_ends import SessionEnds
 
 DEFAULT_URL = "http://127.0.0.1:8000"

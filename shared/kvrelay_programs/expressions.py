@@ -6,7 +6,9 @@ import base64
 import json
 import mimetypes
 import re
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -289,3 +291,26 @@ def _distinct(choices: Sequence[str]) -> tuple[str, ...]:
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
+
+
+class MessageBlocks(ABC):
+    """The blocks of messages that a program's state has, whether it runs or is traced."""
+
+    @contextmanager
+    def system(self) -> Iterator[None]:
+        """Content appended inside becomes a message of the system."""
+        yield from self._block("system")
+
+    @contextmanager
+    def user(self) -> Iterator[None]:
+        """Content appended inside becomes a message of the user."""
+        yield from self._block("user")
+
+    @contextmanager
+    def assistant(self) -> Iterator[None]:
+        """Content appended inside becomes a message of the assistant."""
+        yield from self._block("assistant")
+
+    @abstractmethod
+    def _block(self, role: Role) -> Iterator[None]:
+        """Opens a message, yields once, and closes it."""

@@ -14,8 +14,7 @@ from typing import Any, overload
 from kvrelay_programs.argument import MARK, Argument, TraceEnded
 from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, ProgramError, caller_location
-from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
-from kvrelay_programs.message_blocks import MessageBlocks
+from kvrelay_programs.expressions import Block, Expression, Gen, MessageBlocks, Part, Role, Select, parts_of
 from kvrelay_programs.tracing import line_of
 
 

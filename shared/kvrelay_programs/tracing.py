@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 from kvrelay_programs.argument import MARK, Argument, TraceEnded
 from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, caller_location, is_of_package
-from kvrelay_programs.expressions import Block, Expression, Gen, Part, Role, Select, parts_of
-from kvrelay_programs.message_blocks import MessageBlocks
+from kvrelay_programs.expressions import Block, Expression, Gen, MessageBlocks, Part, Role, Select, parts_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvrelay_programs.beginnings import SentTexts
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller, Endpoint
 from kvrelay_programs.errors import EndpointError
 from kvrelay_programs.expressions import Select
 from kvrelay_programs.results import Generated, Selected
 from kvrelay_programs.scoring import ScoredTokens
-from kvrelay_programs.sent_texts import SentTexts
 
 
 def answer_to(text: str, fields: Mapping[str, Any]) -> str:

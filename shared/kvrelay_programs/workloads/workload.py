@@ -1,4 +1,4 @@
-"""The workloads by name."""
+"""What a workload is."""
 
 from __future__ import annotations
 
@@ -27,19 +27,3 @@ class Workload:
             self.arguments(random.Random(f"{seed}-{self.name}"), random.Random(f"{seed}-{self.name}-{number}"))
             for number in range(num_programs)
         ]
-
-
-def workloads() -> dict[str, Workload]:
-    """All workloads, in the order of the docs."""
-    from kvrelay_programs.workloads import agents, chat, choice, documents, thought
-
-    modules = (choice, chat, thought, agents, documents)
-    return {workload.name: workload for module in modules for workload in module.WORKLOADS}
-
-
-def find_workload(name: str) -> Workload:
-    """Raises ValueError, which lists the names."""
-    known = workloads()
-    if name not in known:
-        raise ValueError(f"there is no workload {name!r}; there are {', '.join(known)}")
-    return known[name]

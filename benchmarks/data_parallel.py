@@ -27,7 +27,7 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.ranks.lockstep import LocalGroup, LocalRank
+from kvrelay.ranks.lockstep_group import LocalGroup, LocalRank
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
@@ -35,7 +35,7 @@ from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSett
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import read_facts
 from kvrelay.simulated.simulated_runner import SimulatedRunner
-from kvrelay.worker.launch import LockstepTimedLauncher
+from kvrelay.worker.launchers import LockstepTimedLauncher
 from kvrelay.worker.lockstep_loop import LockstepLoop
 from kvrelay.worker.step_loop import StepCallbacks
 from tests.fakes.sequences import new_sequence

@@ -19,7 +19,7 @@ from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence as Running
-from kvrelay.worker.launch import choose_launcher
+from kvrelay.worker.launchers import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 

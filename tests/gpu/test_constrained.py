@@ -24,7 +24,7 @@ from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.worker.launch import choose_launcher
+from kvrelay.worker.launchers import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S

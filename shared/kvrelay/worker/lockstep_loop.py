@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.ranks.lockstep import LockstepGroup
+from kvrelay.ranks.lockstep_group import LockstepGroup
 from kvrelay.scheduling.queue.prefill_delay import NO_LOAD, PrefillDelayer, RankLoad
 from kvrelay.step.batch import DeviceLost
 from kvrelay.worker.failed_steps import log_failed_step

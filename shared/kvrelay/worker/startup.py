@@ -18,7 +18,7 @@ from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
-from kvrelay.ranks.lockstep import LockstepRunner
+from kvrelay.ranks.lockstep_group import LockstepRunner
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
 from kvrelay.scheduling.scheduler import Scheduler
@@ -32,7 +32,7 @@ from kvrelay.worker import factory
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay.worker.launch import (
+from kvrelay.worker.launchers import (
     LockstepTimedLauncher,
     MakeLauncher,
     PipelinedTimedLauncher,

@@ -43,7 +43,7 @@ from kvrelay.telemetry.metrics import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_file import Mark, StepEventName
 from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.failed_steps import log_failed_step
-from kvrelay.worker.launch import Flight, MakeLauncher, ThreadLauncher
+from kvrelay.worker.launchers import Flight, MakeLauncher, ThreadLauncher
 from kvrelay.worker.load_report import SpeedMeter
 
 

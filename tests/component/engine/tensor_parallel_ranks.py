@@ -55,7 +55,7 @@ def serve(connection: Connection) -> None:
 def choose_means(options: dict[str, Any]) -> None:
     """Takes the option `without_shared_memory`, with which the ranks use gloo, as those of several machines do."""
     without = options.pop("without_shared_memory", False)
-    means = (lambda ballot: None) if without else share_memory
+    means = (lambda *_: None) if without else share_memory
     setattr(group_coordinator, "share_memory", means)  # noqa: B010 - it is no public name
 
 

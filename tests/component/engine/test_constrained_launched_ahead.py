@@ -28,7 +28,7 @@ from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence as Running
 from kvrelay.step.batch import WorkerBatch, WorkerRow
-from kvrelay.worker.launch import AheadLauncher
+from kvrelay.worker.launchers import AheadLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.component.engine.conftest import BLOCK_SIZE
 from tests.component.engine.test_launched_ahead_disturbed import Course, ExactModel

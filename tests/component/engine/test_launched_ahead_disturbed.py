@@ -24,7 +24,7 @@ from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence as Running
-from kvrelay.worker.launch import AheadLauncher
+from kvrelay.worker.launchers import AheadLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.component.engine.conftest import BLOCK_SIZE
 from tests.fakes.sequences import new_sequence

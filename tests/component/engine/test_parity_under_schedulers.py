@@ -33,7 +33,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.speculation.draft_length import DraftLength
 from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.scheduling.step_planner import StepPlanner
-from kvrelay.worker.launch import choose_launcher
+from kvrelay.worker.launchers import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.component.engine.conftest import BLOCK_SIZE
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder

@@ -46,7 +46,7 @@ def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if means == "small slots":
         monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 128)
     if means == "gloo":
-        monkeypatch.setattr(group_coordinator, "share_memory", lambda ballot: None)
+        monkeypatch.setattr(group_coordinator, "share_memory", lambda *_: None)
     if means == "one rank cannot share":
         open_file = SharedMemory.__init__
 

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvrelay.engine.parallel.shard_plan import check_tensor_parallel, plan_shards
+from kvrelay.engine.parallel.shard_plan import plan_shards
 from kvrelay.engine.run.attention import UnsupportedModel
 from tests.tiny_models import DIVIDED
 
@@ -81,4 +81,4 @@ SMALL: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96, "num_hidden
 )
 def test_models_that_do_not_divide_are_refused(config: PreTrainedConfig, size: int, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
-        check_tensor_parallel(config, size)
+        plan_shards(on_meta(config), 0, size)

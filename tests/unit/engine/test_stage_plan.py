@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
 from kvrelay.engine.parallel.stage_modules import drop_absent
-from kvrelay.engine.parallel.stage_plan import check_pipeline_parallel, plan_stage
+from kvrelay.engine.parallel.stage_plan import plan_stage
 from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.kv.shard_map import layers_of_stage
 from tests.tiny_models import DIVIDED
@@ -56,4 +56,4 @@ def test_a_model_without_a_plan_of_transformers() -> None:
 
 def test_more_stages_than_layers() -> None:
     with pytest.raises(UnsupportedModel, match="pipeline_parallel_size = 4: it has 3 layers"):
-        check_pipeline_parallel(LlamaConfig(**{**SMALL, "num_hidden_layers": 3, "num_attention_heads": 4}), 4)
+        plan_stage(on_meta(LlamaConfig(**{**SMALL, "num_hidden_layers": 3, "num_attention_heads": 4})), 0, 4)

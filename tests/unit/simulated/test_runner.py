@@ -32,7 +32,7 @@ from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
 from kvrelay.simulated.token_hash import Vocabulary, continuation, salt_of
 from kvrelay.step.batch import WorkerBatch, WorkerRow
-from kvrelay.worker.launch import PipelinedTimedLauncher, TimedLauncher
+from kvrelay.worker.launchers import PipelinedTimedLauncher, TimedLauncher
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.sequences import new_sequence

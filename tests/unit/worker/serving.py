@@ -22,7 +22,7 @@ from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import RowsFailed, StepResult, WorkerBatch
-from kvrelay.worker.launch import choose_launcher
+from kvrelay.worker.launchers import choose_launcher
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.guessing_drafter import GuessingDrafter

@@ -24,7 +24,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import DeviceLost
 from kvrelay.telemetry.metrics_file import MetricsFile, StepEvent, StepRecord, read_metrics
 from kvrelay.telemetry.step_observer import StepObserver
-from kvrelay.worker.launch import AheadLauncher, ThreadLauncher, choose_launcher
+from kvrelay.worker.launchers import AheadLauncher, ThreadLauncher, choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.queued_runner import QueuedRunner

@@ -16,7 +16,7 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.ranks.lockstep import LocalGroup, LocalRank
+from kvrelay.ranks.lockstep_group import LocalGroup, LocalRank
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer

@@ -13,7 +13,7 @@ from kvrelay.core_leases import CoreLeases, leases_bytes
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.scheduling.plan import StepPlan, SwapPlan
 from kvrelay.step.batch import DeviceLost, StepResult, SwapCopies, WorkerBatch
-from kvrelay.worker.launch import ThreadLauncher
+from kvrelay.worker.launchers import ThreadLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.waiting import PATIENCE_S
 

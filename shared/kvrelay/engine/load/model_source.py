@@ -15,9 +15,7 @@ from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.load.checkpoint import check_quantization, read_config
 from kvrelay.engine.load.support import check_config, check_positions, resolve_max_model_len
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.shard_plan import check_data_parallel, check_tensor_parallel
 from kvrelay.engine.parallel.stage_link import StageLink
-from kvrelay.engine.parallel.stage_plan import check_pipeline_parallel
 from kvrelay.engine.quantized.stored_format import StoredFormat, find_format, stated_quantization
 from kvrelay.engine.run.attention import UnsupportedModel
 
@@ -104,13 +102,10 @@ def open_source(
         )
     if tensor_parallel is not None:
         _check_weights(config, quantization, load_format, f"tensor_parallel_size = {tensor_parallel.size}")
-        check_tensor_parallel(config, tensor_parallel.size)
     if pipeline is not None:
         _check_weights(config, quantization, load_format, f"pipeline_parallel_size = {pipeline.num_stages}")
-        check_pipeline_parallel(config, pipeline.num_stages)
     if data_parallel is not None:
         _check_weights(config, quantization, load_format, f"data_parallel_size = {data_parallel.size}")
-        check_data_parallel(config, data_parallel.size)
     stored = KV_DTYPES.get(kv_cache_dtype)
     return ModelSource(
         *(name, config, computed, target, length, load_format, stored, quantization, stored_format, tensor_parallel),

@@ -41,12 +41,12 @@ class GatheredMlps:
         self.group = group
         modules: dict[str, Any] = dict(model.named_modules())
         for path in plan.row_linears:
-            _replace(modules, path, RowParallelLinear(modules[path], group))
+            model.set_submodule(path, RowParallelLinear(modules[path], group))
         for path in plan.experts:
-            _replace(modules, path, ReducedExperts(modules[path], group))
+            model.set_submodule(path, ReducedExperts(modules[path], group))
         self._mlps = [_GatheredMlp(modules[path], self) for path in plan.mlps]
         for path, mlp in zip(plan.mlps, self._mlps, strict=True):
-            _replace(modules, path, mlp)
+            model.set_submodule(path, mlp)
         backbone = modules.get(model.base_model_prefix)
         if not isinstance(backbone, nn.Module):
             raise UnsupportedModel(f"{type(model).__name__} has no backbone under {model.base_model_prefix!r}")
@@ -133,8 +133,3 @@ class _GatheredMlp(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
         return self._mlps.run(lambda every: self.mlp(every[None])[0], rows).reshape(hidden.shape)
-
-
-def _replace(modules: dict[str, Any], path: str, module: nn.Module) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(modules[owner], name, module)

@@ -69,7 +69,7 @@ class GroupCoordinator:
                 self._nccl = make_nccl(store, rank, size, device)
                 self._check_connected(self._nccl, device)
             else:
-                self._shared = share_memory(self)
+                self._shared = share_memory(rank, size, self.all_texts)
         except RuntimeError as error:
             if isinstance(error, GroupNotFormed):
                 raise

@@ -99,17 +99,6 @@ class ShardPlan:
         return max(1, self.num_kv_heads // self.size)
 
 
-def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
-    """Refuses a model that cannot be divided among `size` ranks, from its config alone.
-
-    Raises:
-        UnsupportedModel: with the reason.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(deepcopy(config))
-    plan_shards(model, 0, size)
-
-
 def plan_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:
     """Returns the plan of a rank for a whole model, whose parameters may be on the meta device.
 

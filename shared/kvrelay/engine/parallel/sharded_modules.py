@@ -90,10 +90,9 @@ class GatheredHead(nn.Module):
 
 def narrow(model: PreTrainedModel, plan: ShardPlan) -> None:
     """Makes a whole model's parameters those of a rank. The parts of parameters on the meta device have no values."""
-    modules = dict(model.named_modules())
     for path in plan.cuts:
         owner, _, name = path.rpartition(".")
-        narrow_parameter(modules[owner], name, path, plan)
+        narrow_parameter(model.get_submodule(owner), name, path, plan)
 
 
 def narrow_parameter(module: nn.Module, name: str, path: str, plan: ShardPlan) -> None:
@@ -121,8 +120,7 @@ def connect_modules(model: PreTrainedModel, plan: ShardPlan, group: GroupCoordin
     if plan.head:
         head = replaced[plan.head] = GatheredHead(modules[plan.head], plan.vocab_size, group)
     for path, module in replaced.items():
-        owner, _, name = path.rpartition(".")
-        setattr(modules[owner], name, module)
+        model.set_submodule(path, module)
     for module in modules.values():
         _set_heads(module, plan)
     return head

@@ -18,7 +18,7 @@ from contextlib import suppress
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,17 +41,6 @@ class SharedMemoryUnusable(RuntimeError):
 
 class RankEnded(RuntimeError):
     """A rank's process has ended in the middle of a collective."""
-
-
-class Ballot(Protocol):
-    """How ranks find out what all of them can do, before they share memory: a `GroupCoordinator`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def least(self, number: int) -> int: ...
-    def all_texts(self, text: str) -> list[str]: ...
 
 
 _GoesOn = ctypes.CFUNCTYPE(c_int64)
@@ -173,35 +162,30 @@ class SharedMemory:
         return kind != fcntl.F_UNLCK
 
 
-def share_memory(ballot: Ballot) -> SharedMemory | None:
+def share_memory(rank: int, size: int, all_texts: Callable[[str], list[str]]) -> SharedMemory | None:
     """Memory that all ranks share; None if one of them cannot, say because it is on another machine. All ranks call it
-    at the same time."""
+    at the same time. `all_texts` returns what all ranks say."""
     path = None
-    if ballot.rank == 0:
+    if rank == 0:
         try:
-            path = _make_file(ballot.size)
+            path = _make_file(size)
         except SharedMemoryUnusable as error:
             _log.info("ranks do not share memory: %s", error)
+    opened = None
     try:
-        offered = ballot.all_texts("" if path is None else str(path))[0]
-        return _open_together(ballot, Path(offered)) if offered else None
+        if not (offered := all_texts("" if path is None else str(path))[0]):
+            return None
+        try:
+            opened = SharedMemory(Path(offered), rank, size)
+        except SharedMemoryUnusable as error:
+            _log.info("ranks do not share memory: rank %d: %s", rank, error)
+        if not all(all_texts("opened" if opened is not None else "")) and opened is not None:
+            opened.close()
+            return None
+        return opened  # no rank needs the file's name any more
     finally:
         if path is not None:
             path.unlink()
-
-
-def _open_together(ballot: Ballot, path: Path) -> SharedMemory | None:
-    """Returns when no rank needs the file's name any more."""
-    opened = None
-    try:
-        opened = SharedMemory(path, ballot.rank, ballot.size)
-    except SharedMemoryUnusable as error:
-        _log.info("ranks do not share memory: rank %d: %s", ballot.rank, error)
-    all_have = ballot.least(0 if opened is None else 1)
-    if opened is not None and not all_have:
-        opened.close()
-        return None
-    return opened
 
 
 def can_sum(tensor: torch.Tensor) -> bool:

@@ -99,10 +99,8 @@ class StageHead(nn.Module):
 
 def drop_absent(model: PreTrainedModel, plan: StagePlan) -> None:
     """Drops what other stages have from a whole model, whose parameters may be on the meta device."""
-    modules = dict(model.named_modules())
     for path in plan.absent:
-        owner, _, name = path.rpartition(".")
-        setattr(modules[owner], name, AbsentModule(modules[path]))
+        model.set_submodule(path, AbsentModule(model.get_submodule(path)))
 
 
 def connect_stage(model: PreTrainedModel, plan: StagePlan, link: StageLink) -> StageHead:
@@ -125,6 +123,5 @@ def connect_stage(model: PreTrainedModel, plan: StagePlan, link: StageLink) -> S
     vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
     head = replaced[plan.head] = StageHead(modules[plan.head] if plan.is_last else None, vocab_size, link)
     for path, module in replaced.items():
-        owner, _, name = path.rpartition(".")
-        setattr(modules[owner], name, module)
+        model.set_submodule(path, module)
     return head

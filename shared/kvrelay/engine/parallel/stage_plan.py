@@ -9,9 +9,8 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.kv.shard_map import layers_of_stage
@@ -63,17 +62,6 @@ class StagePlan:
     def has(self, path: str) -> bool:
         """Returns whether this stage has a module or a parameter."""
         return not any(path == absent or path.startswith(f"{absent}.") for absent in self.absent)
-
-
-def check_pipeline_parallel(config: PreTrainedConfig, num_stages: int) -> None:
-    """Refuses a model that cannot be divided into so many stages, from its config alone.
-
-    Raises:
-        UnsupportedModel: with the reason.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(deepcopy(config))
-    plan_stage(model, 0, num_stages)
 
 
 def config_of_stage(config: PreTrainedConfig, plan: StagePlan) -> PreTrainedConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Protocol, cast
 
 from kvrelay.core_leases import CoreLeases
 from kvrelay.engine.model_runner import LaunchedStep, LaunchingRunner, ModelRunner
+from kvrelay.ranks.lockstep_group import LockstepGroup
 from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
 from kvrelay.telemetry.metrics_file import StepEventName, StepTrace
@@ -216,6 +216,8 @@ class TimedLauncher:
     device with a queue does not wait for the host either.
     """
 
+    _make_flight = _Alone
+
     def __init__(self, runner: ModelRunner, trace: StepTrace | None) -> None:
         self._runner = runner
         self._trace = trace
@@ -225,20 +227,30 @@ class TimedLauncher:
         return False
 
     async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
-        """Does not wait. An error of the runner is raised by the landing."""
+        """Waits for other ranks only. An error of the runner is raised by the landing."""
         loop = asyncio.get_running_loop()
-        begins_at = self._ended_at if ahead else loop.time()
         forward: asyncio.Future[StepResult] = loop.create_future()
         if self._trace is not None:
             self._trace.note("forward_begins", batch.step)
+        own_s, result = 0.0, None
         try:
             result = self._runner.execute(batch)
+            own_s = result.forward_s + result.copy_s
         except Exception as error:
             forward.set_exception(error)
-            return _Alone(forward)
-        self._ended_at = begins_at + result.forward_s + result.copy_s
-        loop.call_at(self._ended_at, self._land, forward, result)
-        return _Alone(forward)
+        took_s = await self._slowest_s(own_s)
+        if result is not None:
+            if took_s != own_s:
+                result = replace(result, forward_s=took_s - result.copy_s)
+            loop.call_at(self._ends_at(loop.time(), took_s, ahead=ahead), self._land, forward, result)
+        return self._make_flight(forward)
+
+    async def _slowest_s(self, own_s: float) -> float:
+        return own_s
+
+    def _ends_at(self, now: float, took_s: float, *, ahead: bool) -> float:
+        self._ended_at = (self._ended_at if ahead else now) + took_s
+        return self._ended_at
 
     def rest(self) -> None:
         """Does nothing: a simulated device has no threads."""
@@ -254,33 +266,6 @@ class TimedLauncher:
             forward.set_result(result)
 
 
-class PipelinedTimedLauncher(TimedLauncher):
-    """For a simulated pipeline: a step takes the time that the result names on each stage, and the first stage takes
-    the next step as soon as it is free. Results exist at launch, as steps in flight do not need each other's tokens."""
-
-    def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, num_stages: int) -> None:
-        super().__init__(runner, trace)
-        self._stages = StageClock(num_stages)
-
-    def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        return batch.is_plain
-
-    async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
-        """Does not wait. An error of the runner is raised by the landing."""
-        loop = asyncio.get_running_loop()
-        forward: asyncio.Future[StepResult] = loop.create_future()
-        if self._trace is not None:
-            self._trace.note("forward_begins", batch.step)
-        try:
-            result = self._runner.execute(batch)
-        except Exception as error:
-            forward.set_exception(error)
-            return _Queued(forward)
-        ends_at = self._stages.enter(loop.time(), result.forward_s + result.copy_s)
-        loop.call_at(ends_at, self._land, forward, result)
-        return _Queued(forward)
-
-
 class _Queued(_Alone):
     """A step of `PipelinedTimedLauncher`, which others may be launched behind."""
 
@@ -289,37 +274,31 @@ class _Queued(_Alone):
         self._landed.exception()  # it counts as retrieved
 
 
-class Exchange(Protocol):
-    """The part of a `LockstepGroup` that `LockstepTimedLauncher` uses."""
+class PipelinedTimedLauncher(TimedLauncher):
+    """For a simulated pipeline: a step takes the time that the result names on each stage, and the first stage takes
+    the next step as soon as it is free. Results exist at launch, as steps in flight do not need each other's tokens."""
 
-    async def exchange(self, numbers: Seq[int]) -> list[list[int]]:
-        """Returns the numbers of all ranks. Raises DeviceLost."""
-        ...
+    _make_flight = _Queued
+
+    def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, num_stages: int) -> None:
+        super().__init__(runner, trace)
+        self._stages = StageClock(num_stages)
+
+    def can_launch_behind(self, batch: WorkerBatch) -> bool:
+        return batch.is_plain
+
+    def _ends_at(self, now: float, took_s: float, *, ahead: bool) -> float:
+        return self._stages.enter(now, took_s)
 
 
 class LockstepTimedLauncher(TimedLauncher):
     """For simulated ranks with data-parallel attention: a step takes as long as the longest one of the ranks would
     alone, since all ranks wait for the slowest one, and compute MLPs for as many tokens of each rank."""
 
-    def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, group: Exchange) -> None:
+    def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, group: LockstepGroup) -> None:
         super().__init__(runner, trace)
         self._group = group
 
-    async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
-        """Waits for the other ranks."""
-        loop = asyncio.get_running_loop()
-        forward: asyncio.Future[StepResult] = loop.create_future()
-        if self._trace is not None:
-            self._trace.note("forward_begins", batch.step)
-        result = None
-        try:
-            result = self._runner.execute(batch)
-        except Exception as error:
-            forward.set_exception(error)
-        own_s = 0.0 if result is None else result.forward_s + result.copy_s
+    async def _slowest_s(self, own_s: float) -> float:
         every = await self._group.exchange([round(own_s * 1e9)])
-        longest_s = max(nanoseconds for (nanoseconds,) in every) / 1e9
-        if result is not None:
-            result = replace(result, forward_s=longest_s - result.copy_s)
-            loop.call_at(loop.time() + longest_s, self._land, forward, result)
-        return _Alone(forward)
+        return max(nanoseconds for (nanoseconds,) in every) / 1e9

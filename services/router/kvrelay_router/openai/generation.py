@@ -321,8 +321,6 @@ def _never() -> bool:
 
 
 def _joined(names: list[str | None]) -> str:
-    if len(names) == 1 and len(name := names[0] or "") <= MAX_NAMES_BYTES:
-        return name
     distinct = list(dict.fromkeys([name for name in names if name]))
     joined = ", ".join(distinct)
     if len(joined) <= MAX_NAMES_BYTES:

@@ -9,7 +9,7 @@ from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Origin, Sequence, TokenBuffer
 
 ROOT = root_hash(model="benchmark")
 
@@ -23,7 +23,7 @@ def greedy_sequence(number: int, prompt: np.ndarray, max_tokens: int, block_size
         sampling=Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
         root=ROOT,
         table=BlockTable(block_size),
-        router=PeerRef("router", "1", "tcp://nowhere"),
+        origin=Origin(PeerRef("router", "1", "tcp://nowhere")),
     )
 
 

@@ -23,7 +23,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.sequence import RemoteKV, Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Origin, RemoteKV, Sequence, TokenBuffer
 from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.step.batch import RowResult, StepResult
 from kvrelay.worker.load_report import SpeedMeter, report_load
@@ -103,8 +103,7 @@ class Request:
             ),
             root=root_hash(model=FINGERPRINT),
             table=BlockTable(block_size),
-            router=ROUTER,
-            tenant=self.tenant,
+            origin=Origin(ROUTER, tenant=self.tenant),
         )
         sequence.hashes = list(self.hashes)
         return sequence

@@ -298,7 +298,7 @@ class ReceiverDriver:
             transport=transport,
             shards=body.shards,
             first_index=sequence.num_output,
-            timings=HandoffTimings(key=sequence.key, trace=sequence.trace),
+            timings=HandoffTimings(key=sequence.key, trace=sequence.origin.trace),
         )
 
     def _why_not(self, key: SequenceKey, body: Reserve) -> str:
@@ -398,11 +398,11 @@ class ReceiverDriver:
         self._not_stepped[sequence.key] = request.timings
         machine = _machine_of(request)
         self._stream.put(
-            sequence.router, first_entry_of(sequence.key, handoff, machine.num_received, machine.first_block)
+            sequence.origin.router, first_entry_of(sequence.key, handoff, machine.num_received, machine.first_block)
         )
         self.totals["handoffs_committed"] += 1
         if output is not None:  # a beam search that ends with the prompt, which prefill saw differently
-            self._stream.put(sequence.router, entry_of(output))
+            self._stream.put(sequence.origin.router, entry_of(output))
             self._requests.remove(sequence.key)
         self.admit()  # others may have waited for this prefix
 

@@ -146,7 +146,7 @@ class DecodeRole:
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in self._asked_first():
-            if request.sequence.router == peer:
+            if request.sequence.origin.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
         self._receiving.peer_lost(peer, replaced=replaced)
 
@@ -190,7 +190,7 @@ class DecodeRole:
             if request is not None:
                 self._requests.send_scores(output, request.scores)
                 if output.token_ids or output.finish is not None:
-                    self._stream.put(output.sequence.router, self._entry(request, output))
+                    self._stream.put(output.sequence.origin.router, self._entry(request, output))
                 if output.finish is not None:
                     self._requests.remove(key)
         self._stream.flush()
@@ -234,7 +234,7 @@ class DecodeRole:
         if handoff is None or handoff.state is ReceiverState.RUNNING:
             # Before the commit prefill owns the request: it receives Released and finds another decode worker.
             failed = Failed(failure=kind, cause=cause, retriable=retriable, refused=refused)
-            self._requests.send(request.sequence.router, key, failed)
+            self._requests.send(request.sequence.origin.router, key, failed)
         self._cancel(key, cause)
 
     def _end(self, key: SequenceKey) -> None:

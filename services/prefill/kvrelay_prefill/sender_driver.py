@@ -255,13 +255,13 @@ class SenderDriver:
     def _send_failed(self, request: PrefillRequest, kind: FailureKind, cause: str, *, retriable: bool) -> None:
         key = request.sequence.key
         self.totals["failed"] += 1
-        self._requests.send(request.sequence.router, key, Failed(failure=kind, cause=cause, retriable=retriable))
+        self._requests.send(request.sequence.origin.router, key, Failed(failure=kind, cause=cause, retriable=retriable))
         self._context.steps.abort(key)  # it may still be queued, or in the middle of its prompt
 
     def _reserve(self, request: PrefillRequest, decode: PeerRef) -> Reserve:
         return Reserve(
             prompt=request.prompt,
-            router=request.sequence.router,
+            router=request.sequence.origin.router,
             transports=self._offers.to(decode, time.monotonic()),
             num_blocks=len(request.handoff.blocks),
             num_siblings=self._num_siblings(request, decode),

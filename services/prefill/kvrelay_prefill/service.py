@@ -115,7 +115,7 @@ class PrefillRole:
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in list(self._requests.items()):
-            if request.sequence.router == peer:
+            if request.sequence.origin.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
             elif request.handoff.decode == peer:
                 self._sending.decode_lost(request, peer, reason)
@@ -142,7 +142,7 @@ class PrefillRole:
         arguments = router, body.decode
         handoff = SenderHandoff(*arguments)
         handle = recorded(self._context.events, "sender", sequence.key, handoff, *arguments)
-        timings = HandoffTimings(key=sequence.key, trace=sequence.trace)
+        timings = HandoffTimings(key=sequence.key, trace=sequence.origin.trace)
         deadline, scores = deadline_of(body.prompt), scores_of(body.prompt)
         self._requests.add(
             PrefillRequest(sequence, body.prompt, handoff, handle, deadline, timings=timings, scores=scores)
@@ -182,7 +182,7 @@ class PrefillRole:
         )
         request.candidates = output.candidates
         if output.candidates is None or output.finish is not None:  # a beam search sends only its end to the router
-            self._requests.send(sequence.router, sequence.key, message)
+            self._requests.send(sequence.origin.router, sequence.key, message)
         num_cached = blocks_for(sequence.num_cached_tokens, self._context.spec.block_size)
         num_blocks = blocks_for(request.prompt.num_tokens, self._context.spec.block_size)  # the first token has none
         self._totals["cached_blocks"] += num_cached

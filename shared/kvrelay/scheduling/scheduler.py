@@ -22,7 +22,7 @@ from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
 from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
-from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan, work_of
+from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
 from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
@@ -219,7 +219,7 @@ class Scheduler:
         rows = self._uncommitted[0].rows
         if any(row.drafts is not None or row.sequence.fork_of is not None for row in rows):
             return True
-        return self._awaits_forced_tokens(rows) or self._expects_drafts()
+        return self._awaits_forced_tokens(rows) or self.lifecycle.drafter.expects_any(self._uncommitted[0])
 
     def _awaits_forced_tokens(self, rows: Seq[PlannedRow]) -> bool:
         """Returns whether to plan the next step when the one in flight is committed, since grammars may force tokens
@@ -232,17 +232,6 @@ class Scheduler:
         if not any(sequence.sampling.is_constrained for sequence in sampled):
             return False
         return not self.settings.samples_behind or all(sequence.jumps for sequence in sampled)
-
-    def _expects_drafts(self) -> bool:
-        """Returns whether to wait for the tokens of the step in flight, because drafts are likely to follow them."""
-        plan, drafter = self._uncommitted[0], self.lifecycle.drafter
-        if not drafter.is_used:
-            return False
-        drafted = [row.sequence for row in plan.rows if row.sequence.drafts is not None]
-        if not drafted:
-            return False
-        drafter.begin_step(len(plan.rows), plan.num_decode_tokens + plan.num_prefill_tokens)
-        return any(drafter.expects(sequence) for sequence in drafted)
 
     def _refresh(self) -> None:
         self.shares.refresh()
@@ -275,9 +264,7 @@ class Scheduler:
         self._landed(plan)
         self.blocks.copies.done(plan.copies)
         self.chunks.measured(plan, result.forward_s)
-        drafter = self.lifecycle.drafter
-        if drafter.is_used and any(row.sequence.drafts is not None for row in plan.rows):
-            drafter.measured(*work_of(plan.rows), result.forward_s)
+        self.lifecycle.drafter.step_ended(plan, result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
         return self._commit.commit_rows(plan.rows, result.rows)

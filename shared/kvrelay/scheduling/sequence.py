@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +35,6 @@ from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-
-if TYPE_CHECKING:
-    from kvrelay.scheduling.speculation.drafter import SequenceDrafts
 
 
 class SequenceState(StrEnum):
@@ -103,6 +99,25 @@ class RemoteKV:
     num_to_come: int = 0
 
 
+@dataclass(slots=True)
+class Origin:
+    """Who asked for a sequence, and on what terms.
+
+    `tenant`: whose share of the worker it uses, with this `weight`. `session`: whose blocks are evicted first once it
+    has ended; empty: none's. `text_owner`: tenant whose earlier outputs its drafts may come from. `sample_group`:
+    sequences that are admitted, preempted and resumed together; empty: none.
+    """
+
+    router: PeerRef
+    trace: str = ""
+    priority: int = 0
+    tenant: str = ""
+    weight: float = 1.0
+    session: str = ""
+    text_owner: str | None = None
+    sample_group: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The state of one sequence; the module's text explains its life."""
@@ -113,13 +128,7 @@ class Sequence:
     sampling: Sampling
     root: BlockHash
     table: BlockTable
-    router: PeerRef
-    trace: str = ""
-    priority: int = 0
-    tenant: str = ""  # whose share of the worker it uses (`tenants.py`), with this weight
-    weight: float = 1.0
-    session: str = ""  # whose blocks are evicted first once it has ended (`kv/session_blocks.py`); empty: none's
-    text_owner: str | None = None  # tenant whose earlier outputs its drafts may come from
+    origin: Origin
     remote: RemoteKV | None = None  # None once the handoff is complete
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
@@ -136,9 +145,7 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     abort_requested: bool = False  # ends at the commit of the step in flight
     jumps: bool = False  # its steps may bring tokens that its grammar forces, beside the sampled one
-    drafts: SequenceDrafts | None = None  # the drafter's state; None: no drafts
     num_preemptions: int = 0
-    sample_group: str = ""  # admitted, preempted and resumed together; empty: none
     # Forks share blocks. One of them stands for all, and all name it, itself included; None: it is never forked.
     fork_of: Sequence | None = None
     num_slots: int = 1  # running sequences that it becomes, with its forks

@@ -73,6 +73,7 @@ class StepPlanner:
         has_others = False  # rows that never have any
         speculating: list[int] = []  # rows that may have drafts
         draft.prompting = prompting = []
+        drafted = self._lifecycle.drafter.sequences
         most_rows = self._most_decodes(draft)
         for sequence in self._running.values():
             is_fork = sequence.fork_of is not None
@@ -85,7 +86,7 @@ class StepPlanner:
                 continue
             position = sequence.num_computed + sequence.num_planned
             rows.append(PlannedRow(sequence, position, 1, False, True))
-            if sequence.drafts is not None:
+            if sequence in drafted:
                 speculating.append(len(rows) - 1)
             if is_fork or position >= sequence.table.capacity_tokens:
                 short.append(sequence)
@@ -143,29 +144,13 @@ class StepPlanner:
         """Adds drafts to some of the rows. Returns whether there are any.
 
         Drafts take what is left of the token budget beside one token for each running sequence, or a part of it if
-        prompts are to be computed, and of the blocks beside reserved ones and one for each row. So they preempt no
-        sequence, and no prompt waits for their end. None is beyond its sequence's max_length, so a sequence needs no
-        more blocks than with one token per step.
+        prompts are to be computed, so no prompt waits for their end.
         """
-        drafter, blocks, num_drafts = self._lifecycle.drafter, self._blocks, 0
-        num_tokens = sum(row.num_tokens for row in rows)
-        num_spare = draft.budget_left - len(self._running) - num_tokens + len(rows)
+        num_spare = draft.budget_left - len(self._running) - sum(row.num_tokens - 1 for row in rows)
         if draft.prompting or len(self._waiting) > self._waiting.num_remote:
             num_spare = min(num_spare, draft.budget_left // DRAFTS_PART)
         num_kept = len(rows) + self._lifecycle.num_reserved_blocks
-        drafter.begin_step(len(rows), num_tokens)
-        for place in places:
-            row, sequence = rows[place], rows[place].sequence
-            if not row.sample or sequence.state is not SequenceState.RUNNING:
-                continue
-            table, end = sequence.table, row.position + row.num_tokens
-            num_slots = table.capacity_tokens + max(0, blocks.num_available - num_kept) * table.block_size - end
-            most = min(num_spare - num_drafts, num_slots, sequence.max_length - end - 1)
-            drafts = drafter.draft(sequence, most)
-            if drafts is not None and blocks.grow(sequence, end + len(drafts)):
-                rows[place] = PlannedRow(sequence, row.position, row.num_tokens, False, True, drafts)
-                num_drafts += len(drafts)
-        return num_drafts > 0
+        return self._lifecycle.drafter.add_drafts(places, rows, self._blocks, num_spare=num_spare, num_kept=num_kept)
 
     def plan_prompts(self, draft: PlanDraft) -> None:
         """Adds the next chunks of running prompts, those of the tenant that was served least first, and those of a

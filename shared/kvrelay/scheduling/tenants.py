@@ -77,33 +77,33 @@ class TenantShares:
 
     def counter(self, sequence: Sequence) -> float:
         """Returns the counter of the sequence's tenant."""
-        return self._present[sequence.tenant].counter
+        return self._present[sequence.origin.tenant].counter
 
     # -- tenants come and go ------------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence joined the scheduler. Its latest weight is the tenant's."""
-        share = self._present.get(sequence.tenant)
+        share = self._present.get(sequence.origin.tenant)
         if share is None:
             if len(self._present) == 1:
                 self.settle()  # nothing was counted while one tenant was here
-            share = self._idle.pop(sequence.tenant, None) or TenantShare(sequence.weight)
-            self._present[sequence.tenant] = share
-        share.weight = sequence.weight
+            share = self._idle.pop(sequence.origin.tenant, None) or TenantShare(sequence.origin.weight)
+            self._present[sequence.origin.tenant] = share
+        share.weight = sequence.origin.weight
         share.num_sequences += 1
         share.num_slots += sequence.num_slots
         self._num_counted[sequence.key] = 0
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence left the scheduler."""
-        share = self._present[sequence.tenant]
+        share = self._present[sequence.origin.tenant]
         self._count_output(sequence, share)
         del self._num_counted[sequence.key]
         share.num_sequences -= 1
         share.num_slots -= sequence.num_slots
         if not share.num_sequences:
-            del self._present[sequence.tenant]
-            self._idle[sequence.tenant] = share
+            del self._present[sequence.origin.tenant]
+            self._idle[sequence.origin.tenant] = share
             if len(self._idle) > MAX_IDLE_TENANTS:
                 del self._idle[next(iter(self._idle))]
 
@@ -125,7 +125,7 @@ class TenantShares:
     def admitted(self, sequence: Sequence, num_cached: int, *, is_reserved: bool = False) -> None:
         """A sequence was admitted, of which `num_cached` tokens were cached. If it was preempted before, its prompt has
         been counted. `is_reserved`: as a part of its sample group, which counts as one admission."""
-        share = self._present[sequence.tenant]
+        share = self._present[sequence.origin.tenant]
         self._turn += 1
         share.num_admitted += not is_reserved
         share.last_turn = self._turn
@@ -141,7 +141,7 @@ class TenantShares:
         """Counts the output of running sequences. O(running)."""
         for key, sequence in self._running.items():
             if key in self._num_counted:  # of the beams of a search only the leader is
-                self._count_output(sequence, self._present[sequence.tenant])
+                self._count_output(sequence, self._present[sequence.origin.tenant])
 
     def _count_output(self, sequence: Sequence, share: TenantShare) -> None:
         num_new = sequence.num_output - self._num_counted[sequence.key]

@@ -77,7 +77,7 @@ class StepObserver:
 
     def arrived(self, sequence: Sequence, *, is_running: bool) -> None:
         """A sequence was queued or, with `is_running`, joined the running batch."""
-        parent = sampled(sequence.trace) if self._tracer is not None else None
+        parent = sampled(sequence.origin.trace) if self._tracer is not None else None
         context = parent.child() if parent is not None else None
         now = self._clock()
         self._sequences[sequence.key] = timings = _SequenceTimings(sequence, parent, context, now, sequence.num_output)

@@ -90,7 +90,7 @@ def report_load(scheduler: Scheduler, speeds: SpeedMeter) -> tuple[LoadReport, d
     by_router: dict[PeerRef, _Sum] = {}
     for sequence, num_uncached in _backlog(scheduler):
         num_pairs = pairs(sequence.num_tokens - num_uncached, num_uncached) if num_uncached > 1 else 0.0
-        for each in (total, by_router.setdefault(sequence.router, _Sum())):
+        for each in (total, by_router.setdefault(sequence.origin.router, _Sum())):
             each.add(sequence, num_uncached, num_pairs)
     plain = LoadReport(
         queued_tokens=total.num_tokens,

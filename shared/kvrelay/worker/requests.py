@@ -159,7 +159,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
             sequence = make_sequence(header, prompt, router, self._context.spec, max_running)
             sequence.prefill_only = prefill_only
             if prefill_only:
-                sequence.sample_group = ""  # it leaves with its first token, whatever the other samples do
+                sequence.origin.sample_group = ""  # it leaves with its first token, whatever the other samples do
             self._context.steps.add(sequence)
         except (ValueError, OverflowError) as error:
             self.send(router, key, Failed(failure=FailureKind.TOO_LARGE, cause=str(error), retriable=False))
@@ -184,7 +184,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         """Sends what a step brought of a prompt's log-probabilities."""
         if output.prompt_logprobs and scores is not None:
             for message in scores.add(output.prompt_logprobs):
-                self.send(output.sequence.router, output.sequence.key, message)
+                self.send(output.sequence.origin.router, output.sequence.key, message)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         """Ends a request for its router, and remembers its key, so that a request that arrives after its own cancel
         does not start. Does nothing for a request of another router."""
         request = self._open.get(key)
-        if request is not None and not is_same_process(request.sequence.router, router):
+        if request is not None and not is_same_process(request.sequence.origin.router, router):
             return
         self.cancel(key, reason)
         self.cancelled.add(key, time.monotonic())
@@ -208,12 +208,12 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
             return {}
         request_id, attempt, index = request.sequence.key
         fields = {"request_id": request_id, "attempt": attempt, "sequence": index}
-        return fields | trace_fields(request.sequence.trace)
+        return fields | trace_fields(request.sequence.origin.trace)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, peer: PeerRef, key: SequenceKey, body: AnyBody) -> None:
         """Sends a message about a sequence, with its trace context if the sequence is open here."""
         request = self._open.get(key)
-        trace = request.sequence.trace if request is not None else ""
+        trace = request.sequence.origin.trace if request is not None else ""
         self._context.messenger.send(peer, body, request=key[0], attempt=key[1], sequence=key[2], trace=trace)

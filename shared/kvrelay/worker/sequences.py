@@ -6,7 +6,7 @@ from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.table import BlockTable, blocks_for, blocks_for_group
 from kvrelay.protocol.messages import Header, PeerRef, Prompt, unpack_tokens
 from kvrelay.protocol.sampling import BeamSpec
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Origin, Sequence, TokenBuffer
 from kvrelay.step.batch import ModelSpec
 
 
@@ -46,14 +46,16 @@ def make_sequence(
         sampling=prompt.sampling,
         root=root_hash(model=spec.pairing_fingerprint, cache_salt=prompt.cache_salt),
         table=BlockTable(spec.block_size),
-        router=router,
-        trace=header.trace,
-        priority=prompt.priority,
-        tenant=prompt.tenant,
-        weight=prompt.weight,
-        session=prompt.session,
-        text_owner=prompt.text_owner,
-        sample_group=header.request if prompt.num_samples > 1 else "",
+        origin=Origin(
+            router,
+            header.trace,
+            prompt.priority,
+            prompt.tenant,
+            prompt.weight,
+            prompt.session,
+            prompt.text_owner,
+            sample_group=header.request if prompt.num_samples > 1 else "",
+        ),
         tail_end=tail_end,
         num_unneeded=num_unneeded,
     )

@@ -104,7 +104,7 @@ def test_a_decode_worker_holds_nothing_once_its_peers_are_gone(data: st.DataObje
                     grant = data.draw(st.sampled_from(grants))
                     blocks = range(grant.first_block, grant.first_block + len(grant.slots))
                     worker.receiver.report(Landed(grant.reservation, tuple(blocks)))
-    routers = {each.sequence.router for each in worker.role._requests.values()}
+    routers = {each.sequence.origin.router for each in worker.role._requests.values()}
     for peer in (PREFILL, OTHER, ROUTER, *sorted(routers, key=repr)):
         worker.role.on_peer_lost(peer, "gone", replaced=True)
     for _ in range(SETTLE_TICKS + 1):

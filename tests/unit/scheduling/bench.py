@@ -37,7 +37,7 @@ def join(sequence: Sequence, sample: Sample) -> None:
     """Makes a sequence a sample of a request."""
     request, index, count = sample
     sequence.key = (request, 1, index)
-    sequence.sample_group = request if count > 1 else ""
+    sequence.origin.sample_group = request if count > 1 else ""
 
 
 def make_sequence(
@@ -61,19 +61,6 @@ def check_writes(scheduler: Scheduler, plan: StepPlan) -> None:
             last = row.position + row.num_tokens - 1
             for block in row.sequence.table.ids[row.position // size : last // size + 1].tolist():
                 assert num_tables[block] == 1, f"{row.sequence.key} writes into block {block}, which others read"
-
-
-class ClosedGate:
-    """A prefill gate that holds every prompt back."""
-
-    def ask(self, num_running: int) -> str:
-        return "delayed"
-
-    def passed(self, num_running: int, num_admitted: int) -> None:
-        pass
-
-    def remaining_delay_s(self) -> float:
-        return 1.0
 
 
 class Bench:
@@ -117,7 +104,7 @@ class Bench:
     ) -> Sequence:
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}", priority=priority)
         sequence.prefill_only = prefill_only
-        sequence.sample_group = group
+        sequence.origin.sample_group = group
         if sample is not None:
             join(sequence, sample)
         self._queue(sequence)
@@ -135,7 +122,7 @@ class Bench:
         return sequence
 
     def _queue(self, sequence: Sequence) -> None:
-        sequence.tenant, sequence.weight = self.tenant, self.weight
+        sequence.origin.tenant, sequence.origin.weight = self.tenant, self.weight
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
 

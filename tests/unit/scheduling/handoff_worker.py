@@ -52,7 +52,7 @@ class HandoffWorker:
         sender: int = 0,
     ) -> Sequence:
         sequence = make_sequence([token] * num_tokens, max_tokens, f"h{len(self.bench.sequences)}")
-        sequence.sample_group = group
+        sequence.origin.sample_group = group
         sequence.remote = RemoteKV(SENDERS[sender], num_to_come)
         self.bench.sequences.append(sequence)
         self.open.append(sequence)
@@ -103,13 +103,13 @@ class HandoffWorker:
         if self.scheduler.settings.queue_order != "fcfs" or self.bench.blocks.shares_prefixes:
             return
         if self.scheduler.remote.receiving and any(
-            each.sample_group == sequence.sample_group != "" for each in self.open
+            each.origin.sample_group == sequence.origin.sample_group != "" for each in self.open
         ):
             return  # its group may have been admitted before
-        if self.scheduler.lifecycle.capacity.num_slots > len(self.lands_at) or sequence.sample_group:
+        if self.scheduler.lifecycle.capacity.num_slots > len(self.lands_at) or sequence.origin.sample_group:
             return
         for other in self.open[: self.open.index(sequence)]:
-            waits = other.state is SequenceState.WAITING and not other.num_preemptions and not other.sample_group
+            waits = other.state is SequenceState.WAITING and not other.num_preemptions and not other.origin.sample_group
             assert not waits, f"{sequence.key} passed {other.key}"
 
     def run_round(self) -> bool:
@@ -161,7 +161,7 @@ class HandoffWorker:
         if scheduler.settings.queue_order != "fcfs" or self.bench.blocks.shares_prefixes:
             return
         waiting = [each for each in self.open if each.state in (SequenceState.WAITING, SequenceState.SWAPPED)]
-        if any(each.num_preemptions for each in waiting) or any(each.sample_group for each in self.open):
+        if any(each.num_preemptions for each in waiting) or any(each.origin.sample_group for each in self.open):
             return
         following = next(iter(waiting), None)
         if following is None or following.remote is None:

@@ -105,11 +105,13 @@ def test_requests_choose_and_some_have_no_drafts() -> None:
         sequence = sequence_of([1, 2, 3], sampling)
         if sampling.beams is not None:
             sequence.fork_of = sequence
-        drafter_of(method).begin(sequence)
-        assert (sequence.drafts is not None) is expected
+        drafter = drafter_of(method)
+        drafter.begin(sequence)
+        assert (sequence in drafter.sequences) is expected
     prefilling = sequence_of([1, 2, 3], plain, prefill_only=True)
-    drafter_of().begin(prefilling)
-    assert prefilling.drafts is None
+    drafter = drafter_of()
+    drafter.begin(prefilling)
+    assert not drafter.sequences
 
 
 def test_long_prompts_are_indexed_over_several_steps() -> None:
@@ -133,10 +135,9 @@ def test_rejected_drafts_shorten_the_next_ones_and_then_end_them() -> None:
             drafter.verified(sequence, len(drafts), 0)
     assert lengths[0] <= first
     assert not any(lengths[50:]), "guesses that cost nothing take their place"
-    assert sequence.drafts is not None
     for _ in range(20):
-        drafter._lengths.verified(sequence.drafts.rates, sequence.drafts.kind, (1.0,) * 16, 16)
-    sequence.drafts.pause.end()
+        drafter._lengths.verified(drafter.sequences[sequence].rates, drafter.sequences[sequence].kind, (1.0,) * 16, 16)
+    drafter.sequences[sequence].pause.end()
     assert len(drafts_of(drafter, sequence, 16)) == 16
 
 
@@ -153,8 +154,7 @@ def test_right_guesses_bring_drafts_back(ahead: bool) -> None:
     drafter.begin(sequence)
     for length in (3, 4, 8, 16):
         for _ in range(100):
-            assert sequence.drafts is not None
-            drafter._lengths.verified(sequence.drafts.rates, kind_of(length), (1.0,), 0)
+            drafter._lengths.verified(drafter.sequences[sequence].rates, kind_of(length), (1.0,), 0)
     num_steps = 0
     while True:
         drafter.begin_step(1, 1)

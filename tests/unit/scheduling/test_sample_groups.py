@@ -27,7 +27,7 @@ def samples(world: World, number: int, prompt: list[int], count: int, max_tokens
     for index in range(count):
         sampling = Sampling(temperature=1.0, seed=number, max_tokens=max_tokens, ignore_eos=True)
         sequence = world.make(prompt, sampling, key=(f"g{number}", 1, index))
-        sequence.sample_group = f"g{number}" if count > 1 else ""
+        sequence.origin.sample_group = f"g{number}" if count > 1 else ""
         world.scheduler.add(sequence)
         group.append(sequence)
     return group

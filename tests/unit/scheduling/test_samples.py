@@ -79,7 +79,7 @@ class World:
 
     def add_for_others(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence:
         sequence = self.make(request, index, count, prompt, max_tokens)
-        sequence.prefill_only, sequence.sample_group = True, ""
+        sequence.prefill_only, sequence.origin.sample_group = True, ""
         self.scheduler.add(sequence)
         return self.begin(sequence)
 

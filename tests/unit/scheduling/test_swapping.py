@@ -330,7 +330,7 @@ def test_steps_are_planned_ahead_while_nobody_can_come_back_from_the_host(group:
     first = bench.add([1] * 8, 18)
     others = [make_sequence([number] * 4, 12, f"other{number}") for number in (2, 3)]
     for other in others:
-        other.sample_group = group
+        other.origin.sample_group = group
         bench.sequences.append(other)
         bench.scheduler.add(other)
     while not bench.scheduler.num_preemptions:

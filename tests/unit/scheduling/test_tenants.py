@@ -36,7 +36,7 @@ class Flood:
     def fill(self) -> None:
         """Queues so many requests that every tenant still waits after the next step."""
         for tenant, weight in self.weights.items():
-            waiting = sum(each.tenant == tenant for each in self.bench.scheduler.waiting)
+            waiting = sum(each.origin.tenant == tenant for each in self.bench.scheduler.waiting)
             for _ in range(waiting, 2 * MAX_RUNNING):
                 self.add(tenant, weight)
 
@@ -149,7 +149,7 @@ def test_a_light_tenant_keeps_its_lead_until_its_credit_is_used_up() -> None:
         while "flood" not in admitted or "light" not in admitted:
             flood.fill()
             plan, _ = bench.step()
-            admitted += [each.tenant for each in plan.admitted]
+            admitted += [each.origin.tenant for each in plan.admitted]
         return admitted.count("light") - admitted.index("light")
 
     assert admitted_before(credit=60.0) > admitted_before(credit=0.0)
@@ -236,10 +236,10 @@ def test_tenants_that_are_gone_are_forgotten_beyond_a_limit() -> None:
     shares = TenantShares({}, 8)
     for number in range(2 * MAX_IDLE_TENANTS):
         sequence = make_sequence([1], 1, f"r{number}")
-        sequence.tenant = f"t{number}"
+        sequence.origin.tenant = f"t{number}"
         shares.enter(sequence)
-        shares.begins_to_wait(sequence.tenant)
-        shares.stops_waiting(sequence.tenant)
+        shares.begins_to_wait(sequence.origin.tenant)
+        shares.stops_waiting(sequence.origin.tenant)
         shares.leave(sequence)
     assert len(shares._idle) == MAX_IDLE_TENANTS
 
@@ -252,7 +252,7 @@ def test_while_tenants_wait_none_holds_more_slots_than_its_share() -> None:
     for _ in range(40):
         flood.fill()
         bench.step()
-        held = [each.tenant for each in bench.scheduler.running.values()]
+        held = [each.origin.tenant for each in bench.scheduler.running.values()]
         assert held.count("long") <= 6 and held.count("short") <= 2
     bench.scheduler.shares.check_integrity()
 

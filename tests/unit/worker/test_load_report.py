@@ -15,7 +15,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import PlannedRow, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Origin, Sequence, TokenBuffer
 from kvrelay.worker.load_report import PushClock, SpeedMeter, report_load
 
 A, B = (PeerRef(name, "1", f"tcp://{name}") for name in "ab")
@@ -29,7 +29,7 @@ def sequence(name: str, num_tokens: int, router: PeerRef = A) -> Sequence:
         sampling=Sampling(max_tokens=8),
         root=root_hash(model="m"),
         table=BlockTable(16),
-        router=router,
+        origin=Origin(router),
     )
 
 

@@ -36,7 +36,7 @@ def test_a_resumed_prompt_tells_output_from_prompt() -> None:
 def test_the_owner_of_the_text_comes_from_the_prompt(owner: str | None) -> None:
     asked = msgspec.structs.replace(prompt([5, 6]), text_owner=owner)
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=Prompt)
-    assert make_sequence(HEADER, received, ROUTER, SPEC).text_owner == owner
+    assert make_sequence(HEADER, received, ROUTER, SPEC).origin.text_owner == owner
 
 
 @pytest.mark.parametrize(

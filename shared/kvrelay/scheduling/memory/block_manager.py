@@ -207,7 +207,7 @@ class BlockManager:
         shared = list(self.cache.match(found)) if found else []
         if shared:
             pool.hold(shared, state)
-            self._sessions.matched(sequence.session, found)
+            self._sessions.matched(sequence.origin.session, found)
         if num_missing + headroom > pool.num_available:  # again, now that shared blocks are held and cannot be evicted
             pool.release(shared, state)
             return False
@@ -305,7 +305,7 @@ class BlockManager:
         parent = sequence.hashes[start - 1] if start else None
         self.cache.extend(parent, hashes, sequence.table.ids[start:num_full].tolist())
         if self.shares_prefixes:
-            self._sessions.published(sequence.session, hashes[num_known:])
+            self._sessions.published(sequence.origin.session, hashes[num_known:])
         sequence.num_published = num_full
         return hashes
 
@@ -319,7 +319,7 @@ class BlockManager:
         start = sequence.num_published
         hashes = sequence.block_hashes(start + num_known)
         cached = self.cache.match(hashes)[start:]
-        self._sessions.matched(sequence.session, hashes)
+        self._sessions.matched(sequence.origin.session, hashes)
         own = sequence.table.ids[start : start + len(cached)].tolist()
         self.pool.hold(cached, sequence.block_state)
         for index, block in enumerate(cached, start):

@@ -63,7 +63,7 @@ class BlockTails:
         block = int(sequence.table.ids[index])
         self._cache.extend(sequence.hashes[index - 1] if index else None, (tail,), (block,))
         if self._pool.is_cached(block):
-            self._sessions.published(sequence.session, (tail,))
+            self._sessions.published(sequence.origin.session, (tail,))
             self._copies.make_own(sequence.table, index, sequence.block_state)
 
     def _hash_of(self, sequence: Sequence) -> BlockHash | None:

@@ -48,7 +48,7 @@ def _cached_prefix(sequence: Sequence, num_cached_blocks: int) -> int:
 
 
 def _priority(sequence: Sequence, num_cached_blocks: int) -> int:
-    return sequence.priority
+    return sequence.origin.priority
 
 
 def _job(sequence: Sequence, num_cached_blocks: int) -> int:

@@ -65,10 +65,10 @@ class RemoteSequences:
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)
-        if sequence.sample_group:
-            self._pending.setdefault(sequence.sample_group, {})[sequence.key] = sequence
-            self._num_to_arrive[sequence.sample_group] = sequence.remote.num_to_come if sequence.remote else 0
-            self._reserve_for_pending(sequence.sample_group)
+        if sequence.origin.sample_group:
+            self._pending.setdefault(sequence.origin.sample_group, {})[sequence.key] = sequence
+            self._num_to_arrive[sequence.origin.sample_group] = sequence.remote.num_to_come if sequence.remote else 0
+            self._reserve_for_pending(sequence.origin.sample_group)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a handoff out of the queue that was not admitted."""
@@ -79,8 +79,8 @@ class RemoteSequences:
         """Drops the capacity of groups that are gone. O(sequences here) if any capacity is reserved."""
         if not self._expected:
             return
-        present = {sequence.sample_group for sequence in running} | {
-            each.sample_group for each in self.receiving.values()
+        present = {sequence.origin.sample_group for sequence in running} | {
+            each.origin.sample_group for each in self.receiving.values()
         }
         for group in self._expected.keys() - present:
             self._expect(group, 0)
@@ -114,15 +114,15 @@ class RemoteSequences:
 
     def _no_longer_pending(self, sequence: Sequence) -> None:
         """It was admitted or has left: its reserved capacity ends."""
-        pending = self._pending.get(sequence.sample_group)
+        pending = self._pending.get(sequence.origin.sample_group)
         if pending is None:
             return
         del pending[sequence.key]
         if not pending:
-            del self._pending[sequence.sample_group], self._num_to_arrive[sequence.sample_group]
+            del self._pending[sequence.origin.sample_group], self._num_to_arrive[sequence.origin.sample_group]
         if sequence.key in self._reserved:
             self._reserved.remove(sequence.key)
-            self._expect(sequence.sample_group, self._expected[sequence.sample_group].num_samples - 1)
+            self._expect(sequence.origin.sample_group, self._expected[sequence.origin.sample_group].num_samples - 1)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -137,10 +137,11 @@ class RemoteSequences:
         never be here as a whole: their samples are admitted one by one.
         """
         remote = sequence.remote
-        if remote is None or not sequence.sample_group or sequence.sample_group in self._expected:
+        if remote is None or not sequence.origin.sample_group or sequence.origin.sample_group in self._expected:
             return 0
         # Not `remote.num_to_come`: under an order other than arrival, samples behind it may be here or gone already.
-        num_samples = len(self._pending[sequence.sample_group]) - 1 + self._num_to_arrive[sequence.sample_group]
+        group = sequence.origin.sample_group
+        num_samples = len(self._pending[group]) - 1 + self._num_to_arrive[group]
         num_blocks = self._blocks.num_at_admission(sequence) + num_samples * self._num_own(sequence)
         fits = 1 + num_samples <= self._limits.max_running and num_blocks <= self._blocks.num_usable
         return num_samples if fits else 0
@@ -166,9 +167,9 @@ class RemoteSequences:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self._in_progress.promise(sequence.key, hashes[sequence.num_published :])
         if num_to_come:
-            self._expected[sequence.sample_group] = _Expected(num_to_come, num_blocks_each)
-            self._expect(sequence.sample_group, num_to_come)
-            self._reserve_for_pending(sequence.sample_group)
+            self._expected[sequence.origin.sample_group] = _Expected(num_to_come, num_blocks_each)
+            self._expect(sequence.origin.sample_group, num_to_come)
+            self._reserve_for_pending(sequence.origin.sample_group)
         return True
 
     def take_reservations(self) -> list[Sequence]:

@@ -50,24 +50,24 @@ class SampleGroups:
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence joined the scheduler."""
-        if sequence.sample_group and not sequence.prefill_only:
-            self._members.setdefault(sequence.sample_group, {})[sequence.key] = sequence
+        if sequence.origin.sample_group and not sequence.prefill_only:
+            self._members.setdefault(sequence.origin.sample_group, {})[sequence.key] = sequence
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence left the scheduler."""
         self.settle(sequence)
-        members = self._members.get(sequence.sample_group)
+        members = self._members.get(sequence.origin.sample_group)
         if members is not None:
             members.pop(sequence.key, None)
             if not members:
-                del self._members[sequence.sample_group]
+                del self._members[sequence.origin.sample_group]
 
     def has_reserved_capacity(self, sequence: Sequence) -> bool:
         return sequence in self._capacity
 
     def _fresh_with(self, sequence: Sequence) -> list[Sequence]:
         """Returns the other fresh samples of a fresh sequence's group."""
-        members = self._members.get(sequence.sample_group)
+        members = self._members.get(sequence.origin.sample_group)
         if members is None or not self._is_fresh(sequence):
             return []
         return [each for each in members.values() if each is not sequence and self._is_fresh(each)]
@@ -83,14 +83,14 @@ class SampleGroups:
 
     def running_with(self, sequence: Sequence) -> list[Sequence]:
         """Returns the running sequences that are preempted with this one, and itself."""
-        members = self._members.get(sequence.sample_group)
+        members = self._members.get(sequence.origin.sample_group)
         if members is None:
             return [sequence]
         return [each for each in members.values() if each.state is SequenceState.RUNNING]
 
     def lose_reserved(self, sequence: Sequence) -> list[Sequence]:
         """The running samples of the group are preempted: its RESERVED samples become LOST. Returns them."""
-        members = self._members.get(sequence.sample_group, {})
+        members = self._members.get(sequence.origin.sample_group, {})
         reserved = [each for each in members.values() if each in self._capacity]
         for each in reserved:
             self.settle(each)
@@ -99,7 +99,7 @@ class SampleGroups:
 
     def lost_with(self, sequence: Sequence) -> list[Sequence]:
         """Returns the sequences that resume together with this one, and itself."""
-        members = self._members.get(sequence.sample_group)
+        members = self._members.get(sequence.origin.sample_group)
         if members is None:
             return [sequence]
         return [

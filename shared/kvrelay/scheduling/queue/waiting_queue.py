@@ -132,7 +132,7 @@ class WaitingQueue(Collection[Sequence]):
     def __contains__(self, sequence: object) -> bool:
         if not isinstance(sequence, Sequence):
             return False
-        lane = self._lanes.get(sequence.tenant)
+        lane = self._lanes.get(sequence.origin.tenant)
         is_in_lane = lane is not None and (sequence.key in lane.entries or sequence in lane.resumed)
         return is_in_lane or sequence.key in self._reserved
 
@@ -159,10 +159,10 @@ class WaitingQueue(Collection[Sequence]):
         lane.share.num_waiting_slots += sequence.num_slots
 
     def _lane_of(self, sequence: Sequence) -> Lane:
-        lane = self._lanes.get(sequence.tenant)
+        lane = self._lanes.get(sequence.origin.tenant)
         if lane is None:
-            share = self._shares.begins_to_wait(sequence.tenant)
-            lane = self._lanes[sequence.tenant] = Lane(share, self._num_admitted)
+            share = self._shares.begins_to_wait(sequence.origin.tenant)
+            lane = self._lanes[sequence.origin.tenant] = Lane(share, self._num_admitted)
         return lane
 
     def reserve(self, sequence: Sequence) -> None:
@@ -190,7 +190,7 @@ class WaitingQueue(Collection[Sequence]):
             self._take_out(sequence)
 
     def _take_out(self, sequence: Sequence) -> QueuedSequence | None:
-        lane = self._lanes[sequence.tenant]
+        lane = self._lanes[sequence.origin.tenant]
         entry = lane.entries.pop(sequence.key, None)
         if entry is None:
             lane.resumed.remove(sequence)
@@ -200,8 +200,8 @@ class WaitingQueue(Collection[Sequence]):
             self._changed.pop(entry, None)
         lane.share.num_waiting_slots -= sequence.num_slots
         if lane.is_empty:
-            del self._lanes[sequence.tenant]
-            self._shares.stops_waiting(sequence.tenant)
+            del self._lanes[sequence.origin.tenant]
+            self._shares.stops_waiting(sequence.origin.tenant)
         return entry
 
     def admitted(self, sequence: Sequence) -> None:
@@ -210,7 +210,7 @@ class WaitingQueue(Collection[Sequence]):
         self._shares.admitted(sequence, sequence.num_published * sequence.table.block_size, is_reserved=is_reserved)
         self._num_admitted += not is_reserved
         if not is_reserved:
-            self._lanes[sequence.tenant].since = self._num_admitted
+            self._lanes[sequence.origin.tenant].since = self._num_admitted
         self.remove(sequence)
 
     # -- who is next --------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class WaitingQueue(Collection[Sequence]):
         if self._order.precedes_tenants:
             is_due = self._num_admitted - lane.since >= self._starvation_bound
             top = self._top(lane)
-            first = lane.resumed[0].priority if lane.resumed else LAST if top is None else top.priority
+            first = lane.resumed[0].origin.priority if lane.resumed else LAST if top is None else top.priority
             priority = -LAST if is_due else first
         return priority, lane.share.counter, lane.share.last_turn
 
@@ -264,10 +264,10 @@ class WaitingQueue(Collection[Sequence]):
         nor sent."""
         parked: set[str] = set()
         for sequence in self._reserved.values():
-            if sequence.sample_group not in parked:
+            if sequence.origin.sample_group not in parked:
                 if self._blocks.first_missing(sequence)[1] not in self._in_progress:
                     return sequence
-                parked.add(sequence.sample_group)  # and with it the others, which share the prompt
+                parked.add(sequence.origin.sample_group)  # and with it the others, which share the prompt
         return None
 
     def renew_probes(self) -> None:

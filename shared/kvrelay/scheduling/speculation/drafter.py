@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.plan import PlannedRow, StepPlan, work_of
+from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.speculation.continuations import Continuation, likeliest
 from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, Pause, kind_of
 from kvrelay.scheduling.speculation.earlier_outputs import EarlierOutputs
@@ -60,8 +62,8 @@ class Drafter:
     """Makes drafts for the sequences of one scheduler."""
 
     def __init__(self, settings: SpeculationSettings) -> None:
-        self.is_used = False
-        """Whether a sequence had drafts since the start. Until then no step looks for any."""
+        self.sequences: dict[Sequence, SequenceDrafts] = {}
+        """The sequences here that may have drafts."""
         self._settings = settings
         self._lengths = DraftLength()
         self._cost = CalibratedCost()
@@ -79,14 +81,13 @@ class Drafter:
             return
         index = NgramIndex(sequence.tokens, settings.prompt_lookup_min, settings.prompt_lookup_max)
         owner = None
-        if method == "suffix" and sequence.text_owner is not None:
-            owner = sequence.text_owner, sequence.root
-        sequence.drafts = SequenceDrafts(index, owner, with_shares=method == "suffix")
-        self.is_used = True
+        if method == "suffix" and sequence.origin.text_owner is not None:
+            owner = sequence.origin.text_owner, sequence.root
+        self.sequences[sequence] = SequenceDrafts(index, owner, with_shares=method == "suffix")
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence leaves. Its output is kept for later ones of the same owner."""
-        known = sequence.drafts
+        known = self.sequences.pop(sequence, None)
         if known is not None and known.owner is not None:
             self.earlier.add(known.owner, sequence.tokens.view(sequence.num_prompt, sequence.num_tokens))
 
@@ -98,9 +99,40 @@ class Drafter:
             # Half of it, so that many outputs that end at once do not hold up the prompts of those that run.
             self._num_to_index -= self.earlier.index(INDEXED_PER_STEP // 2)
 
+    def add_drafts(
+        self, places: Seq[int], rows: list[PlannedRow], blocks: BlockManager, *, num_spare: int, num_kept: int
+    ) -> bool:
+        """Adds drafts to the rows at these places, at most `num_spare` tokens together. Returns whether there are any.
+
+        `num_kept` blocks stay available, so drafts preempt no sequence. None is beyond its sequence's max_length, so a
+        sequence needs no more blocks than with one token per step.
+        """
+        num_drafts = 0
+        self.begin_step(len(rows), sum(row.num_tokens for row in rows))
+        for place in places:
+            row, sequence = rows[place], rows[place].sequence
+            if not row.sample or sequence.state is not SequenceState.RUNNING:
+                continue
+            table, end = sequence.table, row.position + row.num_tokens
+            num_slots = table.capacity_tokens + max(0, blocks.num_available - num_kept) * table.block_size - end
+            most = min(num_spare - num_drafts, num_slots, sequence.max_length - end - 1)
+            drafts = self.draft(sequence, most)
+            if drafts is not None and blocks.grow(sequence, end + len(drafts)):
+                rows[place] = PlannedRow(sequence, row.position, row.num_tokens, False, True, drafts)
+                num_drafts += len(drafts)
+        return num_drafts > 0
+
+    def expects_any(self, plan: StepPlan) -> bool:
+        """Returns whether to wait for the tokens of a step in flight, because drafts are likely to follow them."""
+        drafted = [row.sequence for row in plan.rows if row.sequence in self.sequences] if self.sequences else []
+        if not drafted:
+            return False
+        self.begin_step(len(plan.rows), plan.num_decode_tokens + plan.num_prefill_tokens)
+        return any(self.expects(sequence) for sequence in drafted)
+
     def draft(self, sequence: Sequence, most: int) -> NDArray[np.int32] | None:
         """Returns guesses of the tokens behind the newest one, at most `most`, or None. They have no stop token."""
-        known = sequence.drafts
+        known = self.sequences.get(sequence)
         if known is None:
             return None
         most = min(most, self._settings.num_speculative_tokens)
@@ -117,7 +149,7 @@ class Drafter:
 
     def expects(self, sequence: Sequence) -> bool:
         """Returns whether there are likely to be drafts behind the token that the step in flight samples."""
-        known = sequence.drafts
+        known = self.sequences.get(sequence)
         if known is None:
             return False
         found = self._find(sequence, known, 1)
@@ -174,7 +206,7 @@ class Drafter:
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """A step verified drafts of a sequence."""
-        known = sequence.drafts
+        known = self.sequences.get(sequence)
         if known is not None:
             self._lengths.verified(known.rates, known.kind, known.shares[:num_drafts], num_accepted)
             if num_accepted:
@@ -183,6 +215,11 @@ class Drafter:
     def calibrate(self, cost: StepCost) -> None:
         """Starts from this cost. Measured steps correct it: steps of one size do not tell what one more token costs."""
         self._cost = CalibratedCost(cost)
+
+    def step_ended(self, plan: StepPlan, forward_s: float) -> None:
+        """A step took `forward_s`."""
+        if self.sequences and any(row.sequence in self.sequences for row in plan.rows):
+            self.measured(*work_of(plan.rows), forward_s)
 
     def measured(self, num_tokens: int, num_pairs: float, forward_s: float) -> None:
         """A step took `forward_s`. Pauses are counted in these steps: one may be planned twice."""

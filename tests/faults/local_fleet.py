@@ -236,7 +236,7 @@ async def local_fleet(
     dispatcher = RouterDispatcher(
         open_messenger,
         lambda: registry.list_workers("hash-model"),
-        DispatchSettings(max_attempts=50, registry_interval_s=0.1, status_interval_s=0.2, num_recent_requests=5000),
+        DispatchSettings(max_attempts=50, registry_interval_s=0.1, status_interval_s=0.2, max_requests=2500),
         tracer=tracer,
     )
     fleet = LocalFleet(redis_url, prefix, make_runner, settings, dispatcher)

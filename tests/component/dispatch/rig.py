@@ -44,7 +44,7 @@ class Rig:
         """Starts the dispatcher, and waits until it knows all workers."""
         for worker in workers:
             self.add(worker)
-        values = {"registry_interval_s": 0.05, "status_interval_s": 0.2, "live_timeout_s": 3.0} | settings
+        values = {"registry_interval_s": 0.05, "status_interval_s": 0.2} | settings
         registry = self._list_workers if has_registry else None
         self._dispatcher = RouterDispatcher(self._messenger, registry, DispatchSettings(**values), static=static)
         self.dispatcher.start()

@@ -38,12 +38,8 @@ class DispatchSettings:
     max_attempts: int = 3
     max_requests: int = 1024  # requests in progress; more are refused
     max_wait_for_worker_s: float = 120.0  # a request, retry or handoff fails if no worker is ready for this long
-    max_wait_for_lost_s: float = 30.0  # for lost workers that may only be stopped, once the retry budget is exhausted
-    num_recent_requests: int = 2000
-    num_last_decisions: int = 50
     registry_interval_s: float = 0.5
     status_interval_s: float = 1.0
-    live_timeout_s: float = 0.5
     tokenizer: str = ""  # the router's own, see `kvrelay.tokenizer_identity`; workers with another one are not used
 
 

@@ -47,6 +47,9 @@ from kvrelay_router.routing.candidates import Decision
 
 log = logging.getLogger(__name__)
 
+MAX_WAIT_FOR_LOST_S = 30.0
+"""For lost workers that may only be stopped, once the retry budget is exhausted."""
+
 
 def first_search() -> FindPlacement:
     """Objects that every new request needs."""
@@ -72,7 +75,6 @@ class AttemptDriver:
         on_ended: Callable[[ActiveSequence, RequestFailed | None], None],
         on_failed: Callable[[ActiveRequest, RequestFailed], None],
         max_wait_for_worker_s: float,
-        max_wait_for_lost_s: float,
         tracing: AttemptTracing | None = None,
     ) -> None:
         self.num_illegal = 0
@@ -84,7 +86,6 @@ class AttemptDriver:
         self._on_ended = on_ended
         self._on_failed = on_failed
         self._max_wait_for_worker_s = max_wait_for_worker_s
-        self._max_wait_for_lost_s = min(max_wait_for_lost_s, max_wait_for_worker_s)
         self._tracing = tracing
         self._log = LimitedLog(log)
         self._waits = WorkerWaits(self._may_succeed, self._look)
@@ -229,7 +230,7 @@ class AttemptDriver:
             case AwaitLostWorkers(cause=cause):
                 self._waits.attempt_ended(sequence)
                 self._waits.remove(sequence)
-                timeout_s = self._max_wait_for_lost_s
+                timeout_s = min(MAX_WAIT_FOR_LOST_S, self._max_wait_for_worker_s)
                 reason = f"{cause}; none of the lost workers came back within {timeout_s:g} s"
                 failed = PlacementFailed(reason, FailureKind.WORKER_LOST)
                 self._waits.add(sequence, instruction, timeout_s, partial(self.feed, sequence, failed))

@@ -61,6 +61,8 @@ MAX_MISSED_SIGNS = 3
 reports the loss only later."""
 LONG_PROMPT_TOKENS = 4096
 """Longer prompts are hashed in a thread. A block takes about a microsecond."""
+LIVE_TIMEOUT_S = 0.5
+RECENT_REQUESTS = 2000
 LATENCY_REQUESTS = 500
 """`/fleet` reports percentiles over this many requests."""
 
@@ -88,7 +90,7 @@ class RouterDispatcher:
         self._placement = self._make_placement()
         self._driver = self._make_driver()
         self.watch = self._make_watch(list_workers, static)
-        self._records = RequestRecords(max(self.settings.num_recent_requests, 2 * self.settings.max_requests))
+        self._records = RequestRecords(max(RECENT_REQUESTS, 2 * self.settings.max_requests))
         self._running: dict[RunningRequest, ActiveRequest] = {}
         self._sequences: dict[tuple[str, int], ActiveSequence] = {}
         self._counts = RequestCounts()
@@ -112,7 +114,6 @@ class RouterDispatcher:
             self.settings.policy,
             self.settings.local_prefill_tokens,
             self._index,
-            num_last_decisions=self.settings.num_last_decisions,
             silent_s=self.messenger.silent_s,
             lately_s=MAX_MISSED_SIGNS * self.messenger.alive_interval_s,
         )
@@ -125,7 +126,6 @@ class RouterDispatcher:
             self._sequence_ended,
             self._failed,
             self.settings.max_wait_for_worker_s,
-            self.settings.max_wait_for_lost_s,
             self._tracing,
         )
 
@@ -241,7 +241,7 @@ class RouterDispatcher:
     async def fleet(self, owner: str | None = None) -> dict[str, Any]:
         """All workers with role, state, queues and blocks by state, asked live; JSON-ready. With an `owner`, decisions,
         latencies and counts of requests are those of its requests."""
-        live = await self.watch.ask_all(self.settings.live_timeout_s)
+        live = await self.watch.ask_all(LIVE_TIMEOUT_S)
         me = self.messenger.me
         return {
             "router": {
@@ -268,7 +268,7 @@ class RouterDispatcher:
 
     def _request_figures(self, owner: str | None) -> dict[str, int]:
         if owner is not None:
-            records = self._records.latest(self.settings.num_recent_requests, owner)
+            records = self._records.latest(RECENT_REQUESTS, owner)
             figures = own_figures(self._running.values(), records, owner)
         else:
             figures = {
@@ -324,7 +324,7 @@ class RouterDispatcher:
         record = self._records.get(request_id, owner)
         if record is None:
             return None
-        stages = await self.watch.ask_about(request_id, record.workers(), self.settings.live_timeout_s)
+        stages = await self.watch.ask_about(request_id, record.workers(), LIVE_TIMEOUT_S)
         return timeline_of(record, stages)
 
     # -- beginnings and ends ------------------------------------------------------------------------------------------

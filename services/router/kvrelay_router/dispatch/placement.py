@@ -26,6 +26,7 @@ from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
 
 log = logging.getLogger(__name__)
 
+LAST_DECISIONS = 50
 PLACEMENTS = ("disaggregated", "prefill_alone", "decode_alone")
 AFFINITY_TOKENS = 512
 """`sticky` sends requests without a session to one worker if this many first tokens of their prompts are equal."""
@@ -135,7 +136,6 @@ class Placement:
         local_prefill_tokens: int | None,
         index: PrefixView | None = None,
         *,
-        num_last_decisions: int = 50,
         silent_s: Callable[[PeerRef], float] = lambda peer: 0.0,
         lately_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -149,7 +149,7 @@ class Placement:
         self.fallbacks = Fallbacks()
         self.num_placed = dict.fromkeys(PLACEMENTS, 0)
         self.breakers = Breakers()
-        self._last_decisions: deque[DecisionRecord] = deque(maxlen=num_last_decisions)
+        self._last_decisions: deque[DecisionRecord] = deque(maxlen=LAST_DECISIONS)
         self._view = view
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens

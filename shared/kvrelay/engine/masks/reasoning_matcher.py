@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from kvrelay.engine.masks.token_limits import remove
-from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow, allow_all, allow_only
+from kvrelay.grammar.grammar_compiler import (
+    GrammarError,
+    GrammarMatcher,
+    TokenMask,
+    allow,
+    allow_all,
+    allow_only,
+    remove,
+)
 from kvrelay.protocol.sampling import ReasoningSpan
 
 

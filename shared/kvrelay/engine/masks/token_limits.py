@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_all
+from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask, allow_all, remove
 from kvrelay.protocol.sampling import Sampling
 
 
@@ -90,10 +90,3 @@ def packed(allowed: NDArray[np.bool_]) -> TokenMask:
     bits = np.zeros(-(-len(allowed) // 32) * 32, np.bool_)
     bits[: len(allowed)] = allowed
     return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def remove(mask: TokenMask, token_ids: Sequence[int] | NDArray[np.int64]) -> None:
-    """Clears the bits of tokens, in place."""
-    in_bytes = mask.view(np.uint8)
-    for token_id in token_ids:
-        in_bytes[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))

@@ -27,9 +27,9 @@ from kvrelay.engine.masks.channel_matcher import ChannelMatcher
 from kvrelay.engine.masks.grammar_state import GrammarCounters, GrammarState
 from kvrelay.engine.masks.ordered_work import WorkThreads, wait
 from kvrelay.engine.masks.reasoning_matcher import ReasoningMatcher
-from kvrelay.engine.masks.token_limits import LimitedMatcher, NoTokenLeft, TokenLimits, packed, remove
+from kvrelay.engine.masks.token_limits import LimitedMatcher, NoTokenLeft, TokenLimits, packed
 from kvrelay.engine.sample.draft_rows import DraftRows
-from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask
+from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask, remove
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import Sampling

@@ -16,8 +16,8 @@ from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import RequestedOutput, check_token_ids, check_tokenized
 from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest
+from kvrelay_router.openai.schema.tool_fields import check_tool_schemas
 from kvrelay_router.openai.tool_grammar import chat_grammar, check_tool_grammar
-from kvrelay_router.openai.tool_schemas import check_tool_schemas
 
 
 async def plan_chat(

@@ -31,7 +31,7 @@ from tests.fakes.stack import Stack
 Call = tuple[int, str, str, str]  # ns, file, function, the mark within which it ran
 
 SEND = "kvrelay/messaging/messenger.py:Messenger.send"
-COMMIT = "kvrelay/scheduling/scheduler.py:BatchScheduler.commit"
+COMMIT = "kvrelay/scheduling/scheduler.py:Scheduler.commit"
 HANDED_OVER = "kvrelay_decode/receiver_driver.py:ReceiverDriver._commit"
 PATHS = {
     "token in decode": (COMMIT, "kvrelay_decode/service.py:DecodeRole._committed", SEND),

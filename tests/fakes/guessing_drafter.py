@@ -7,9 +7,9 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.speculation.drafter import Drafter
-from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from tests.fakes.hash_runner import VOCAB_SIZE, next_token
 
 

@@ -22,7 +22,7 @@ from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
 from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
-from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
 from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
@@ -36,6 +36,7 @@ from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSett
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
 from kvrelay.scheduling.speculation.drafter import Drafter
+from kvrelay.scheduling.speculation.forced_tokens import ForcedTokens
 from kvrelay.scheduling.step_commit import StepCommit
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -85,9 +86,9 @@ class Scheduler:
             self.chunks,
             decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
+        self._forced_tokens = ForcedTokens(settings)
         self._planner = StepPlanner(
-            *(self.lifecycle, self._admission, self.preemptor, self.chunks),
-            max_shared_forced_tokens=settings.max_shared_forced_tokens,
+            *(self.lifecycle, self._admission, self.preemptor, self.chunks, self._forced_tokens),
             num_stages=settings.num_stages,
         )
         self._beams = BeamCommit(self.lifecycle)
@@ -100,11 +101,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError for a known one."""
-        sampling = sequence.sampling
-        # The model's log-probability of a forced token is not known until the next step, so none is forced then. A
-        # grammar may force what limits of tokens forbid, which sampling under both masks finds out.
-        may_jump = sampling.is_constrained and sampling.logprobs is None and not sampling.limits_tokens
-        sequence.jumps = self.settings.jump_forward and may_jump and not sequence.prefill_only
+        self._forced_tokens.enter(sequence)
         self.lifecycle.add(sequence)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
@@ -219,19 +216,7 @@ class Scheduler:
         rows = self._uncommitted[0].rows
         if any(row.drafts is not None or row.sequence.fork_of is not None for row in rows):
             return True
-        return self._awaits_forced_tokens(rows) or self.lifecycle.drafter.expects_any(self._uncommitted[0])
-
-    def _awaits_forced_tokens(self, rows: Seq[PlannedRow]) -> bool:
-        """Returns whether to plan the next step when the one in flight is committed, since grammars may force tokens
-        there that should be in it.
-
-        If the runner can sample rows with grammars behind a step in flight, the step waits only if grammars may force
-        tokens in all rows. Planned behind, forced tokens enter one step later, but other rows do not wait.
-        """
-        sampled = [row.sequence for row in rows if row.sample]
-        if not any(sequence.sampling.is_constrained for sequence in sampled):
-            return False
-        return not self.settings.samples_behind or all(sequence.jumps for sequence in sampled)
+        return self._forced_tokens.are_awaited(rows) or self.lifecycle.drafter.expects_any(self._uncommitted[0])
 
     def _refresh(self) -> None:
         self.shares.refresh()

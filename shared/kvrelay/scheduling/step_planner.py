@@ -14,10 +14,7 @@ from kvrelay.scheduling.policies.chunk_sizes import Chunks
 from kvrelay.scheduling.preemptor import Preemptor
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
-
-RUNS_PART = 8
-"""The part of the token budget that forced tokens take, at most, if unconstrained rows share the step and the settings
-name no number."""
+from kvrelay.scheduling.speculation.forced_tokens import ForcedTokens
 
 DRAFTS_PART = 4
 """The part of the token budget that drafts take, at most, while prompts run or wait."""
@@ -32,12 +29,12 @@ class StepPlanner:
         admission: SequenceAdmission,
         preemptor: Preemptor,
         chunks: Chunks,
+        forced_tokens: ForcedTokens,
         *,
-        max_shared_forced_tokens: int | None = None,
         num_stages: int = 1,
     ) -> None:
-        """`max_shared_forced_tokens`: see `SchedulerSettings`. `num_stages`: stages of the model's pipeline. With
-        several, decodes are divided into as many groups, whose steps are in flight at the same time."""
+        """`num_stages`: stages of the model's pipeline. With several, decodes are divided into as many groups, whose
+        steps are in flight at the same time."""
         self._lifecycle = lifecycle
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
@@ -46,7 +43,7 @@ class StepPlanner:
         self._admission = admission
         self._preemptor = preemptor
         self._chunks = chunks
-        self._max_shared_forced_tokens = max_shared_forced_tokens
+        self._forced_tokens = forced_tokens
         self._num_stages = num_stages
 
     @property
@@ -94,7 +91,10 @@ class StepPlanner:
                 has_others = True
             elif sequence.num_remaining > 1:
                 jumping.append(len(rows) - 1)
-        runs = self._plan_runs(jumping, rows, draft, has_others=has_others) if jumping else {}
+        runs: dict[Sequence, int] = {}
+        if jumping:
+            sizes = {"budget_left": draft.budget_left, "num_running": len(self._running)}
+            runs = self._forced_tokens.add_runs(jumping, rows, **sizes, has_others=has_others)
         if short:
             short = self._blocks.grow_each(short)
         for sequence in dict.fromkeys((*short, *runs)):
@@ -119,26 +119,6 @@ class StepPlanner:
         """Returns whether a sequence in a step in flight gets a row in the next one. With a pipeline only if its tokens
         are known, so that no stage waits for the last one. A stop token may still end it."""
         return _continues(sequence) and not (self._num_stages > 1 and sequence.num_expected)
-
-    def _plan_runs(
-        self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft, *, has_others: bool
-    ) -> dict[Sequence, int]:
-        """Adds forced tokens to rows. Returns the number of tokens of these rows.
-
-        Forced tokens take what is left of the token budget beside one token for each running sequence, and at most a
-        part of it if unconstrained rows share the step. The rest of a run follows in the next steps.
-        """
-        num_spare = draft.budget_left - len(self._running)
-        if has_others:
-            most = self._max_shared_forced_tokens
-            num_spare = min(num_spare, draft.budget_left // RUNS_PART if most is None else most)
-        runs: dict[Sequence, int] = {}
-        for place in places:
-            row, num_remaining = rows[place], rows[place].sequence.num_remaining
-            runs[row.sequence] = num_tokens = min(num_remaining, 1 + max(0, num_spare))
-            rows[place] = PlannedRow(row.sequence, row.position, num_tokens, False, num_tokens == num_remaining)
-            num_spare -= num_tokens - 1
-        return runs
 
     def _add_drafts(self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft) -> bool:
         """Adds drafts to some of the rows. Returns whether there are any.

@@ -20,8 +20,7 @@ from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef
 from kvrelay.scheduling.policies import scheduler_registry
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
 from kvrelay.scheduling.scheduler import Scheduler
-from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings, SpeculationSettings
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.metrics_file import MetricsFile
 from kvrelay.worker.membership import Membership, NoMembership

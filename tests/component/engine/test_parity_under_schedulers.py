@@ -28,10 +28,14 @@ from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler import Scheduler
-from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.scheduler_settings import (
+    QueueOrderName,
+    SchedulerLimits,
+    SchedulerSettings,
+    SpeculationSettings,
+)
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.speculation.draft_length import DraftLength
-from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.scheduling.step_planner import StepPlanner
 from kvrelay.worker.launchers import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import BeamSpec, Sampling
+from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, kind_of
 from kvrelay.scheduling.speculation.drafter import INDEXED_PER_STEP, Drafter
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
-from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.scheduling.step_cost import StepCost
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples

@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.speculation.drafter import Drafter
-from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.scheduling.step_planner import DRAFTS_PART
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench
 

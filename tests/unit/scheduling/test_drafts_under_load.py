@@ -6,9 +6,8 @@ import pytest
 
 from kvrelay.protocol.sampling import SpeculationMethod
 from kvrelay.scheduling.plan import PlannedRow, work_of
-from kvrelay.scheduling.scheduler_settings import SchedulerSettings
+from kvrelay.scheduling.scheduler_settings import SchedulerSettings, SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay.step.batch import RowResult, StepResult
 from tests.unit.scheduling.bench import Bench

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from kvrelay.kv.hashing import root_hash
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.scheduling.speculation.continuations import likeliest
 from kvrelay.scheduling.speculation.drafter import Drafter
 from kvrelay.scheduling.speculation.earlier_outputs import OWNER_TOKENS, EarlierOutputs
-from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
 

@@ -18,7 +18,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.step_planner import RUNS_PART
+from kvrelay.scheduling.speculation.forced_tokens import SHARED_PART
 from kvrelay.worker.load_report import SpeedMeter, report_load
 from kvrelay.worker.step_loop import worker_batch
 from kvrelay_decode.stream import entry_of
@@ -139,7 +139,7 @@ def test_runs_stay_within_the_token_budget_and_leave_a_token_to_every_decode() -
 @pytest.mark.parametrize("max_shared", [None, 0, 1, 3])
 def test_runs_take_a_part_of_the_budget_beside_unconstrained_rows(max_shared: int | None) -> None:
     """So that a step, and with it the gap between the tokens of these rows, is bounded."""
-    free, budget = msgspec.structs.replace(CONSTRAINED, grammar=None, max_tokens=6), 2 * RUNS_PART
+    free, budget = msgspec.structs.replace(CONSTRAINED, grammar=None, max_tokens=6), 2 * SHARED_PART
     samplings = [CONSTRAINED, CONSTRAINED, free, CONSTRAINED]
     world = Fleetless(samplings, token_budget=budget, max_shared=max_shared)
     outputs = world.run()
@@ -150,7 +150,7 @@ def test_runs_take_a_part_of_the_budget_beside_unconstrained_rows(max_shared: in
         decodes = [row for row in plan.rows if not row.is_prefill]
         has_others = any(row.sequence is world.sequences[2] for row in decodes)
         (beside if has_others else alone).append(sum(row.num_tokens for row in decodes) - len(decodes))
-    assert max(beside) == (budget // RUNS_PART if max_shared is None else max_shared) < max(alone)
+    assert max(beside) == (budget // SHARED_PART if max_shared is None else max_shared) < max(alone)
     rows = [sum(row.sequence is world.sequences[2] for row in plan.rows) for plan in world.plans]
     assert sum(rows) == 6, "the unconstrained row gets a token in each step"
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.plan import PlannedRow, StepPlan, work_of
+from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.speculation.continuations import Continuation, likeliest
 from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, Pause, kind_of
 from kvrelay.scheduling.speculation.earlier_outputs import EarlierOutputs
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
-from kvrelay.scheduling.speculation.speculation_settings import SpeculationSettings
 from kvrelay.scheduling.step_cost import CalibratedCost, StepCost
 
 INDEXED_PER_STEP = 8192

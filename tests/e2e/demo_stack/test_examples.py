@@ -89,16 +89,3 @@ def test_the_readme_shows_what_its_request_gives(demo_stack: Stack) -> None:
     for varying in ("id", "created"):
         del given[varying], expected[varying]
     assert given == expected
-
-
-def test_the_program_of_the_readme_runs(demo_stack: Stack) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"```python run\n(from kvrelay_programs .*?)```", readme, re.DOTALL)
-    assert block is not None
-    environment = os.environ | {"KVRELAY_URL": demo_stack.base_url}
-    done = subprocess.run(
-        [sys.executable, "-c", block[1]], env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
-    shape = r"An otter is.*\. In the day it.*\. In the night it.*\. So it is a (bird|mammal)\.\n"
-    assert re.fullmatch(shape, done.stdout, re.DOTALL), done.stdout

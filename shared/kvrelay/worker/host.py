@@ -27,7 +27,7 @@ from kvrelay.worker.startup import RoleFactory, RunnerFactory
 
 log = logging.getLogger(__name__)
 
-LINGER_S = 0.2
+LINGER_S = 1.0
 """Seconds for the last messages of all workers to leave."""
 
 

@@ -33,8 +33,8 @@ TICK_S = 0.1
 QUIET_BEFORE_CHECK_S = 2.0
 """Time without a request after which the pool is checked, once per quiet period, because the check takes a moment."""
 DRAIN_POLL_S = 0.05
-CLOSE_LINGER_S = 1.0
-"""Time for the last messages of a drained worker to be acknowledged."""
+LEAST_TOGETHER_S = 1.0
+"""A rank with data-parallel attention waits at least this long for the others, however little of the drain is left."""
 
 
 class WorkerShell:
@@ -223,7 +223,7 @@ class WorkerShell:
         all_leave: asyncio.Future[None] = loop.create_future()
         steps.on_all_leaving = lambda: None if all_leave.done() else all_leave.set_result(None)
         steps.leave_together()
-        timeout_s = max(CLOSE_LINGER_S, self._drain_deadline - time.monotonic())
+        timeout_s = max(LEAST_TOGETHER_S, self._drain_deadline - time.monotonic())
         ends: list[asyncio.Future[None]] = [all_leave, running]
         await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 

@@ -113,7 +113,7 @@ def test_strangers_disturb_no_link_of_others(data: st.DataObject) -> None:
 @given(st.data())
 def test_after_forged_messages_of_a_peer_its_link_heals(data: st.DataObject) -> None:
     """The forger knows all names and numbers, as only somebody on an unencrypted network can. What it forged may be
-    delivered and what it acknowledged may be lost, but the two talk again within their timeouts."""
+    delivered, but the two talk again within their timeouts."""
     attack = Attack(data)
     attack.talk()
     attack.network.run(1.0)

@@ -11,8 +11,8 @@ from kvrelay.engine.run.graph_sizes import default_sizes, largest_size
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.fleet.worker_registry import Registry
+from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process_identity import own_identity
@@ -30,9 +30,11 @@ MAX_DELAY_S = 1.0
 
 
 def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
-    """The prefix cache, or a replacement that keeps nothing if the configuration disables it."""
+    """The prefix cache, or what the configuration compares it with."""
     if not config.prefix_cache:
         return NullCache()
+    if config.prefix_lookup == "table":
+        return TableCache(pool)
     return PrefixCache(pool, record_events=config.publishes_prefixes)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.null_cache import NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for

@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 RANK_COMMAND = (sys.executable, "-m", "kvrelay.cli.main", "rank")
 ADMISSION_WAIT_S = 1.0
 """How long a rank's receiver waits for the call that admits blocks which have come before it."""
+READY_S = 60.0
+"""How long another rank may be behind rank 0 with its load and its transports."""
 PRIVATE_FIELDS = {"redis_url", "redis_password_file", "event_log", "metrics_file"}
 """Settings of a worker that concern its own process alone."""
 PORT_FIELDS = ("port", "transfer_port", "http_port")
@@ -121,7 +123,7 @@ def load_divided(config: WorkerConfig, *, hands_over: bool) -> RankedRunner:
             order = _Order(group.meeting, config.model_dump(mode="json", exclude=PRIVATE_FIELDS), hands_over)
             coordinator.all_texts(msgspec.json.encode(order).decode())
             runner = _make_divided(config, coordinator, device, _threads(config))
-            group.await_ready(runner.spec.fingerprint, config.rank_timeout_s)
+            group.await_ready(runner.spec.fingerprint, READY_S)
         except (DeviceLost, GroupNotFormed) as error:
             raise RanksFailed(local.why_lost(str(error))) from error
         undo.pop_all()

@@ -175,13 +175,14 @@ def test_handoffs_between_stages(
     tmp_path: Path,
 ) -> None:
     """Sizes are stages, and ranks of each stage."""
-    sizes = zip(("pipeline", "tensor"), prefill, decode, strict=True)
-    flags = [
-        f"--{role}-{kind}-parallel-size={size}"
-        for kind, *both in sizes
-        for role, size in zip(("prefill", "decode"), both, strict=True)
-    ]
-    flags += [f"--transfer={transfer}", "--transfer-checksums"]
+    file = tmp_path / "kvrelay.toml"
+    file.write_text(
+        "".join(
+            f"[{role}]\npipeline_parallel_size = {stages}\ntensor_parallel_size = {ranks}\n"
+            for role, (stages, ranks) in (("prefill", prefill), ("decode", decode))
+        )
+    )
+    flags = [f"--config={file}", f"--transfer={transfer}", "--transfer-checksums"]
     with Stack(tiny_model(architecture), tmp_path, *flags, *FLAGS) as stack:
         check_handoffs(stack, tiny_model(architecture), transfer)
 

@@ -5,7 +5,7 @@ once, also while a step is computed, and ends the process when the connection en
 a collective. Calls beside steps are safe because rank 0 pushes blocks when the step that computed them has ended on all
 ranks, and admits blocks that no step in flight uses. A step waits for the calls that were sent before it, so a released
 slot is not written any more when a step uses it. Transports with one-sided writes cannot promise that: rank 0 keeps
-their slots in quarantine.
+their slots until the sender has stopped.
 """
 
 from __future__ import annotations

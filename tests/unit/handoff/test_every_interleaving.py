@@ -52,6 +52,13 @@ def test_one_disturbance_at_any_moment_leaves_nobody_waiting_and_nothing_held(
     assert explored.num_good_ends > 1
 
 
+def test_a_link_breaks_at_any_moment() -> None:
+    """One attempt, by a transport that copies: all else is too large to be visited whole, see `LARGE`."""
+    explored = search(replace(TINY, max_attempts=1, one_sided=False, budget=(("cut", 1),)))
+    assert explored.is_complete
+    assert explored.num_good_ends > 1
+
+
 RANKS = [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)]
 
 
@@ -93,7 +100,7 @@ def test_a_sample_is_granted_what_another_one_holds(one_sided: bool) -> None:
 
 
 LARGE = {
-    "a link breaks, one attempt of one block": replace(TINY, max_attempts=1, budget=(("cut", 1),)),
+    "a link breaks, one attempt of one block, one-sided": replace(TINY, max_attempts=1, budget=(("cut", 1),)),
     "a link breaks": Size(budget=(("cut", 1),)),
     "two of each": replace(TINY, num_requests=2, prefills=("p1", "p2"), decodes=("d1", "d2")),
     "two decode workers, one dies": replace(TINY, decodes=("d1", "d2"), budget=(("die", 1),)),

@@ -44,7 +44,7 @@ class BlockManager:
         self.max_model_len = max_model_len
         self.copies = BlockCopies(pool)
         self.withheld: frozenset[int] = frozenset()
-        """Blocks in quarantine whose sender is silent: they may never be released."""
+        """Blocks that a silent sender may still write into: they may never be released."""
         # Blocks that steps in flight read and that are in no table, each with the number of these steps.
         self._replaced: list[tuple[int, list[int]]] = []
         self._num_uncommitted = 0

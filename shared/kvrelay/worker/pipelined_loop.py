@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence as Seq
 from typing import Any
 
-from kvrelay.step.batch import DeviceLost, StepResult
-from kvrelay.worker.failed_steps import log_failed_step
+from kvrelay.step.batch import StepResult
 from kvrelay.worker.step_loop import PlannedStep, StepCallbacks, StepLoop
 
 
@@ -36,9 +34,11 @@ class PipelinedStepLoop(StepLoop):
             step = steps.popleft()
             error = landing.exception()
             if error is not None:
+                if not isinstance(error, Exception):
+                    raise error
                 await self._step_failed(step, list(steps), error, callbacks)
                 return
-            lost = await self._cancel_all(list(steps)) if self._stopping else None
+            lost = await self._cancel(list(steps)) if self._stopping else None
             if self._stopping:
                 steps.clear()
             is_launched = bool(steps) and steps[0].flight is not None
@@ -69,34 +69,3 @@ class PipelinedStepLoop(StepLoop):
         finally:
             woken.cancel()
         return landing.done()
-
-    async def _step_failed(
-        self, step: PlannedStep, behind: Seq[PlannedStep], error: BaseException, callbacks: StepCallbacks
-    ) -> None:
-        """Raises DeviceLost."""
-        if not isinstance(error, Exception):
-            raise error
-        log_failed_step(step.plan.step, error)
-        lost = await self._cancel_all(behind)
-        self._last_planned = step.plan.step
-        self._fail(step, error, callbacks)
-        if isinstance(error, DeviceLost):
-            raise error
-        if lost is not None:
-            raise lost from error
-
-    async def _cancel_all(self, steps: Seq[PlannedStep]) -> DeviceLost | None:
-        """Cancels steps behind one that failed, or is the last one. Those that were launched end first, in their order.
-        Returns the error if the device was lost."""
-        lost: DeviceLost | None = None
-        for step in steps:
-            if step.flight is not None and lost is None:
-                try:
-                    await step.flight.discard()
-                except DeviceLost as error:
-                    lost = error
-        for step in reversed(steps):
-            self.scheduler.cancel_plan(step.plan)
-            self._last_planned = step.plan.step - 1
-            self._note("plan_cancelled", step.plan)
-        return lost

@@ -17,6 +17,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -272,17 +273,11 @@ class StepLoop:
             try:
                 result = await flight.land()
             except Exception as error:
-                log_failed_step(step.plan.step, error)
-                lost = await self._cancel(following, step)
-                self._fail(step, error, callbacks)
-                if isinstance(error, DeviceLost):
-                    raise  # the worker exits and restarts; otherwise it would look ready and fail every step
-                if lost is not None:
-                    raise lost from error
+                await self._step_failed(step, [following] if following is not None else [], error, callbacks)
                 return
             lost = None
-            if self._stopping:
-                lost, following = await self._cancel(following, step), None
+            if self._stopping and following is not None:
+                lost, following = await self._cancel([following]), None
             if following is not None:
                 flight = following.flight or await self._launch(following)
             self._publish(step, result, callbacks)
@@ -358,20 +353,32 @@ class StepLoop:
             self.forget(sequence.key)
         callbacks.failed(failed, failure_kind(error), f"{type(error).__name__}: {error}")
 
-    async def _cancel(self, following: PlannedStep | None, step: PlannedStep) -> DeviceLost | None:
-        """Cancels the step that was planned behind `step`. If it was launched, waits until it has ended, before its
-        blocks are freed. Returns the error if the device was lost."""
-        if following is None:
-            return None
-        lost = None
-        if following.flight is not None:
-            try:
-                await following.flight.discard()
-            except DeviceLost as error:
-                lost = error
-        self.scheduler.cancel_plan(following.plan)
-        self._last_planned = step.plan.step
-        self._note("plan_cancelled", following.plan)
+    async def _step_failed(
+        self, step: PlannedStep, behind: Seq[PlannedStep], error: Exception, callbacks: StepCallbacks
+    ) -> None:
+        """Raises DeviceLost: the worker exits and restarts; otherwise it would look ready and fail every step."""
+        log_failed_step(step.plan.step, error)
+        lost = await self._cancel(behind)
+        self._fail(step, error, callbacks)
+        if isinstance(error, DeviceLost):
+            raise error
+        if lost is not None:
+            raise lost from error
+
+    async def _cancel(self, steps: Seq[PlannedStep]) -> DeviceLost | None:
+        """Cancels steps behind one that failed, or is the last one. Those that were launched end first, in their order,
+        before their blocks are freed. Returns the error if the device was lost."""
+        lost: DeviceLost | None = None
+        for step in steps:
+            if step.flight is not None and lost is None:
+                try:
+                    await step.flight.discard()
+                except DeviceLost as error:
+                    lost = error
+        for step in reversed(steps):
+            self.scheduler.cancel_plan(step.plan)
+            self._last_planned = step.plan.step - 1
+            self._note("plan_cancelled", step.plan)
         return lost
 
     def _landed(self, plan: StepPlan) -> None:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from kvrelay_bench.http import Client, Endpoint
 from kvrelay_bench.load_generator import LoadPoint
 from kvrelay_bench.load_generator import run_load as bench_load
+from kvrelay_bench.traces import read_trace, scaled
 from kvrelay_bench.workload import Ask, Wire, traced
-from kvrelay_simulator.traces import read_trace, scaled
 
 TIMEOUT_S = 600.0
 
@@ -85,7 +85,7 @@ def synthetic_load(num_requests: int, rate: float, seed: int = 7) -> list[Reques
 
 
 def traced_load(path: Path, num_requests: int, speed: float) -> list[Request]:
-    """The first requests of a trace (see `kvrelay_simulator.traces`), `speed` times as fast.
+    """The first requests of a trace (see `kvrelay_bench.traces`), `speed` times as fast.
 
     Scaled to a small model: lengths are divided by 32, which keeps what the prompts share.
     """

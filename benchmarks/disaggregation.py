@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.simulated_runs import parser_of, publish
 from kvrelay.device_profiles import find_profile
+from kvrelay_bench.traces import TracedRequest, read_trace, scaled
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
 from kvrelay_simulator.results import RunSlo, Times, figures
-from kvrelay_simulator.traces import TracedRequest, read_trace, scaled
 
 TPOT_BOUNDS_MS = (50, 25, 15)
 GAP_BOUNDS_MS = (100, 50, 25)

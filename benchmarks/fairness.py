@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy as np
 
 from kvrelay.device_profiles import Profile, StepLoad, find_profile
+from kvrelay_bench.traces import HASH_TOKENS, TracedRequest
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
-from kvrelay_simulator.traces import HASH_TOKENS, TracedRequest
 from kvrelay_simulator.workers import Request, WorkerSettings
 
 PROFILE = "llama3-8b-h100"

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrelay_simulator.traces import HASH_TOKENS
+from kvrelay_bench.traces import HASH_TOKENS
 from tests.fakes.stack import Stack
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"

@@ -24,10 +24,10 @@ from typing import get_args
 
 from benchmarks.simulated_runs import measure_all, parser_of, publish
 from kvrelay.device_profiles import find_profile
+from kvrelay_bench.traces import TracedRequest, agent_sessions, cold_starts, one_hot_prefix, read_trace, scaled
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
 from kvrelay_simulator.results import RunFigures, RunSlo, best_possible_hit_rate, figures
-from kvrelay_simulator.traces import TracedRequest, agent_sessions, cold_starts, one_hot_prefix, read_trace, scaled
 from kvrelay_simulator.workers import WorkerSettings
 
 FRACTIONS = (0.3, 0.5, 0.7, 0.85, 0.95)

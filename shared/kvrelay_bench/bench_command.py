@@ -15,8 +15,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvrelay.cli.health import cause
-from kvrelay.cli.router_url import start_one
+from kvrelay.own_command import no_answer
 from kvrelay.process import event_loop_factory
 from kvrelay_bench.flags import BenchFlagError, BenchPlan, read_flags
 from kvrelay_bench.http import BadUrl, Client, ConnectionLost
@@ -24,8 +23,8 @@ from kvrelay_bench.load_figures import LoadFigures, Ratio, figures
 from kvrelay_bench.load_generator import LoadOutcome, LoadPoint, run_load
 from kvrelay_bench.load_plots import PlottedLoad, draw
 from kvrelay_bench.report import MAX_COLUMNS, compared, comparison_table, load_table, remarks, value_of
+from kvrelay_bench.traces import BadTrace
 from kvrelay_bench.workload import Ask
-from kvrelay_simulator.traces import BadTrace
 
 MODELS_TIMEOUT_S = 10.0
 FORMAT_VERSION = 1
@@ -166,7 +165,7 @@ async def _first_model(client: Client) -> str:
         answer = orjson.loads(await client.get("models", MODELS_TIMEOUT_S))
         return str(answer["data"][0]["id"])
     except (OSError, TimeoutError, ConnectionLost) as error:
-        raise CannotRun(f"{client.endpoint.url} does not answer ({cause(error)}); {start_one()}") from error
+        raise CannotRun(no_answer(client.endpoint.url, error)) from error
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
         raise CannotRun(f"{client.endpoint.url} lists no model at /v1/models: give --model, or a key") from error
 

@@ -12,12 +12,12 @@ from typing import Any
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import list_of, number, objective, result_file, seconds, whole
 from kvrelay.telemetry.plots import NoMatplotlib, check_plot
+from kvrelay_bench.conversations import Conversation, read_conversations
 from kvrelay_bench.http import Endpoint
 from kvrelay_bench.load_figures import BenchSlo
 from kvrelay_bench.load_generator import LoadPoint
+from kvrelay_bench.traces import TracedRequest, read_trace, scaled
 from kvrelay_bench.workload import Api, Arrivals, Ask, Shape, Wire, arrival_times, from_conversations, synthetic, traced
-from kvrelay_simulator.conversations import Conversation, read_conversations
-from kvrelay_simulator.traces import TracedRequest, read_trace, scaled
 
 WARM_UP_SEED = 1 << 40
 """Differs from all measured seeds, so the warm-up caches none of their prompts."""

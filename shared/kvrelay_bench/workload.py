@@ -14,13 +14,13 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from kvrelay_simulator.conversations import (
+from kvrelay_bench.conversations import (
     DEFAULT_ANSWER_TOKENS,
     Conversation,
     estimated_tokens,
     user_turns,
 )
-from kvrelay_simulator.traces import HASH_TOKENS, TracedRequest
+from kvrelay_bench.traces import HASH_TOKENS, TracedRequest
 
 Api = Literal["completions", "chat"]
 PromptForm = Literal["ids", "text"]

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
+from kvrelay_bench.traces import Tokens
 from kvrelay_simulator.fleet import SimulatedFleet
-from kvrelay_simulator.traces import Tokens
 from kvrelay_simulator.workers import FINGERPRINT, Request
 
 

@@ -17,10 +17,10 @@ from kvrelay.flag_values import number, objective, result_file, whole
 from kvrelay.scheduler_names import UnknownScheduler, check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.telemetry.plots import NoMatplotlib, check_plot
+from kvrelay_bench.traces import BadTrace, TracedRequest, read_trace, scaled
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
 from kvrelay_simulator.results import RunFigures, RunResult, RunSlo, Times, best_possible_hit_rate, figures
-from kvrelay_simulator.traces import BadTrace, TracedRequest, read_trace, scaled
 from kvrelay_simulator.workers import WorkerSettings
 
 

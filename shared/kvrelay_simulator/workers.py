@@ -27,8 +27,8 @@ from kvrelay.scheduling.sequence import Origin, RemoteKV, Sequence, TokenBuffer
 from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.step.batch import RowResult, StepResult
 from kvrelay.worker.load_report import SpeedMeter, report_load
+from kvrelay_bench.traces import Tokens
 from kvrelay_simulator.clock import VirtualClock
-from kvrelay_simulator.traces import Tokens
 
 FINGERPRINT = "simulated"
 MODEL = "simulated"

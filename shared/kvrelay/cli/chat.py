@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from http.client import HTTPException
 from typing import Any
 
-from kvrelay.cli.health import cause
-from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url, start_one
+from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
 from kvrelay.cli.stack_state import NoStack
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import whole
+from kvrelay.own_command import no_answer
 
 TIMEOUT_S = 600.0
 HELP = "/reset begins a new conversation, /exit or Ctrl-D ends."
@@ -125,7 +125,7 @@ def _open(url: str, body: dict[str, Any] | None) -> Any:
         hint = f"; set {KEY_VARIABLE}" if error.code == 401 else ""
         raise ChatFailed(f"{url} answers {error.code}: {_message(error.read())}{hint}") from None
     except (OSError, HTTPException, ValueError) as error:
-        raise ChatFailed(f"{url} does not answer ({cause(error)}); {start_one()}") from None
+        raise ChatFailed(no_answer(url, error)) from None
 
 
 def _message(body: bytes) -> str:

@@ -11,6 +11,7 @@ from http.client import HTTPException
 
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import number
+from kvrelay.own_command import cause
 
 DEFAULT_URL = "http://127.0.0.1:8000/ready"
 SHOWN_BYTES = 500
@@ -48,9 +49,3 @@ def health_parser() -> FlagParser:
         "--timeout", type=number(0.001, 3600), default=2.0, metavar="SECONDS", help="how long to wait (default: 2)"
     )
     return parser
-
-
-def cause(error: Exception) -> str:
-    """The system's words for an error of `urllib`, such as `Connection refused`."""
-    reason = getattr(error, "reason", error)
-    return getattr(reason, "strerror", None) or str(reason)

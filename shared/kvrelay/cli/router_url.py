@@ -1,14 +1,8 @@
-"""The router that a command talks to: its URL, or the stack of `kvrelay up` that runs here; and what to say of one that
-does not answer."""
+"""The router that a command talks to: its URL, or the stack of `kvrelay up` that runs here."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import shutil
-import sys
-from contextlib import suppress
-from pathlib import Path
 
 from kvrelay.cli.stack_state import add_stack_flags, named_stack
 
@@ -40,24 +34,3 @@ def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} must start with http:// or https://")
     return text.rstrip("/")
-
-
-def start_one() -> str:
-    """What to do if nothing listens at a URL."""
-    return f"start one with `{own_command()} up`, or name its URL"
-
-
-def own_command(*, from_anywhere: bool = False) -> str:
-    """Returns `kvrelay` if the PATH leads to this installation, else the path of the script for a shell, such as
-    `.venv/bin/kvrelay`: relative to the current directory if the script lies below it, unless `from_anywhere`."""
-    python = Path(sys.executable)
-    found = shutil.which("kvrelay")
-    if found is not None and Path(found).resolve().parent == python.parent.resolve():
-        return "kvrelay"
-    script = python.with_name("kvrelay")
-    program, arguments = (script, []) if script.exists() else (python, ["-m", "kvrelay"])
-    if not from_anywhere:
-        with suppress(FileNotFoundError):  # the current directory was deleted
-            if program.is_relative_to(here := Path.cwd()):
-                program = program.relative_to(here)
-    return shlex.join([str(program), *arguments])

@@ -21,11 +21,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cli.health import cause
-from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url, start_one
+from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
 from kvrelay.cli.stack_state import NoStack
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import number
+from kvrelay.own_command import no_answer
 
 OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
 """Entries of a worker's `queues` that are no queues."""
@@ -85,7 +85,7 @@ def ask(url: str) -> dict[str, Any]:
 
 def _unanswered(url: str, error: Exception) -> str:
     if isinstance(error, OSError):
-        return f"{url} does not answer ({cause(error)}); {start_one()}"
+        return no_answer(url, error)
     return f"{url}: {error}"
 
 

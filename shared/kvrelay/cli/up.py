@@ -21,7 +21,6 @@ from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
 from kvrelay.cli.model_files import longest_sequence
 from kvrelay.cli.preflight import check_plan, find_models, hold_port
 from kvrelay.cli.readiness import RouterReady, WorkerReady
-from kvrelay.cli.router_url import own_command
 from kvrelay.cli.stack_state import StackState, remove_state, start_of
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
 from kvrelay.cli.up_flags import parse_up_flags, up_parser
@@ -36,6 +35,7 @@ from kvrelay.config.up_config import UpConfig
 from kvrelay.core_leases import SharedLeases
 from kvrelay.fleet import Registry, RegistryError, RegistryUnavailable
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
+from kvrelay.own_command import own_command
 from kvrelay.process import describe_exit
 
 __all__ = ["up", "up_parser"]

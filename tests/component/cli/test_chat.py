@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cli.chat import chat
-from kvrelay.cli.router_url import own_command
+from kvrelay.own_command import own_command
 
 ASKED: list[dict[str, Any]] = []
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvrelay.cli.router_url import own_command
 from kvrelay.cli.top import top, view
+from kvrelay.own_command import own_command
 from tests.fakes.waiting import PATIENCE_S
 
 FLEET: dict[str, Any] = {

@@ -16,8 +16,8 @@ from kvrelay_bench.answer_reader import Record
 from kvrelay_bench.load_figures import BenchSlo, LoadFigures, Ratio, Spread, figures
 from kvrelay_bench.load_generator import LoadOutcome
 from kvrelay_bench.report import MAX_COLUMNS, comparison_table, load_table
+from kvrelay_bench.traces import TracedRequest
 from kvrelay_bench.workload import Shape, Wire, arrival_times, synthetic, traced
-from kvrelay_simulator.traces import TracedRequest
 
 
 def record(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.router_url import own_command
+from kvrelay.own_command import own_command
 
 
 @pytest.fixture

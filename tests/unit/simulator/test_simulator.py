@@ -15,13 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.device_profiles import BUILT_IN, MeasuredProfile, StepLoad, UnknownProfile, find_profile
-from kvrelay_router.dispatch.placement import Placement
-from kvrelay_router.routing.policy import PolicyName
-from kvrelay_simulator import traces
-from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
-from kvrelay_simulator.results import RunSlo, best_possible_hit_rate, figures
-from kvrelay_simulator.simulate_command import main
-from kvrelay_simulator.traces import (
+from kvrelay_bench import traces
+from kvrelay_bench.traces import (
     HASH_TOKENS,
     BadTrace,
     TracedRequest,
@@ -31,6 +26,11 @@ from kvrelay_simulator.traces import (
     read_trace,
     scaled,
 )
+from kvrelay_router.dispatch.placement import Placement
+from kvrelay_router.routing.policy import PolicyName
+from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
+from kvrelay_simulator.results import RunSlo, best_possible_hit_rate, figures
+from kvrelay_simulator.simulate_command import main
 from kvrelay_simulator.workers import Request, WorkerSettings
 from tests.thoroughness import examples
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay_simulator.conversations import (
+from kvrelay_bench.conversations import (
     CHARS_PER_TOKEN,
     DEFAULT_ANSWER_TOKENS,
     BadTrace,

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_simulator.conversations import (
+from kvrelay_bench.conversations import (
     DEFAULT_ANSWER_TOKENS,
     Turn,
     holds_conversations,
     read_conversations,
     user_turns,
 )
+from kvrelay_bench.traces import BadTrace, conversation_trace, read_trace
 from kvrelay_simulator.simulate_command import main
-from kvrelay_simulator.traces import BadTrace, conversation_trace, read_trace
 
 SHAREGPT = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 OPENAI = {

@@ -88,7 +88,7 @@ class SequenceLifecycle:
         self.sample_groups.settle(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
-        if sequence.fork_of is not None:
+        if sequence.forks is not None:
             self.beams.admitted(sequence)
         if self.blocks.shares_prefixes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
@@ -148,7 +148,7 @@ class SequenceLifecycle:
             self._stop_running(each)
             self.blocks.free(each)
             each.state = SequenceState.FINISHED  # the others end
-        if sequence.fork_of is not None:
+        if sequence.forks is not None:
             self.beams.collapse(sequence)
 
     def requeue_swapped(self, sequence: Sequence) -> None:
@@ -189,7 +189,7 @@ class SequenceLifecycle:
             self.remote.leave(sequence)
         else:
             self.waiting.remove(sequence)
-        if sequence.fork_of is not None:
+        if sequence.forks is not None:
             self.beams.left(sequence)
         self.swaps.drop(sequence)
         self.drafter.ended(sequence)
@@ -208,7 +208,7 @@ class SequenceLifecycle:
 
     def forks_of(self, sequence: Sequence) -> list[Sequence]:
         """Returns the sequences that live and end with this one, which stands for them, and itself."""
-        return [sequence] if sequence.fork_of is None else self.beams.forks_of(sequence)
+        return [sequence] if sequence.forks is None else self.beams.forks_of(sequence)
 
     @property
     def has_work(self) -> bool:

@@ -212,9 +212,9 @@ class Scheduler:
     def _must_commit_first(self) -> bool:
         """Returns whether the results of a step in flight are needed to plan the next one."""
         if self.settings.num_stages > 1:  # sequences that sample in a step in flight have no row in the next one
-            return any(row.sequence.fork_of is not None for plan in self._uncommitted for row in plan.rows)
+            return any(row.sequence.forks is not None for plan in self._uncommitted for row in plan.rows)
         rows = self._uncommitted[0].rows
-        if any(row.drafts is not None or row.sequence.fork_of is not None for row in rows):
+        if any(row.drafts is not None or row.sequence.forks is not None for row in rows):
             return True
         return self._forced_tokens.are_awaited(rows) or self.lifecycle.drafter.expects_any(self._uncommitted[0])
 
@@ -343,7 +343,7 @@ class Scheduler:
 def _blocks_with_copies(draft: PlanDraft) -> Iterator[int]:
     """Yields the blocks that are written and may have to be copied before: those of forks and of prompts with tails."""
     for row in draft.rows:
-        if row.sequence.fork_of is not None or row.sequence.tail_end:
+        if row.sequence.forks is not None or row.sequence.tail_end:
             table, end = row.sequence.table, row.position + row.num_tokens
             first, stop = row.position // table.block_size, blocks_for(end, table.block_size)
             # All blocks, not only the first: a prefix whose step failed is computed again, up to a block whose copy was

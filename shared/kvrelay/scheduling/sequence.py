@@ -119,6 +119,21 @@ class Origin:
 
 
 @dataclass(slots=True, eq=False)
+class Forks:
+    """What a sequence and its forks have in common. They share blocks, down to where they part.
+
+    `leader`: the one that stands for them all. `num_slots`: running sequences that they become. `num_blocks`: blocks
+    that the forks will take beside the leader's. `num_candidates`: so many of the most likely next tokens are wanted,
+    instead of a sampled one; 0 while the leader computes a common prefix again.
+    """
+
+    leader: Sequence
+    num_slots: int = 1
+    num_blocks: int = 0
+    num_candidates: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """The state of one sequence; the module's text explains its life."""
 
@@ -146,11 +161,7 @@ class Sequence:
     abort_requested: bool = False  # ends at the commit of the step in flight
     jumps: bool = False  # its steps may bring tokens that its grammar forces, beside the sampled one
     num_preemptions: int = 0
-    # Forks share blocks. One of them stands for all, and all name it, itself included; None: it is never forked.
-    fork_of: Sequence | None = None
-    num_slots: int = 1  # running sequences that it becomes, with its forks
-    num_fork_blocks: int = 0  # blocks that its forks will take beside its own
-    num_candidates: int = 0  # the most likely next tokens are wanted, so many of them, instead of a sampled one
+    forks: Forks | None = None  # set for a sequence that is forked, and for its forks
     # Other prompts of its request have the same tokens up to this position within a block, and only these, so the
     # first part of that block is shared by copies (`memory/block_tails.py`). 0: there are none.
     tail_end: int = 0
@@ -185,6 +196,21 @@ class Sequence:
         return self.tail_end - self.num_computed - self.num_planned if self.computes_tail else self.num_remaining
 
     @property
+    def fork_of(self) -> Sequence | None:
+        """The sequence that stands for all forks, itself included; None: it is never forked."""
+        return None if self.forks is None else self.forks.leader
+
+    @property
+    def num_slots(self) -> int:
+        """Number of running sequences that it becomes, with its forks."""
+        return 1 if self.forks is None else self.forks.num_slots
+
+    @property
+    def num_fork_blocks(self) -> int:
+        """Number of blocks that its forks will take beside its own."""
+        return 0 if self.forks is None else self.forks.num_blocks
+
+    @property
     def num_full_blocks(self) -> int:
         """Number of blocks that its tokens fill."""
         return self.tokens.num_tokens // self.table.block_size
@@ -195,19 +221,19 @@ class Sequence:
         num_tokens = self.tokens.num_tokens + self.num_expected
         position = self.num_computed + self.num_planned
         is_last = num_tokens - position == 1 and num_tokens > self.num_prompt and position > 0
-        return is_last and (self.fork_of is None or self.num_candidates > 0)
+        return is_last and (self.forks is None or self.forks.num_candidates > 0)
 
     @property
     def is_prompting(self) -> bool:
         """Returns whether the next row is a chunk of a prompt. Decodes have several tokens if a grammar forced them;
         forks compute what follows their common prefix again as chunks."""
-        return (self.fork_of is not None or self.block_state is not BlockState.RUNNING) and not self.is_decoding
+        return (self.forks is not None or self.block_state is not BlockState.RUNNING) and not self.is_decoding
 
     @property
     def wants_token(self) -> bool:
         """Returns whether a token is sampled, or candidates are found, once all KV is computed. A prompt that is only
         scored needs none, and a common prefix of forks that is computed again."""
-        return self.sampling.max_tokens > self.num_output if self.fork_of is None else self.num_candidates > 0
+        return self.sampling.max_tokens > self.num_output if self.forks is None else self.forks.num_candidates > 0
 
     def row_ends(self, num_tokens: int, *, sample: bool) -> None:
         """An uncommitted step with a row of `num_tokens` tokens has ended, or does not run."""

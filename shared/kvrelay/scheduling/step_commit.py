@@ -31,7 +31,7 @@ class StepCommit:
         computing, finished = BlockState.COMPUTING, SequenceState.FINISHED
         for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
-            if sequence.fork_of is not None:
+            if sequence.forks is not None:
                 self._beams.commit_row(row, given)
                 continue
             # `SequenceLifecycle.row_ended` without the call, which would be 5% of the whole commit.

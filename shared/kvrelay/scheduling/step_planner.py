@@ -73,7 +73,7 @@ class StepPlanner:
         drafted = self._lifecycle.drafter.sequences
         most_rows = self._most_decodes(draft)
         for sequence in self._running.values():
-            is_fork = sequence.fork_of is not None
+            is_fork = sequence.forks is not None
             if (is_fork or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding:
                 prompting.append(sequence)
                 continue

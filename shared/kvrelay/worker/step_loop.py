@@ -133,10 +133,10 @@ def worker_batch(plan: StepPlan) -> WorkerBatch:
 
 
 def _beam_row(sequence: Sequence) -> BeamRow | None:
-    if not sequence.num_candidates:
+    if sequence.forks is None or not sequence.forks.num_candidates:
         return None
     history = sequence.tokens.view(0, sequence.num_tokens)
-    return BeamRow(sequence.num_candidates, history, sequence.num_prompt)
+    return BeamRow(sequence.forks.num_candidates, history, sequence.num_prompt)
 
 
 def _worker_row(row: PlannedRow) -> WorkerRow:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.scheduling.scheduler_settings import SpeculationSettings
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Forks, Sequence, TokenBuffer
 from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, kind_of
 from kvrelay.scheduling.speculation.drafter import INDEXED_PER_STEP, Drafter
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
@@ -104,7 +104,7 @@ def test_requests_choose_and_some_have_no_drafts() -> None:
     ):
         sequence = sequence_of([1, 2, 3], sampling)
         if sampling.beams is not None:
-            sequence.fork_of = sequence
+            sequence.forks = Forks(sequence)
         drafter = drafter_of(method)
         drafter.begin(sequence)
         assert (sequence in drafter.sequences) is expected

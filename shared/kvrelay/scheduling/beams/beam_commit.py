@@ -58,7 +58,7 @@ class BeamCommit:
             lifecycle.publish(leader)  # beams publish nothing: a beam that no other follows is not worth caching
         if not group.is_ready:
             return None
-        if leader.num_candidates:
+        if group.forks.num_candidates:
             rows = group.take_candidates()
             first = rows[0] if is_prefix else None
             group.search.advance(rows)

@@ -10,7 +10,7 @@ A group is in one of three states:
 
 PREFIX becomes BEAMS when the prefix is computed, unless the search ends with it. BEAMS becomes PREFIX when the group is
 preempted. The leader has the request's key, stands for the group outside this room, and is the first of the beams. The
-rest of the scheduler knows a beam by `Sequence.fork_of` and `Sequence.num_candidates`.
+rest of the scheduler knows a beam by `Sequence.forks` alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_search import BeamSearch
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.reserved_capacity import ReservedCapacity
-from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
+from kvrelay.scheduling.sequence import Forks, Sequence, SequenceState, TokenBuffer
 from kvrelay.step.batch import BeamCandidates
 
 
@@ -35,6 +35,7 @@ class BeamGroup:
     """One beam search and its sequences. `texts`: of the live beams while the leader recomputes their prefix."""
 
     leader: Sequence
+    forks: Forks
     search: BeamSearch
     beams: list[Sequence]
     has_beams: bool = False
@@ -44,7 +45,7 @@ class BeamGroup:
     @property
     def is_ready(self) -> bool:
         """Returns whether the next step of the search can be made, or a prefix is recomputed."""
-        if self.leader.num_candidates:
+        if self.forks.num_candidates:
             return len(self.offered) == len(self.beams)
         return self.leader.num_computed == self.leader.num_tokens
 
@@ -66,8 +67,8 @@ class BeamGroups:
 
     def of(self, fork: Sequence) -> BeamGroup:
         """Returns the group of a beam."""
-        assert fork.fork_of is not None
-        return self._groups[fork.fork_of]
+        assert fork.forks is not None
+        return self._groups[fork.forks.leader]
 
     def forks_of(self, leader: Sequence) -> list[Sequence]:
         """Returns all sequences of a leader's group."""
@@ -79,11 +80,9 @@ class BeamGroups:
         if spec is None:
             return
         search = BeamSearch(spec, leader.stop_tokens, leader.max_length - leader.num_prompt)
-        leader.fork_of, leader.num_candidates = leader, search.num_candidates
-        if not leader.prefill_only:
-            leader.num_slots = spec.width
-        self._groups[leader] = group = BeamGroup(leader, search, [leader])
-        leader.num_fork_blocks = self._num_fork_blocks(group)
+        leader.forks = Forks(leader, 1 if leader.prefill_only else spec.width, 0, search.num_candidates)
+        self._groups[leader] = group = BeamGroup(leader, leader.forks, search, [leader])
+        group.forks.num_blocks = self._num_fork_blocks(group)
 
     def admitted(self, leader: Sequence) -> None:
         """The leader runs and computes the prefix: reserves capacity for the others."""
@@ -103,8 +102,8 @@ class BeamGroups:
             group.texts = [beam.tokens for beam in group.beams]
             group.beams, group.has_beams = [leader], False
             leader.tokens = TokenBuffer(group.texts[0].view(0, _num_common(group.texts)))
-            leader.num_candidates = 0
-            leader.num_fork_blocks = self._num_fork_blocks(group)
+            group.forks.num_candidates = 0
+            group.forks.num_blocks = self._num_fork_blocks(group)
 
     def branch(self, group: BeamGroup) -> None:
         """Makes the sequences of a group the live beams of its search."""
@@ -117,10 +116,10 @@ class BeamGroups:
         self._blocks.change_block_state(leader, BlockState.RUNNING)
         unused = leader.table.truncate(blocks_for(leader.num_computed, leader.table.block_size))
         self._blocks.pool.release(unused, BlockState.RUNNING)
-        leader.num_fork_blocks, group.has_beams = 0, True
+        group.forks.num_blocks, group.has_beams = 0, True
         if texts := group.texts:
             group.texts = []
-            leader.num_candidates = group.search.num_candidates
+            group.forks.num_candidates = group.search.num_candidates
             position = leader.num_computed
             self._share(group, [0] * len(texts))
             for beam, text in zip(group.beams, texts, strict=True):
@@ -139,7 +138,7 @@ class BeamGroups:
             return 0
         size, prefix = leader.table.block_size, leader.num_tokens
         num_each = blocks_for(leader.num_prompt + group.search.num_tokens + 1, size) - prefix // size
-        return leader.num_slots * num_each - (blocks_for(prefix, size) - prefix // size)
+        return group.forks.num_slots * num_each - (blocks_for(prefix, size) - prefix // size)
 
     def _follow(self, group: BeamGroup) -> None:
         """Each live beam continues its parent."""

@@ -235,7 +235,7 @@ class BlockManager:
 
         A fork also gets a copy of the block that its next token goes to, if others share that block.
         """
-        if sequence.fork_of is not None:
+        if sequence.forks is not None:
             return self._grow_fork(sequence, num_tokens)
         return self._lengthen(sequence, num_tokens)
 
@@ -254,12 +254,12 @@ class BlockManager:
         """Gives each sequence one more block, in one operation. Returns the sequences that still need `grow`: forks,
         which may share the block that they write, or all if there are not enough blocks for the others.
         """
-        forks = [sequence for sequence in sequences if sequence.fork_of is not None]
+        forks = [sequence for sequence in sequences if sequence.forks is not None]
         if len(sequences) - len(forks) > self.pool.num_available:
             return list(sequences)
         by_state: dict[BlockState, list[Sequence]] = {}
         for sequence in sequences:
-            if sequence.fork_of is None:
+            if sequence.forks is None:
                 by_state.setdefault(sequence.block_state, []).append(sequence)
         for state, growing in by_state.items():
             blocks = self.pool.allocate_each([sequence.table.last for sequence in growing], state)
@@ -379,7 +379,7 @@ class WholeSequenceBlocks(BlockManager):
     """Allocates blocks for the longest possible output at admission (Yu et al., Orca, OSDI 2022, section 4.2)."""
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
-        if sequence.fork_of is not None:
+        if sequence.forks is not None:
             return sequence.num_tokens  # a common prefix samples nothing; its forks take blocks as tokens come
         # The KV of the last sampled token is never computed.
         return max(sequence.num_tokens, sequence.num_tokens + self.remaining_output(sequence) - 1)

@@ -75,7 +75,7 @@ class Swapper:
 
     def preempt(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Plans the copy of a victim that still has its blocks. Returns False if it is to be recomputed instead."""
-        if not self.space.num_slots or sequence.prefill_only or sequence.fork_of or not sequence.num_computed:
+        if not self.space.num_slots or sequence.prefill_only or sequence.forks or not sequence.num_computed:
             return False
         size = self._blocks.pool.block_size
         num_full = sequence.num_computed // size

@@ -77,7 +77,7 @@ class Drafter:
         """A sequence joins. Prefill workers, forks and prompts that are only scored have no drafts."""
         sampling, settings = sequence.sampling, self._settings
         method = sampling.speculation or settings.method
-        if method == "off" or sequence.prefill_only or sequence.fork_of is not None or sampling.max_tokens < 2:
+        if method == "off" or sequence.prefill_only or sequence.forks is not None or sampling.max_tokens < 2:
             return
         index = NgramIndex(sequence.tokens, settings.prompt_lookup_min, settings.prompt_lookup_max)
         owner = None

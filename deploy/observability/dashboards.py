@@ -159,7 +159,6 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
             ),
             Panel("Lag of the prefix index", "s", [gauge("kvrelay_index_lag_seconds", "instance", of="max")]),
             Panel("Blocks in the index", "short", [gauge("kvrelay_index_blocks", "instance", of="max")]),
-            Panel("Lookups", "ops", [rate("kvrelay_index_lookups_total", "by")]),
             Panel("Changes that wait for Redis", "short", [gauge("kvrelay_index_pending", "job, instance")]),
             Panel(
                 "Gaps and replacements",

@@ -25,7 +25,6 @@ from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.fleet_watch import ListWorkers
 from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.static_workers import StaticWorkers
 
 log = logging.getLogger(__name__)
@@ -136,7 +135,6 @@ def _index(index: dict[str, Any]) -> MetricSamples:
         "kvrelay.index.blocks": single_sample(index["blocks"]),
         "kvrelay.index.events": single_sample(index["events"]),
         "kvrelay.index.loads": single_sample(index["loads"]),
-        "kvrelay.index.lookups": samples_by("by", index["lookups"]),
     }
     if index["age_s"] is not None:
         samples["kvrelay.index.lag"] = single_sample(index["age_s"])
@@ -177,10 +175,10 @@ def _static_workers(config: RouterConfig, other_models: frozenset[str]) -> Stati
     return StaticWorkers(config.static_workers, config.model_name, other_models=other_models)
 
 
-def _prefix_index(config: RouterConfig) -> FleetPrefixes | None:
+def _prefix_index(config: RouterConfig) -> IndexFeed | None:
     if not config.uses_redis:
         return None
-    return FleetPrefixes(IndexFeed(IndexReader(config.redis_url, config.redis_prefix, config.model_name)))
+    return IndexFeed(IndexReader(config.redis_url, config.redis_prefix, config.model_name))
 
 
 def _dispatch_settings(config: RouterConfig, api: ApiSettings, tokenizer: str) -> DispatchSettings:

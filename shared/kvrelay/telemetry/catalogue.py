@@ -73,7 +73,6 @@ _METRICS = (
     Metric("kvrelay.index.blocks", "gauge", "{block}", ROUTER, "Distinct blocks in the prefix index"),
     Metric("kvrelay.index.events", "counter", "{event}", ROUTER, "Stream entries applied to the replica"),
     Metric("kvrelay.index.loads", "counter", "{snapshot}", ROUTER, "Snapshots of the prefix index read"),
-    Metric("kvrelay.index.lookups", "counter", "{lookup}", ROUTER, "Lookups by source of the answer", ("by",)),
     # -- queues and blocks
     Metric("kvrelay.queue.depth", "gauge", "{sequence}", WORKERS, "Sequences by waiting state", ("state",)),
     Metric("kvrelay.queue.tokens", "gauge", "{token}", WORKERS, "Tokens of the queued prompts"),

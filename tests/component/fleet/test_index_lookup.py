@@ -1,4 +1,4 @@
-"""The lookup script and the router's replica against an oracle that goes block by block; Redis Cluster."""
+"""The router's replica and the bits in Redis against an oracle that goes block by block; Redis Cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.index import replica as replica_module
 from kvrelay.fleet.index.layout import (
-    MAX_BATCH_BLOCKS,
     MAX_SLOTS,
     NUM_BUCKETS,
     REMOVED,
@@ -25,7 +24,6 @@ from kvrelay.fleet.index.layout import (
     Batch,
     Opened,
     Retired,
-    decode_depths,
     decode_operations,
     decode_slots,
     encode_batch,
@@ -57,16 +55,6 @@ def open_at(scripts: IndexScripts, client: Any, slot: int, worker_id: str) -> st
     return range_id
 
 
-def lookup(scripts: IndexScripts, *chains: list[BlockHash], most_reads: int = MAX_BATCH_BLOCKS) -> list[dict[str, int]]:
-    """As a router asks: again for those that a call leaves out."""
-    found: list[dict[str, int]] = []
-    while len(found) < len(chains):
-        answers = scripts.run("lookup", [most_reads, *(b"".join(chain) for chain in chains[len(found) :])])
-        assert answers
-        found += map(decode_depths, answers)
-    return found
-
-
 def depths(chain: list[BlockHash], held: dict[str, set[BlockHash]]) -> dict[str, int]:
     """The oracle: one block after the other."""
     found = {}
@@ -88,8 +76,6 @@ HOLDERS = st.dictionaries(
 @given(
     holders=HOLDERS,
     asked=st.tuples(st.integers(0, 220), st.integers(0, 3), st.sampled_from([0, 1, 5, 60, 150])),
-    also_asked=st.tuples(st.integers(0, 220), st.integers(0, 3), st.sampled_from([0, 1, 5, 60, 150])),
-    most_reads=st.sampled_from([1, 20, MAX_BATCH_BLOCKS]),
     cut=st.integers(0, 200),
     retired=st.sets(st.integers(0, MAX_SLOTS - 1), max_size=3),
 )
@@ -97,8 +83,6 @@ def test_lookups_are_what_a_walk_along_the_chain_finds(
     redis_server: EmbeddedRedis,
     holders: dict[int, tuple[int, int, int]],
     asked: tuple[int, int, int],
-    also_asked: tuple[int, int, int],
-    most_reads: int,
     cut: int,
     retired: set[int],
 ) -> None:
@@ -121,12 +105,10 @@ def test_lookups_are_what_a_walk_along_the_chain_finds(
         for slot in retired & holders.keys():
             scripts.run("close", [slot, f"{slot:016x}:00000000"])
             del held[f"w{slot}"]
-        chains = [chain_of(length, branch, branches_at) for length, branch, branches_at in (asked, also_asked)]
-        expected = [depths(chain, held) for chain in chains]
-        assert lookup(scripts, *chains, most_reads=most_reads) == expected
-        gone = {f"w{slot}" for slot in retired}
-        for chain, its_depths in zip(chains, expected, strict=True):
-            assert {w: n for w, n in replica.match(chain).items() if w not in gone} == its_depths
+            replica.apply(Retired(slot, f"{slot:016x}:00000000"))
+        length, branch, branches_at = asked
+        chain = chain_of(length, branch, branches_at)
+        assert replica.match(chain) == depths(chain, held)
         while scripts.run("sweep", ["s", 10_000, NUM_BUCKETS]):
             pass
         values = [v for key in client.scan_iter(f"{base}:b:*", count=10_000) for v in client.hvals(key)]
@@ -160,13 +142,11 @@ def test_the_scripts_keep_to_one_hash_slot_of_a_cluster(cluster: redis.RedisClus
     operations = encode_operations([(STORED, chain)])
     event = encode_batch(Batch(slot, "1:0", 1, operations))
     assert scripts.run("apply", [slot, "1:0", 1, TTL_MS, operations, event]) == b"OK"
-    assert lookup(scripts, chain_of(400)) == [{"w": 300}]
     assert scripts.run("apply", [slot, "1:0", 1, TTL_MS, b"", b""]) == b"OK"
     assert scripts.run("slots")[3] == [b"0", b"1:0 w", b"1"]
     assert len(scripts.run("snapshot", [0, 1 << 20])[1]) == 300 * (16 + 1 + 2)
     assert scripts.run("close", [slot, "1:0"]) == 1
     assert scripts.run("sweep", ["s", 1000, 1 << 20]) == 0
-    assert lookup(scripts, chain) == [{}]
 
 
 @given(

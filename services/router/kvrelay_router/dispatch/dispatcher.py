@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from kvrelay.fleet.index import IndexFeed
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import LinkEvent
@@ -49,7 +50,6 @@ from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet_watch import FleetWatch, ListWorkers
-from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.routing.candidates import NoPlacement
 from kvrelay_router.static_workers import StaticWorkers
 
@@ -76,7 +76,7 @@ class RouterDispatcher:
         list_workers: ListWorkers | None,
         settings: DispatchSettings | None = None,
         events: EventLog | None = None,
-        index: FleetPrefixes | None = None,
+        index: IndexFeed | None = None,
         tracer: Tracer | None = None,
         static: StaticWorkers | None = None,
     ) -> None:
@@ -186,14 +186,11 @@ class RouterDispatcher:
         return {"prefill": len(candidates.prefill), "decode": len(candidates.decode)}
 
     async def prepare(self, request: GenerateRequest) -> PromptPrefixes:
-        """Computes the prompt's block hashes, on another thread if it is long, and looks up which workers hold the
-        blocks."""
+        """Computes the prompt's block hashes, on another thread if it is long."""
         prompt = self._unprepared(request)
         for fingerprint, block_size in self._placement.namings():
             if prompt.num_tokens > LONG_PROMPT_TOKENS:
                 await asyncio.to_thread(prompt.hashes, fingerprint, block_size)
-            if self._index is not None:
-                await self._index.prepare(prompt.hashes(fingerprint, block_size))
         return prompt
 
     def submit(self, request: GenerateRequest, prepared: PromptPrefixes | None = None) -> RunningRequest:

@@ -3,7 +3,7 @@
 States:
 
 1. AWAY     Redis does not answer. The replica may be old and must not be used.
-2. LOADING  A snapshot is being read, or the replica lags behind the stream. Lookups go to the script.
+2. LOADING  A snapshot is being read, or the replica lags behind the stream.
 3. CURRENT  The replica is at most `MAX_LAG_S` old.
 """
 
@@ -13,8 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -30,11 +29,6 @@ log = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 1.0
 MAX_LAG_S = 1.5
 RETRY_S = 0.2
-LOOKUP_TIMEOUT_S = 0.1
-MAX_LOOKUPS = 64
-"""Maximum chains in one call."""
-LOOKUP_PAUSE_S = 1.0
-"""Pause of all lookups after a failed one, so that not every request waits for a hanging Redis."""
 
 
 class FeedState(StrEnum):
@@ -68,9 +62,6 @@ class IndexFeed:
         self._check: IndexState | None = None
         self._checked_at = 0.0
         self._num_retired = 0
-        self._asked: deque[tuple[Sequence[BlockHash], asyncio.Future[dict[str, int]]]] = deque()
-        self._lookups: asyncio.Task[None] | None = None
-        self._no_lookup_until = 0.0
         self._away = "not asked yet"
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -84,8 +75,6 @@ class IndexFeed:
         self._stopping.set()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._lookups is not None:
-            await asyncio.gather(self._lookups, return_exceptions=True)  # ends by its timeout
         await self._reader.close()
 
     @property
@@ -100,23 +89,10 @@ class IndexFeed:
         """The replica, or None unless it is current."""
         return self._replica if self.state is FeedState.CURRENT else None
 
-    async def lookup(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """Looks a chain up by the script in Redis; empty if Redis does not answer at once.
-
-        One call is in flight at a time. Chains that arrive meanwhile share the next call.
-        """
-        if self._away or not hashes or time.monotonic() < self._no_lookup_until:
-            return {}
-        answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
-        self._asked.append((hashes, answer))
-        if self._lookups is None or self._lookups.done():
-            self._lookups = asyncio.create_task(self._look_up(), name="prefix-lookups")
-        try:
-            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                return await answer
-        except TimeoutError:
-            self._no_lookup_until = time.monotonic() + LOOKUP_PAUSE_S
-            return {}
+    def match(self, hashes: Sequence[BlockHash]) -> Mapping[str, int]:
+        """Worker id to the number of leading blocks of the chain that it holds; none unless the replica is current."""
+        replica = self.replica
+        return replica.match(hashes) if replica is not None else {}
 
     def describe(self) -> dict[str, Any]:
         """State and counters as JSON types."""
@@ -135,20 +111,6 @@ class IndexFeed:
             "events": self.totals.events,
             "resyncs": self.totals.resyncs,
         }
-
-    async def _look_up(self) -> None:
-        """Calls the script until no chain waits."""
-        while asked := [self._asked.popleft() for _ in range(min(len(self._asked), MAX_LOOKUPS))]:
-            asked = [(hashes, answer) for hashes, answer in asked if not answer.done()]  # drop lookups that timed out
-            try:
-                async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                    found = await self._reader.lookup([hashes for hashes, _ in asked])
-            except REDIS_FAILED:  # TimeoutError is an OSError
-                self._no_lookup_until = time.monotonic() + LOOKUP_PAUSE_S
-                found = [{} for _ in asked]
-            for (_, answer), depths in zip(asked, found, strict=True):
-                if not answer.done():
-                    answer.set_result(depths)
 
     # -- following ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -31,11 +30,6 @@ def index_base(prefix: str, model: str) -> str:
 def decode_slots(value: bytes) -> int:
     """Decodes a block's value to an integer whose bit i is set if slot i holds the block."""
     return int.from_bytes(value[1:], "little") << (8 * value[0])
-
-
-def decode_depths(answer: Sequence[Any]) -> dict[str, int]:
-    """Decodes lookup.lua's answer for a chain: worker id to number of leading blocks."""
-    return {worker.decode(): int(num) for worker, num in zip(answer[::2], answer[1::2], strict=True)}
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

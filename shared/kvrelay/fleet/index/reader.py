@@ -1,15 +1,13 @@
-"""Reads the index for routers: ranges, snapshot pieces, the stream, and lookups by script."""
+"""Reads the index for routers: ranges, snapshot pieces and the stream."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.fleet.connect import connect_async
-from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, NUM_BUCKETS, decode_depths, index_base, parse_id
+from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, NUM_BUCKETS, index_base, parse_id
 from kvrelay.fleet.index.replica import Ranges
 from kvrelay.fleet.index.scripts import IndexScripts
-from kvrelay.kv.hashing import BlockHash
 
 SOCKET_TIMEOUT_S = 1.0
 BLOCK_MS = 250
@@ -62,18 +60,6 @@ class IndexReader:
         streams = list(answer.values()) if isinstance(answer, dict) else [answer[0][1]]
         entries = streams[0][0] if isinstance(answer, dict) else streams[0]
         return [(parse_id(stream_id), fields[b"e"]) for stream_id, fields in entries]
-
-    async def lookup(self, chains: Sequence[Sequence[BlockHash]]) -> list[dict[str, int]]:
-        """For each chain, worker id to the number of leading blocks that the worker holds.
-
-        Takes one round trip, or more if the chains need more than `MAX_BATCH_BLOCKS` reads.
-        """
-        found: list[dict[str, int]] = []
-        while len(found) < len(chains):
-            left = [b"".join(hashes) for hashes in chains[len(found) :]]
-            answers = await self._scripts.run("lookup", [MAX_BATCH_BLOCKS, *left])
-            found += [decode_depths(answer) for answer in answers]
-        return found
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-NAMES = ("open", "apply", "close", "sweep", "lookup", "slots", "snapshot")
+NAMES = ("open", "apply", "close", "sweep", "slots", "snapshot")
 
 
 class IndexScripts:

@@ -20,6 +20,7 @@ from kvrelay.worker import factory
 from kvrelay_decode import reservations
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill import sender_driver
+from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, cancel_and_stop_at_any_moment, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -93,13 +94,16 @@ def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) ->
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_processes_have_ended(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+    redis_url: str, num_ranks: int
 ) -> None:
     async def test(processes: list[subprocess.Popen[bytes]]) -> None:
         runners = [HashRunner(), HashRunner()]
         runners[0].hold_after(4)
         settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
         async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
+            role = f.prefill[0].started.role
+            assert isinstance(role, PrefillRole)
+            role._sending._processes = [identity_of(process.pid) for process in processes]
             f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
             await until_reserved(f)
             f.prefill.pop().die()
@@ -114,9 +118,6 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_processes
     with ExitStack() as stack:
         command = [sys.executable, "-c", "import time; time.sleep(600)"]
         processes = [stack.enter_context(subprocess.Popen(command)) for _ in range(num_ranks)]
-        own, *others = [identity_of(process.pid) for process in processes]
-        monkeypatch.setattr(sender_driver, "own_identity", lambda: own)
-        monkeypatch.setattr(sender_driver, "other_ranks_identities", lambda context: others)
         for process in processes:
             stack.callback(process.kill)
         run(lambda: test(processes))

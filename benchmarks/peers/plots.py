@@ -7,7 +7,6 @@ from pathlib import Path
 from benchmarks.peers.cases import FIGURES
 from benchmarks.peers.results import Run
 from benchmarks.peers.statistics import Statistic, statistic
-from kvrelay.telemetry.plots import panels, save
 
 PLOTTED = ("ttft_p50", "gap_p50", "gap_p99")
 
@@ -15,7 +14,12 @@ PLOTTED = ("ttft_p50", "gap_p50", "gap_p99")
 def draw(run: Run, path: Path) -> None:
     """Draws one panel per latency: medians over the rounds, bars from least to most, a point per load."""
     titles = {each.key: each.title for each in FIGURES[run.about["case"]]}
-    figure, axes = panels(len(PLOTTED))
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(PLOTTED), figsize=(4.2 * len(PLOTTED), 3.6), layout="constrained")
     for axis, key in zip(axes, PLOTTED, strict=True):
         for server in run.servers:
             points = _points(run, server, key)
@@ -37,7 +41,8 @@ def draw(run: Run, path: Path) -> None:
         axis.grid(alpha=0.3)
     lines, names = axes[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=4, fontsize="small")
-    save(figure, path)
+    figure.savefig(path)
+    pyplot.close(figure)
 
 
 def _points(run: Run, server: str, key: str) -> list[tuple[Statistic, Statistic]]:

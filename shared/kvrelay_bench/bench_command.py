@@ -21,7 +21,6 @@ from kvrelay_bench.flags import BenchFlagError, BenchPlan, read_flags
 from kvrelay_bench.http import BadUrl, Client, ConnectionLost
 from kvrelay_bench.load_figures import LoadFigures, Ratio, figures
 from kvrelay_bench.load_generator import LoadOutcome, LoadPoint, run_load
-from kvrelay_bench.load_plots import PlottedLoad, draw
 from kvrelay_bench.report import MAX_COLUMNS, compared, comparison_table, load_table, remarks, value_of
 from kvrelay_bench.traces import BadTrace
 from kvrelay_bench.workload import Ask
@@ -209,9 +208,6 @@ def _tell(plan: BenchPlan, results: Sequence[Measured]) -> None:
             **({"ratios_b_over_a": comparisons} if comparing else {}),
         }
         plan.json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if plan.plot_path is not None:
-        drawn = [PlottedLoad(each.endpoint, each.point, each.figures, each.outcome.records) for each in results]
-        draw(drawn, plan.plot_path)
 
 
 def _whole_rounds(

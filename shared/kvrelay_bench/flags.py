@@ -11,7 +11,6 @@ from typing import Any
 
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import list_of, number, objective, result_file, seconds, whole
-from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_bench.conversations import Conversation, read_conversations
 from kvrelay_bench.http import Endpoint
 from kvrelay_bench.load_figures import BenchSlo
@@ -62,7 +61,6 @@ class BenchPlan:
     warm_up: Sequence[Ask]
     make_points: Callable[[int], list[LoadPoint]]
     json_path: Path | None
-    plot_path: Path | None
     with_requests: bool
     printable: Mapping[str, Any]
 
@@ -78,11 +76,6 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchP
     if not urls or (given.compare and given.url):
         raise BenchFlagError("give one URL, or --compare with two")
     _check_together(given)
-    if given.plot is not None:
-        try:
-            check_plot(given.plot)
-        except (NoMatplotlib, ValueError) as error:
-            raise BenchFlagError(str(error)) from error
     key = _api_key(given.api_key_file, environ)
     names = ["A", "B"] if given.compare else [urls[0]]
     api: Api = given.api or ("completions" if given.prompts is None else "chat")
@@ -106,7 +99,6 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchP
         warm_up=synthetic(_shape(given), [0.0] * given.warm_up, WARM_UP_SEED),
         make_points=lambda number: _points(given, trace, conversations, number),
         json_path=given.json,
-        plot_path=given.plot,
         with_requests=given.save_requests,
         printable={name: _printable(value) for name, value in vars(given).items() if name != "api_key_file"},
     )
@@ -264,7 +256,6 @@ def bench_parser() -> FlagParser:
     )
     result("--json", type=result_file, metavar="FILE", help="write all figures to this file")
     result("--save-requests", action="store_true", help="also write the times of every request to it")
-    result("--plot", type=result_file, metavar="FILE", help="draw the figures (.svg, .png, .pdf)")
     return parser
 
 

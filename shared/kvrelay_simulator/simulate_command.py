@@ -16,10 +16,10 @@ from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import number, objective, result_file, whole
 from kvrelay.scheduler_names import UnknownScheduler, check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
-from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_bench.traces import BadTrace, TracedRequest, read_trace, scaled
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
+from kvrelay_simulator.result_plots import check_plot, draw_runs
 from kvrelay_simulator.results import RunFigures, RunResult, RunSlo, Times, best_possible_hit_rate, figures
 from kvrelay_simulator.workers import WorkerSettings
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trace = scaled(requests, arguments.speed)
         runs = _runs(arguments, _settings(arguments, trace))
         results = [_run(name, settings, trace, slo) for name, settings in runs]
-    except (SimulatorFlagError, BadTrace, UnknownScheduler, CannotServe, NoMatplotlib) as error:
+    except (SimulatorFlagError, BadTrace, UnknownScheduler, CannotServe) as error:
         return _refuse(str(error))
     print(table(results))
     print(f"TTFT in seconds, TPOT in milliseconds, goodput in requests per second with {slo}.")
@@ -84,13 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             content["best_ratio"] = best.name
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if arguments.plot is not None:
-        from kvrelay_simulator.result_plots import draw_runs, draw_sweep
-
-        title = _title(arguments, len(trace))
-        if arguments.sweep:
-            draw_sweep(ratios, slo, arguments.plot, title)
-        else:
-            draw_runs(results, slo, arguments.plot, title)
+        draw_runs(results, slo, arguments.plot, _title(arguments, len(trace)))
     return 0
 
 
@@ -119,7 +113,7 @@ def _refuse(reason: str) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises SimulatorFlagError, NoMatplotlib."""
+    """Raises SimulatorFlagError."""
     total = arguments.prefill + arguments.decode
     if total < 1:
         raise SimulatorFlagError("--prefill and --decode: at least one worker is needed")

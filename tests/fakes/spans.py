@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvrelay.telemetry.trace_context import TraceContext
-from kvrelay.telemetry.tracer import Span
+from opentelemetry.sdk.resources import Resource
+
+from kvrelay.telemetry.tracer import TraceContext, Tracer
+
+
+@dataclass
+class RecordedSpan:
+    """A span of the SDK in terms of trace contexts. `error` is None on success."""
+
+    name: str
+    kind: str
+    context: TraceContext
+    parent: TraceContext | None
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Any]
+    links: list[TraceContext]
+    error: str | None
 
 
 @dataclass
 class RecordedSpans:
-    """A `SpanSink`. Traces that come in from outside are recorded as they say, others as `records_new` says."""
+    """A span processor of the SDK."""
 
-    records_new: bool = True
-    spans: list[Span] = field(default_factory=list)
+    spans: list[RecordedSpan] = field(default_factory=list)
 
-    def is_sampled(self, context: TraceContext, parent: TraceContext | None, name: str) -> bool:
-        return parent.is_sampled if parent is not None else self.records_new
+    def on_end(self, span: Any) -> None:
+        self.spans.append(
+            RecordedSpan(
+                name=span.name,
+                kind=span.kind.name.lower(),
+                context=_context(span.context),
+                parent=_context(span.parent) if span.parent is not None else None,
+                start_ns=span.start_time,
+                end_ns=span.end_time,
+                attributes=span.attributes,
+                links=[_context(link.context) for link in span.links],
+                error=span.status.description,
+            )
+        )
 
-    def put(self, span: Span) -> None:
-        self.spans.append(span)
-
-    def close(self) -> None:
+    def shutdown(self) -> None:
         pass
 
-    def of(self, trace_id: int, name: str = "") -> list[Span]:
+    @property
+    def tracer(self) -> Tracer:
+        return Tracer(self, Resource.create())
+
+    def of(self, trace_id: int, name: str = "") -> list[RecordedSpan]:
         """The spans of a trace, by their beginnings."""
         found = [span for span in self.spans if span.context.trace_id == trace_id and (not name or span.name == name)]
         return sorted(found, key=lambda span: span.start_ns)
 
-    def children(self, parent: Span) -> list[str]:
+    def children(self, parent: RecordedSpan) -> list[str]:
         """The names of a span's children, sorted."""
         return sorted(span.name for span in self.spans if span.parent == parent.context)
 
@@ -40,3 +70,7 @@ class RecordedSpans:
         for span in self.of(trace_id):
             assert span.parent in known, f"{span.name} hangs in the air"
             assert span.start_ns <= span.end_ns
+
+
+def _context(context: Any) -> TraceContext:
+    return TraceContext(context.trace_id, context.span_id, context.trace_flags.sampled)

@@ -19,14 +19,12 @@ from threading import Thread
 from typing import Any, Literal
 
 from kvrelay.telemetry.metrics import MetricSamples
-from kvrelay.telemetry.trace_context import TraceContext
-from kvrelay.telemetry.tracer import Span, SpanSink, Tracer
+from kvrelay.telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
 Signal = Literal["traces", "metrics"]
 PROTOCOLS = {"http/protobuf": "http", "grpc": "grpc"}
-SCOPE = "kvrelay"
 DEFAULT_METRIC_INTERVAL_MS = 60_000.0
 CLOSE_TIMEOUT_S = 2.0
 """Time for the last batch, so that a hanging collector does not prevent the service from ending."""
@@ -58,9 +56,8 @@ def wanted_exporter(signal: Signal, environ: Mapping[str, str]) -> Literal["otlp
 class Export:
     """The exports of a process. `tracer` is None if traces are not exported."""
 
-    def __init__(self, spans: SpanSink | None = None, metrics: MetricsPush | None = None) -> None:
-        self.tracer = Tracer(spans) if spans is not None else None
-        self._spans = spans
+    def __init__(self, tracer: Tracer | None = None, metrics: MetricsPush | None = None) -> None:
+        self.tracer = tracer
         self._metrics = metrics
 
     def start(self, read: Callable[[], MetricSamples]) -> None:
@@ -72,8 +69,8 @@ class Export:
         """Sends the remaining data within `CLOSE_TIMEOUT_S`."""
         if self._metrics is not None:
             await self._metrics.close()
-        if self._spans is not None:
-            await _within(CLOSE_TIMEOUT_S, self._spans.close, "the last spans")
+        if self.tracer is not None:
+            await _within(CLOSE_TIMEOUT_S, self.tracer.close, "the last spans")
 
 
 def open_export(service: str, instance: str, environ: Mapping[str, str] | None = None) -> Export:
@@ -84,7 +81,7 @@ def open_export(service: str, instance: str, environ: Mapping[str, str] | None =
         return Export()
     try:
         resource = _resource(f"kvrelay-{service}", instance, environ)
-        spans = SdkSpans.batched(_exporter("traces", traces, environ), resource) if traces is not None else None
+        tracer = _batched(_exporter("traces", traces, environ), resource) if traces is not None else None
         push = MetricsPush(_exporter("metrics", metrics, environ), resource, environ) if metrics is not None else None
     except ImportError as error:
         raise ExportImpossible(
@@ -92,7 +89,14 @@ def open_export(service: str, instance: str, environ: Mapping[str, str] | None =
             "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http (-grpc for OTEL_EXPORTER_OTLP_PROTOCOL=grpc)"
         ) from error
     log.info("OpenTelemetry: traces by %s, metrics by %s", traces or "nobody", metrics or "nobody")
-    return Export(spans, push)
+    return Export(tracer, push)
+
+
+def _batched(exporter: Any, resource: Any) -> Tracer:
+    """A tracer with the SDK's batch thread."""
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    return Tracer(BatchSpanProcessor(exporter), resource)
 
 
 def _resource(service: str, instance: str, environ: Mapping[str, str]) -> Any:
@@ -120,67 +124,6 @@ def _exporter(signal: Signal, kind: Literal["otlp", "console"], environ: Mapping
     part = {"traces": "trace", "metrics": "metric"}[signal]
     module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{PROTOCOLS[protocol]}.{part}_exporter")
     return getattr(module, f"OTLP{singular}Exporter")()
-
-
-class SdkSpans:
-    """A `SpanSink` on the SDK's span processor and sampler."""
-
-    def __init__(self, processor: Any, resource: Any) -> None:
-        from opentelemetry import trace
-        from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-        from opentelemetry.sdk.trace.sampling import Decision
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-
-        self._recorded = Decision.RECORD_AND_SAMPLE
-        self._api = trace
-        self._make_span = ReadableSpan
-        self._resource = resource
-        self._processor = processor
-        self._scope = InstrumentationScope(SCOPE, version("kvrelay"))
-        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler  # reads OTEL_TRACES_SAMPLER
-        self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
-
-    @classmethod
-    def batched(cls, exporter: Any, resource: Any) -> SdkSpans:
-        """A sink with the SDK's batch thread."""
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        return cls(BatchSpanProcessor(exporter), resource)
-
-    def close(self) -> None:
-        """Sends the remaining spans; blocks."""
-        self._processor.shutdown()
-
-    def is_sampled(self, context: TraceContext, parent: TraceContext | None, name: str) -> bool:
-        surroundings = None
-        if parent is not None:
-            span = self._api.NonRecordingSpan(self._context(parent, is_remote=True))
-            surroundings = self._api.set_span_in_context(span)
-        result = self._sampler.should_sample(surroundings, context.trace_id, name, self._api.SpanKind.SERVER)
-        return bool(result.decision == self._recorded)
-
-    def put(self, span: Span) -> None:
-        api = self._api
-        status = api.Status() if span.error is None else api.Status(api.StatusCode.ERROR, span.error)
-        self._processor.on_end(
-            self._make_span(
-                span.name,
-                self._context(span.context),
-                parent=self._context(span.parent, is_remote=True) if span.parent is not None else None,
-                resource=self._resource,
-                attributes=span.attributes,
-                links=[api.Link(self._context(link)) for link in span.links],
-                kind=self._kinds[span.kind],
-                instrumentation_scope=self._scope,
-                status=status,
-                start_time=span.start_ns,
-                end_time=span.end_ns,
-            )
-        )
-
-    def _context(self, context: TraceContext, *, is_remote: bool = False) -> Any:
-        flags = self._api.TraceFlags(int(context.is_sampled))
-        return self._api.SpanContext(context.trace_id, context.span_id, is_remote, flags)
 
 
 class MetricsPush:

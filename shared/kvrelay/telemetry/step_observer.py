@@ -27,8 +27,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import StepResult
 from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, StepRecord
 from kvrelay.telemetry.stages import RecentStages, stage
-from kvrelay.telemetry.trace_context import TraceContext, new_trace
-from kvrelay.telemetry.tracer import Tracer, sampled
+from kvrelay.telemetry.tracer import TraceContext, Tracer, new_trace, sampled
 
 MAX_CHUNKS = 128
 """Chunks of a sequence that appear as stages of their own. Later chunks are only counted."""

@@ -1,85 +1,56 @@
-"""Writes spans when a request ends, from times that were noted before.
+"""Trace contexts (`traceparent`, https://www.w3.org/TR/trace-context/), and spans by OpenTelemetry's SDK.
 
-Nothing is recorded per token. A span costs a few microseconds on the event loop's thread; a batch processor's thread
-encodes and sends it. If nothing is exported there is no `Tracer` and nothing is noted.
+A span is written when a request ends, from times that were noted before. Nothing is recorded per token. A span costs a
+few microseconds on the event loop's thread; a batch processor's thread encodes and sends it. If nothing is exported
+there is no `Tracer` and nothing is noted.
 
 The router's spans are the parents of all others, so a worker that dies loses only its own spans.
 """
 
 from __future__ import annotations
 
+import random
+import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_traceparent
+from importlib.metadata import version
+from typing import Any, Literal, NamedTuple
 
 SpanKind = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | bool | int | float | tuple[str, ...]]
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A finished span. Times are nanoseconds since the epoch; `error` is None on success."""
-
-    name: str
-    context: TraceContext
-    parent: TraceContext | None
-    start_ns: int
-    end_ns: int
-    kind: SpanKind
-    attributes: Attributes
-    links: list[TraceContext]
-    error: str | None
+_TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 1
+_random = random.Random()  # seeded by the system; ids need not be secret
 
 
-class SpanSink(Protocol):
-    """Receives spans. `kvrelay.telemetry.otlp.SdkSpans` implements it with the SDK."""
+class TraceContext(NamedTuple):
+    """Identifies a span: trace id, span id, and whether the trace is recorded."""
 
-    def is_sampled(self, context: TraceContext, parent: TraceContext | None, name: str) -> bool:
-        """Returns whether a trace that starts here, or arrives from a client, is recorded."""
-        ...
+    trace_id: int
+    span_id: int
+    is_sampled: bool
 
-    def put(self, span: Span) -> None:
-        """Takes a finished span; never blocks."""
-        ...
+    def __str__(self) -> str:
+        """The `traceparent` header."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
 
-    def close(self) -> None:
-        """Sends the remaining spans; may block."""
-        ...
+    def child(self) -> TraceContext:
+        """The context of a new span in the same trace."""
+        return self._replace(span_id=_random.getrandbits(64) or 1)
 
 
-class Tracer:
-    """Makes spans from times in monotonic seconds."""
+def parse_traceparent(text: str) -> TraceContext | None:
+    """Parses a `traceparent`; None if it is invalid. Later versions are read as version 00."""
+    match = _TRACEPARENT.fullmatch(text)
+    if match is None or (match[1] == "00" and match[5]):
+        return None
+    return TraceContext(int(match[2], 16), int(match[3], 16), bool(int(match[4], 16) & _SAMPLED))
 
-    def __init__(self, sink: SpanSink) -> None:
-        self._sink = sink
 
-    def begin(self, traceparent: str, name: str) -> tuple[TraceContext, TraceContext | None]:
-        """The context of a client request's span, and its parent if the request named one."""
-        parent = parse_traceparent(traceparent)
-        context = new_trace(is_sampled=False) if parent is None else parent.child()
-        return context._replace(is_sampled=self._sink.is_sampled(context, parent, name)), parent
-
-    def record(
-        self,
-        name: str,
-        context: TraceContext,
-        parent: TraceContext | None,
-        start: float,
-        end: float,
-        *,
-        kind: SpanKind = "internal",
-        attributes: Attributes | None = None,
-        links: Iterable[TraceContext] = (),
-        error: str | None = None,
-    ) -> None:
-        """Records a finished span. Spans of unsampled traces are dropped."""
-        if context.is_sampled:
-            to_epoch = time.time() - time.monotonic()
-            start_ns, end_ns = int((start + to_epoch) * 1e9), int((max(start, end) + to_epoch) * 1e9)
-            self._sink.put(Span(name, context, parent, start_ns, end_ns, kind, attributes or {}, list(links), error))
+def new_trace(*, is_sampled: bool) -> TraceContext:
+    """The context of the first span of a new trace."""
+    return TraceContext(_random.getrandbits(128) or 1, _random.getrandbits(64) or 1, is_sampled)
 
 
 def sampled(traceparent: str) -> TraceContext | None:
@@ -94,3 +65,71 @@ def trace_fields(traceparent: str) -> dict[str, Any]:
     if context is None:
         return {}
     return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+
+class Tracer:
+    """Makes spans from times in monotonic seconds, for a span processor of the SDK."""
+
+    def __init__(self, processor: Any, resource: Any) -> None:
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._api = trace
+        self._make_span = ReadableSpan
+        self._resource = resource
+        self._processor = processor
+        self._scope = InstrumentationScope("kvrelay", version("kvrelay"))
+        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler  # reads OTEL_TRACES_SAMPLER
+
+    def begin(self, traceparent: str, name: str) -> tuple[TraceContext, TraceContext | None]:
+        """The context of a client request's span, and its parent if the request named one."""
+        parent, surroundings = parse_traceparent(traceparent), None
+        if parent is not None:
+            span = self._api.NonRecordingSpan(self._context(parent, is_remote=True))
+            surroundings = self._api.set_span_in_context(span)
+        context = new_trace(is_sampled=False) if parent is None else parent.child()
+        result = self._sampler.should_sample(surroundings, context.trace_id, name, self._api.SpanKind.SERVER)
+        return context._replace(is_sampled=result.decision.name == "RECORD_AND_SAMPLE"), parent
+
+    def record(
+        self,
+        name: str,
+        context: TraceContext,
+        parent: TraceContext | None,
+        start: float,
+        end: float,
+        *,
+        kind: SpanKind = "internal",
+        attributes: Attributes | None = None,
+        links: Iterable[TraceContext] = (),
+        error: str | None = None,
+    ) -> None:
+        """Records a finished span; `error` is None on success. Never blocks. Spans of unsampled traces are dropped."""
+        if not context.is_sampled:
+            return
+        api = self._api
+        to_epoch = time.time() - time.monotonic()
+        self._processor.on_end(
+            self._make_span(
+                name,
+                self._context(context),
+                parent=self._context(parent, is_remote=True) if parent is not None else None,
+                resource=self._resource,
+                attributes=attributes,
+                links=[api.Link(self._context(link)) for link in links],
+                kind=api.SpanKind[kind.upper()],
+                instrumentation_scope=self._scope,
+                status=api.Status() if error is None else api.Status(api.StatusCode.ERROR, error),
+                start_time=int((start + to_epoch) * 1e9),
+                end_time=int((max(start, end) + to_epoch) * 1e9),
+            )
+        )
+
+    def close(self) -> None:
+        """Sends the remaining spans; blocks."""
+        self._processor.shutdown()
+
+    def _context(self, context: TraceContext, *, is_remote: bool = False) -> Any:
+        flags = self._api.TraceFlags(int(context.is_sampled))
+        return self._api.SpanContext(context.trace_id, context.span_id, is_remote, flags)

@@ -260,7 +260,6 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
         (["http://a", "--trace", "x", "--rate", "1"], "--trace"),
         (["http://a", "--prompts", "x", "--prompt-as", "ids"], "--prompts has text"),
         (["http://a", "--api", "chat", "--prompt-as", "ids"], "--prompt-as"),
-        (["http://a", "--plot", "x.gif"], "--plot"),
         (["http://a", "--api-key-file", "/nowhere"], "--api-key-file"),
     ],
 )

@@ -9,8 +9,7 @@ import pytest
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.telemetry.otlp import Export
-from kvrelay.telemetry.trace_context import TraceContext, new_trace
-from kvrelay.telemetry.tracer import Tracer
+from kvrelay.telemetry.tracer import TraceContext, new_trace
 from kvrelay_router.dispatch.interface import GenerateRequest
 from tests.component.workers.rig import prompt_of, run
 from tests.fakes.delta_reader import read_batches
@@ -27,7 +26,7 @@ PROMPT = prompt_of(150)  # four chunks
 def spans(monkeypatch: pytest.MonkeyPatch) -> RecordedSpans:
     """Of all services on this event loop."""
     recorded = RecordedSpans()
-    monkeypatch.setattr("kvrelay.worker.shell.open_export", lambda service, instance: Export(recorded))
+    monkeypatch.setattr("kvrelay.worker.shell.open_export", lambda service, instance: Export(recorded.tracer))
     return recorded
 
 
@@ -79,7 +78,7 @@ def test_a_request_is_one_trace_with_links_from_its_steps(redis_url: str, spans:
     trace = new_trace(is_sampled=True)
 
     async def test() -> None:
-        async with local_fleet(redis_url, 1, 1, HashRunner, tracer=Tracer(spans)) as fleet:
+        async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
             await generate(fleet, trace)
             await fleet.until_clean()
 
@@ -109,7 +108,7 @@ def test_every_sequence_has_its_own_attempt(redis_url: str, spans: RecordedSpans
     trace = new_trace(is_sampled=True)
 
     async def test() -> None:
-        async with local_fleet(redis_url, 1, 1, HashRunner, tracer=Tracer(spans)) as fleet:
+        async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
             await generate(fleet, trace, num_sequences=3)
             await fleet.until_clean()
 
@@ -122,7 +121,7 @@ def test_every_sequence_has_its_own_attempt(redis_url: str, spans: RecordedSpans
 
 def test_nothing_is_recorded_of_a_trace_that_nobody_samples(redis_url: str, spans: RecordedSpans) -> None:
     async def test() -> None:
-        async with local_fleet(redis_url, 1, 1, HashRunner, tracer=Tracer(spans)) as fleet:
+        async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
             await generate(fleet, new_trace(is_sampled=False))
             await fleet.until_clean()
             for each in fleet.workers.values():
@@ -138,7 +137,7 @@ def test_the_trace_goes_on_when_prefill_dies(
     trace = new_trace(is_sampled=True)
 
     async def test() -> None:
-        async with local_fleet(redis_url, 2, 1, lambda: HashRunner(step_s=0.05), tracer=Tracer(spans)) as fleet:
+        async with local_fleet(redis_url, 2, 1, lambda: HashRunner(step_s=0.05), tracer=spans.tracer) as fleet:
             await generate_while_one_dies(fleet, trace, lambda: worker(fleet, "prefill", runs=True))
 
     run(test)
@@ -159,7 +158,7 @@ def test_the_trace_goes_on_when_decode_dies_before_it_committed(redis_url: str, 
     trace = new_trace(is_sampled=True)
 
     async def test() -> None:
-        async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.05), tracer=Tracer(spans)) as fleet:
+        async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.05), tracer=spans.tracer) as fleet:
 
             def asked_while_prefill_computes() -> str | None:
                 asked = [name for name in fleet.living("decode") if fleet.workers[name].started.role.num_open]
@@ -183,7 +182,7 @@ def test_the_trace_goes_on_when_decode_dies_in_the_middle_of_its_tokens(redis_ur
     trace = new_trace(is_sampled=True)
 
     async def test() -> None:
-        async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.02), tracer=Tracer(spans)) as fleet:
+        async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.02), tracer=spans.tracer) as fleet:
             await generate_while_one_dies(fleet, trace, lambda: worker(fleet, "decode", runs=True), max_tokens=50)
 
     run(test)

@@ -13,9 +13,8 @@ import pytest
 
 from kvrelay.telemetry.catalogue import METRICS
 from kvrelay.telemetry.metrics import SECONDS, Histogram, MetricSample, MetricSamples
-from kvrelay.telemetry.otlp import ExportImpossible, SdkSpans, open_export, wanted_exporter
-from kvrelay.telemetry.trace_context import new_trace
-from kvrelay.telemetry.tracer import Tracer
+from kvrelay.telemetry.otlp import ExportImpossible, open_export, wanted_exporter
+from kvrelay.telemetry.tracer import Tracer, new_trace
 from tests.fakes.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +86,7 @@ def test_the_console_shows_spans_and_metrics() -> None:
     script = """
 import asyncio
 from kvrelay.telemetry.otlp import open_export
-from kvrelay.telemetry.trace_context import new_trace
+from kvrelay.telemetry.tracer import new_trace
 from tests.unit.telemetry.test_otlp import every_metric
 
 async def main() -> None:
@@ -115,7 +114,7 @@ def test_spans_arrive_as_they_were_recorded() -> None:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()
-    tracer = Tracer(SdkSpans(SimpleSpanProcessor(exporter), Resource.create()))
+    tracer = Tracer(SimpleSpanProcessor(exporter), Resource.create())
     parent, link = new_trace(is_sampled=True), new_trace(is_sampled=True)
     context = parent.child()
     attributes: dict[str, Any] = {"kvrelay.attempt": 2, "kvrelay.route.reasons": ("a", "b")}

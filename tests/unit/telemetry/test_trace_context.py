@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_traceparent
-from kvrelay.telemetry.tracer import sampled, trace_fields
+from kvrelay.telemetry.tracer import TraceContext, new_trace, parse_traceparent, sampled, trace_fields
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from kvrelay.config.router import RouterConfig
-from kvrelay.telemetry.trace_context import TraceContext
+from kvrelay.telemetry.tracer import TraceContext
 from kvrelay_router.http.api_error import ApiError
 
 VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")

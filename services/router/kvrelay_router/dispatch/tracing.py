@@ -5,8 +5,7 @@ They are written from the request's record when the request is over.
 
 from __future__ import annotations
 
-from kvrelay.telemetry.trace_context import parse_traceparent
-from kvrelay.telemetry.tracer import Attributes, Tracer
+from kvrelay.telemetry.tracer import Attributes, Tracer, parse_traceparent
 from kvrelay_router.dispatch.records import AttemptRecord, RequestRecord
 
 

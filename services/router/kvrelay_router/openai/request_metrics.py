@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.telemetry.metrics import Instruments, Labels
-from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_traceparent
-from kvrelay.telemetry.tracer import Tracer
+from kvrelay.telemetry.tracer import TraceContext, Tracer, new_trace, parse_traceparent
 from kvrelay_router.http.client_watch import CLIENT_GONE
 from kvrelay_router.openai.generation import PromptRun
 

@@ -11,8 +11,7 @@ import pytest_asyncio
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.metrics import Instruments
-from kvrelay.telemetry.trace_context import parse_traceparent
-from kvrelay.telemetry.tracer import Tracer
+from kvrelay.telemetry.tracer import parse_traceparent
 from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.openai.request_metrics import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, RequestMetrics
@@ -29,7 +28,7 @@ class Observed:
     def __init__(self) -> None:
         self.spans = RecordedSpans()
         self.instruments = Instruments()
-        self.metrics = RequestMetrics(MODEL, self.instruments, Tracer(self.spans))
+        self.metrics = RequestMetrics(MODEL, self.instruments, self.spans.tracer)
         self.router: Router
 
     def counts(self, name: str) -> dict[tuple[str, str], int]:

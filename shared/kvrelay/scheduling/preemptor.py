@@ -32,10 +32,15 @@ class Preemptor:
         return True
 
     def _victim(self) -> Sequence:
-        """Returns the latest admitted sequence, or with `least_progress` the one with the least output."""
-        latest_first = reversed(self._lifecycle.running.values())
+        """Returns the latest admitted sequence, or with `least_progress` the one with the least output. If several
+        tenants are here, it is one of the running tenant that was served most."""
+        latest_first = list(reversed(self._lifecycle.running.values()))
+        shares = self._lifecycle.shares
+        if shares.is_contested:
+            most = max(map(shares.counter, latest_first))
+            latest_first = [sequence for sequence in latest_first if shares.counter(sequence) == most]
         if self._retraction == "latest":
-            return next(latest_first)
+            return latest_first[0]
         return min(latest_first, key=lambda sequence: sequence.num_output)
 
     def preempt_group(self, sequence: Sequence, draft: PlanDraft) -> None:

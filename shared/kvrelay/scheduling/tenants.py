@@ -4,7 +4,7 @@ Order: virtual token counters (Sheng et al., "Fairness in Serving Large Language
 grows by the tokens that the worker computes or receives for it, divided by the tenant's weight. A prompt counts when it
 is admitted, without cached tokens; output counts `OUTPUT_COST` times as much, when it is generated. Tokens that are
 computed again after a preemption do not count again. The waiting tenant with the smallest counter is next,
-and running prompts are computed in the same order.
+running prompts are computed in the same order, and the running tenant with the largest one loses blocks first.
 
 A tenant that begins to wait is lifted to the smallest counter of the waiting tenants, so no tenant saves up service for
 the time in which it had no requests. It keeps a lead of at most `IDLE_CREDIT`, so the next request of a light tenant is

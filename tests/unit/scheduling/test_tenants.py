@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,6 +179,22 @@ def test_nothing_is_counted_per_step_while_one_tenant_is_here(monkeypatch: pytes
     for number in range(12):
         bench.add([number + 1] * 6, 4)
     bench.run()
+
+
+def test_a_preemption_takes_from_the_tenant_that_was_served_most() -> None:
+    bench = bench_for(num_blocks=12, token_budget=32)
+    bench.tenant = "heavy"
+    heavy = [bench.add([n + 1] * 12, 30) for n in range(3)]
+    bench.step()
+    bench.tenant = "light"
+    light = bench.add([9] * 4, 20)
+    preempted: Counter[str] = Counter()
+    while light.num_output != 20:
+        plan, _ = bench.step()
+        preempted.update(each.origin.tenant for each in plan.preempted)
+    assert preempted["heavy"] and not preempted["light"]
+    bench.run()
+    assert all(each.num_output == 30 for each in heavy)
 
 
 def test_a_preempted_sequence_does_not_precede_a_tenant_that_was_served_less() -> None:

@@ -36,7 +36,6 @@ from kvrelay_embedded.outputs import CompletionOutput, RequestOutput, StepOutput
 from kvrelay_embedded.sampling_params import SamplingParams
 from kvrelay_embedded.settings import engine_config
 from kvrelay_embedded.text import EmbeddedText
-from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.request_validation import (
@@ -49,6 +48,7 @@ from kvrelay_router.openai.request_validation import (
     stop_rules,
 )
 from kvrelay_router.openai.schema.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
+from kvrelay_router.routing.candidates import ModelLimits
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 """A text, or token ids."""

@@ -9,9 +9,9 @@ from functools import partial
 from kvrelay.device_profiles import Profile
 from kvrelay.kv.hashing import BlockHash
 from kvrelay_bench.traces import TracedRequest
-from kvrelay_router.dispatch.load import Held, OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, Work, work_of
-from kvrelay_router.fleet_view import FleetView
+from kvrelay_router.fleet.load import Held, OutstandingLoad
+from kvrelay_router.fleet.view import FleetView
 from kvrelay_router.routing.candidates import Decision
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.clock import VirtualClock

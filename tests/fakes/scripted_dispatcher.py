@@ -14,7 +14,6 @@ from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import (
     DeltaSink,
     GenerateRequest,
-    ModelLimits,
     NoWorkerReady,
     RequestFailed,
     SequenceDelta,
@@ -22,6 +21,7 @@ from kvrelay_router.dispatch.interface import (
 )
 from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.dispatch.running_request import RunningRequest
+from kvrelay_router.routing.candidates import ModelLimits
 
 
 @dataclass(slots=True)

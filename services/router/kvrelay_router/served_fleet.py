@@ -23,9 +23,9 @@ from kvrelay.telemetry.tracer import Tracer
 from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.fleet_watch import ListWorkers
+from kvrelay_router.fleet.static_workers import StaticWorkers
+from kvrelay_router.fleet.watch import ListWorkers
 from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.static_workers import StaticWorkers
 
 log = logging.getLogger(__name__)
 

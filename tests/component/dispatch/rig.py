@@ -16,7 +16,7 @@ from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, SequenceDelta
 from kvrelay_router.dispatch.running_request import RunningRequest
-from kvrelay_router.static_workers import StaticWorkers
+from kvrelay_router.fleet.static_workers import StaticWorkers
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill, FakeWorker
 from tests.fakes.delta_reader import read_batches
 from tests.fakes.waiting import PATIENCE_S, until

@@ -45,7 +45,7 @@ from kvrelay.worker import requests
 from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
-from kvrelay_router.static_workers import StaticWorkers
+from kvrelay_router.fleet.static_workers import StaticWorkers
 from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.traffic import with_changed_bytes, with_changed_field

@@ -17,7 +17,7 @@ from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
-from kvrelay_router.static_workers import StaticWorkers
+from kvrelay_router.fleet.static_workers import StaticWorkers
 from tests.component.workers.rig import prompt_of, run
 from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import HashRunner, expected_tokens

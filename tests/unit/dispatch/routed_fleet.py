@@ -9,9 +9,9 @@ import msgspec
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay.scheduling.step_cost import StepCost
-from kvrelay_router.dispatch.load import Held, OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, work_of
-from kvrelay_router.fleet_view import FleetView
+from kvrelay_router.fleet.load import Held, OutstandingLoad
+from kvrelay_router.fleet.view import FleetView
 from kvrelay_router.routing.candidates import Decision
 from kvrelay_router.routing.policy import PolicyName
 

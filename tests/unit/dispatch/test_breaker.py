@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay_router.dispatch import breaker
 from kvrelay_router.dispatch.breaker import Breakers, BreakerState
-from kvrelay_router.dispatch.load import worker_key
+from kvrelay_router.fleet.load import worker_key
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
 from tests.unit.dispatch.world import peer
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
-from kvrelay_router.dispatch.load import Held, OutstandingLoad
-from kvrelay_router.fleet_view import REGISTRY_GRACE_S, FleetView, KnownWorker, WorkerState
+from kvrelay_router.fleet.load import Held, OutstandingLoad
+from kvrelay_router.fleet.view import REGISTRY_GRACE_S, FleetView, KnownWorker, WorkerState
 
 
 def record(

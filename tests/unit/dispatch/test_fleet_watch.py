@@ -7,9 +7,9 @@ import contextlib
 
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import PeerRef, StatusQuery
-from kvrelay_router.dispatch.load import OutstandingLoad
-from kvrelay_router.fleet_view import FleetView
-from kvrelay_router.fleet_watch import FleetWatch
+from kvrelay_router.fleet.load import OutstandingLoad
+from kvrelay_router.fleet.view import FleetView
+from kvrelay_router.fleet.watch import FleetWatch
 from tests.fakes.waiting import PATIENCE_S
 from tests.unit.dispatch.routed_fleet import record_of
 

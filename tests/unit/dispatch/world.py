@@ -44,7 +44,7 @@ from kvrelay_router.dispatch.events import (
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.dispatch.load import worker_key
+from kvrelay_router.fleet.load import worker_key
 from tests.unit.dispatch.driven_sequence import (
     AnyEvent,
     Deliver,

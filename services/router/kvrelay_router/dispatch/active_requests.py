@@ -14,11 +14,11 @@ from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, FindPlacement, Instruction
 from kvrelay_router.dispatch.intake import ScoresReceived, TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.dispatch.load import Held, WorkerKey
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
 from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
 from kvrelay_router.dispatch.retry import PROVEN_TOKENS
 from kvrelay_router.dispatch.running_request import RunningRequest
+from kvrelay_router.fleet.load import Held, WorkerKey
 from kvrelay_router.routing.policy import PolicyName
 
 Search = FindPlacement | AwaitLostWorkers | FindDecode

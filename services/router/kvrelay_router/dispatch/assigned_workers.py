@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import NeedDecode, PeerRef
-from kvrelay_router.dispatch.load import WorkerKey, worker_key
+from kvrelay_router.fleet.load import WorkerKey, worker_key
 
 
 @dataclass(slots=True)

@@ -54,8 +54,8 @@ from kvrelay_router.dispatch.events import (
     WorkerLost,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.retry import RetryBudget
+from kvrelay_router.fleet.load import worker_key
 
 
 class AttemptState(StrEnum):

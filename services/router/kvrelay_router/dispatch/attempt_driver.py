@@ -38,10 +38,10 @@ from kvrelay_router.dispatch.events import (
 )
 from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
-from kvrelay_router.dispatch.load import OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.dispatch.worker_waits import WorkerWaits
+from kvrelay_router.fleet.load import OutstandingLoad, worker_key
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.routing.candidates import Decision
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvrelay_router.dispatch.load import WorkerKey, worker_key
+from kvrelay_router.fleet.load import WorkerKey, worker_key
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
 
 

@@ -36,22 +36,21 @@ from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import (
     GenerateRequest,
-    ModelLimits,
     NoWorkerReady,
     RequestFailed,
     TooLate,
     session_key,
 )
-from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
 from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
-from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
-from kvrelay_router.fleet_watch import FleetWatch, ListWorkers
-from kvrelay_router.routing.candidates import NoPlacement
-from kvrelay_router.static_workers import StaticWorkers
+from kvrelay_router.fleet.load import OutstandingLoad
+from kvrelay_router.fleet.static_workers import StaticWorkers
+from kvrelay_router.fleet.view import FleetView, KnownWorker, WorkerState
+from kvrelay_router.fleet.watch import FleetWatch, ListWorkers
+from kvrelay_router.routing.candidates import ModelLimits, NoPlacement
 
 log = logging.getLogger(__name__)
 

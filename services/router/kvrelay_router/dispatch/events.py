@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import TOKEN_BYTES, AnyBody, Failed, NeedDecode, PeerRef, Prompt, pack_tokens
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay_router.dispatch.load import WorkerKey
+from kvrelay_router.fleet.load import WorkerKey
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,10 +26,10 @@ from kvrelay_router.dispatch.active_requests import ActiveSequence
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
 from kvrelay_router.dispatch.events import FromWorker, WorkerLost
 from kvrelay_router.dispatch.intake import ScoresReceived
-from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.dispatch.retry import PROVEN_TOKENS
-from kvrelay_router.fleet_view import FleetView
+from kvrelay_router.fleet.load import worker_key
+from kvrelay_router.fleet.view import FleetView
 
 log = logging.getLogger(__name__)
 

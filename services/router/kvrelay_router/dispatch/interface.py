@@ -161,19 +161,3 @@ class DeltaSink(Protocol):
     def wake(self) -> None:
         """Deltas wait in the handle because the sink cannot take them, or a sequence or the request has ended."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """The limits of the ready workers. `max_model_len` counts prompt and output tokens of a sequence.
-
-    `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 if there is none.
-    `jump_forward`: whether all workers let forced tokens join without being sampled.
-    """
-
-    max_model_len: int
-    vocab_size: int
-    max_running: int = 0
-    num_blocks: int = 0
-    block_size: int = 0
-    jump_forward: bool = False

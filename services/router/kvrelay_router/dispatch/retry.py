@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvrelay_router.dispatch.load import WorkerKey
+from kvrelay_router.fleet.load import WorkerKey
 
 MAX_UNCOUNTED_ATTEMPTS = 20
 PROVEN_TOKENS = 16

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 
 from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.parsed_text import ParsedText
@@ -18,6 +17,7 @@ from kvrelay_router.openai.request_validation import RequestedOutput, check_toke
 from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest
 from kvrelay_router.openai.schema.tool_fields import check_tool_schemas
 from kvrelay_router.openai.tool_grammar import chat_grammar, check_tool_grammar
+from kvrelay_router.routing.candidates import ModelLimits
 
 
 async def plan_chat(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvrelay.text.service import DecodedPrompt, TextService, TextTooLong
 from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService
@@ -22,6 +21,7 @@ from kvrelay_router.openai.schema.completion_request import (
     PromptItem,
     too_many_completions,
 )
+from kvrelay_router.routing.candidates import ModelLimits
 
 
 async def plan_completion(

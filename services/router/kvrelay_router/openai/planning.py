@@ -12,7 +12,7 @@ from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.grammar_check import GrammarCheck
 from kvrelay.text.service import DecodedPrompt
 from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
+from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_size import AnswerShape, check_answer
 from kvrelay_router.openai.answers.choice import Choice
@@ -31,6 +31,7 @@ from kvrelay_router.openai.request_validation import (
 )
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.shared_scores import share_scores
+from kvrelay_router.routing.candidates import ModelLimits
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):

@@ -15,12 +15,13 @@ from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan
 from kvrelay.text.sources import SamplingDefaults
 from kvrelay_router.access.identity import VALID_REQUEST_ID, RequestNames
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
+from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.openai.answers.choice import StopRules
 from kvrelay_router.openai.error_mapping import context_length_exceeded, model_not_found, no_worker_ready
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.routing.candidates import ModelLimits
 
 Number = TypeVar("Number", int, float)
 

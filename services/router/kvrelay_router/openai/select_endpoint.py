@@ -14,7 +14,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.text.chat_template import Message
 from kvrelay.text.service import ChatOptions, TextTooLong, count_chars
 from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.dispatch.interface import Ending, GenerateRequest, ModelLimits
+from kvrelay_router.dispatch.interface import Ending, GenerateRequest
 from kvrelay_router.http.api_error import wrong
 from kvrelay_router.http.client_watch import while_connected
 from kvrelay_router.loop_share import LoopShare
@@ -39,6 +39,7 @@ from kvrelay_router.openai.schema.generation_fields import CacheSalt, FlagOn, or
 from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 from kvrelay_router.openai.schema.parsing import RequestModel, invalid, parse, wrong_type
 from kvrelay_router.openai.shared_scores import TokenizedChoices, scored_once, tokenize_choices
+from kvrelay_router.routing.candidates import ModelLimits
 
 PASSED_ON = ("cache_salt", "extra_key", "user", "priority")
 

@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from kvrelay.telemetry.metrics import Instruments
 from kvrelay.text.service import ChatOptions, TextService
-from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.openai.api_service import FurtherModel
 from kvrelay_router.openai.request_metrics import RequestMetrics
+from kvrelay_router.routing.candidates import ModelLimits
 from tests.component.router.rig import MODEL, Router, running_router
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.text_model import write_text_model

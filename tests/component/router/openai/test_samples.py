@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay_router.dispatch.interface import ModelLimits
+from kvrelay_router.routing.candidates import ModelLimits
 from tests.component.router.rig import Router
 
 pytestmark = pytest.mark.component

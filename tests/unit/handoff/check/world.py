@@ -25,7 +25,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_router.dispatch import events as router
 from kvrelay_router.dispatch.events import SequenceSpec
-from kvrelay_router.dispatch.load import worker_key
+from kvrelay_router.fleet.load import worker_key
 from tests.unit.dispatch.driven_sequence import DrivenSequence
 from tests.unit.handoff.check import decode_side, prefill_side, router_side
 from tests.unit.handoff.check.search import Violation

@@ -17,8 +17,9 @@ from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import BeamSpec, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.grammar_check import GrammarCheck
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits
+from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.openai.planning import opening_of, with_openings
+from kvrelay_router.routing.candidates import ModelLimits
 from tests.fakes.random_constraints import CHOICES, REGEXES, random_schema
 
 ROOT = Path(__file__).parents[4]

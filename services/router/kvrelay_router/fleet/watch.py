@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Collection
 from kvrelay.fleet import RegistryError, WorkerRecord
 from kvrelay.protocol.limits import MOST_ENDED_SESSIONS
 from kvrelay.protocol.messages import PeerRef, Stage, Status, StatusQuery
-from kvrelay_router.fleet_view import FleetView
-from kvrelay_router.static_workers import StaticWorkers, merged
+from kvrelay_router.fleet.static_workers import StaticWorkers, merged
+from kvrelay_router.fleet.view import FleetView
 
 log = logging.getLogger(__name__)
 

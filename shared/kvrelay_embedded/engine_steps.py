@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import cast
 
-from kvrelay.engine.model_runner import LaunchedStep, LaunchingRunner, ModelRunner
+from kvrelay.engine.model_runner import LaunchedStep, ModelRunner
 from kvrelay.scheduling.plan import StepPlan
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
@@ -27,7 +26,7 @@ class EngineSteps:
         max_in_flight: int,
         totals: StepTotals,
     ) -> None:
-        """`runner` must be a `LaunchingRunner` if `max_in_flight` is above 1."""
+        """The runner `launches_ahead` if `max_in_flight` is above 1."""
         self.recomputed: list[Sequence] = []
         """Sequences whose KV was lost, of all plans. The caller clears it."""
         self._runner = runner
@@ -64,19 +63,18 @@ class EngineSteps:
         return self._landed(plan, flight.land)
 
     def _fill(self) -> None:
-        runner = cast(LaunchingRunner, self._runner)
         while self._held is None and len(self._in_flight) < self._max_in_flight:
             plan = self._plan(ahead=True)
             if plan is None:
                 return
             batch = worker_batch(plan)
-            if runner.can_launch_behind(batch):
+            if self._runner.can_launch_behind(batch):
                 self._launch(plan, batch)
             else:
                 self._held = plan, batch
 
     def _launch(self, plan: StepPlan, batch: WorkerBatch) -> None:
-        self._in_flight.append((plan, cast(LaunchingRunner, self._runner).launch(batch)))
+        self._in_flight.append((plan, self._runner.launch(batch)))
 
     def _plan(self, *, ahead: bool) -> StepPlan | None:
         started = time.perf_counter()

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from kvrelay.backends.backend import AttentionParams, NotCapturable, PackedRows
 from kvrelay.backends.torch_sdpa import TorchBackend, TorchStep
+from kvrelay.engine.run.graphs import CudaGraphRecorder
 from tests.fakes import fake_flashinfer
 from tests.fakes.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.fakes.flashinfer_signatures import check_call
@@ -77,8 +78,8 @@ def launch(kernel: Callable[..., None], *arguments: Any) -> None:
         _recording.note(run)
 
 
-class FakeRecorder:
-    """A `GraphRecorder`; counts captures and replays."""
+class FakeRecorder(CudaGraphRecorder):
+    """Counts captures and replays."""
 
     def __init__(self, _: torch.device | None = None) -> None:
         self.num_captured = 0

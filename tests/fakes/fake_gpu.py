@@ -38,7 +38,7 @@ class FakeGpu:
 
 
 class FakeMemory:
-    """`GpuMemory` of one process. With `counts_context`, `used` can be told before the process has a context."""
+    """`TorchMemory` of one process. With `counts_context`, `used` can be told before the process has a context."""
 
     def __init__(self, gpu: FakeGpu, context_mib: int, *, counts_context: bool = True) -> None:
         self._gpu = gpu

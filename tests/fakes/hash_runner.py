@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -61,8 +62,8 @@ def expected_tokens(prompt: Sequence[int], sampling: Sampling, max_model_len: in
     return tokens[len(prompt) :]
 
 
-class HashRunner:
-    """Implements `ModelRunner`. A step takes `step_s`, and waits where `hold_after` says so. A row with drafts
+class HashRunner(ModelRunner):
+    """A step takes `step_s`, and waits where `hold_after` says so. A row with drafts
     brings those that are right and one more token, and one with `jumps` further ones without their K/V, as if a
     grammar forced what the model would sample."""
 
@@ -77,7 +78,7 @@ class HashRunner:
         num_swap_slots: int = 0,
     ) -> None:
         entries_bytes = block_size * 8
-        self.spec = ModelSpec(
+        self._spec = ModelSpec(
             name="hash-model",
             vocab_size=VOCAB_SIZE,
             max_model_len=min(max_model_len, num_blocks * block_size),
@@ -112,6 +113,10 @@ class HashRunner:
 
     def go_on(self) -> None:
         self._may_run.set()
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
 
     @property
     def pool_memory(self) -> PoolLike:

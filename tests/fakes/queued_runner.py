@@ -24,7 +24,7 @@ from tests.fakes.waiting import PATIENCE_S
 
 
 class QueuedRunner(HashRunner):
-    """Implements `LaunchingRunner`. The device runs a step when it is `let_run`, or when it is discarded.
+    """The device runs a step when it is `let_run`, or when it is discarded.
 
     `fail_at`: whose step fails that computes a position, once; with `blame`, those alone. `fails_at_launch`: then the
     device is never asked. `mistakes`: of how many draws one is not the true one on the device; 0: none.

@@ -18,7 +18,7 @@ from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.memory.gauges import make_gauge
-from kvrelay.engine.run.graphs import CudaGraphRecorder, DecodeGraphs, GraphRecorder, GraphSettings, capture_graphs
+from kvrelay.engine.run.graphs import CudaGraphRecorder, DecodeGraphs, GraphSettings, capture_graphs
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs
 from tests.fakes.fake_cuda_graphs import FakeRecorder
@@ -33,7 +33,7 @@ NUM_BLOCKS, BLOCK_SIZE, ROW_BLOCKS = 96, 16, 12
 TOLERANCE = 2e-2  # relative, of a norm of bfloat16
 
 
-def recorder_of(device: torch.device) -> GraphRecorder:
+def recorder_of(device: torch.device) -> CudaGraphRecorder:
     return CudaGraphRecorder(device) if device.type == "cuda" else FakeRecorder()
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvrelay.engine import make as make_module
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.memory.gauges import make_gauge
-from kvrelay.engine.memory.profile import MemoryGauge, PoolDoesNotFit, profile_memory
+from kvrelay.engine.memory.gauges import HostGauge, MemoryGauge, make_gauge
+from kvrelay.engine.memory.profile import PoolDoesNotFit, profile_memory
 from kvrelay.step.batch import SwapCopies
 from tests.tiny_models import build_model
 from tests.unit.engine.test_host_buffer import check, steps
@@ -24,10 +24,8 @@ CONTEXT_BYTES = 64 * MIB
 """What libraries load with their first kernels, beside torch's allocator, at most; of the tiny models."""
 
 
-class OfficeGauge:
+class OfficeGauge(HostGauge):
     """A CPU's share of the test: a memory of 16 GiB in which nothing but the step takes anything."""
-
-    pool_rests = False
 
     def __init__(self) -> None:
         self.resting = 100 * MIB
@@ -40,12 +38,6 @@ class OfficeGauge:
 
     def peak(self) -> int:
         return self.resting + 200 * MIB
-
-    def free(self) -> int | None:
-        return None
-
-    def keep(self) -> None:
-        pass
 
 
 @pytest.fixture

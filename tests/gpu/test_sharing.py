@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvrelay.config import WorkerConfig
+from kvrelay.engine.memory.gauges import HostGauge
 from kvrelay.engine.memory.profile import profile_memory
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.machine_memory import machine_memory_bytes
@@ -30,7 +31,7 @@ def _start(config: WorkerConfig, cache_dir: Path) -> tuple[int, int]:
     runner = load_runner(config)
     assert isinstance(runner, TransformersRunner)
     for _ in range(3):
-        profile_memory(runner, TOKEN_BUDGET, MAX_RUNNING)
+        profile_memory(runner, TOKEN_BUDGET, MAX_RUNNING, HostGauge())
     reserved = torch.cuda.max_memory_reserved() if config.device == "cuda" else 0
     return runner.pool.nbytes, reserved
 

@@ -6,9 +6,10 @@ layers only write and attend.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -190,22 +191,6 @@ class StepAttention(Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
-    """Attention over a paged pool on one kind of device."""
-
-    @property
-    def name(self) -> str:
-        """The name in logs and reports."""
-        ...
-
-    def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
-        """Prepares a step over `pool`. The plan is valid for all layers of this step, and for no other step.
-
-        The next plan may reuse the memory of this one, so make it after all layers of this step have been launched.
-        """
-        ...
-
-
 class NotCapturable(Exception):
     """A layer needs attention that cannot be captured in a CUDA graph here. The message names it."""
 
@@ -225,19 +210,24 @@ class FixedStep(StepAttention, Protocol):
         ...
 
 
-class FixedSteps(Protocol):
-    """Makes fixed steps over one pool. They share their buffers, so replanning one invalidates the plans of
-    the others."""
+class AttentionBackend(Protocol):
+    """Attention over a paged pool on one kind of device."""
 
-    def __call__(self, num_rows: int) -> FixedStep:
-        """Returns a step of `num_rows` rows."""
+    name: str
+    """The name in logs and reports."""
+
+    def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
+        """Prepares a step over `pool`. The plan is valid for all layers of this step, and for no other step.
+
+        The next plan may reuse the memory of this one, so make it after all layers of this step have been launched.
+        """
         ...
 
+    def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> Callable[[int], FixedStep]:
+        """Makes steps of a number of rows, up to `max_rows`, over `pool`, each of up to `max_row_blocks` blocks. They
+        share their buffers, so replanning one invalidates the plans of the others.
 
-@runtime_checkable
-class CapturableBackend(AttentionBackend, Protocol):
-    """A backend whose decoding steps can be captured in CUDA graphs."""
-
-    def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> FixedSteps:
-        """Returns a factory of steps of up to `max_rows` rows over `pool`, each of up to `max_row_blocks` blocks."""
-        ...
+        Raises:
+            NotCapturable: the backend's decoding steps cannot be captured in CUDA graphs.
+        """
+        raise NotCapturable(f"attention by the {self.name} backend depends on the host at each step")

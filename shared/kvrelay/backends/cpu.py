@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.backends.backend import (
+    AttentionBackend,
     AttentionParams,
     PackedRows,
     PoolShape,
@@ -70,7 +71,7 @@ class _WorkSize(ctypes.Structure):
     _fields_ = [(name, c_int64) for name in ("num_items", "num_split_rows", "num_partials", "max_rows", "max_states")]
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """The compiled kernel: float32 and bfloat16, over a pool of these or of 8 bits; heads of 16, 32, .. up to 256."""
 
     name = "cpu"

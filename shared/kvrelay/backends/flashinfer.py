@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvrelay.backends.backend import (
+    AttentionBackend,
     AttentionParams,
     Int32Array,
     KVLayout,
@@ -35,7 +36,7 @@ _HEAD_DIMS = (64, 128, 256)
 _MAX_ELEMENTS = 8192  # elements of a token's keys: the kernel that writes them has a thread for 8, and 1024 threads
 
 
-class FlashInferBackend:
+class FlashInferBackend(AttentionBackend):
     """Supports 16-bit floats, beside a pool of these or 8 bits, with heads of 64, 128 or 256.
 
     Layers with attention sinks use plain torch.

@@ -8,10 +8,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvrelay.backends.backend import AttentionParams, PackedRows, PoolShape, StepAttention, as_stored, bits
+from kvrelay.backends.backend import (
+    AttentionBackend,
+    AttentionParams,
+    PackedRows,
+    PoolShape,
+    StepAttention,
+    as_stored,
+    bits,
+)
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """Gathers and attends row by row."""
 
     name = "torch"

@@ -12,10 +12,9 @@ from kvrelay.backends.backend import AttentionBackend, KVLayout
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import LoadFormat, open_source
-from kvrelay.engine.memory.gauges import make_gauge
+from kvrelay.engine.memory.gauges import MemoryGauge, make_gauge
 from kvrelay.engine.memory.profile import (
     SWAP_PART,
-    MemoryGauge,
     MemoryProfile,
     blocks_for_profile,
     measure_kept,

@@ -11,6 +11,20 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import ModelSpec, StepResult, WorkerBatch
 
 
+class LaunchedStep(Protocol):
+    """A step that was launched on the device. Exactly one of the two methods is called, once, on any thread, and only
+    after the step launched before it has ended."""
+
+    def land(self) -> StepResult:
+        """Waits until this step has ended on the device, but not for a step launched behind it. Then acts as
+        `ModelRunner.execute` does: sampled tokens join the sampler's history, and it raises the same errors."""
+        ...
+
+    def discard(self) -> None:
+        """Waits until the step has ended and drops its results. The step may be run again. Raises DeviceLost."""
+        ...
+
+
 class ModelRunner(Protocol):
     """Runs the model over a paged pool. Calls come from one thread at a time. `execute` may take long."""
 
@@ -43,32 +57,10 @@ class ModelRunner(Protocol):
         """
         ...
 
-
-class LaunchedStep(Protocol):
-    """A step that was launched on the device. Exactly one of the two methods is called, once, on any thread, and only
-    after the step launched before it has ended."""
-
-    def land(self) -> StepResult:
-        """Waits until this step has ended on the device, but not for a step launched behind it. Then acts as
-        `ModelRunner.execute` does: sampled tokens join the sampler's history, and it raises the same errors."""
-        ...
-
-    def discard(self) -> None:
-        """Waits until the step has ended and drops its results. The step may be run again. Raises DeviceLost."""
-        ...
-
-
-class LaunchingRunner(ModelRunner, Protocol):
-    """A `ModelRunner` over a device with a queue: a step may be launched while the previous one runs.
-
-    `launch` is called on one thread at a time, while `land` may run on another. At most two steps are launched and not
-    ended, with a pipeline one more than it has stages.
-    """
-
     @property
     def launches_ahead(self) -> bool:
-        """Returns whether steps are ever launched behind a running one here."""
-        ...
+        """Returns whether steps are ever launched behind a running one: the device has a queue."""
+        return False
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
         """Returns whether `launch` accepts this batch while the previous step has not landed.
@@ -76,9 +68,13 @@ class LaunchingRunner(ModelRunner, Protocol):
         A row with `has_placeholder` then takes its token from device memory. False means that the batch needs something
         that the host learns when the previous step lands, or that its launch would wait for the device.
         """
-        ...
+        return False
 
     def launch(self, batch: WorkerBatch) -> LaunchedStep:
-        """The first half of `execute`; `land` is the second. Raises the same errors. After an error, nothing of the
-        step writes into its blocks any more, and no LaunchedStep is left to end."""
-        ...
+        """The first half of `execute`, of a runner that `launches_ahead`; `land` is the second. Raises the same errors.
+        After an error, nothing of the step writes into its blocks any more, and no LaunchedStep is left to end.
+
+        Called on one thread at a time, while `land` may run on another. At most two steps are launched and not ended,
+        with a pipeline one more than it has stages.
+        """
+        raise RuntimeError(f"{type(self).__name__} runs one step at a time")

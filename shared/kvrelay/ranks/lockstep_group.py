@@ -64,7 +64,7 @@ class LockstepGroup(Protocol):
         ...
 
 
-class LockstepRunner:
+class LockstepRunner(ModelRunner):
     """A `ModelRunner` with its connection to the other ranks, which `execute` each step at the same time."""
 
     def __init__(self, runner: ModelRunner, group: LockstepGroup) -> None:

@@ -48,7 +48,7 @@ class LeadingRunner(PartRunner, ModelRunner, Protocol):
 
 
 class RankedRunner:
-    """A `LaunchingRunner` over rank 0's runner, which is in this process, and the group of the others.
+    """A `ModelRunner` over rank 0's runner, which is in this process, and the group of the others.
 
     A step has ended when it has on all ranks. An error of another rank is raised as DeviceLost. If the ranks are the
     stages of a pipeline, steps are launched behind others: other ranks compute them at once, and rank 0, which is in

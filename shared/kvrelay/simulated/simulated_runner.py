@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.device_profiles import Profile, StepLoad, find_profile
 from kvrelay.engine.memory.profile import SWAP_PART
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
@@ -80,7 +81,7 @@ class _Packed:
         )
 
 
-class SimulatedRunner:
+class SimulatedRunner(ModelRunner):
     """See the module docstring. `num_blocks` and `num_swap_slots` are numbers of blocks of `block_size` tokens."""
 
     def __init__(

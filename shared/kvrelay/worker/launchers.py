@@ -7,10 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 from kvrelay.core_leases import CoreLeases
-from kvrelay.engine.model_runner import LaunchedStep, LaunchingRunner, ModelRunner
+from kvrelay.engine.model_runner import LaunchedStep, ModelRunner
 from kvrelay.ranks.lockstep_group import LockstepGroup
 from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
@@ -57,14 +57,14 @@ MakeLauncher = Callable[[ModelRunner, StepTrace | None], Launcher]
 def overlaps_steps(runner: ModelRunner, overlap: str, *, is_simulated: bool) -> bool:
     """Returns whether the step loop plans ahead, for `overlap` on, off or auto (see `WorkerConfig.overlap`)."""
     if overlap == "auto":
-        return is_simulated or getattr(runner, "launches_ahead", False)
+        return is_simulated or runner.launches_ahead
     return overlap == "on"
 
 
 def choose_launcher(runner: ModelRunner, *, overlap: bool, cores: CoreLeases | None = None) -> MakeLauncher:
     """The launcher for a real device. With `overlap`, a runner that can launch steps ahead does so. `cores`: those of a
     runner that computes on the CPU."""
-    if overlap and getattr(runner, "launches_ahead", False):
+    if overlap and runner.launches_ahead:
         return AheadLauncher
     return ThreadLauncher if cores is None else partial(ThreadLauncher, cores=cores)
 
@@ -134,8 +134,7 @@ class AheadLauncher:
     """
 
     def __init__(self, runner: ModelRunner, trace: StepTrace | None) -> None:
-        """`runner` must be a `LaunchingRunner`."""
-        self._runner = cast(LaunchingRunner, runner)
+        self._runner = runner
         self._trace = trace
         self._launching = ThreadPoolExecutor(1, thread_name_prefix="launch")
         self._landing = ThreadPoolExecutor(1, thread_name_prefix="land")

@@ -96,9 +96,7 @@ class WorkerStartup:
         _log_model(runner.spec, time.monotonic() - began)
         pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
         cache = factory.make_cache(config, pool)
-        scheduler = factory.make_scheduler(
-            config, runner.spec, pool, cache, samples_behind=getattr(runner, "launches_ahead", False)
-        )
+        scheduler = factory.make_scheduler(config, runner.spec, pool, cache, samples_behind=runner.launches_ahead)
         if config.chunking == "dynamic" or (config.role == "decode" and config.speculation != "off"):
             await asyncio.to_thread(calibrate, scheduler, runner, config.token_budget)
         observer = StepObserver(config.role, self.recent, self.tracer, factory.open_metrics_file(config))

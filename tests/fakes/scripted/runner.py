@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling
@@ -33,8 +34,8 @@ class _Line:
     simulated: NDArray[np.int64]
 
 
-class ScriptedRunner:
-    """Implements `ModelRunner`. `device` computes the K/V; the tokens that it samples are replaced."""
+class ScriptedRunner(ModelRunner):
+    """`device` computes the K/V; the tokens that it samples are replaced."""
 
     def __init__(
         self,

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvrelay.backends.backend import (
     KV_DTYPES,
     AttentionParams,
-    CapturableBackend,
     KVLayout,
     NotCapturable,
     PackedRows,
@@ -205,6 +204,6 @@ def test_an_installed_flashinfer_takes_the_calls(monkeypatch: pytest.MonkeyPatch
     assert {"__init__", "reset_workspace_buffer", "plan", "run", ""} == set(calls)
 
 
-def test_which_backends_can_be_captured() -> None:
-    assert isinstance(make_backend(), CapturableBackend)
-    assert not isinstance(TorchBackend(), CapturableBackend)
+def test_a_backend_whose_steps_cannot_be_captured_says_so() -> None:
+    with pytest.raises(NotCapturable, match="attention by the torch backend depends on the host"):
+        TorchBackend().fixed_steps(make_pool(), 2, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvrelay.engine.model_runner import LaunchedStep, LaunchingRunner
+from kvrelay.engine.model_runner import LaunchedStep, ModelRunner
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import RowsFailed, WorkerBatch, WorkerRow
 from tests.unit.engine.driving import Driven
@@ -29,7 +29,7 @@ class AheadDriver:
 
     def __init__(
         self,
-        runner: LaunchingRunner,
+        runner: ModelRunner,
         sequences: list[Driven],
         seed: int = 0,
         max_chunk: int = 24,

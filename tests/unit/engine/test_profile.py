@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.make import PoolSizing, make_runner
+from kvrelay.engine.memory.gauges import HostGauge
 from kvrelay.engine.memory.profile import MemoryProfile, PoolDoesNotFit, profile_memory
 from kvrelay.engine.model_runner import LaunchedStep
 from kvrelay.machine_memory import machine_memory_bytes
@@ -57,7 +58,7 @@ class HungryRunner(HashRunner):
 
 
 def _profile_of_hungry() -> MemoryProfile:
-    return profile_memory(HungryRunner(num_blocks=64), token_budget=64, max_running=8)
+    return profile_memory(HungryRunner(num_blocks=64), token_budget=64, max_running=8, gauge=HostGauge())
 
 
 @pytest.mark.slow
@@ -81,7 +82,7 @@ def test_where_steps_are_launched_ahead_two_are_there_at_a_time() -> None:
         return launched
 
     runner.launch = counting  # type: ignore[method-assign]
-    profile_memory(runner, token_budget=64, max_running=8)
+    profile_memory(runner, token_budget=64, max_running=8, gauge=HostGauge())
     runner.close()
     assert most == [0, 1, 2, 1, 2]
 

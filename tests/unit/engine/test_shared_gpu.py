@@ -49,6 +49,8 @@ NEEDS = st.builds(Needs, st.sampled_from([0.17, 0.2, 0.25]), st.integers(1, 60),
 class Pool(HashRunner):
     """Its pool, and what its steps take, lie on the fake GPU."""
 
+    follows = False
+
     def __init__(self, model: Any, num_blocks: int, *_: Any, with_scratch: bool = False, **__: Any) -> None:
         super().__init__(num_blocks=num_blocks, max_model_len=10**6)
         self.memory: FakeMemory = model.memory

@@ -69,14 +69,13 @@ class Ranked(FailingRunner):
     def __init__(self, fail_at: dict[SequenceKey, int], num_slots: int, *, blame: bool, num_stages: int = 1) -> None:
         super().__init__(fail_at, num_slots, blame=blame)
         self.leader = LeadingFailingRunner(fail_at, num_slots, blame=blame)
-        self.leader.spec = replace(self.leader.spec, pipeline_parallel_size=num_stages)
+        self.leader._spec = replace(self.leader.spec, pipeline_parallel_size=num_stages)
         self.let_run = self.leader.let_run
         self.pool_bytes = self.leader.pool_bytes
         self.replicas = [
             HashReplica(HashRunner(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)) for _ in range(2)
         ]
         self.ranked = RankedRunner(self.leader, cast(RankGroup, ReplicasHere(*self.replicas)))
-        self.launches_ahead = self.ranked.launches_ahead
         self.in_flight: list[RankedStep] = []
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
@@ -84,6 +83,10 @@ class Ranked(FailingRunner):
 
     def drop_sequence(self, key: SequenceKey) -> None:
         self.ranked.drop_sequence(key)
+
+    @property
+    def launches_ahead(self) -> bool:
+        return self.ranked.launches_ahead
 
     @property
     def num_sequences(self) -> int:

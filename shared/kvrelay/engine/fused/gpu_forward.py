@@ -13,15 +13,15 @@ from typing import cast
 import torch
 
 from kvrelay.backends.backend import StepAttention
-from kvrelay.engine.fused.gpu_pieces import GpuPieces, TorchPieces
+from kvrelay.engine.fused.gpu_pieces import TorchPieces
 from kvrelay.engine.fused.gpu_weights import GpuWeights
 
 
-def choose_pieces(device: torch.device) -> GpuPieces:
+def choose_pieces(device: torch.device) -> TorchPieces:
     """Triton's kernels if Triton is installed and the device is a GPU, else plain torch."""
     if device.type != "cuda" or find_spec("triton") is None:
         return TorchPieces()
-    return cast("GpuPieces", import_module("kvrelay.engine.fused.triton_pieces").TritonPieces())
+    return cast("TorchPieces", import_module("kvrelay.engine.fused.triton_pieces").TritonPieces())
 
 
 class GpuForward:
@@ -29,7 +29,7 @@ class GpuForward:
 
     name = "fused"
 
-    def __init__(self, weights: GpuWeights, pieces: GpuPieces) -> None:
+    def __init__(self, weights: GpuWeights, pieces: TorchPieces) -> None:
         self._weights = weights
         self._pieces = pieces
 

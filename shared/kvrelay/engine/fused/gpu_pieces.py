@@ -3,24 +3,21 @@ what runs without Triton."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 
-class GpuPieces(Protocol):
+class TorchPieces:
     """The residual stream is float32 `[tokens, hidden]`; all else has the model's dtype."""
 
-    @property
-    def name(self) -> str:
-        """The name that logs use."""
-        ...
+    name = "torch"
 
     def add_and_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Adds `delta` to `hidden` in place, and returns `rms_norm(hidden) * norm` in the dtype of `norm`."""
-        ...
+        if delta is not None:
+            hidden += delta
+        return _rms_norm(hidden, norm, eps).to(norm.dtype)
 
     def norm_and_rotate(
         self,
@@ -37,34 +34,6 @@ class GpuPieces(Protocol):
         `num_heads` counts the first two. `angles`: cosines and sines, float32 `[positions, head_dim / 2]`; `positions`:
         the row of each token, `[tokens]` int64.
         """
-        ...
-
-    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` of `gate_up` `[tokens, 2 * width]`."""
-        ...
-
-
-class TorchPieces:
-    """`GpuPieces` in plain torch, on any device."""
-
-    name = "torch"
-
-    def add_and_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        if delta is not None:
-            hidden += delta
-        return _rms_norm(hidden, norm, eps).to(norm.dtype)
-
-    def norm_and_rotate(
-        self,
-        qkv: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        positions: torch.Tensor,
-        num_heads: tuple[int, int],
-        eps: float,
-    ) -> None:
         cos, sin = (each.index_select(0, positions)[:, None] for each in angles)
         start = 0
         for index, count in enumerate(num_heads):
@@ -75,6 +44,7 @@ class TorchPieces:
             start += count
 
     def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` of `gate_up` `[tokens, 2 * width]`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate.float()).mul_(up).to(gate_up.dtype)
 

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.engine.fused.gpu_pieces import TorchPieces
+
 _HEADS_A_PROGRAM = 8
 _WIDTH_A_PROGRAM = 1024
 _MOST_ELEMENTS = 1 << 15  # of a row that one program holds in registers
@@ -89,8 +91,8 @@ def _silu_and_multiply(gate_up, out, width, BLOCK: tl.constexpr):  # one program
     tl.store(out + token * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), inside)
 
 
-class TritonPieces:
-    """`GpuPieces` as Triton kernels. Triton compiles each at its first use, and keeps it in `~/.triton`."""
+class TritonPieces(TorchPieces):
+    """The same as Triton kernels. Triton compiles each at its first use, and keeps it in `~/.triton`."""
 
     name = "triton"
 

@@ -1,48 +1,58 @@
-"""Measures the memory in which the pool will lie, by device. Separate from `profile`, which does not import torch."""
+"""Gauges of the memory in which the pool will lie, by device. All values are in bytes."""
 
 from __future__ import annotations
 
 import gc
 import logging
 from importlib import import_module
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from kvrelay.engine.memory.profile import HostGauge, MemoryGauge, PoolDoesNotFit
+from kvrelay.engine.memory.profile import PoolDoesNotFit
 from kvrelay.engine.run.device import device_uuid
+from kvrelay.machine_memory import machine_memory_bytes
 
 log = logging.getLogger(__name__)
 
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 
-class GpuMemory(Protocol):
-    """The accounting of one GPU's memory, in bytes."""
 
-    def total(self) -> int: ...
+class HostGauge:
+    """The machine's memory as the kernel accounts for it."""
 
-    def free(self) -> int:
-        """Memory that no process uses."""
-        ...
+    pool_rests = False
+    """Whether a pool counts in `rest` before it is written to."""
 
-    def used(self) -> int:
-        """Memory that all processes use. May count from another origin than `total` minus `free`."""
-        ...
+    def total(self) -> int:
+        """All of this memory, used or free."""
+        return machine_memory_bytes()
 
-    def reserved(self) -> int:
-        """Memory that torch's allocator reserves in this process."""
-        ...
+    def rest(self) -> int:
+        """The memory that this process uses now. Also resets `peak`."""
+        gc.collect()
+        _CLEAR_REFS.write_text("5")  # resets the peak to the resident memory
+        return _status_bytes("VmRSS")
 
-    def most_reserved(self) -> int:
-        """The most reserved memory since `trim`."""
-        ...
+    def peak(self) -> int:
+        """The most memory that this process used since `rest`."""
+        return _status_bytes("VmHWM")
 
-    def trim(self) -> None:
-        """Makes torch's allocator release unused reserved memory."""
-        ...
+    def free(self) -> int | None:
+        """Memory that no process uses now. None: the use of other processes changes too fast to be counted."""
+        return None
 
-    def hold(self, num_bytes: int) -> None:
-        """Makes torch's allocator reserve this much. Raises torch.OutOfMemoryError."""
-        ...
+    def keep(self) -> None:
+        """Does nothing: reserved but unused pages would be lost to other processes."""
+
+
+def _status_bytes(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no {name}")
 
 
 class CudaGauge:
@@ -56,7 +66,7 @@ class CudaGauge:
 
     pool_rests = True
 
-    def __init__(self, memory: GpuMemory) -> None:
+    def __init__(self, memory: TorchMemory) -> None:
         self._memory = memory
         self._others = memory.used() - memory.reserved()
         self._beside = 0
@@ -103,8 +113,7 @@ class CudaGauge:
 
 
 class TorchMemory:
-    """`GpuMemory` through torch, and through NVML if it is installed. NVML counts without a CUDA context, so it also
-    sees the context."""
+    """The accounting of one GPU's memory by torch, and by NVML if it is installed, which also sees the context."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,6 +126,7 @@ class TorchMemory:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def used(self) -> int:
+        """Memory that all processes use. May count from another origin than `total` minus `free`."""
         return self.total() - self.free() if self._nvml is None else self._nvml.used()
 
     def reserved(self) -> int:
@@ -131,7 +141,9 @@ class TorchMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def hold(self, num_bytes: int) -> None:
-        """See `GpuMemory.hold`. Freed tensors stay with the allocator, which splits them for smaller ones."""
+        """Makes torch's allocator reserve this much. Raises torch.OutOfMemoryError.
+
+        Freed tensors stay with the allocator, which splits them for smaller ones."""
         torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
@@ -157,6 +169,9 @@ class _Nvml:
 
     def used(self) -> int:
         return int(self._api.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+
+MemoryGauge = HostGauge | CudaGauge
 
 
 def make_gauge(device: torch.device) -> MemoryGauge:

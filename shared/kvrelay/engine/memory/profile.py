@@ -7,22 +7,20 @@ clear_refs), for a GPU from torch's allocator. As in vLLM, the measured amount i
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrelay.engine.model_runner import LaunchingRunner, ModelRunner
+from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.kv.table import blocks_for
-from kvrelay.machine_memory import machine_memory_bytes
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
+if TYPE_CHECKING:
+    from kvrelay.engine.memory.gauges import MemoryGauge  # imports torch
+
 _MIB = 2**20
 SWAP_PART = 4
 """The swap space is the pool's size divided by this, unless it is configured."""
@@ -95,66 +93,8 @@ def _and_swap(swap_bytes: int | None) -> str:
     return f" and the swap space {swap_bytes // _MIB} MiB" if swap_bytes else ""
 
 
-class MemoryGauge(Protocol):
-    """Reads the memory in which the pool will lie. All values are in bytes."""
-
-    @property
-    def pool_rests(self) -> bool:
-        """Returns whether a pool counts in `rest` before it is written to."""
-        ...
-
-    def total(self) -> int:
-        """All of this memory, used or free."""
-        ...
-
-    def rest(self) -> int:
-        """Memory that this process uses now. Also resets `peak`."""
-        ...
-
-    def peak(self) -> int:
-        """The most memory that this process used since `rest`."""
-        ...
-
-    def free(self) -> int | None:
-        """Memory that no process uses now. None if the use of others is not counted."""
-        ...
-
-    def keep(self) -> None:
-        """Keeps the memory between `rest` and `peak` reserved from now on, if others could take it otherwise."""
-        ...
-
-
-class HostGauge:
-    """The machine's memory as the kernel accounts for it."""
-
-    pool_rests = False
-
-    def total(self) -> int:
-        return machine_memory_bytes()
-
-    def rest(self) -> int:
-        """The resident memory."""
-        gc.collect()
-        _CLEAR_REFS.write_text("5")  # resets the peak to the resident memory
-        return _status_bytes(_STATUS, "VmRSS")
-
-    def peak(self) -> int:
-        """The high-water mark."""
-        return _status_bytes(_STATUS, "VmHWM")
-
-    def free(self) -> int | None:
-        """Returns None: the use of other processes changes too fast to be counted."""
-        return None
-
-    def keep(self) -> None:
-        """Does nothing: reserved but unused pages would be lost to other processes."""
-
-
-def profile_memory(
-    runner: ModelRunner, token_budget: int, max_running: int, gauge: MemoryGauge | None = None
-) -> MemoryProfile:
+def profile_memory(runner: ModelRunner, token_budget: int, max_running: int, gauge: MemoryGauge) -> MemoryProfile:
     """Runs the largest steps on `runner`, whose pool must hold them: see `blocks_for_profile`."""
-    gauge = gauge or HostGauge()
     resting = gauge.rest()
     for batch in _largest_batches(runner, token_budget, max_running):
         for row in batch.rows:
@@ -172,12 +112,10 @@ def _run(runner: ModelRunner, batch: WorkerBatch) -> None:
     if getattr(runner, "follows", False):
         runner.follow(batch)  # type: ignore[attr-defined]
         return
-    if not getattr(runner, "launches_ahead", False):
+    if not runner.launches_ahead:
         runner.execute(batch)
         return
-    ahead = cast(LaunchingRunner, runner)
-    launched = [ahead.launch(batch), ahead.launch(batch)]
-    for step in launched:
+    for step in [runner.launch(batch), runner.launch(batch)]:
         step.land()
 
 
@@ -218,10 +156,3 @@ def _batch(lengths: list[int], block_size: int) -> WorkerBatch:
         )
         next_block += num_blocks
     return WorkerBatch(0, rows)
-
-
-def _status_bytes(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{path} has no {name}")

@@ -2,7 +2,7 @@
 
 The memory of a process beside torch's allocator (context, kernels, libraries) is only known as a sum over all
 processes, so no other process may grow while one measures. A process that has started does not grow: it holds its pool
-and the memory of its largest step from then on (`MemoryGauge.keep`). So the next process finds the memory free that no
+and the memory of its largest step from then on (`CudaGauge.keep`). So the next process finds the memory free that no
 other counts on, and two pools never count on the same memory.
 
 A lock on a file in kvrelay's cache directory, named by the GPU's UUID, gives the turn. The kernel releases it when the

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -38,21 +38,9 @@ class UnsupportedModel(ValueError):
     """The model needs something that the engine or the KV layout cannot do. The message names it."""
 
 
-class LayerAttention(Protocol):
-    """The attention function of one forward, called by the registered implementation."""
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: object,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        """Computes attention of one layer over packed tokens: `[tokens, heads, head_dim]` in and out."""
-        ...
-
+LayerAttention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, object, AttentionParams], torch.Tensor]
+"""The attention of one layer over packed tokens, `[tokens, heads, head_dim]` in and out: layer, query, key, value, the
+model's mask function (in `observing`), and what else the layer passes."""
 
 MaskFunction = Callable[..., Any]
 _attention: ContextVar[LayerAttention] = ContextVar("kvrelay_attention")
@@ -69,15 +57,8 @@ def register() -> None:
 def attending(step: StepAttention) -> Iterator[None]:
     """Makes forwards in this context attend through `step`."""
 
-    def attend(
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: object,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        return step.attend(layer, query, key, value, params)
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: object, params: Any) -> torch.Tensor:
+        return step.attend(layer, q, k, v, params)
 
     token = _attention.set(attend)
     try:

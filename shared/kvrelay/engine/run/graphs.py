@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from kvrelay.backends.backend import CapturableBackend, FixedStep, NotCapturable, PackedRows, PoolShape
+from kvrelay.backends.backend import FixedStep, NotCapturable, PackedRows, PoolShape
 from kvrelay.backends.paging import pad_rows, split_rows
 from kvrelay.engine.load.causal_model import CausalModel
 from kvrelay.engine.run.graph_check import check_graphs
@@ -52,18 +52,6 @@ Replay = Callable[[], None]
 _REREAD_BYTES = 512 * 2**20
 """Bytes that rows of several tokens may read again in a layer: what a GPU with 3.3 TB/s reads while a host launches the
 layer's kernels one by one (160 us). An estimate."""
-
-
-class GraphRecorder(Protocol):
-    """Captures work of a device so that it can be replayed."""
-
-    def record(self, forward: Callable[[], None]) -> Replay:
-        """Runs `forward` once to warm it up, then captures it. The returned function replays it over the current
-        content of its buffers.
-
-        `forward` enters inference mode itself.
-        """
-        ...
 
 
 @cache
@@ -85,7 +73,12 @@ class CudaGraphRecorder:
         self._memory: Any = None  # the first graph's pool; later graphs share it
 
     def record(self, forward: Callable[[], None]) -> Replay:
-        """See `GraphRecorder.record`. Raises RuntimeError if the driver refuses to capture something."""
+        """Runs `forward`, which enters inference mode itself, to warm it up, then captures it. The returned function
+        replays it over the current content of its buffers.
+
+        Raises:
+            RuntimeError: the driver refuses to capture something.
+        """
         # Torch's random generator allocates tensors for all captures of a process with the first one. If they were made
         # in inference mode, later captures outside inference mode would fail.
         with torch.inference_mode(mode=False), torch.cuda.device(self._device):
@@ -165,7 +158,7 @@ class GraphSettings:
     """The numbers of tokens to capture, and the recorder."""
 
     sizes: Sequence[int]
-    make_recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder
+    make_recorder: Callable[[torch.device], CudaGraphRecorder] = CudaGraphRecorder
 
 
 def try_to_capture(
@@ -200,7 +193,7 @@ def try_to_capture(
 
 @torch.inference_mode()
 def capture_graphs(
-    model: CausalModel, pool: torch.Tensor, sizes: Sequence[int], recorder: GraphRecorder
+    model: CausalModel, pool: torch.Tensor, sizes: Sequence[int], recorder: CudaGraphRecorder
 ) -> DecodeGraphs:
     """Captures a forward for each of `sizes`, the largest first, so that the smaller ones reuse its memory.
 
@@ -211,8 +204,6 @@ def capture_graphs(
         RuntimeError: the device refuses to capture.
     """
     backend, scratch_block = model.backend, len(pool) - 1
-    if not isinstance(backend, CapturableBackend):
-        raise NotCapturable(f"attention by the {backend.name} backend depends on the host at each step")
     largest = max(sizes)
     steps = backend.fixed_steps(pool, largest, blocks_for(model.source.max_model_len, model.layout.block_size))
     inputs = torch.zeros(2 * largest, dtype=torch.int64, device=pool.device)

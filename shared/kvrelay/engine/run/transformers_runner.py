@@ -54,7 +54,7 @@ class TransformersRunner:
     ) -> None:
         """`name` is the model's name in the spec; by default its path or hub name.
 
-        `with_scratch`: the pool has one more block, for CUDA graphs. `launches_ahead`: see `LaunchingRunner`; None:
+        `with_scratch`: the pool has one more block, for CUDA graphs. `launches_ahead`: see `ModelRunner`; None:
         only on GPUs, because on a CPU a step is computed when its launch returns, and with the model in one process.
         """
         layout, source = model.layout, model.source
@@ -222,7 +222,7 @@ class TransformersRunner:
         return self.launch(batch).land()
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """See `LaunchingRunner.can_launch_behind`. False for drafts, and for log-probabilities of prompts, which come
+        """See `ModelRunner.can_launch_behind`. False for drafts, and for log-probabilities of prompts, which come
         to the host in slices."""
         if not self.launches_ahead or not batch.is_plain:
             return False
@@ -234,7 +234,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def launch(self, batch: WorkerBatch) -> StepInFlight:
-        """See `LaunchingRunner.launch`. Waits for the device only for batches that `can_launch_behind` refuses.
+        """See `ModelRunner.launch`. Waits for the device only for batches that `can_launch_behind` refuses.
 
         Raises:
             KeyError, IndexError, DeviceLost: see `execute`.

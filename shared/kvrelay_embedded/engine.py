@@ -25,6 +25,19 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.step.batch import ModelSpec, RowsFailed
+from kvrelay.text.choice import Choice
+from kvrelay.text.request.api_error import ApiError
+from kvrelay.text.request.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
+from kvrelay.text.request.validation import (
+    ModelLimits,
+    RequestedOutput,
+    allowed_output,
+    check_bad_words,
+    check_token_ids,
+    check_vocabulary,
+    make_sampling,
+    stop_rules,
+)
 from kvrelay.worker import factory
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.sequences import make_sequence
@@ -36,19 +49,6 @@ from kvrelay_embedded.outputs import CompletionOutput, RequestOutput, StepOutput
 from kvrelay_embedded.sampling_params import SamplingParams
 from kvrelay_embedded.settings import engine_config
 from kvrelay_embedded.text import EmbeddedText
-from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.request_validation import (
-    RequestedOutput,
-    allowed_output,
-    check_bad_words,
-    check_token_ids,
-    check_vocabulary,
-    make_sampling,
-    stop_rules,
-)
-from kvrelay_router.openai.schema.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
-from kvrelay_router.routing.candidates import ModelLimits
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 """A text, or token ids."""

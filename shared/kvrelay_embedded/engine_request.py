@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from kvrelay.protocol.sampling import BeamResult, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
+from kvrelay.text.choice import Choice
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_embedded.outputs import CompletionOutput, RequestOutput, StepOutput, Usage
-from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.openai.answers.choice import Choice
 
 
 @dataclass(slots=True)

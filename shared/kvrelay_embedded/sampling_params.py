@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.schema.completion_request import CompletionRequest, parse_completion
+from kvrelay.text.request.api_error import ApiError
+from kvrelay.text.request.completion_request import CompletionRequest, parse_completion
 
 _ANY_PROMPT = [0]
 

@@ -10,18 +10,12 @@ from typing import Any
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.text.request.validation import ModelLimits
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import (
-    DeltaSink,
-    GenerateRequest,
-    NoWorkerReady,
-    RequestFailed,
-    SequenceDelta,
-    ServedBy,
-)
+from kvrelay_router.dispatch.interface import DeltaSink, GenerateRequest, NoWorkerReady, RequestFailed, ServedBy
 from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.dispatch.running_request import RunningRequest
-from kvrelay_router.routing.candidates import ModelLimits
 
 
 @dataclass(slots=True)

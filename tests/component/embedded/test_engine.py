@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from kvrelay import LLM, Engine, SamplingParams
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.text.request.completion_request import CompletionRequest
 from kvrelay.worker.worker_main import load_runner
 from kvrelay_embedded import StepOutput
 from kvrelay_embedded import engine as engine_module
-from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from tests.e2e import reference
 from tests.fakes.waiting import wait_until
 from tests.thoroughness import examples

@@ -14,7 +14,7 @@ import pytest
 
 from kvrelay.text.service import TextService
 from kvrelay_router.http.body import MAX_PARTS
-from kvrelay_router.openai.schema.chat_request import MAX_PARTS as MAX_TEXT_PARTS
+from kvrelay_router.openai.chat_request import MAX_PARTS as MAX_TEXT_PARTS
 from tests.component.router.bulk_workers import MODEL, bulk_router
 from tests.component.router.loop_holds import LoopHolds, slowness
 from tests.fakes.hostile_grammars import ENDLESS

@@ -8,6 +8,7 @@ from typing import Any, Self
 import msgspec
 
 from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     Ended,
@@ -21,7 +22,6 @@ from kvrelay_router.dispatch.events import (
 )
 from kvrelay_router.dispatch.inbox import _entry_of
 from kvrelay_router.dispatch.intake import ScoresReceived, TokenIntake
-from kvrelay_router.dispatch.interface import SequenceDelta
 from tests.unit.handoff.check.values import clone
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
-from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta
+from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.dispatch.running_request import MAX_TAKEN_TOKENS, PushQueue, RunningRequest
 from tests.fakes.delta_reader import read_batches
 

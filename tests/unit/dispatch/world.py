@@ -29,6 +29,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     AwaitLostWorkers,
@@ -43,7 +44,6 @@ from kvrelay_router.dispatch.events import (
     WorkerLost,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.fleet.load import worker_key
 from tests.unit.dispatch.driven_sequence import (
     AnyEvent,

@@ -16,7 +16,7 @@ import msgspec
 
 from kvrelay.config.router import RouterConfig
 from kvrelay.telemetry.tracer import TraceContext
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError, wrong
 
 VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -178,3 +178,11 @@ def _unconfigured(key: str) -> Tenant:
 
 def _digest(kind: str, text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8, person=f"kvrelay-{kind}".encode()).hexdigest()
+
+
+def check_session(value: str) -> str:
+    """Returns the value of the header `x-kvrelay-session`. Raises 400."""
+    if value and VALID_REQUEST_ID.fullmatch(value) is None:
+        allowed = "up to 128 printable ASCII characters without spaces"
+        raise wrong("x-kvrelay-session", f"the header is {value[:32]!r} (allowed: {allowed})")
+    return value

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field
 
 from kvrelay.fleet.key_limits import KeyLimits, OwnLimits, Refusal, SharedLimits
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
 
 
 @dataclass(frozen=True, slots=True)

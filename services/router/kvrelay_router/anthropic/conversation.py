@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from kvrelay.text.request.api_error import wrong
 from kvrelay_router.anthropic.messages_request import PromptFields
-from kvrelay_router.http.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.schema.chat_request import MAX_PARTS
+from kvrelay_router.openai.chat_request import MAX_PARTS
 
 BILLING_LINES = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 """Claude Code begins its system text with a line that has a hash of the request, so no two requests would share a

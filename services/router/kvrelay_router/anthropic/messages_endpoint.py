@@ -7,6 +7,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvrelay.text.request.api_error import fields_named
+from kvrelay.text.request.parsing import parse
+from kvrelay.text.request.validation import RequestedOutput
 from kvrelay_router.anthropic.conversation import chat_messages
 from kvrelay_router.anthropic.messages_format import message_format
 from kvrelay_router.anthropic.messages_request import (
@@ -19,14 +22,12 @@ from kvrelay_router.anthropic.messages_request import (
     thinking_budget,
     tool_fields,
 )
-from kvrelay_router.http.api_error import fields_named, json_response
 from kvrelay_router.http.client_watch import while_connected
-from kvrelay_router.openai.api_service import ServedModels
+from kvrelay_router.http.error_response import json_response
+from kvrelay_router.openai.api_service import ServedModels, check_model
 from kvrelay_router.openai.chat_planning import plan_chat
+from kvrelay_router.openai.chat_request import parse_chat
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.request_validation import RequestedOutput, check_model
-from kvrelay_router.openai.schema.chat_request import parse_chat
-from kvrelay_router.openai.schema.parsing import parse
 
 
 class MessagesEndpoint:

@@ -6,12 +6,13 @@ from typing import Any
 
 import orjson
 
+from kvrelay.text.choice import TOOL_CALLS, Choice
 from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
-from kvrelay_router.http.api_error import ApiError, anthropic_error
+from kvrelay.text.request.api_error import ApiError
+from kvrelay_router.http.error_response import anthropic_error
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat
-from kvrelay_router.openai.answers.choice import TOOL_CALLS, Choice
+from kvrelay_router.openai.chat_request import ChatRequest, arguments_of
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.schema.chat_request import ChatRequest, arguments_of
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from kvrelay_router.http.api_error import wrong
-from kvrelay_router.openai.schema.generation_fields import Flag, Stop
-from kvrelay_router.openai.schema.other_fields import COMMON, extension_fields, refuse_unsupported
-from kvrelay_router.openai.schema.parsing import RequestModel
-from kvrelay_router.openai.schema.tool_fields import MAX_TOOLS
+from kvrelay.text.request.api_error import wrong
+from kvrelay.text.request.generation_fields import Flag, Stop
+from kvrelay.text.request.other_fields import COMMON, extension_fields, refuse_unsupported
+from kvrelay.text.request.parsing import RequestModel
+from kvrelay_router.openai.tool_fields import MAX_TOOLS
 
 FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")
 """The fields of a message, by those of the chat completion that it is converted to, if they differ."""

@@ -16,6 +16,9 @@ from starlette.types import ASGIApp
 
 from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay.telemetry.pages import Page
+from kvrelay.text.request.api_error import ApiError
+from kvrelay.text.request.completion_request import CompletionRequest
+from kvrelay.text.request.parsing import RequestModel
 from kvrelay.text.service import TextService
 from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.anthropic.messages_endpoint import MessagesEndpoint
@@ -24,15 +27,12 @@ from kvrelay_router.asgi.api_page import api_page
 from kvrelay_router.asgi.middleware import AuthMiddleware, Endpoint, FastPathRouter
 from kvrelay_router.asgi.operations import PAGE_HEADERS, OperationRoutes
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.pending_memory import PendingMemory
 from kvrelay_router.openai.api_service import ApiService, FurtherModel, InProgress, ServedModels
+from kvrelay_router.openai.chat_request import ChatRequest
 from kvrelay_router.openai.completion_routes import CompletionRoutes
 from kvrelay_router.openai.error_mapping import on_api_error, on_http_exception
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetrics
-from kvrelay_router.openai.schema.chat_request import ChatRequest
-from kvrelay_router.openai.schema.completion_request import CompletionRequest
-from kvrelay_router.openai.schema.parsing import RequestModel
 from kvrelay_router.openai.select_endpoint import SelectEndpoint, SelectText
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes

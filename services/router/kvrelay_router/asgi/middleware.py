@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay_router.access.identity import KeyRing, name_request
-from kvrelay_router.http.api_error import error_response, is_anthropic
+from kvrelay_router.http.error_response import error_response, is_anthropic
 from kvrelay_router.http.pending_memory import BODY, BodyBytes, PendingMemory
 from kvrelay_router.openai.error_mapping import as_api_error
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS, RequestMetrics

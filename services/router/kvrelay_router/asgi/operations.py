@@ -13,11 +13,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay_router.http.api_error import ApiError, json_response
+from kvrelay.text.request.api_error import ApiError, no_worker_ready
+from kvrelay_router.access.identity import check_session
+from kvrelay_router.http.error_response import json_response
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService, ServedModels
-from kvrelay_router.openai.error_mapping import model_not_found, no_worker_ready
-from kvrelay_router.openai.request_validation import check_session
+from kvrelay_router.openai.error_mapping import model_not_found
 
 DASHBOARD = Path(__file__).parent / "dashboard.html"
 PAGE_HEADERS = {

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvrelay.protocol.messages import TokenEntry
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, FindPlacement, Instruction
 from kvrelay_router.dispatch.intake import ScoresReceived, TokenIntake
-from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
 from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
 from kvrelay_router.dispatch.retry import PROVEN_TOKENS

@@ -15,6 +15,7 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
 from kvrelay.state_machine import IllegalEvent
 from kvrelay.telemetry.tracer import trace_fields
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.active_requests import (
     ActiveRequest,
     ActiveSequence,
@@ -37,7 +38,7 @@ from kvrelay_router.dispatch.events import (
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.intake import ScoresReceived
-from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
+from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.dispatch.worker_waits import WorkerWaits

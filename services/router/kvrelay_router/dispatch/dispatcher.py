@@ -22,6 +22,7 @@ from kvrelay.protocol.messages import Prompt, pack_tokens
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
+from kvrelay.text.request.validation import ModelLimits
 from kvrelay_router.dispatch.active_requests import (
     ActiveRequest,
     ActiveSequence,
@@ -50,7 +51,7 @@ from kvrelay_router.fleet.load import OutstandingLoad
 from kvrelay_router.fleet.static_workers import StaticWorkers
 from kvrelay_router.fleet.view import FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet.watch import FleetWatch, ListWorkers
-from kvrelay_router.routing.candidates import ModelLimits, NoPlacement
+from kvrelay_router.routing.candidates import NoPlacement
 
 log = logging.getLogger(__name__)
 

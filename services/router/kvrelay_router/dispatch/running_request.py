@@ -11,14 +11,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvrelay_router.dispatch.interface import (
-    DeltaSink,
-    GenerateRequest,
-    RequestFailed,
-    SequenceDelta,
-    ServedBy,
-    join_deltas,
-)
+from kvrelay.text.sequence_delta import SequenceDelta, join_deltas
+from kvrelay_router.dispatch.interface import DeltaSink, GenerateRequest, RequestFailed, ServedBy
 from kvrelay_router.loop_share import LoopShare
 
 MAX_TAKEN = 128

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.http.pending_memory import BODY, BodyBytes
 
 BODY_TIMEOUT_S = 60.0
@@ -35,13 +35,10 @@ class BodyRefused(ApiError):
             headers={**error.headers, "connection": "close"},
         )
 
-    def response(self, body: dict[str, Any] | None = None) -> Response:
-        """Answers at once and keeps the connection open for `LINGER_S`: a reset would overtake the answer."""
-        content = orjson.dumps(self.body() if body is None else body)
-        return _LingeringResponse(content, self.status, self.headers, media_type="application/json")
 
+class LingeringResponse(Response):
+    """Answers at once and keeps the connection open for `LINGER_S`: a reset would overtake the answer."""
 
-class _LingeringResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.http.pending_memory import BODY, BodyBytes
 
 T = TypeVar("T")

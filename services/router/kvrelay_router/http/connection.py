@@ -20,7 +20,8 @@ from typing import Any, Literal
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvrelay.open_files import OTHER_FILES, allow_open_files
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
+from kvrelay_router.http.error_response import error_response
 
 log = logging.getLogger(__name__)
 
@@ -241,6 +242,6 @@ def _without_offer(data: bytes) -> bytes:
 
 def _refusal(message: str, status: int, code: str | None) -> bytes:
     headers = {"connection": "close"} | ({"retry-after": "1"} if status == 503 else {})
-    response = ApiError(message, status=status, code=code, headers=headers).response()
+    response = error_response(ApiError(message, status=status, code=code, headers=headers), "")
     head = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
     return b"HTTP/1.1 %d %b\r\n" % (status, HTTPStatus(status).phrase.encode()) + head + b"\r\n" + bytes(response.body)

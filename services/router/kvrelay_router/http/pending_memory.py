@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvrelay.telemetry.metrics import MetricSamples, samples_by, single_sample
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
 
 DEFAULT_PENDING_BYTES = 512 << 20
 

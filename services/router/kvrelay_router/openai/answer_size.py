@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
 
 TEXT_BYTES = 4
 """JSON bytes of a token's text, on average."""

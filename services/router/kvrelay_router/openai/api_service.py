@@ -14,15 +14,16 @@ from starlette.requests import Request
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.text.chat_template import ChatTemplateError, Message
+from kvrelay.text.request.api_error import ApiError, context_length_exceeded, no_worker_ready
+from kvrelay.text.request.validation import ModelLimits
 from kvrelay.text.service import ChatOptions, TextService, TextTooLong
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest
-from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.http.pending_memory import PendingMemory
-from kvrelay_router.openai.error_mapping import context_length_exceeded, too_many_requests
+from kvrelay_router.openai.error_mapping import model_not_found, too_many_requests
 from kvrelay_router.openai.request_metrics import TIMINGS
 from kvrelay_router.openai.settings import ApiSettings
 
@@ -137,6 +138,20 @@ class ApiService:
         if not token_ids:
             raise ApiError("The messages give an empty prompt", param="messages")
         return token_ids
+
+
+def check_model(settings: ApiSettings, model: str) -> None:
+    """Raises 404 for a model that is not served here."""
+    if model not in settings.model_names:
+        raise model_not_found(model)
+
+
+def known_limits(dispatcher: RouterDispatcher) -> ModelLimits:
+    """Returns the model's limits. Raises 503 while no worker is known."""
+    limits = dispatcher.limits()
+    if limits is None:
+        raise no_worker_ready("No worker is ready", 1.0)
+    return limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvrelay.text.parsed_text import ParsedText
+from kvrelay.text.request.api_error import ApiError, wrong
+from kvrelay.text.request.validation import ModelLimits, RequestedOutput, check_token_ids, check_tokenized
 from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.http.api_error import ApiError, wrong
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.answers.parsed_text import ParsedText
 from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.chat_request import PROMPT_TOKENS, ChatRequest
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
-from kvrelay_router.openai.request_validation import RequestedOutput, check_token_ids, check_tokenized
-from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest
-from kvrelay_router.openai.schema.tool_fields import check_tool_schemas
+from kvrelay_router.openai.tool_fields import check_tool_schemas
 from kvrelay_router.openai.tool_grammar import chat_grammar, check_tool_grammar
-from kvrelay_router.routing.candidates import ModelLimits
 
 
 async def plan_chat(

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from kvrelay.text.service import DecodedPrompt, TextService, TextTooLong
-from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.http.api_error import wrong
-from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.error_mapping import context_length_exceeded
-from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
-from kvrelay_router.openai.request_validation import (
-    RequestedOutput,
-    allowed_output,
-    check_token_ids,
-    check_tokenized,
-)
-from kvrelay_router.openai.schema.completion_request import (
+from kvrelay.text.request.api_error import context_length_exceeded, wrong
+from kvrelay.text.request.completion_request import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
     PromptItem,
     too_many_completions,
 )
-from kvrelay_router.routing.candidates import ModelLimits
+from kvrelay.text.request.validation import (
+    ModelLimits,
+    RequestedOutput,
+    allowed_output,
+    check_token_ids,
+    check_tokenized,
+)
+from kvrelay.text.service import DecodedPrompt, TextService, TextTooLong
+from kvrelay_router.access.identity import RequestNames
+from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
 
 
 async def plan_completion(

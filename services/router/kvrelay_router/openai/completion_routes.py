@@ -7,7 +7,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay_router.http.api_error import ApiError, wrong
+from kvrelay.text.request.api_error import ApiError, wrong
+from kvrelay.text.request.completion_request import parse_completion
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.http.client_watch import while_connected
 from kvrelay_router.loop_share import LoopShare
@@ -15,11 +16,10 @@ from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.answers.completion_format import completion_format
 from kvrelay_router.openai.api_service import ServedModels
 from kvrelay_router.openai.chat_planning import plan_chat
+from kvrelay_router.openai.chat_request import PROMPT_TOKENS, ChatRequest, parse_chat
 from kvrelay_router.openai.completion_planning import plan_completion
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS
-from kvrelay_router.openai.schema.chat_request import PROMPT_TOKENS, ChatRequest, parse_chat
-from kvrelay_router.openai.schema.completion_request import parse_completion
 
 NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),

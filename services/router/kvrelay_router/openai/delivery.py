@@ -9,9 +9,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.http.api_error import ApiError, error_response, json_response
 from kvrelay_router.http.client_watch import CLIENT_GONE, ClientGone, ClientWatch
+from kvrelay_router.http.error_response import error_response, json_response
 from kvrelay_router.http.event_stream import EventStream
 from kvrelay_router.http.pending_memory import BODY
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat, usage_of

@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.text.request.api_error import ApiError, no_worker_ready
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
-from kvrelay_router.http.api_error import ApiError, error_response
+from kvrelay_router.http.error_response import error_response
 
 logger = logging.getLogger(__name__)
 
@@ -18,16 +19,6 @@ def model_not_found(model: str) -> ApiError:
     """404 for a model that is not served here."""
     message = f"The model '{model}' does not exist; GET /v1/models lists the names that are served"
     return ApiError(message, status=404, param="model", code="model_not_found")
-
-
-def context_length_exceeded(message: str, param: str) -> ApiError:
-    """400 for a request that the model's context cannot hold."""
-    return ApiError(message, param=param, code="context_length_exceeded")
-
-
-def no_worker_ready(message: str, retry_after_s: float) -> ApiError:
-    """503 with Retry-After, in whole seconds."""
-    return ApiError(message, status=503, code="no_worker_ready", retry_after_s=retry_after_s)
 
 
 def too_many_requests(limit: int) -> ApiError:

@@ -12,16 +12,13 @@ from itertools import accumulate
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.text.choice import Choice
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import (
-    GenerateRequest,
-    RequestFailed,
-    SequenceDelta,
-)
+from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.answers.choice import Choice
 
 MAX_ROUTES_BYTES = 4096
 MAX_NAMES_BYTES = 1024

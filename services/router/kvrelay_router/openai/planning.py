@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -9,29 +10,28 @@ import msgspec
 
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.text.choice import Choice
 from kvrelay.text.grammar_check import GrammarCheck
-from kvrelay.text.service import DecodedPrompt
-from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.dispatch.interface import GenerateRequest
-from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.answer_size import AnswerShape, check_answer
-from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.request_validation import (
+from kvrelay.text.request.api_error import wrong
+from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.validation import (
+    ModelLimits,
     RequestedOutput,
     allowed_output,
     check_bad_words,
-    check_model,
     check_vocabulary,
-    known_limits,
-    make_requests,
     make_sampling,
     stop_rules,
 )
-from kvrelay_router.openai.schema.grammar_fields import GenerationFields
+from kvrelay.text.service import DecodedPrompt
+from kvrelay_router.access.identity import RequestNames, check_session
+from kvrelay_router.dispatch.interface import GenerateRequest
+from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.openai.answer_size import AnswerShape, check_answer
+from kvrelay_router.openai.api_service import ApiService, check_model, known_limits
+from kvrelay_router.openai.generation import PromptRun
+from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.shared_scores import share_scores
-from kvrelay_router.routing.candidates import ModelLimits
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
@@ -205,3 +205,49 @@ def _may_be_forced(sampling: Sampling) -> bool:
     has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
     begins_later = sampling.reasoning is not None or sampling.channels is not None
     return not (has_logprobs or begins_later or sampling.limits_tokens or sampling.beams is not None)
+
+
+def make_requests(
+    names: RequestNames,
+    settings: ApiSettings,
+    fields: GenerationFields,
+    prompts: list[list[int]],
+    samplings: list[Sampling],
+) -> list[GenerateRequest]:
+    """Returns one request for each prompt; several are numbered. Raises 400 for an invalid `x-request-timeout`
+    or `x-kvrelay-session`."""
+    many = len(prompts) > 1
+    timeout_s = check_timeout(names.timeout, settings.request_timeout_s)
+    session = check_session(names.session)
+    tenant = settings.tenants.of(names.key, fields.user)
+    return [
+        GenerateRequest(
+            request_id=f"{names.unique}-{index}" if many else names.unique,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            num_sequences=1 if fields.use_beam_search else fields.num_sequences,
+            cache_salt=f"{tenant.cache_salt}{fields.salt}",
+            session=session or fields.user,
+            priority=fields.priority,
+            timeout_s=timeout_s,
+            trace=names.trace,
+            owner=tenant.owner,
+            tenant=tenant.tenant,
+            weight=tenant.weight,
+            text_owner=tenant.text_owner,
+        )
+        for index, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+
+
+def check_timeout(value: str, longest_s: float) -> float:
+    """Returns the seconds of the header `x-request-timeout`, at most `longest_s`. Raises 400."""
+    if not value:
+        return longest_s
+    try:
+        timeout_s = float(value)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        raise wrong("x-request-timeout", f"the header is {value[:32]!r} (allowed: seconds, more than 0)")
+    return min(timeout_s, longest_s)

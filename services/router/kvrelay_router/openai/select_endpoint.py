@@ -12,34 +12,32 @@ from starlette.responses import Response
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.text.chat_template import Message
-from kvrelay.text.service import ChatOptions, TextTooLong, count_chars
-from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.dispatch.interface import Ending, GenerateRequest
-from kvrelay_router.http.api_error import wrong
-from kvrelay_router.http.client_watch import while_connected
-from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.answer_size import AnswerShape
-from kvrelay_router.openai.answers.choice import Choice
-from kvrelay_router.openai.answers.select_format import Normalization, ScoredGroup, SelectAnswer
-from kvrelay_router.openai.api_service import ApiService, ServedModels
-from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.error_mapping import context_length_exceeded
-from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.planning import Plan, check_request
-from kvrelay_router.openai.request_validation import (
+from kvrelay.text.choice import Choice
+from kvrelay.text.request.api_error import context_length_exceeded, wrong
+from kvrelay.text.request.generation_fields import CacheSalt, FlagOn, or_default
+from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.parsing import RequestModel, invalid, parse, wrong_type
+from kvrelay.text.request.validation import (
+    ModelLimits,
     RequestedOutput,
     allowed_output,
     check_tokenized,
-    make_requests,
     make_sampling,
     stop_rules,
 )
-from kvrelay_router.openai.schema.chat_request import ChatFields
-from kvrelay_router.openai.schema.generation_fields import CacheSalt, FlagOn, or_default
-from kvrelay_router.openai.schema.grammar_fields import GenerationFields
-from kvrelay_router.openai.schema.parsing import RequestModel, invalid, parse, wrong_type
+from kvrelay.text.service import ChatOptions, TextTooLong, count_chars
+from kvrelay_router.access.identity import RequestNames
+from kvrelay_router.dispatch.interface import Ending, GenerateRequest
+from kvrelay_router.http.client_watch import while_connected
+from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.openai.answer_size import AnswerShape
+from kvrelay_router.openai.answers.select_format import Normalization, ScoredGroup, SelectAnswer
+from kvrelay_router.openai.api_service import ApiService, ServedModels
+from kvrelay_router.openai.chat_request import ChatFields
+from kvrelay_router.openai.delivery import GenerationResponse
+from kvrelay_router.openai.generation import PromptRun
+from kvrelay_router.openai.planning import Plan, check_request, make_requests
 from kvrelay_router.openai.shared_scores import TokenizedChoices, scored_once, tokenize_choices
-from kvrelay_router.routing.candidates import ModelLimits
 
 PASSED_ON = ("cache_salt", "extra_key", "user", "priority")
 

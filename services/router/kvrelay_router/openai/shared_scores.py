@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from kvrelay.protocol.sampling import Sampling
-from kvrelay_router.http.api_error import wrong
+from kvrelay.text.request.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
 
 

@@ -7,14 +7,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvrelay.text.request.api_error import ApiError
+from kvrelay.text.request.generation_fields import Flag, FlagOn
+from kvrelay.text.request.parsing import NaturalNumbers, RequestModel, parse
+from kvrelay.text.request.validation import check_token_ids
 from kvrelay.text.service import TextTooLong
-from kvrelay_router.http.api_error import ApiError, json_response
 from kvrelay_router.http.client_watch import while_connected
-from kvrelay_router.openai.api_service import ApiService, ServedModels
-from kvrelay_router.openai.request_validation import check_model, check_token_ids, known_limits
-from kvrelay_router.openai.schema.chat_request import ChatFields
-from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
-from kvrelay_router.openai.schema.parsing import NaturalNumbers, RequestModel, parse
+from kvrelay_router.http.error_response import json_response
+from kvrelay_router.openai.api_service import ApiService, ServedModels, check_model, known_limits
+from kvrelay_router.openai.chat_request import ChatFields
 
 
 class TokenizeText(RequestModel):

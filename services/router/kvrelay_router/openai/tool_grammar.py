@@ -13,10 +13,10 @@ from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.text.output_parsing.call_grammar import WHITESPACE, Marker, MarkerOf, Unconstrainable, format_of
 from kvrelay.text.output_parsing.dialect import CallGrammar
 from kvrelay.text.output_parsing.events import Tool
-from kvrelay_router.http.api_error import wrong
+from kvrelay.text.request.api_error import wrong
+from kvrelay.text.request.grammar_fields import MAX_GRAMMAR_BYTES
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.schema.chat_request import ChatRequest
-from kvrelay_router.openai.schema.grammar_fields import MAX_GRAMMAR_BYTES
+from kvrelay_router.openai.chat_request import ChatRequest
 
 MAX_GRAMMAR_TOOLS = 100
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay_router.http.api_error import wrong
+from kvrelay.text.request.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.schema.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS, arguments_of
+from kvrelay_router.openai.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS, arguments_of
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")

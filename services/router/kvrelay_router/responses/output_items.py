@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.text.choice import Choice
 from kvrelay.text.output_parsing.events import (
     ArgumentsDelta,
     ContentText,
@@ -14,10 +15,9 @@ from kvrelay.text.output_parsing.events import (
     ToolCallBegun,
     ToolCallEnded,
 )
+from kvrelay.text.parsed_text import TokenKind
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import chat_logprobs
-from kvrelay_router.openai.answers.parsed_text import TokenKind
 
 Scores = dict[str, Any]
 """The log-probabilities of a token in the answer's form."""

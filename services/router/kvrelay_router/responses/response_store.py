@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds, StoreUnavailable
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
 
 
 class StoredResponse(msgspec.Struct, frozen=True):

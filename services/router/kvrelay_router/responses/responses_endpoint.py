@@ -8,14 +8,15 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay_router.http.api_error import ApiError, fields_named, json_response, wrong
+from kvrelay.text.request.api_error import ApiError, fields_named, wrong
+from kvrelay.text.request.validation import RequestedOutput
 from kvrelay_router.http.client_watch import while_connected
+from kvrelay_router.http.error_response import json_response
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.api_service import ServedModels
+from kvrelay_router.openai.api_service import ServedModels, check_model
 from kvrelay_router.openai.chat_planning import plan_chat
+from kvrelay_router.openai.chat_request import ChatRequest, parse_chat
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.request_validation import RequestedOutput, check_model
-from kvrelay_router.openai.schema.chat_request import ChatRequest, parse_chat
 from kvrelay_router.responses.input_items import as_items, input_messages, is_reference
 from kvrelay_router.responses.output_items import OutputItems, TokenScores
 from kvrelay_router.responses.response_store import ResponseStore, StoredResponse, output_item

@@ -9,9 +9,9 @@ from typing import Any
 
 import orjson
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.choice import Choice
+from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.openai.answers.answer_format import DocumentFormat, EventFormat
-from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.responses.output_items import EVENTS, OutputItem, OutputItems, Scores, Step
 from kvrelay_router.responses.responses_request import ResponsesRequest

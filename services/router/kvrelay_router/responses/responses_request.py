@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from kvrelay_router.http.api_error import ApiError, wrong
-from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, or_default
-from kvrelay_router.openai.schema.other_fields import COMMON, extension_fields, refuse_unsupported
-from kvrelay_router.openai.schema.parsing import RequestModel, parse
-from kvrelay_router.openai.schema.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
+from kvrelay.text.request.api_error import ApiError, wrong
+from kvrelay.text.request.generation_fields import MAX_LOGPROBS, Flag, FlagOn, or_default
+from kvrelay.text.request.other_fields import COMMON, extension_fields, refuse_unsupported
+from kvrelay.text.request.parsing import RequestModel, parse
+from kvrelay_router.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
 
 FIELD_NAMES = {"response_format": "text.format", "response_format.json_schema": "text.format", "messages": "input"}
 """The fields of a response, by those of the chat completion that it is converted to."""

@@ -6,7 +6,6 @@ These are structs because each request makes dozens, and a frozen dataclass cost
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -119,19 +118,3 @@ class NoPlacement(msgspec.Struct, frozen=True):
     """The request cannot be placed, because no worker is ready for it."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """The limits of the ready workers. `max_model_len` counts prompt and output tokens of a sequence.
-
-    `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 if there is none.
-    `jump_forward`: whether all workers let forced tokens join without being sampled.
-    """
-
-    max_model_len: int
-    vocab_size: int
-    max_running: int = 0
-    num_blocks: int = 0
-    block_size: int = 0
-    jump_forward: bool = False

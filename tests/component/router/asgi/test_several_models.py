@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 
 from kvrelay.telemetry.metrics import Instruments
+from kvrelay.text.request.validation import ModelLimits
 from kvrelay.text.service import ChatOptions, TextService
 from kvrelay_router.openai.api_service import FurtherModel
 from kvrelay_router.openai.request_metrics import RequestMetrics
-from kvrelay_router.routing.candidates import ModelLimits
 from tests.component.router.rig import MODEL, Router, running_router
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.text_model import write_text_model

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvrelay.text.request.validation import ModelLimits
 from kvrelay_router.http import connection as http_connection
 from kvrelay_router.http.connection import ConnectionLimits
-from kvrelay_router.routing.candidates import ModelLimits
 from tests.component.router.http.test_streams_under_load import (
     connect,
     connections,

@@ -16,10 +16,10 @@ import openai
 import pytest
 
 from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.text.request.validation import ModelLimits
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.http import body
 from kvrelay_router.http.http_server import bind
-from kvrelay_router.routing.candidates import ModelLimits
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import PATIENCE_S, until

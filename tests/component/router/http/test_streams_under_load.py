@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.text.request.validation import ModelLimits
 from kvrelay_router.http.connection import BoundedConnection, allowed_connections
-from kvrelay_router.routing.candidates import ModelLimits
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import until

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kvrelay.text.request.validation import ModelLimits
 from kvrelay.text.service import TextService
-from kvrelay_router.routing.candidates import ModelLimits
 from tests.component.router.rig import MODEL, Router, running_router
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.routing.candidates import ModelLimits
+from kvrelay.text.request.validation import ModelLimits
 from tests.component.router.rig import Router
 from tests.fakes.scripted_dispatcher import Script
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay_router.routing.candidates import ModelLimits
+from kvrelay.text.request.validation import ModelLimits
 from tests.component.router.rig import Router
 
 pytestmark = pytest.mark.component

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvrelay.text.request.validation import ModelLimits
 from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.interface import GenerateRequest
-from kvrelay_router.routing.candidates import ModelLimits
 from tests.component.router.rig import Router, running_router
 from tests.fakes.scripted_dispatcher import Script, prompt_logprob
 from tests.fakes.waiting import until

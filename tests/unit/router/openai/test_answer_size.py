@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.openai.answer_size import AnswerShape, check_answer
 
 LIMIT = 64 << 20

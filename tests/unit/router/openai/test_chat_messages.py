@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvrelay.text.chat_template import ChatTemplate
-from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.schema.chat_request import parse_chat
+from kvrelay.text.request.api_error import ApiError
+from kvrelay_router.openai.chat_request import parse_chat
 
 pytestmark = pytest.mark.unit
 

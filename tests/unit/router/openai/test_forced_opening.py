@@ -16,10 +16,10 @@ from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import BeamSpec, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.grammar_check import GrammarCheck
+from kvrelay.text.request.validation import ModelLimits
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.openai.planning import opening_of, with_openings
-from kvrelay_router.routing.candidates import ModelLimits
 from tests.fakes.random_constraints import CHOICES, REGEXES, random_schema
 
 ROOT = Path(__file__).parents[4]

@@ -10,12 +10,13 @@ from typing import Any, cast
 import pytest
 
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.text.choice import Choice, StopRules
 from kvrelay.text.detokenizer import make_detokenizer
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta
+from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
-from kvrelay_router.openai.answers.choice import Choice, StopRules
 from kvrelay_router.openai.generation import Generation, PromptRun
 
 

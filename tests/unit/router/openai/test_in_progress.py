@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.openai.api_service import InProgress
 
 pytestmark = pytest.mark.unit

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvrelay.text.request.completion_request import CompletionRequest
+from kvrelay.text.request.validation import ModelLimits, make_sampling
 from kvrelay.text.sources import SamplingDefaults, sampling_defaults
-from kvrelay_router.openai.request_validation import make_sampling
-from kvrelay_router.openai.schema.completion_request import CompletionRequest
-from kvrelay_router.routing.candidates import ModelLimits
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
+from kvrelay.text.choice import Choice, StopRules
 from kvrelay.text.detokenizer import make_detokenizer
+from kvrelay.text.request.completion_request import parse_completion
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay.text.service import DecodedPrompt
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay_router.dispatch.interface import GenerateRequest, SequenceDelta
+from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, EventFormat, usage_of
 from kvrelay_router.openai.answers.chat_format import chat_format
-from kvrelay_router.openai.answers.choice import Choice, StopRules
 from kvrelay_router.openai.answers.completion_format import completion_format
 from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.chat_request import parse_chat
 from kvrelay_router.openai.generation import Generation, PromptRun, PromptSink
-from kvrelay_router.openai.schema.chat_request import parse_chat
-from kvrelay_router.openai.schema.completion_request import parse_completion
 from tests.thoroughness import examples
 
 KINDS = ["byte_level", "byte_fallback"]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.schema.chat_request import parse_chat
-from kvrelay_router.openai.schema.completion_request import parse_completion
+from kvrelay.text.request.api_error import ApiError
+from kvrelay.text.request.completion_request import parse_completion
+from kvrelay_router.openai.chat_request import parse_chat
 
 pytestmark = pytest.mark.unit
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}

@@ -8,10 +8,10 @@ from typing import Any
 
 import orjson
 
-from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.answers.choice import Choice
+from kvrelay.text.choice import Choice
+from kvrelay.text.request.api_error import ApiError
+from kvrelay.text.request.grammar_fields import GenerationFields
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.schema.grammar_fields import GenerationFields
 
 
 class EventFormat(ABC):

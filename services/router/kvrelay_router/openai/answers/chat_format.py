@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.text.choice import Choice, TokenRecords
 from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.openai.answers.answer_format import (
@@ -16,11 +17,10 @@ from kvrelay_router.openai.answers.answer_format import (
     DocumentFormat,
     EventFormat,
 )
-from kvrelay_router.openai.answers.choice import Choice, TokenRecords
 from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, chat_logprobs, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.chat_request import ChatRequest
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.schema.chat_request import ChatRequest
 
 NO_DETAILS: dict[str, Any] = {"logprobs": None, "finish_reason": None}
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 
+from kvrelay.text.choice import Choice, TokenRecords
+from kvrelay.text.request.completion_request import CompletionRequest
 from kvrelay.text.service import DecodedPrompt
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.openai.answers.answer_format import (
@@ -15,7 +17,6 @@ from kvrelay_router.openai.answers.answer_format import (
     DocumentFormat,
     EventFormat,
 )
-from kvrelay_router.openai.answers.choice import Choice, TokenRecords
 from kvrelay_router.openai.answers.logprob_format import (
     TOKEN_IDS,
     completion_logprobs,
@@ -23,7 +24,6 @@ from kvrelay_router.openai.answers.logprob_format import (
 )
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.schema.completion_request import CompletionRequest
 
 NO_DETAILS = b'"logprobs":null,"finish_reason":null,"stop_reason":null'
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.packed_logprobs import own_logprobs
+from kvrelay.text.choice import Choice
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.openai.answers.answer_format import DocumentFormat
-from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import LOWEST
 from kvrelay_router.openai.generation import PromptRun
 

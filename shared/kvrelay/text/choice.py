@@ -14,9 +14,9 @@ from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.output_parsing.dialect import TokenCounter
 from kvrelay.text.output_parsing.events import ContentText, Event
+from kvrelay.text.parsed_text import ParsedText, TokenKind
+from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay.text.stop_strings import StopMatcher
-from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.openai.answers.parsed_text import ParsedText, TokenKind
 
 TOOL_CALLS = "tool_calls"
 """The finish reason of a text with calls that was not cut."""

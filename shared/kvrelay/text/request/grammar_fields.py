@@ -13,8 +13,8 @@ import orjson
 from pydantic import Field
 
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay_router.http.api_error import wrong
-from kvrelay_router.openai.schema.generation_fields import SamplingFields
+from kvrelay.text.request.api_error import wrong
+from kvrelay.text.request.generation_fields import SamplingFields
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICE_STRINGS = 10_000

@@ -8,18 +8,18 @@ import orjson
 from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay.text.chat_template import RESERVED_NAMES, Message
-from kvrelay.text.service import ChatOptions
-from kvrelay_router.http.api_error import ApiError, wrong
-from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
-from kvrelay_router.openai.schema.grammar_fields import GenerationFields
-from kvrelay_router.openai.schema.other_fields import CHAT, refuse_unsupported
-from kvrelay_router.openai.schema.parsing import (
+from kvrelay.text.request.api_error import ApiError, wrong
+from kvrelay.text.request.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
+from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.other_fields import CHAT, refuse_unsupported
+from kvrelay.text.request.parsing import (
     NaturalNumbers,
     invalid,
     parse,
     wrong_type,
 )
-from kvrelay_router.openai.schema.tool_fields import ToolFields, check_tool_results
+from kvrelay.text.service import ChatOptions
+from kvrelay_router.openai.tool_fields import ToolFields, check_tool_results
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, SkipValidation
 
-from kvrelay_router.http.api_error import ApiError, wrong
-from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
-from kvrelay_router.openai.schema.grammar_fields import GenerationFields
-from kvrelay_router.openai.schema.other_fields import COMPLETION, refuse_unsupported
-from kvrelay_router.openai.schema.parsing import (
+from kvrelay.text.request.api_error import ApiError, wrong
+from kvrelay.text.request.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
+from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.other_fields import COMPLETION, refuse_unsupported
+from kvrelay.text.request.parsing import (
     invalid,
     parse,
     wrong_type,

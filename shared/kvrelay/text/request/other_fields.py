@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvrelay_router.http.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError
 
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 

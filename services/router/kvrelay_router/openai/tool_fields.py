@@ -12,10 +12,10 @@ from msgspec import Meta
 from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay.text.output_parsing.events import Tool
-from kvrelay_router.http.api_error import wrong
+from kvrelay.text.request.api_error import wrong
+from kvrelay.text.request.generation_fields import FlagOn
+from kvrelay.text.request.parsing import RequestModel, invalid, wrong_type
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.schema.generation_fields import FlagOn
-from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 1 << 20

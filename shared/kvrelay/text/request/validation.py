@@ -1,10 +1,9 @@
-"""Checks a parsed request against the model's limits, and converts it to requests for dispatch."""
+"""Checks the fields of a request against the model's limits, and converts them to sampling parameters."""
 
 from __future__ import annotations
 
-import math
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -12,21 +11,34 @@ import msgspec
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.text.choice import StopRules
+from kvrelay.text.request.api_error import ApiError, context_length_exceeded, no_worker_ready, wrong
+from kvrelay.text.request.grammar_fields import GenerationFields
 from kvrelay.text.sources import SamplingDefaults
-from kvrelay_router.access.identity import VALID_REQUEST_ID, RequestNames
-from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import GenerateRequest
-from kvrelay_router.http.api_error import ApiError, wrong
-from kvrelay_router.openai.answers.choice import StopRules
-from kvrelay_router.openai.error_mapping import context_length_exceeded, model_not_found, no_worker_ready
-from kvrelay_router.openai.schema.grammar_fields import GenerationFields
-from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.routing.candidates import ModelLimits
 
 Number = TypeVar("Number", int, float)
 
+LARGEST_TOP_K = 2**31 - 1
+"""Larger than any vocabulary, so the same as no limit, and within 32 bits."""
+
 MAX_NAMED = 8
 """Wrong token ids that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The limits of the ready workers. `max_model_len` counts prompt and output tokens of a sequence.
+
+    `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 if there is none.
+    `jump_forward`: whether all workers let forced tokens join without being sampled.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_running: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    jump_forward: bool = False
 
 
 class RequestedOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,20 +55,6 @@ class RequestedOutput(msgspec.Struct, frozen=True, kw_only=True):
         """The longest prompt, in tokens, that leaves room for this output; at least one token without a default."""
         reserved = self.default or 1 if self.asked is None else self.asked
         return limits.max_model_len - reserved
-
-
-def check_model(settings: ApiSettings, model: str) -> None:
-    """Raises 404 for a model that is not served here."""
-    if model not in settings.model_names:
-        raise model_not_found(model)
-
-
-def known_limits(dispatcher: RouterDispatcher) -> ModelLimits:
-    """Returns the model's limits. Raises 503 while no worker is known."""
-    limits = dispatcher.limits()
-    if limits is None:
-        raise no_worker_ready("No worker is ready", 1.0)
-    return limits
 
 
 def check_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> None:
@@ -206,61 +204,3 @@ def stop_rules(fields: GenerationFields) -> StopRules:
 
 def _or(value: Number | None, default: Number) -> Number:
     return default if value is None else value
-
-
-LARGEST_TOP_K = 2**31 - 1
-"""Larger than any vocabulary, so the same as no limit, and within 32 bits."""
-
-
-def make_requests(
-    names: RequestNames,
-    settings: ApiSettings,
-    fields: GenerationFields,
-    prompts: list[list[int]],
-    samplings: list[Sampling],
-) -> list[GenerateRequest]:
-    """Returns one request for each prompt; several are numbered. Raises 400 for an invalid `x-request-timeout`
-    or `x-kvrelay-session`."""
-    many = len(prompts) > 1
-    timeout_s = check_timeout(names.timeout, settings.request_timeout_s)
-    session = check_session(names.session)
-    tenant = settings.tenants.of(names.key, fields.user)
-    return [
-        GenerateRequest(
-            request_id=f"{names.unique}-{index}" if many else names.unique,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            num_sequences=1 if fields.use_beam_search else fields.num_sequences,
-            cache_salt=f"{tenant.cache_salt}{fields.salt}",
-            session=session or fields.user,
-            priority=fields.priority,
-            timeout_s=timeout_s,
-            trace=names.trace,
-            owner=tenant.owner,
-            tenant=tenant.tenant,
-            weight=tenant.weight,
-            text_owner=tenant.text_owner,
-        )
-        for index, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
-    ]
-
-
-def check_session(value: str) -> str:
-    """Returns the value of the header `x-kvrelay-session`. Raises 400."""
-    if value and VALID_REQUEST_ID.fullmatch(value) is None:
-        allowed = "up to 128 printable ASCII characters without spaces"
-        raise wrong("x-kvrelay-session", f"the header is {value[:32]!r} (allowed: {allowed})")
-    return value
-
-
-def check_timeout(value: str, longest_s: float) -> float:
-    """Returns the seconds of the header `x-request-timeout`, at most `longest_s`. Raises 400."""
-    if not value:
-        return longest_s
-    try:
-        timeout_s = float(value)
-    except ValueError:
-        timeout_s = math.nan
-    if not 0 < timeout_s < math.inf:
-        raise wrong("x-request-timeout", f"the header is {value[:32]!r} (allowed: seconds, more than 0)")
-    return min(timeout_s, longest_s)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field, WrapValidator
 
 from kvrelay.protocol.sampling import BeamSpec, SpeculationMethod
-from kvrelay_router.http.api_error import wrong
-from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
+from kvrelay.text.request.api_error import wrong
+from kvrelay.text.request.parsing import RequestModel, invalid, wrong_type
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -136,7 +136,7 @@ class StreamOptions(RequestModel):
 
 
 class SamplingFields(RequestModel):
-    """Sampling, beams, stopping and streaming. `request_validation` checks the ranges that depend on the model."""
+    """Sampling, beams, stopping and streaming. `validation` checks the ranges that depend on the model."""
 
     model: str
     stream: Flag = False

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvrelay_router.http.api_error import ApiError, wrong
+from kvrelay.text.request.api_error import ApiError, wrong
 
 
 class RequestModel(BaseModel):

@@ -64,6 +64,10 @@ class InFlightPushes:
             self._num_open[event.reservation] = num_open - num_ended
         self._clock.ended(num_ended, now)
 
+    def has_open(self, reservation: str) -> bool:
+        """Returns whether blocks of the reservation are in flight."""
+        return reservation in self._num_open
+
     def busy_s(self, now: float) -> float:
         """Seconds during which any block was in flight, since the start."""
         return self._clock.busy_s(now)

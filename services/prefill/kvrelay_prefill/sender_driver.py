@@ -98,6 +98,7 @@ class SenderDriver:
         self._processes = [own_identity(), *(context.ranks.identities if context.ranks else ())]
         self._shards = shards_of(self._senders, context.spec)
         self._pushes = InFlightPushes()
+        self._committed: dict[str, str] = {}  # transports by reservation, until all pushes are reported
         self._meter = HandoffMeter(
             "prefill", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
         )
@@ -199,6 +200,7 @@ class SenderDriver:
     def _on_transfer(self, event: SenderEvent) -> None:
         key = self._pushes.key_of(event.reservation)
         self._pushes.ended(event, time.monotonic())
+        self._end_if_left(event.reservation)
         if isinstance(event, Pushed):
             self.totals["pushed_blocks"] += len(event.blocks)
             self.totals["pushed_bytes"] += event.num_bytes
@@ -312,7 +314,13 @@ class SenderDriver:
         request.held.clear()
         self._requests.remove(request.sequence.key)
         for reservation, transport in request.reservations.items():
-            self._senders[transport].abort(reservation)  # committed: the transport forgets it
             self._pushes.forget(reservation)
+            self._committed[reservation] = transport
+            self._end_if_left(reservation)
         request.reservations.clear()
         self._context.steps.wake()
+
+    def _end_if_left(self, reservation: str) -> None:
+        """Has the transport forget a committed reservation once it has reported all of its blocks."""
+        if reservation in self._committed and not self._pushes.has_open(reservation):
+            self._senders[self._committed.pop(reservation)].abort(reservation)

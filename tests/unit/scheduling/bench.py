@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
@@ -87,8 +86,6 @@ class Bench:
         self.blocks = self.scheduler.blocks
         self.sequences: list[Sequence] = []
         self.tokens_drawn = 0
-        self.step_s: Callable[[StepPlan], float] = lambda plan: 0.0
-        """What steps take; 0.0: not measured."""
         self.tenant, self.weight = "", 1.0
         """Of the sequences that are added from now on."""
 
@@ -149,7 +146,7 @@ class Bench:
             self.tokens_drawn += row.sample
             drawn = token_id if token_id is not None else 1 + self.tokens_drawn % 7
             rows.append(RowResult((drawn,) if row.sample else ()))
-        return StepResult(plan.step, rows, self.step_s(plan))
+        return StepResult(plan.step, rows, 0.0)
 
     def step(self) -> tuple[StepPlan, list[SequenceOutput]]:
         decoding = [s for s in self.scheduler.running.values() if s.is_decoding]

@@ -20,9 +20,8 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.telemetry.tracer import Tracer
-from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
+from kvrelay_router.dispatch.interface import DispatchSettings, GenerateRequest, NoWorkerReady, RequestFailed
 from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
 from tests.fakes.workers import LocalWorker

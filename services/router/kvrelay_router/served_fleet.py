@@ -21,8 +21,8 @@ from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.metrics import MetricSample, MetricSamples, merged, samples_by, single_sample
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay.text.service import TextService
-from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
+from kvrelay_router.dispatch.interface import DispatchSettings
 from kvrelay_router.fleet.static_workers import StaticWorkers
 from kvrelay_router.fleet.watch import ListWorkers
 from kvrelay_router.openai.settings import ApiSettings

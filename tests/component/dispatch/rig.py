@@ -13,9 +13,8 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.text.sequence_delta import SequenceDelta
-from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import GenerateRequest
+from kvrelay_router.dispatch.interface import DispatchSettings, GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.fleet.static_workers import StaticWorkers
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill, FakeWorker

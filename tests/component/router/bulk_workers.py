@@ -17,8 +17,8 @@ from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay.text.service import TextService
 from kvrelay.worker.requests import scores_of
 from kvrelay_router.asgi.app import create_app
-from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
+from kvrelay_router.dispatch.interface import DispatchSettings
 from kvrelay_router.http.http_server import bind, serve
 from kvrelay_router.openai.settings import ApiSettings
 from tests.component.dispatch.fake_workers import FakeDecode, Key

@@ -42,9 +42,8 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.worker import requests
-from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
+from kvrelay_router.dispatch.interface import DispatchSettings, GenerateRequest, NoWorkerReady, RequestFailed
 from kvrelay_router.fleet.static_workers import StaticWorkers
 from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import HashRunner, expected_tokens

@@ -28,9 +28,8 @@ from kvrelay.protocol.messages import (
     TokenEntry,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import GenerateRequest
+from kvrelay_router.dispatch.interface import DispatchSettings, GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
 from tests.fakes.traffic import changed, recorded_traffic
 from tests.thoroughness import examples

@@ -15,6 +15,7 @@ from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
+from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.dispatch.running_request import MAX_TAKEN_TOKENS, PushQueue, RunningRequest
 from tests.fakes.delta_reader import read_batches
 
@@ -24,7 +25,7 @@ class Calls:
         self.stopped: list[int] = []
         self.num_cancelled = 0
         request = GenerateRequest(request_id="r", prompt_ids=[1], sampling=Sampling(), num_sequences=num_sequences)
-        self.handle = RunningRequest(request, self._stop, self._cancel, pushes)
+        self.handle = RunningRequest(request, PromptPrefixes([1]), self._stop, self._cancel, pushes)
 
     def _stop(self, handle: RunningRequest, sequence: int) -> None:
         self.stopped.append(sequence)

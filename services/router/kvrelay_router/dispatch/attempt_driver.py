@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,13 +17,6 @@ from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
 from kvrelay.state_machine import IllegalEvent
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay.text.sequence_delta import SequenceDelta
-from kvrelay_router.dispatch.active_requests import (
-    ActiveRequest,
-    ActiveSequence,
-    CacheTally,
-    ExpectedCacheHit,
-    Search,
-)
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     AwaitLostWorkers,
@@ -40,6 +34,7 @@ from kvrelay_router.dispatch.events import (
 from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
+from kvrelay_router.dispatch.running_request import ActiveSequence, ExpectedCacheHit, RunningRequest, Search
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.dispatch.worker_waits import WorkerWaits
 from kvrelay_router.fleet.load import OutstandingLoad, worker_key
@@ -55,6 +50,27 @@ MAX_WAIT_FOR_LOST_S = 30.0
 def first_search() -> FindPlacement:
     """Objects that every new request needs."""
     return FindPlacement(1, "", frozenset())
+
+
+@dataclass(slots=True)
+class CacheTally:
+    """Tokens of computed prompts: how many the router expected in a cache, and how many were found there."""
+
+    num_prompt: int = 0
+    num_predicted: int = 0
+    num_found: int = 0
+
+    def add(self, expected: ExpectedCacheHit, num_found: int) -> None:
+        self.num_prompt += expected.num_prompt
+        self.num_predicted += min(expected.num_cached, expected.num_prompt)
+        self.num_found += num_found
+
+    def as_json(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "predicted_tokens": self.num_predicted,
+            "found_tokens": self.num_found,
+        }
 
 
 class SendMessage(Protocol):
@@ -74,7 +90,7 @@ class AttemptDriver:
         placement: Placement,
         load: OutstandingLoad,
         on_ended: Callable[[ActiveSequence, RequestFailed | None], None],
-        on_failed: Callable[[ActiveRequest, RequestFailed], None],
+        on_failed: Callable[[RunningRequest, RequestFailed], None],
         max_wait_for_worker_s: float,
         tracing: AttemptTracing | None = None,
     ) -> None:
@@ -129,7 +145,7 @@ class AttemptDriver:
             sequence.record.num_output_tokens += len(delta.token_ids)
             if has_events or delta.cached_tokens is not None or delta.usage is not None:
                 self._record_details(sequence, delta)
-            sequence.request.handle.deliver(delta)
+            sequence.running.deliver(delta)
             if sequence is self._waits.suspect:
                 self._waits.suspect_got_tokens()
         if has_events:
@@ -167,7 +183,7 @@ class AttemptDriver:
             self._place_some(waiting, decision, search)
         except Exception as error:
             log.exception("placing a sequence failed", extra=_log_fields(waiting[0]))
-            self._on_failed(waiting[0].request, RequestFailed(str(error)))
+            self._on_failed(waiting[0].running, RequestFailed(str(error)))
             return
         if waiting:
             self._continue_soon(waiting, decision, search)
@@ -176,7 +192,7 @@ class AttemptDriver:
         """Sends an attempt to the chosen workers. `cause`: why the attempt before it failed, or empty."""
         prefill = decision.prefill.peer if decision.prefill is not None else None
         decode = decision.decode.peer if decision.decode is not None else None
-        running, attempts, output = sequence.request, sequence.attempts, sequence.intake.output
+        running, attempts, output = sequence.running, sequence.attempts, sequence.intake.output
         sequence.fingerprint = decision.fingerprint
         num_tokens = attempts.spec.num_prompt_tokens + len(output)
         sequence.work = work_of(decision, num_tokens, running.prompt.sent_to)
@@ -184,18 +200,18 @@ class AttemptDriver:
         workers = [peer for peer in (prefill, decode) if peer is not None]
         sequence.silent_workers = frozenset(worker_key(peer) for peer in workers if self._placement.is_silent(peer))
         sequence.expected = ExpectedCacheHit(num_tokens, decision.num_cached_tokens)
-        sequence.trace = running.handle.request.trace
+        sequence.trace = running.request.trace
         if self._tracing is not None:
             sequence.trace = self._tracing.begin(sequence.trace)
         running.record.placed(sequence.index, attempts.attempt, decision, cause, sequence.trace)
-        served_by = running.handle.served_by
+        served_by = running.served_by
         served_by.prefill = prefill.peer_id if prefill is not None else None
         served_by.decode = decode.peer_id if decode is not None else None
         served_by.describe_route = partial(as_json, decision)
         timeout_s = max(0.0, running.deadline - time.monotonic())
         self.feed(sequence, WorkersAssigned(prefill, decode, timeout_s, list(output)))
 
-    def await_first(self, request: ActiveRequest, reason: str, timeout_s: float) -> None:
+    def await_first(self, request: RunningRequest, reason: str, timeout_s: float) -> None:
         """No worker is ready for a new request: its sequences wait. They are placed together."""
         timeout_s = min(timeout_s, self._max_wait_for_worker_s)
         self._await_together(list(request.sequences.values()), first_search(), reason, timeout_s)
@@ -241,10 +257,10 @@ class AttemptDriver:
                 if finish is not None:
                     delta = SequenceDelta(sequence.index, [], finish=finish)
                     self._record_details(sequence, delta)
-                    sequence.request.handle.deliver(delta)
+                    sequence.running.deliver(delta)
                 self._waits.attempt_ended(sequence)
                 self._waits.remove(sequence)
-                sequence.request.record.attempt_ended(sequence.index, error or "")
+                sequence.running.record.attempt_ended(sequence.index, error or "")
                 failure = RequestFailed(error, kind or FailureKind.INTERNAL_ERROR) if error is not None else None
                 self._on_ended(sequence, failure)
 
@@ -252,7 +268,7 @@ class AttemptDriver:
         """Records what few deltas bring beside their tokens."""
         record = sequence.record
         if record.first_token_ms is None:
-            record.first_token_ms = sequence.request.record.elapsed_ms()
+            record.first_token_ms = sequence.running.record.elapsed_ms()
         if delta.cached_tokens is not None:
             record.cached_tokens = delta.cached_tokens
             if sequence.expected is not None:
@@ -269,7 +285,7 @@ class AttemptDriver:
         self._waits.remove(sequence)  # the failed attempt may still wait for a decode worker
         self.num_retries += 1
         log.warning("attempt %d: %s", search.attempt, search.cause, extra=_log_fields(sequence))
-        sequence.request.record.attempt_ended(sequence.index, search.cause)
+        sequence.running.record.attempt_ended(sequence.index, search.cause)
         if not search.delay_s:
             self._find_placement(sequence, search)
             return
@@ -282,7 +298,7 @@ class AttemptDriver:
         num_output = len(sequence.intake.output)
         decision = self._placement.place(
             sequence.request_id,
-            prompt=sequence.request.prompt,
+            prompt=sequence.running.prompt,
             num_output=num_output,
             needs_decode=sequence.attempts.needs_decode(num_output),
             avoid=search.avoid,
@@ -291,7 +307,7 @@ class AttemptDriver:
             self._await_placement(sequence, search, decision.reason)
             return
         # The sequences of a new request share their search, and go to the same workers.
-        siblings = sequence.request.sequences.values()
+        siblings = sequence.running.sequences.values()
         found = [each for each in siblings if each is sequence or each.waiting_for is search]
         for each in found:
             self._waits.remove(each)
@@ -312,7 +328,7 @@ class AttemptDriver:
         A lost decode worker that is ready again has forgotten this attempt, but not its cache. It is excluded here, and
         the next attempt may use it.
         """
-        prompt, fingerprint = sequence.request.prompt, sequence.fingerprint
+        prompt, fingerprint = sequence.running.prompt, sequence.fingerprint
         decode = self._placement.place_decode(sequence.request_id, prompt, fingerprint, search.excluded)
         has_waited = sequence.waiting_for is not None
         if decode is not None or self._placement.has_decode(fingerprint):
@@ -325,8 +341,8 @@ class AttemptDriver:
         self, sequence: ActiveSequence, search: FindDecode, decode: PeerRef | None, *, returned: bool
     ) -> None:
         self._waits.remove(sequence)
-        sequence.request.record.reassigned(sequence.index, decode, search.cause)
-        sequence.request.handle.served_by.decode = decode.peer_id if decode is not None else None
+        sequence.running.record.reassigned(sequence.index, decode, search.cause)
+        sequence.running.served_by.decode = decode.peer_id if decode is not None else None
         self.feed(sequence, DecodeChosen(decode, returned and decode is None))
 
     # -- waiting for workers ------------------------------------------------------------------------------------------
@@ -371,5 +387,5 @@ def _log_fields(sequence: ActiveSequence) -> dict[str, Any]:
     return {
         "request_id": sequence.request_id,
         "sequence": sequence.index,
-        **trace_fields(sequence.trace or sequence.request.handle.request.trace),
+        **trace_fields(sequence.trace or sequence.running.request.trace),
     }

@@ -23,19 +23,13 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay.text.request.validation import ModelLimits
-from kvrelay_router.dispatch.active_requests import (
-    ActiveRequest,
-    ActiveSequence,
-    DispatchSettings,
-    RequestCounts,
-    own_figures,
-)
 from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, first_search
 from kvrelay_router.dispatch.events import Cancelled, SequenceSpec, StopMatched, WorkerBack
 from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import (
+    DispatchSettings,
     GenerateRequest,
     NoWorkerReady,
     RequestFailed,
@@ -43,8 +37,8 @@ from kvrelay_router.dispatch.interface import (
     session_key,
 )
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
-from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
-from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
+from kvrelay_router.dispatch.records import RequestCounts, RequestRecords
+from kvrelay_router.dispatch.running_request import ActiveSequence, PushQueue, RunningRequest, own_figures
 from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.fleet.load import OutstandingLoad
@@ -91,7 +85,7 @@ class RouterDispatcher:
         self._driver = self._make_driver()
         self.watch = self._make_watch(list_workers, static)
         self._records = RequestRecords(max(RECENT_REQUESTS, 2 * self.settings.max_requests))
-        self._running: dict[RunningRequest, ActiveRequest] = {}
+        self._running: dict[RunningRequest, asyncio.TimerHandle] = {}  # with the timers of their deadlines
         self._sequences: dict[tuple[str, int], ActiveSequence] = {}
         self._counts = RequestCounts()
         self._num_opening_tokens = 0
@@ -163,7 +157,7 @@ class RouterDispatcher:
         if self._is_closed:
             return
         self._is_accepting, self._is_closed = False, True
-        for running in list(self._running.values()):
+        for running in list(self._running):
             self._end(running, "failed", RequestFailed("the router is shutting down", FailureKind.ROUTER_SHUTDOWN))
         await self.watch.close()
         if self._index is not None:
@@ -218,7 +212,7 @@ class RouterDispatcher:
         except Exception as error:
             self._end(running, "failed", RequestFailed(str(error)))
             raise
-        return running.handle
+        return running
 
     def _submit_waiting(
         self, request: GenerateRequest, prompt: PromptPrefixes, reason: str, deadline_s: float
@@ -229,7 +223,7 @@ class RouterDispatcher:
             raise NoWorkerReady(reason)
         running = self._begin(request, prompt)
         self._driver.await_first(running, reason, deadline_s)
-        return running.handle
+        return running
 
     @staticmethod
     def _unprepared(request: GenerateRequest) -> PromptPrefixes:
@@ -266,7 +260,7 @@ class RouterDispatcher:
     def _request_figures(self, owner: str | None) -> dict[str, int]:
         if owner is not None:
             records = self._records.latest(RECENT_REQUESTS, owner)
-            figures = own_figures(self._running.values(), records, owner)
+            figures = own_figures(self._running, records, owner)
         else:
             figures = {
                 "running": len(self._running),
@@ -336,12 +330,8 @@ class RouterDispatcher:
         if self._records.get(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id} was used already")
 
-    def _begin(self, request: GenerateRequest, prefixes: PromptPrefixes) -> ActiveRequest:
-        handle = RunningRequest(request, self._stop, self._cancel, self._pushes)
-        record = RequestRecord(request)
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(request.timeout_s, self._deadline_passed, handle)
-        running = ActiveRequest(handle, record, time.monotonic() + request.timeout_s, timer, prefixes)
+    def _begin(self, request: GenerateRequest, prefixes: PromptPrefixes) -> RunningRequest:
+        running = RunningRequest(request, prefixes, self._stop, self._cancel, self._pushes)
         prompt = Prompt(
             tokens=prefixes.packed,
             sampling=request.sampling,
@@ -366,13 +356,14 @@ class RouterDispatcher:
         for spec in specs:
             sequence = self._make_sequence(spec, running)
             running.sequences[spec.sequence] = self._sequences[request.request_id, spec.sequence] = sequence
-        self._running[handle] = running
-        self._records.add(record)
+        loop = asyncio.get_running_loop()
+        self._running[running] = loop.call_later(request.timeout_s, self._deadline_passed, running)
+        self._records.add(running.record)
         self._counts.add("submitted", request.owner)
         self._num_opening_tokens += request.num_sequences * len(request.opening)
         return running
 
-    def _make_sequence(self, spec: SequenceSpec, running: ActiveRequest) -> ActiveSequence:
+    def _make_sequence(self, spec: SequenceSpec, running: RunningRequest) -> ActiveSequence:
         attempts, given = SequenceAttempts(spec), (spec.sequence, spec.num_scores, spec.opening)
         intake = TokenIntake(*given)
         key = running.record.request_id, 0, spec.sequence
@@ -382,57 +373,52 @@ class RouterDispatcher:
         return ActiveSequence(spec.sequence, attempts, intake, handle_event, handle_entry, running, history)
 
     def _sequence_ended(self, sequence: ActiveSequence, error: RequestFailed | None) -> None:
-        running = sequence.request
+        running = sequence.running
         del self._sequences[sequence.request_id, sequence.index]
         del running.sequences[sequence.index]
         sequence.record.finished_ms = running.record.elapsed_ms()
         if error is not None:
             sequence.record.failed(error)
         if error is None:
-            running.handle.finish(sequence.index)
+            running.finish(sequence.index)
         else:
             self._end(running, "timed_out" if error.kind is FailureKind.DEADLINE else "failed", error)
-        if not running.sequences and running.handle in self._running:
+        if not running.sequences and running in self._running:
             self._forget(running)
 
-    def _failed(self, running: ActiveRequest, error: RequestFailed) -> None:
+    def _failed(self, running: RunningRequest, error: RequestFailed) -> None:
         self._end(running, "failed", error)
 
-    def _end(self, running: ActiveRequest, outcome: str, error: RequestFailed) -> None:
+    def _end(self, running: RunningRequest, outcome: str, error: RequestFailed) -> None:
         """Cancels all unfinished sequences. The client gets the error."""
         if running.outcome == "finished":
             running.outcome = outcome
             running.record.failed(error)
-        running.handle.fail(error)
+        running.fail(error)
         for sequence in list(running.sequences.values()):
             sequence.record.failed(error)
             self._driver.feed(sequence, Cancelled(str(error)))
 
-    def _forget(self, running: ActiveRequest) -> None:
-        del self._running[running.handle]
-        running.deadline_timer.cancel()
+    def _forget(self, running: RunningRequest) -> None:
+        self._running.pop(running).cancel()
         running.record.state = running.outcome
         self._counts.add(running.outcome, running.record.owner)
         if self._tracing is not None:
-            self._tracing.ended(running.record, running.handle.request.trace)
+            self._tracing.ended(running.record, running.request.trace)
 
-    def _stop(self, handle: RunningRequest, sequence: int) -> None:
-        found = self._sequences.get((handle.request.request_id, sequence))
+    def _stop(self, running: RunningRequest, sequence: int) -> None:
+        found = self._sequences.get((running.request.request_id, sequence))
         if found is not None:
             found.record.finish = FinishReason.STOP_STRING.value
             self._driver.feed(found, StopMatched())
 
-    def _cancel(self, handle: RunningRequest) -> None:
-        running = self._running.get(handle)
-        if running is not None:
+    def _cancel(self, running: RunningRequest) -> None:
+        if running in self._running:
             self._end(running, "cancelled", RequestFailed("the client cancelled the request", FailureKind.CANCELLED))
 
-    def _deadline_passed(self, handle: RunningRequest) -> None:
-        running = self._running.get(handle)
-        if running is not None:
-            timeout_s = handle.request.timeout_s
-            error = RequestFailed(f"the request did not finish within {timeout_s:g} s", FailureKind.DEADLINE)
-            self._end(running, "timed_out", error)
+    def _deadline_passed(self, running: RunningRequest) -> None:
+        reason = f"the request did not finish within {running.request.timeout_s:g} s"
+        self._end(running, "timed_out", RequestFailed(reason, FailureKind.DEADLINE))
 
     # -- from the workers ---------------------------------------------------------------------------------------------
 

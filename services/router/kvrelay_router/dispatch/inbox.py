@@ -22,12 +22,12 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     TokenEntry,
 )
-from kvrelay_router.dispatch.active_requests import ActiveSequence
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
 from kvrelay_router.dispatch.events import FromWorker, WorkerLost
 from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.dispatch.retry import PROVEN_TOKENS
+from kvrelay_router.dispatch.running_request import ActiveSequence
 from kvrelay_router.fleet.load import worker_key
 from kvrelay_router.fleet.view import FleetView
 

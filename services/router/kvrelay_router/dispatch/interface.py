@@ -12,6 +12,7 @@ import msgspec
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay_router.routing.policy import PolicyName
 
 
 class NoWorkerReady(Exception):
@@ -120,3 +121,18 @@ class DeltaSink(Protocol):
     def wake(self) -> None:
         """Deltas wait in the handle because the sink cannot take them, or a sequence or the request has ended."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchSettings:
+    """Fields ending in `_s` are in seconds."""
+
+    policy: PolicyName = "cost"
+    local_prefill_tokens: int | None = None  # longest prompt that decode computes alone; None: the policy decides
+    ttft_deadline_s: float | None = None  # requests whose first token is expected later are refused
+    max_attempts: int = 3
+    max_requests: int = 1024  # requests in progress; more are refused
+    max_wait_for_worker_s: float = 120.0  # a request, retry or handoff fails if no worker is ready for this long
+    registry_interval_s: float = 0.5
+    status_interval_s: float = 1.0
+    tokenizer: str = ""  # the router's own, see `kvrelay.tokenizer_identity`; workers with another one are not used

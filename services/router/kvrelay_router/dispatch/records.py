@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -196,6 +196,27 @@ class RequestRecords:
         record = self._records.get(request_id)
         if record is not None and 0 <= sequence < len(record.sequences):
             record.sequences[sequence].usage = usage
+
+
+OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
+
+
+class RequestCounts:
+    """Counts since the start. There are as many owners as API keys."""
+
+    def __init__(self) -> None:
+        self._of_owners: dict[str, Counter[str]] = {}
+
+    def add(self, outcome: str, owner: str) -> None:
+        counter = self._of_owners.get(owner)
+        if counter is None:
+            counter = self._of_owners[owner] = Counter()
+        counter[outcome] += 1
+
+    def of(self, owner: str | None) -> dict[str, int]:
+        """The number of requests of an owner (None: of all) by outcome."""
+        counters = [counter for each, counter in self._of_owners.items() if owner in (None, each)]
+        return {outcome: sum(counter[outcome] for counter in counters) for outcome in OUTCOMES}
 
 
 def _usage_as_json(usage: SequenceUsage | None) -> dict[str, int] | None:

@@ -1,4 +1,5 @@
-"""The HTTP layer's end of a running request: passes deltas on to the sink, or keeps them until they are taken.
+"""A request in progress with its sequences. It passes deltas on to the HTTP layer's sink, or keeps them until they are
+taken.
 
 Waking a task per token costs more than handling the token, so deltas go to the sink in a callback. It runs once in a
 turn of the event loop, for all requests: tokens of one sequence that arrived together go out together.
@@ -7,12 +8,23 @@ turn of the event loop, for all requests: tokens of one sequence that arrived to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
+from kvrelay.protocol.messages import TokenEntry
 from kvrelay.text.sequence_delta import SequenceDelta, join_deltas
+from kvrelay_router.dispatch.attempt import SequenceAttempts
+from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, FindPlacement, Instruction
+from kvrelay_router.dispatch.intake import ScoresReceived, TokenIntake
 from kvrelay_router.dispatch.interface import DeltaSink, GenerateRequest, RequestFailed, ServedBy
+from kvrelay_router.dispatch.placement import PromptPrefixes, Work
+from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
+from kvrelay_router.dispatch.retry import PROVEN_TOKENS
+from kvrelay_router.fleet.load import Held, WorkerKey
 from kvrelay_router.loop_share import LoopShare
 
 MAX_TAKEN = 128
@@ -22,6 +34,12 @@ MAX_TAKEN_TOKENS = 2048
 
 LIGHT_PUSHES = 16
 """Pushes of one token each, after which the time is asked for: about a millisecond with 20 log-probabilities each."""
+
+
+Search = FindPlacement | AwaitLostWorkers | FindDecode
+"""A sequence that waits for a worker has one of these."""
+
+NO_WORK = Work()
 
 
 class PushQueue:
@@ -52,20 +70,62 @@ class PushQueue:
                 return
 
 
+class ExpectedCacheHit(msgspec.Struct, frozen=True):
+    """Tokens of an attempt's prompt, and how many of them placement expected in the worker's cache."""
+
+    num_prompt: int
+    num_cached: int
+
+
+@dataclass(slots=True, eq=False)
+class ActiveSequence:
+    index: int
+    attempts: SequenceAttempts
+    intake: TokenIntake
+    handle_event: Callable[[Event], list[Instruction]]  # `attempts.handle`, recorded if an event log is kept
+    handle_entry: Callable[[TokenEntry | ScoresReceived], SequenceDelta | None]  # `intake.handle`, recorded likewise
+    running: RunningRequest
+    record: SequenceHistory
+    held: Held = field(default_factory=Held)
+    expected: ExpectedCacheHit | None = None  # None once the first token has said how much was cached
+    trace: str = ""  # the trace context of the current attempt
+    fingerprint: str = ""  # identifies the model of the current attempt's workers
+    work: Work = NO_WORK  # the load that placement expects from the current attempt
+    silent_workers: frozenset[WorkerKey] = frozenset()  # those that were silent when the current attempt was sent
+    waiting_for: Search | None = None  # while no worker is ready
+    waiting_timer: asyncio.TimerHandle | None = None  # also the timer of the pause before a retry
+
+    @property
+    def request_id(self) -> str:
+        return self.running.request.request_id
+
+    @property
+    def is_proven(self) -> bool:
+        """True if the current attempt brought so many tokens that its request cannot be why a worker fails."""
+        return len(self.intake.output) - self.attempts.num_resumed >= PROVEN_TOKENS
+
+
 class RunningRequest:
     """`on_stop` and `on_cancel` belong to the dispatcher, whose requests share one `queue`.
 
-    `error` is set if the request failed; deltas that came before can still be taken.
+    `error` is set if the request failed; deltas that came before can still be taken. It is over for the dispatcher when
+    the last of its `sequences` is.
     """
 
     def __init__(
         self,
         request: GenerateRequest,
+        prompt: PromptPrefixes,
         on_stop: Callable[[RunningRequest, int], None],
         on_cancel: Callable[[RunningRequest], None],
         queue: PushQueue | None = None,
     ) -> None:
         self.request = request
+        self.prompt = prompt
+        self.record = RequestRecord(request)
+        self.deadline = time.monotonic() + request.timeout_s
+        self.sequences: dict[int, ActiveSequence] = {}  # the unfinished ones
+        self.outcome = "finished"
         self.served_by = ServedBy()
         self.error: RequestFailed | None = None
         self._on_stop = on_stop
@@ -207,3 +267,15 @@ class RunningRequest:
     def _wake(self) -> None:
         if self._sink is not None:
             self._sink.wake()
+
+
+def own_figures(running: Iterable[RunningRequest], records: Iterable[RequestRecord], owner: str) -> dict[str, int]:
+    """Figures of one owner's requests. Retries are those of the requests in `records`."""
+    own = [each for each in running if each.record.owner == owner]
+    sequences = [sequence for each in own for sequence in each.sequences.values()]
+    return {
+        "running": len(own),
+        "running_sequences": len(sequences),
+        "sequences_waiting_for_worker": sum(sequence.waiting_for is not None for sequence in sequences),
+        "retries": sum(max(0, len(each.attempts) - 1) for record in records for each in record.sequences),
+    }

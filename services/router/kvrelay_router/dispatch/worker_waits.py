@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvrelay_router.dispatch.active_requests import ActiveSequence, Search
+from kvrelay_router.dispatch.running_request import ActiveSequence, Search
 
 PLACED_PER_TURN = 16
 """A placement takes 0.1 to 0.3 ms."""
@@ -41,7 +41,7 @@ class WorkerWaits:
         sequence.waiting_for = search
         sequence.waiting_timer = asyncio.get_running_loop().call_later(timeout_s, on_timeout)
         self._waiting[sequence] = None
-        sequence.request.handle.worker_awaited(sequence.index)
+        sequence.running.worker_awaited(sequence.index)
 
     def pause(self, sequence: ActiveSequence, delay_s: float, then: Callable[[], None]) -> None:
         """Calls `then` after the delay. A worker that becomes ready does not end it."""
@@ -55,7 +55,7 @@ class WorkerWaits:
         if sequence.waiting_for is not None:
             sequence.waiting_for = None
             del self._waiting[sequence]
-            sequence.request.handle.worker_found(sequence.index)
+            sequence.running.worker_found(sequence.index)
 
     def look_again(self) -> None:
         """Looks for workers for all that wait."""

@@ -16,6 +16,7 @@ from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
+from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
 from kvrelay_router.openai.generation import Generation, PromptRun
 
@@ -29,7 +30,7 @@ class Dispatch:
         self._queue = queue
 
     def submit(self, request: GenerateRequest, prepared: Any) -> RunningRequest:
-        self.handles.append(RunningRequest(request, self._stop, self._cancel, self._queue))
+        self.handles.append(RunningRequest(request, PromptPrefixes([1]), self._stop, self._cancel, self._queue))
         return self.handles[-1]
 
     def _stop(self, handle: RunningRequest, sequence: int) -> None:

@@ -35,7 +35,10 @@ COMMIT = "kvrelay/scheduling/scheduler.py:Scheduler.commit"
 HANDED_OVER = "kvrelay_decode/receiver_driver.py:ReceiverDriver._commit"
 PATHS = {
     "token in decode": (COMMIT, "kvrelay_decode/service.py:DecodeRole._committed", SEND),
-    "token in router": ("kvrelay_router/dispatch/inbox.py:Inbox.take",),
+    "token in router": (
+        "kvrelay_router/dispatch/inbox.py:Inbox.take",
+        "kvrelay_router/dispatch/running_request.py:PushQueue._push",
+    ),
     "block in prefill": (
         "kvrelay_prefill/service.py:PrefillRole._committed",
         "kvrelay_prefill/sender_driver.py:SenderDriver._on_transfer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,5 +13,7 @@ __all__ = ["LLM", "Engine", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     """The embedded engine. Its imports, torch among them, take seconds, and most processes do without them."""
     if name in __all__:
-        return getattr(import_module("kvrelay_embedded"), name)
+        import kvrelay_embedded
+
+        return getattr(kvrelay_embedded, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,6 @@ from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import LoadFormat, open_source
 from kvrelay.engine.memory.gauges import MemoryGauge, make_gauge
 from kvrelay.engine.memory.profile import (
-    SWAP_PART,
     MemoryProfile,
     blocks_for_profile,
     measure_kept,
@@ -25,6 +24,7 @@ from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.run.device import use_on_this_thread
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.kv.swap_space import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.step.batch import ModelSpec
 

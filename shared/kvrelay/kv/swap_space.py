@@ -15,6 +15,9 @@ from kvrelay.kv.errors import BlockError, IntegrityError, OutOfSlots
 from kvrelay.kv.free_runs import FreeRuns
 from kvrelay.kv.hashing import BlockHash
 
+SWAP_PART = 4
+"""The swap space is the pool's size divided by this, unless it is configured."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:

@@ -36,9 +36,10 @@ from kvrelay.handoff.transports.select import make_receivers, make_senders
 from kvrelay.logs import setup_logging
 from kvrelay.process import deferred_collection, settle_garbage
 from kvrelay.ranks.local_ranks import LocalRanks, RankCommand, RanksFailed, end_with_starter
-from kvrelay.ranks.lockstep_group import LockstepRunner, ProcessRank
+from kvrelay.ranks.lockstep_group import LockstepRunner
 from kvrelay.ranks.messages import Meeting
 from kvrelay.ranks.model_division import why_not_divided
+from kvrelay.ranks.process_rank import ProcessRank
 from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.ranks.rank_member import RankMember
 from kvrelay.ranks.ranked_runner import RankedRunner

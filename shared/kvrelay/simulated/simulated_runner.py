@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.device_profiles import Profile, StepLoad, find_profile
-from kvrelay.engine.memory.profile import SWAP_PART
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.handoff.transports.pool_memory import PoolLike
+from kvrelay.kv.swap_space import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey

@@ -27,7 +27,8 @@ from kvrelay.engine import make as make_module
 from kvrelay.engine.load.causal_model import load_model
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.memory.profile import MemoryProfile, PoolDoesNotFit
+from kvrelay.engine.memory.gauges import PoolDoesNotFit
+from kvrelay.engine.memory.profile import MemoryProfile
 from kvrelay.engine.run import graphs as graphs_module
 from kvrelay.engine.run.graph_check import GraphsDiffer
 from kvrelay.engine.run.graph_sizes import default_sizes, padded_size

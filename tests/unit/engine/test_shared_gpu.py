@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from kvrelay.config import WorkerConfig
 from kvrelay.engine import make
 from kvrelay.engine.memory import gauges, turns
-from kvrelay.engine.memory.gauges import CudaGauge
-from kvrelay.engine.memory.profile import PoolDoesNotFit
+from kvrelay.engine.memory.gauges import CudaGauge, PoolDoesNotFit
 from kvrelay.engine.run import device
 from kvrelay.worker.worker_main import load_runner
 from tests.fakes.baton import Baton

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from kvrelay.engine.memory.profile import PoolDoesNotFit
 from kvrelay.engine.run.device import device_uuid
 from kvrelay.machine_memory import machine_memory_bytes
 
@@ -18,6 +17,10 @@ log = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class PoolDoesNotFit(ValueError):
+    """The share of memory leaves too little for a pool. The message has the numbers."""
 
 
 class HostGauge:

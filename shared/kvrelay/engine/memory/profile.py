@@ -9,25 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvrelay.engine.memory.gauges import MemoryGauge, PoolDoesNotFit
 from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.kv.swap_space import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 
-if TYPE_CHECKING:
-    from kvrelay.engine.memory.gauges import MemoryGauge  # imports torch
-
 _MIB = 2**20
-SWAP_PART = 4
-"""The swap space is the pool's size divided by this, unless it is configured."""
-
-
-class PoolDoesNotFit(ValueError):
-    """The share of memory leaves too little for a pool. The message has the numbers."""
 
 
 @dataclass(frozen=True, slots=True)

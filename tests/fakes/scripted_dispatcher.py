@@ -33,7 +33,6 @@ class Script:
     failure: RequestFailed | None = None
     end_silently: bool = False  # the last delta says no finish reason
     logprob: float = -0.5
-    scores_prompt: bool = True  # if that is asked for
     beams: list[BeamResult] = field(default_factory=list)  # of a beam search: in one delta, without tokens
 
 
@@ -159,7 +158,7 @@ class ScriptedHandle(RunningRequest):
         if len(token_ids) > sampling.max_tokens:
             token_ids, finish = token_ids[: sampling.max_tokens], FinishReason.LENGTH
         prompt_logprobs = []
-        if sampling.prompt_logprobs is not None and script.scores_prompt:
+        if sampling.prompt_logprobs is not None:
             scored = prompt_ids[sampling.logprob_start_len :]
             prompt_logprobs = [
                 score(token, sampling.prompt_logprobs, prompt_logprob(token) if self.request.endings else -1.0)

@@ -17,7 +17,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, gc=False):
     `prompt_logprobs` (for prompt tokens 1, 2, ...) and `cached_tokens` come with a sequence's first delta.
     With `finish` STOP_TOKEN the last token is the end-of-sequence or stop token. With max_tokens 0 one delta comes,
     with no token, finish LENGTH and the prompt's logprobs. A beam search gives deltas without tokens: its `beams`, best
-    first, with the best one's finish. `beams_left` follow in later deltas.
+    first, with the best one's finish.
     """
 
     sequence: int
@@ -28,7 +28,6 @@ class SequenceDelta(msgspec.Struct, frozen=True, gc=False):
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
     beams: Sequence[BeamResult] = ()
-    beams_left: int = 0
 
 
 def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:

@@ -185,11 +185,10 @@ class RunningRequest:
             if num_taken and num_tokens > MAX_TAKEN_TOKENS:
                 break
             num_taken += 1
-        num_left = len(delta.beams) - num_taken
-        if not num_left:
+        if num_taken == len(delta.beams):
             return delta
         self._deltas = [replace(delta, beams=delta.beams[num_taken:], cached_tokens=None, usage=None)]
-        return replace(delta, beams=delta.beams[:num_taken], beams_left=num_left)
+        return replace(delta, beams=delta.beams[:num_taken])
 
     def _joined(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
         """Joins deltas to one per sequence."""

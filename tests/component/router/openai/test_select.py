@@ -204,9 +204,3 @@ async def test_a_client_that_leaves_ends_all_choices(router: Router) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await request
     await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
-
-
-async def test_missing_scores_are_an_error(router: Router) -> None:
-    router.dispatcher.script = lambda request, sequence: Script([], scores_prompt=sequence != 1)
-    answer = await router.post(SELECT, prompt=TEXT, choices=CHOICES)
-    assert answer.status_code == 502, answer.text

@@ -8,10 +8,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.packed_logprobs import own_logprobs
 from kvrelay.text.choice import Choice
-from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.openai.answers.answer_format import DocumentFormat
 from kvrelay_router.openai.answers.logprob_format import LOWEST
 from kvrelay_router.openai.generation import PromptRun
@@ -55,15 +53,10 @@ class SelectAnswer(DocumentFormat):
         self._shared: dict[int, float] = {}  # sums of what all choices of a group have in common
 
     def add(self, run: PromptRun, choice: Choice) -> bytes:
-        """Keeps the sum of the log-probabilities that end a sequence. Raises RequestFailed if some are missing."""
+        """Keeps the sum of the log-probabilities that end a sequence."""
         group = self._group if choice.index < self._group.num_choices else self._unconditional
         assert group is not None
-        ending = run.request.endings[choice.index - run.choices[0].index]
         logprobs, run.prompt_logprobs = own_logprobs(run.prompt_logprobs), ()
-        num_tokens = len(run.request.prompt_ids) + len(ending.token_ids)
-        if len(logprobs) != ending.sampling.num_prompt_scores(num_tokens):
-            message = f"{len(logprobs)} log-probabilities of choice {choice.index - group.first_index}"
-            raise RequestFailed(message, FailureKind.PROTOCOL_ERROR)
         logprobs = np.maximum(logprobs, LOWEST)
         num_shared = 0
         if choice.index == group.first_index:

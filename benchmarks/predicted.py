@@ -59,7 +59,7 @@ def write_trace(path: Path, num_requests: int, rate: float) -> None:
 
 def ran(*command: str) -> None:
     """A command of kvrelay, quietly."""
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "kvrelay", *command], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: {done.stdout}{done.stderr}")
 
@@ -68,7 +68,7 @@ def served(directory: Path, trace: Path, *flags: str) -> Found:
     """The trace through a stack of its own."""
     out = directory / "bench.json"
     with Stack(DEMO, directory / "state", *UP, *flags) as stack:
-        ran("kvrelay_bench", stack.base_url, "--trace", str(trace), "--json", str(out))
+        ran("bench", stack.base_url, "--trace", str(trace), "--json", str(out))
     (result,) = json.loads(out.read_text())["loads"]
     figures = result["figures"]
     if figures["num_failed"]:
@@ -81,7 +81,7 @@ def simulated(directory: Path, trace: Path, profile: Path) -> Found:
     out = directory / "simulate.json"
     flags = ["--block-size", "16", "--prefill-token-budget", "512", "--local-prefill-tokens", "0"]
     fleet = ["--prefill", "1", "--decode", "1", "--profile", str(profile)]
-    ran("kvrelay_simulator", "--trace", str(trace), *fleet, *flags, "--json", str(out))
+    ran("simulate", "--trace", str(trace), *fleet, *flags, "--json", str(out))
     (figures,) = json.loads(out.read_text())["runs"].values()
     return {name: 1e3 * figures[f"{name[:4].lower()}_{name[5:]}_s"] for name in FIGURES}
 
@@ -89,7 +89,7 @@ def simulated(directory: Path, trace: Path, profile: Path) -> Found:
 def round_of(directory: Path, trace: Path) -> dict[str, Found]:
     """One measurement of each, milliseconds."""
     profile = directory / "profile.json"
-    ran("kvrelay_simulator.measure_command", str(profile), "--model", str(DEMO), *WORKER)
+    ran("measure", str(profile), "--model", str(DEMO), *WORKER)
     return {
         "measured": served(directory, trace),
         "real time": served(directory, trace, "--backend", "simulated", "--profile", str(profile)),

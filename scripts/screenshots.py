@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from kvrelay.cli.top import ask, view
+from kvrelay.cli.top import fleet_of, view
 from kvrelay.ports import HeldPort
 from scripts.browser import Browser, find_chromium
 
@@ -79,7 +79,7 @@ def _take_pictures(url: str, browser: Browser) -> None:
     browser.wait_for(f"charted.has('running') && {shown_ms} > {1000 * LOAD_S}", 3 * LOAD_S)
     _photograph(browser, IMAGES / "dashboard.png")
     console = Console(record=True, width=120, file=StringIO())
-    console.print(view(ask(url)))
+    console.print(view(fleet_of(url)))
     picture = console.export_svg(title="kvrelay top")
     # The font would be fetched from elsewhere; a monospaced one that is there does as well.
     (IMAGES / "top.svg").write_text(re.sub(r"@font-face \{.*?\}\n?", "", picture, flags=re.DOTALL), encoding="utf-8")

@@ -17,6 +17,14 @@ def closest(name: str, known: Collection[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
+class CommandFailed(Exception):
+    """Ends a command, which prints the message and exits with the status: 2 for flags and configuration, else 1."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class FlagParser(argparse.ArgumentParser):
     """Flags may be in groups that only `--help-all` shows. An error is one line, with the closest known flag.
 

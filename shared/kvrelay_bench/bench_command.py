@@ -15,9 +15,10 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvrelay.flag_parser import CommandFailed
 from kvrelay.own_command import no_answer
 from kvrelay.process import event_loop_factory
-from kvrelay_bench.flags import BenchFlagError, BenchPlan, read_flags
+from kvrelay_bench.flags import BenchPlan, bench_parser, read_flags
 from kvrelay_bench.http import BadUrl, Client, ConnectionLost
 from kvrelay_bench.load_figures import LoadFigures, Ratio, figures
 from kvrelay_bench.load_generator import LoadOutcome, LoadPoint, run_load
@@ -25,13 +26,11 @@ from kvrelay_bench.report import MAX_COLUMNS, compared, comparison_table, load_t
 from kvrelay_bench.traces import BadTrace
 from kvrelay_bench.workload import Ask
 
+__all__ = ["bench", "bench_parser"]
+
 MODELS_TIMEOUT_S = 10.0
 FORMAT_VERSION = 1
 INTERRUPTED = 130
-
-
-class CannotRun(Exception):
-    """The endpoint does not answer, or no request succeeded. The message is for the user."""
 
 
 @dataclass(slots=True)
@@ -54,29 +53,24 @@ class Measured:
         return content
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; 1 if no request of a load succeeded; 2 for invalid flags; 130 after Ctrl-C."""
-    given = sys.argv[1:] if argv is None else argv
-    if any(flag == "--workload" or flag.startswith("--workload=") for flag in given):
-        return _bench_programs(given)
+def bench(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0; 1 if no request of a load succeeded; 130 after Ctrl-C. Raises CommandFailed."""
+    if any(flag == "--workload" or flag.startswith("--workload=") for flag in argv):
+        return _bench_programs(argv)
     try:
         plan = read_flags(argv, os.environ)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-            bench = Bench(plan)
-            results = runner.run(bench.run())
-    except (BenchFlagError, BadTrace, BadUrl) as error:
-        print(f"kvrelay bench: {error}", file=sys.stderr)
-        return 2
-    except CannotRun as error:
-        print(f"kvrelay bench: {error}", file=sys.stderr)
-        return 1
+            load = Bench(plan)
+            results = runner.run(load.run())
+    except (BadTrace, BadUrl) as error:
+        raise CommandFailed(str(error), 2) from None
     except KeyboardInterrupt:
         return INTERRUPTED
-    if bench.is_interrupted:
+    if load.is_interrupted:
         print(f"kvrelay bench: interrupted{'' if results else ' before the first load'}", file=sys.stderr)
     if results:
         _tell(plan, results)
-    if bench.is_interrupted:
+    if load.is_interrupted:
         return INTERRUPTED
     return 0 if all(each.figures.num_failed < each.figures.num_requests for each in results) else 1
 
@@ -86,8 +80,7 @@ def _bench_programs(argv: Sequence[str]) -> int:
         from kvrelay_bench import program_bench
     except ModuleNotFoundError as error:  # httpx, of an extra
         install = f"{sys.executable} -m pip install {error.name}"
-        print(f"kvrelay bench: --workload needs {error.name}: {install}", file=sys.stderr)
-        return 2
+        raise CommandFailed(f"--workload needs {error.name}: {install}", 2) from None
     return program_bench.main(argv)
 
 
@@ -101,7 +94,7 @@ class Bench:
         self.is_interrupted = False
 
     async def run(self) -> list[Measured]:
-        """Runs all rounds. Cancelled during a load it returns what has been measured. Raises CannotRun."""
+        """Runs all rounds. Cancelled during a load it returns what has been measured. Raises CommandFailed."""
         try:
             for name, client in self._clients.items():
                 self._models[name] = self._plan.model or await _first_model(client)
@@ -133,7 +126,7 @@ class Bench:
             return
         errors = [record.error for record in outcome.records if record.error]
         if len(errors) == len(outcome.records):
-            raise CannotRun(f"{client.endpoint.url}: no warm-up request succeeded; first error: {errors[0]}")
+            raise CommandFailed(f"{client.endpoint.url}: no warm-up request succeeded; first error: {errors[0]}")
 
     async def _measure(self, name: str, point: LoadPoint, number: int) -> Measured | None:
         """None if no request of the load has ended."""
@@ -159,14 +152,14 @@ class Bench:
 
 
 async def _first_model(client: Client) -> str:
-    """The first model name of /v1/models. Raises CannotRun."""
+    """The first model name of /v1/models. Raises CommandFailed."""
     try:
         answer = orjson.loads(await client.get("models", MODELS_TIMEOUT_S))
         return str(answer["data"][0]["id"])
     except (OSError, TimeoutError, ConnectionLost) as error:
-        raise CannotRun(no_answer(client.endpoint.url, error)) from error
+        raise CommandFailed(no_answer(client.endpoint.url, error)) from error
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-        raise CannotRun(f"{client.endpoint.url} lists no model at /v1/models: give --model, or a key") from error
+        raise CommandFailed(f"{client.endpoint.url} lists no model at /v1/models: give --model, or a key") from error
 
 
 @contextmanager

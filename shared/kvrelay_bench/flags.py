@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import list_of, number, objective, result_file, seconds, whole
 from kvrelay_bench.conversations import Conversation, read_conversations
 from kvrelay_bench.http import Endpoint
@@ -44,10 +44,6 @@ ADVICE = {
 """Flags of other programs that measure endpoints."""
 
 
-class BenchFlagError(Exception):
-    """An invalid flag. The message names it and the allowed values."""
-
-
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
     """The checked flags. `printable` contains the given flags, without keys, for the results."""
@@ -69,12 +65,12 @@ class BenchPlan:
         return self.make_points(round_number)
 
 
-def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchPlan:
-    """Parses the flags. Raises BenchFlagError, BadTrace; exits the process like argparse."""
+def read_flags(argv: Sequence[str], environ: Mapping[str, str]) -> BenchPlan:
+    """Parses the flags. Raises CommandFailed, BadTrace; exits the process like argparse."""
     given = bench_parser().parse(argv)
     urls: list[str] = given.compare or ([given.url] if given.url else [])
     if not urls or (given.compare and given.url):
-        raise BenchFlagError("give one URL, or --compare with two")
+        raise CommandFailed("give one URL, or --compare with two", 2)
     _check_together(given)
     key = _api_key(given.api_key_file, environ)
     names = ["A", "B"] if given.compare else [urls[0]]
@@ -105,17 +101,17 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchP
 
 
 def _check_together(given: argparse.Namespace) -> None:
-    """Raises BenchFlagError for flags that exclude each other."""
+    """Raises CommandFailed for flags that exclude each other."""
     if given.trace is not None and (given.rate or given.concurrency or given.prompts):
-        raise BenchFlagError(
-            "--trace has its own arrivals and prompts: give --speed, not --rate, --concurrency or --prompts"
+        raise CommandFailed(
+            "--trace has its own arrivals and prompts: give --speed, not --rate, --concurrency or --prompts", 2
         )
     if given.rate and given.concurrency:
-        raise BenchFlagError("--rate and --concurrency exclude each other: give one")
+        raise CommandFailed("--rate and --concurrency exclude each other: give one", 2)
     if (given.api or "completions") == "chat" and given.prompt_as == "ids":
-        raise BenchFlagError("--prompt-as ids needs --api completions: chat takes text")
+        raise CommandFailed("--prompt-as ids needs --api completions: chat takes text", 2)
     if given.prompts is not None and given.prompt_as == "ids":
-        raise BenchFlagError("--prompts has text: leave --prompt-as ids out")
+        raise CommandFailed("--prompts has text: leave --prompt-as ids out", 2)
 
 
 def _shape(given: argparse.Namespace) -> Shape:
@@ -265,10 +261,10 @@ def _api_key(path: Path | None, environ: Mapping[str, str]) -> str:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise BenchFlagError(f"--api-key-file: cannot read {path}: {error}") from error
+        raise CommandFailed(f"--api-key-file: cannot read {path}: {error}", 2) from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise BenchFlagError(f"--api-key-file: {path} holds no key")
+        raise CommandFailed(f"--api-key-file: {path} holds no key", 2)
     return keys[0]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import result_file, whole
 from kvrelay_bench.report import MAX_COLUMNS
 from kvrelay_programs import Endpoint, State
@@ -61,12 +61,11 @@ class ProgramFigures:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0; 1 if no program of a variant succeeded; 2 for invalid flags."""
+    """Returns the exit status: 0, or 1 if no program of a variant succeeded. Raises CommandFailed."""
     try:
         plan = read_plan(argv)
     except ValueError as error:
-        print(f"kvrelay bench: {error}", file=sys.stderr)
-        return 2
+        raise CommandFailed(str(error), 2) from None
     results: list[ProgramFigures] = []
     is_interrupted = False
     try:

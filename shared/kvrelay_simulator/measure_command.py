@@ -9,18 +9,17 @@ by one within this process, an upper bound for transports; for several machines 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from kvrelay.config import ConfigError, WorkerConfig
+from kvrelay.config import WorkerConfig
 from kvrelay.config.loader import config_parser, resolve
 from kvrelay.device_profiles import MeasuredProfile
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import result_file
 from kvrelay.handoff.transports.pool_memory import as_pool
 from kvrelay.kv.table import blocks_for
@@ -37,22 +36,16 @@ REPEATS = 4
 COPIED_BLOCKS = 256
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    given = vars(measure_parser().parse(arguments))
+def measure(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status. Raises CommandFailed."""
+    given = vars(measure_parser().parse(argv))
     path = given.pop("FILE")
-    try:
-        config = resolve(WorkerConfig, given, os.environ, role="prefill")
-    except ConfigError as error:
-        print(f"kvrelay measure: {error}", file=sys.stderr)
-        return 2
+    config = resolve(WorkerConfig, given, os.environ, role="prefill")
     if config.data_parallel_size > 1:
-        print(f"kvrelay measure: {config.division}: measure one of the workers alone (allowed: 1)", file=sys.stderr)
-        return 2
+        raise CommandFailed(f"{config.division}: measure one of the workers alone (allowed: 1)", 2)
     from kvrelay.worker.worker_main import load_runner  # imports torch
 
-    profile = measure(load_runner(config), config.model_name)
+    profile = measured_profile(load_runner(config), config.model_name)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     print(path.read_text(encoding="utf-8"), end="")
     return 0
@@ -69,7 +62,7 @@ def measure_parser() -> FlagParser:
     return parser
 
 
-def measure(runner: ModelRunner, name: str) -> MeasuredProfile:
+def measured_profile(runner: ModelRunner, name: str) -> MeasuredProfile:
     """Runs the steps. Shapes that exceed the pool or the model's context are skipped. Of a worker of several ranks, the
     profile is that of all ranks together, but the transfer rate is that of one."""
     prompts, decodes = ([_run(runner, batch) for batch in _batches(runner, each)] for each in (PROMPTS, DECODES))
@@ -147,7 +140,3 @@ def _copy_rate(runner: ModelRunner) -> float:
         started = time.perf_counter()
         pool.gather(chosen, target)
     return float(target.nbytes / max(time.perf_counter() - started, 1e-9))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -12,21 +12,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvrelay.device_profiles import BUILT_IN, Profile, UnknownProfile, find_profile
-from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import number, objective, result_file, whole
-from kvrelay.scheduler_names import UnknownScheduler, check_scheduler_name
+from kvrelay.scheduler_names import check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
-from kvrelay_bench.traces import BadTrace, TracedRequest, read_trace, scaled
+from kvrelay_bench.traces import TracedRequest, read_trace, scaled
 from kvrelay_router.routing.policy import PolicyName
-from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
+from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
 from kvrelay_simulator.result_plots import check_plot, draw_runs
 from kvrelay_simulator.results import RunFigures, RunResult, RunSlo, Times, best_possible_hit_rate, figures
 from kvrelay_simulator.workers import WorkerSettings
-
-
-class SimulatorFlagError(ValueError):
-    """Flags that exclude each other. The message names them."""
-
 
 COLUMNS: list[tuple[str, Callable[[RunFigures], str]]] = [
     ("TTFT p50", lambda f: f"{f.ttft_p50_s:.3f}"),
@@ -55,8 +50,8 @@ ADVICE = {
 """Flags of other commands and earlier versions."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit status."""
+def simulate(argv: Sequence[str]) -> int:
+    """Runs the command and returns the exit status. Raises CommandFailed."""
     arguments = simulate_parser().parse(argv)
     slo = _slo(arguments.slo)
     try:
@@ -65,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         trace = scaled(requests, arguments.speed)
         runs = _runs(arguments, _settings(arguments, trace))
         results = [_run(name, settings, trace, slo) for name, settings in runs]
-    except (SimulatorFlagError, BadTrace, UnknownScheduler, CannotServe) as error:
-        return _refuse(str(error))
+    except ValueError as error:
+        raise CommandFailed(str(error), 2) from None
     print(table(results))
     print(f"TTFT in seconds, TPOT in milliseconds, goodput in requests per second with {slo}.")
     if not any(result.figures.can_hit for result in results):
@@ -107,25 +102,17 @@ def _title(arguments: argparse.Namespace, num_requests: int) -> str:
     return f"{arguments.trace.name}{speed}, {num_requests} requests; {profile}; {fleet}"
 
 
-def _refuse(reason: str) -> int:
-    print(f"kvrelay simulate: {reason}", file=sys.stderr)
-    return 2
-
-
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises SimulatorFlagError."""
+    """Raises ValueError."""
     total = arguments.prefill + arguments.decode
     if total < 1:
-        raise SimulatorFlagError("--prefill and --decode: at least one worker is needed")
+        raise ValueError("--prefill and --decode: at least one worker is needed")
     if arguments.sweep and (total < 2 or not arguments.decode):
-        raise SimulatorFlagError("--sweep needs two workers or more, and --decode above 0")
+        raise ValueError("--sweep needs two workers or more, and --decode above 0")
     if arguments.sweep and len(arguments.policy or ()) > 1:
-        raise SimulatorFlagError("--sweep compares ratios: give one --policy")
+        raise ValueError("--sweep compares ratios: give one --policy")
     if arguments.plot is not None:
-        try:
-            check_plot(arguments.plot)
-        except ValueError as error:
-            raise SimulatorFlagError(str(error)) from error
+        check_plot(arguments.plot)
 
 
 def table(results: Sequence[RunResult]) -> str:
@@ -202,7 +189,7 @@ def _settings(arguments: argparse.Namespace, trace: Sequence[TracedRequest]) -> 
     if arguments.decode_profile is not None:
         decode_profile = _profile("--decode-profile", arguments.decode_profile)
         if decode_profile.kv_bytes_per_token != profile.kv_bytes_per_token:
-            raise SimulatorFlagError(
+            raise ValueError(
                 f"--decode-profile {decode_profile.name}: its KV is not that of --profile {profile.name}: both need "
                 f"the same model"
             )
@@ -218,11 +205,11 @@ def _settings(arguments: argparse.Namespace, trace: Sequence[TracedRequest]) -> 
 
 
 def _profile(flag: str, name: str) -> Profile:
-    """Raises SimulatorFlagError."""
+    """Raises ValueError."""
     try:
         return find_profile(name)
     except UnknownProfile as error:
-        raise SimulatorFlagError(f"{flag} {name}: {error}") from None
+        raise ValueError(f"{flag} {name}: {error}") from None
 
 
 def simulate_parser() -> FlagParser:

@@ -13,13 +13,15 @@ from pathlib import Path
 import openai
 import pytest
 
-from kvrelay.cli.keys import keys
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.component.transfer.transports import NO_NIXL
 from tests.e2e.conftest import DEMO_MODEL
 from tests.e2e.open_ports import HEALTH_PAGES, check_ports
+from tests.fakes.command import command
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
+
+keys = command("keys")
 
 DEADLINE_S = 240.0
 pytestmark = pytest.mark.timeout(600)  # models are loaded three times over

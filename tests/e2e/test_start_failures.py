@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.stack_state import running_stacks
+from kvrelay.cli.stacks import running_stacks
 from kvrelay.config.demo import demo_model_path
 from tests.fakes.waiting import PATIENCE_S
 

@@ -4,41 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from http.client import HTTPException
 from typing import Any
 
-from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
-from kvrelay.cli.stack_state import NoStack
-from kvrelay.flag_parser import FlagParser
+from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, ask, router_url
+from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import whole
-from kvrelay.own_command import no_answer
 
 TIMEOUT_S = 600.0
 HELP = "/reset begins a new conversation, /exit or Ctrl-D ends."
 
 
-class ChatFailed(Exception):
-    """The server refused a request or does not answer. The message is for the user."""
-
-
 def chat(argv: Sequence[str]) -> int:
-    """Reads messages from standard input, one per line. Returns the exit status: 1 after a failed request."""
+    """Reads messages from standard input, one per line. Raises CommandFailed after a failed request."""
     arguments = chat_parser().parse(argv)
-    try:
-        url = router_url(arguments)
-        model = arguments.model or first_model(url)
-        if sys.stdin.isatty():
-            print(f"{model} at {url}. {HELP}")
-        with contextlib.suppress(KeyboardInterrupt):
-            _converse(url, model, arguments.system, arguments.max_tokens)
-    except (ChatFailed, NoStack) as error:
-        print(f"kvrelay chat: {error}", file=sys.stderr)
-        return 1
+    url = router_url(arguments)
+    model = arguments.model or first_model(url)
+    if sys.stdin.isatty():
+        print(f"{model} at {url}. {HELP}")
+    with contextlib.suppress(KeyboardInterrupt):
+        _converse(url, model, arguments.system, arguments.max_tokens)
     return 0
 
 
@@ -56,12 +43,12 @@ def chat_parser() -> FlagParser:
 
 
 def first_model(url: str) -> str:
-    """Raises ChatFailed."""
-    with _open(f"{url}/v1/models", None) as answer:
+    """Raises CommandFailed."""
+    with ask(url, "/v1/models", timeout_s=TIMEOUT_S) as answer:
         try:
             name: str = json.load(answer)["data"][0]["id"]
         except (ValueError, LookupError, TypeError):
-            raise ChatFailed(f"{url} does not list its models: is it a router of kvrelay?") from None
+            raise CommandFailed(f"{url} does not list its models: is it a router of kvrelay?") from None
     return name
 
 
@@ -95,41 +82,20 @@ def _lines() -> Iterator[str]:
 def stream_answer(
     url: str, model: str, messages: Sequence[dict[str, str]], max_tokens: int | None = None
 ) -> Iterator[str]:
-    """The parts of the answer's content as they arrive. Raises ChatFailed."""
+    """The parts of the answer's content as they arrive. Raises CommandFailed."""
     body: dict[str, Any] = {"model": model, "messages": list(messages), "stream": True}
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
     try:
-        with _open(f"{url}/v1/chat/completions", body) as answer:
+        with ask(url, "/v1/chat/completions", body, timeout_s=TIMEOUT_S) as answer:
             for line in answer:
                 event = line.decode("utf-8").strip().removeprefix("data: ")
                 if not line.startswith(b"data: ") or event == "[DONE]":
                     continue
                 chunk = json.loads(event)
                 if "error" in chunk:
-                    raise ChatFailed(str(chunk["error"].get("message", chunk["error"])))
+                    raise CommandFailed(str(chunk["error"].get("message", chunk["error"])))
                 for choice in chunk.get("choices", ()):
                     yield choice["delta"].get("content") or ""
     except (OSError, HTTPException, ValueError) as error:
-        raise ChatFailed(f"{url}: {error}") from error
-
-
-def _open(url: str, body: dict[str, Any] | None) -> Any:
-    headers = {"content-type": "application/json"}
-    if key := os.environ.get(KEY_VARIABLE):
-        headers["authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=TIMEOUT_S)
-    except urllib.error.HTTPError as error:
-        hint = f"; set {KEY_VARIABLE}" if error.code == 401 else ""
-        raise ChatFailed(f"{url} answers {error.code}: {_message(error.read())}{hint}") from None
-    except (OSError, HTTPException, ValueError) as error:
-        raise ChatFailed(no_answer(url, error)) from None
-
-
-def _message(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return body[:200].decode("utf-8", "replace")
+        raise CommandFailed(f"{url}: {error}") from error

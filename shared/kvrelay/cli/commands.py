@@ -13,92 +13,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`package` is run in place of this process; without one, the command is the function of its name beside the
-    parser. `parser` is MODULE:FUNCTION. Both are named, so that this module imports nothing."""
+    """`module` has the command as a function of its name, and `NAME_parser`. It is named, so that this module imports
+    nothing. A `package` is run in place of this process instead of the function."""
 
     name: str
     group: str
     text: str
-    parser: str
+    module: str
     package: str | None = None
 
     def flag_parser(self) -> FlagParser:
         """The parser of the command's flags. Imports what the command does."""
-        module, _, function = self.parser.partition(":")
-        make: Callable[[], FlagParser] = getattr(import_module(module), function)
+        make: Callable[[], FlagParser] = getattr(import_module(self.module), f"{self.name}_parser")
         return make()
 
     def run(self, argv: Sequence[str]) -> int:
-        """Runs a command without a package. Returns the exit status."""
-        function: Callable[[Sequence[str]], int] = getattr(import_module(self.parser.partition(":")[0]), self.name)
+        """Runs a command without a package. Returns the exit status. Raises CommandFailed."""
+        function: Callable[[Sequence[str]], int] = getattr(import_module(self.module), self.name)
         return function(argv)
 
 
 _HERE, _SERVICES, _FLEET, _MEASURE = "on one machine", "services", "a running fleet", "measuring and planning"
-_PARSERS = "kvrelay.cli.services"
+_ROUTER = "the HTTP endpoint: takes requests and decides which workers serve them"
+_PREFILL = "a prefill worker: computes prompts and hands them over"
+_DECODE = "a decode worker: takes prompts over and continues them"
+_OWN, _STACKS = "kvrelay.cli.services", "kvrelay.cli.stacks"
 
 COMMANDS = {
     command.name: command
     for command in (
-        Command("up", _HERE, "start everything on this machine", "kvrelay.cli.up:up_parser"),
-        Command("status", _HERE, "list the stacks that `kvrelay up` runs here", "kvrelay.cli.stacks:status_parser"),
-        Command("stop", _HERE, "stop a stack of `kvrelay up`", "kvrelay.cli.stacks:stop_parser"),
-        Command("chat", _HERE, "talk to a served model in this terminal", "kvrelay.cli.chat:chat_parser"),
-        Command(
-            "router",
-            _SERVICES,
-            "the HTTP endpoint: takes requests and decides which workers serve them",
-            f"{_PARSERS}:router_parser",
-            "kvrelay_router",
-        ),
-        Command(
-            "prefill",
-            _SERVICES,
-            "a prefill worker: computes prompts and hands them over",
-            f"{_PARSERS}:prefill_parser",
-            "kvrelay_prefill",
-        ),
-        Command(
-            "decode",
-            _SERVICES,
-            "a decode worker: takes prompts over and continues them",
-            f"{_PARSERS}:decode_parser",
-            "kvrelay_decode",
-        ),
-        Command(
-            "rank", _SERVICES, "one rank of a worker whose model is divided among machines", f"{_PARSERS}:rank_parser"
-        ),
-        Command("top", _FLEET, "show the fleet in this terminal", "kvrelay.cli.top:top_parser"),
-        Command("drain", _FLEET, "have routers send a worker nothing new", "kvrelay.cli.drain:drain_parser"),
-        Command("health", _FLEET, "ask a service whether it is ready", "kvrelay.cli.health:health_parser"),
-        Command("keys", _FLEET, "make a key that encrypts the traffic within a fleet", "kvrelay.cli.keys:keys_parser"),
-        Command("replay", _FLEET, "check and read event logs", "kvrelay.cli.replay:replay_parser"),
-        Command(
-            "bench",
-            _MEASURE,
-            "measure any OpenAI-compatible endpoint under load",
-            "kvrelay_bench.flags:bench_parser",
-            "kvrelay_bench",
-        ),
+        Command("up", _HERE, "start everything on this machine", "kvrelay.cli.up"),
+        Command("status", _HERE, "list the stacks that `kvrelay up` runs here", _STACKS),
+        Command("stop", _HERE, "stop a stack of `kvrelay up`", _STACKS),
+        Command("chat", _HERE, "talk to a served model in this terminal", "kvrelay.cli.chat"),
+        Command("router", _SERVICES, _ROUTER, _OWN, "kvrelay_router"),
+        Command("prefill", _SERVICES, _PREFILL, _OWN, "kvrelay_prefill"),
+        Command("decode", _SERVICES, _DECODE, _OWN, "kvrelay_decode"),
+        Command("rank", _SERVICES, "one rank of a worker whose model is divided among machines", _OWN),
+        Command("top", _FLEET, "show the fleet in this terminal", "kvrelay.cli.top"),
+        Command("drain", _FLEET, "have routers send a worker nothing new", "kvrelay.cli.drain"),
+        Command("health", _FLEET, "ask a service whether it is ready", "kvrelay.cli.health"),
+        Command("keys", _FLEET, "make a key that encrypts the traffic within a fleet", _OWN),
+        Command("replay", _FLEET, "check and read event logs", "kvrelay.cli.replay"),
+        Command("bench", _MEASURE, "measure any OpenAI-compatible endpoint under load", "kvrelay_bench.bench_command"),
         Command(
             "simulate",
             _MEASURE,
             "replay a trace through a fleet of simulated devices",
-            "kvrelay_simulator.simulate_command:simulate_parser",
-            "kvrelay_simulator",
+            "kvrelay_simulator.simulate_command",
         ),
         Command(
             "measure",
             _MEASURE,
             "measure a profile of this machine for simulate",
-            "kvrelay_simulator.measure_command:measure_parser",
             "kvrelay_simulator.measure_command",
         ),
         Command(
             "completion",
             "this command",
             "print a script that completes commands and flags in a shell",
-            "kvrelay.cli.completion:completion_parser",
+            "kvrelay.cli.completion",
         ),
     )
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import IO, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -17,22 +17,10 @@ STARTING, READY, DIED, STOPPING, STOPPED = "starting", "ready", "died", "stoppin
 STYLES = {READY: "green", DIED: "red", STOPPED: "dim", STOPPING: "yellow", STARTING: "yellow"}
 
 
-class Display(AbstractContextManager["Display"], Protocol):
-    """Shows the states of services."""
+class Display(AbstractContextManager["Display"]):
+    """Shows the states of services, as one line per event: for files, pipes and next to logs."""
 
-    def update(self, name: str, state: str, detail: str = "") -> None:
-        """Shows that a service entered a state."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Shows a permanent text."""
-        ...
-
-
-class PlainDisplay(Display):
-    """Prints one line per event, for files, pipes and next to logs."""
-
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: IO[str]) -> None:
         self._out = out
 
     def __exit__(
@@ -41,10 +29,12 @@ class PlainDisplay(Display):
         return None
 
     def update(self, name: str, state: str, detail: str = "") -> None:
+        """Shows that a service entered a state."""
         self.note(f"{name:12} {state:9} {detail}".rstrip())
 
     def note(self, text: str) -> None:
-        """Drops the text if the output is closed or its disk is full: services are supervised all the same."""
+        """Shows a permanent text. Drops it if the output is closed or its disk is full: services are supervised all the
+        same."""
         with suppress(OSError, ValueError):
             print(text, file=self._out, flush=True)
 
@@ -53,6 +43,7 @@ class LiveDisplay(Display):
     """A table that is redrawn in place, for terminals."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__(console.file)
         self._rows: dict[str, tuple[str, str, float]] = {}
         self._spinners: dict[str, Spinner] = {}
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=8)
@@ -85,7 +76,7 @@ class LiveDisplay(Display):
         return table
 
 
-def make_display(out: TextIO, *, plain: bool) -> Display:
+def make_display(out: IO[str], *, plain: bool) -> Display:
     """A live table on a terminal; lines elsewhere or with `plain`."""
     console = Console(file=out)
-    return PlainDisplay(out) if plain or not console.is_terminal else LiveDisplay(console)
+    return Display(out) if plain or not console.is_terminal else LiveDisplay(console)

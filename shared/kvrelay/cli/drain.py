@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvrelay.cli.stack_state import NO_STACK, STATE_DIR, NoStack, add_stack_flags, named_stack
+from kvrelay.cli.stacks import NO_STACK, STATE_DIR, add_stack_flags, named_stack
 from kvrelay.config.common import CommonConfig
-from kvrelay.config.loader import ConfigError, add_config_flag, add_flags, resolve
+from kvrelay.config.loader import add_config_flag, add_flags, resolve
 from kvrelay.config.router import RouterConfig
-from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import number
-from kvrelay.fleet import Registry, RegistryError, WorkerRecord
+from kvrelay.fleet import Registry, RegistryError
 
 POLL_S = 1.0
 _STACK_FIELDS = {"redis_url", "redis_prefix", "served_model_name", "model", "config"}
@@ -24,31 +23,23 @@ _STACK_VARIABLES = ("KVRELAY_REDIS_URL", "KVRELAY_CONFIG")
 
 
 def drain(argv: Sequence[str]) -> int:
-    """Runs the command. Returns the exit status: 0, 1 for a failure, 2 for invalid flags."""
+    """Marks the worker, and waits for it with `--wait`. Raises CommandFailed."""
     arguments = drain_parser().parse(argv)
-    try:
-        found = _of_stack(arguments)
-        config = resolve(RouterConfig, {**vars(arguments), **found}, os.environ)
-    except NoStack as error:
-        print(f"kvrelay drain: {error}", file=sys.stderr)
-        return 1
-    except ConfigError as error:
-        print(f"kvrelay drain: {error}", file=sys.stderr)
-        return 2
+    found = _of_stack(arguments)
+    config = resolve(RouterConfig, {**vars(arguments), **found}, os.environ)
     if not config.uses_redis:
-        print(
-            "kvrelay drain: redis_url is none, and workers are marked in Redis; without it, send the worker SIGTERM: "
-            "it finishes what it has, for drain_timeout_s at most, and ends",
-            file=sys.stderr,
+        raise CommandFailed(
+            "redis_url is none, and workers are marked in Redis; without it, send the worker SIGTERM: it finishes what "
+            "it has, for drain_timeout_s at most, and ends",
+            2,
         )
-        return 2
     try:
-        return asyncio.run(_drain(config, arguments))
+        asyncio.run(_drain(config, arguments))
     except RegistryError as error:
         is_guessed = "redis_url" not in found and not _names_redis(arguments)
         hint = f"; {NO_STACK} {STATE_DIR}: name its --state-dir, or --redis" if is_guessed else ""
-        print(f"kvrelay drain: {str(error).rstrip('.')}{hint}", file=sys.stderr)
-        return 1
+        raise CommandFailed(f"{str(error).rstrip('.')}{hint}") from None
+    return 0
 
 
 def drain_parser() -> FlagParser:
@@ -68,7 +59,7 @@ def drain_parser() -> FlagParser:
 
 
 def _of_stack(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the stack of `kvrelay up` that is named, or that runs here if nothing names a Redis. Raises NoStack."""
+    """Fields of the stack of `kvrelay up` that is named, or that runs here if nothing names a Redis."""
     is_named = arguments.port is not None or arguments.state_dir is not None
     if not is_named and _names_redis(arguments):
         return {"port": 0}
@@ -87,45 +78,37 @@ def _names_redis(arguments: argparse.Namespace) -> bool:
     return bool(_STACK_FIELDS & vars(arguments).keys()) or any(map(os.environ.get, _STACK_VARIABLES))
 
 
-async def _drain(config: RouterConfig, arguments: argparse.Namespace) -> int:
+async def _drain(config: RouterConfig, arguments: argparse.Namespace) -> None:
     registry = Registry(config.redis_url, config.redis_prefix)
     try:
         if not await registry.mark_draining(config.model_name, arguments.worker, draining=not arguments.undo):
             known = ", ".join(w.worker_id for w in await registry.list_workers(config.model_name)) or "none"
-            print(
-                f"kvrelay drain: no worker {arguments.worker} serves {config.model_name}; there are: {known}",
-                file=sys.stderr,
-            )
-            return 1
+            raise CommandFailed(f"no worker {arguments.worker} serves {config.model_name}; there are: {known}")
         if arguments.undo:
             print(f"{arguments.worker} takes new requests again")
-            return 0
+            return
         print(f"{arguments.worker} drains: routers send it nothing new")
-        return 0 if arguments.wait is None else await _wait(registry, config.model_name, arguments)
+        if arguments.wait is not None:
+            await _wait(registry, config.model_name, arguments)
     finally:
         await registry.close()
 
 
-async def _wait(registry: Registry, model: str, arguments: argparse.Namespace) -> int:
+async def _wait(registry: Registry, model: str, arguments: argparse.Namespace) -> None:
     deadline = time.monotonic() + arguments.wait
     num_open: float | None = None
     while True:
-        worker = await _find(registry, model, arguments.worker)
+        workers = await registry.list_workers(model)
+        worker = next((each for each in workers if each.worker_id == arguments.worker), None)
         if worker is None:
             print(f"{arguments.worker} has left the fleet")
-            return 0
+            return
         # Idle twice in a row, because a report may be older than the last request sent to the worker.
         if num_open == 0 and worker.load.get("open") == 0:
             print(f"{arguments.worker} is idle and can be stopped")
-            return 0
+            return
         num_open = worker.load.get("open")
         if time.monotonic() >= deadline:
             has = "does not say what it has" if num_open is None else f"still has {num_open:g} requests"
-            print(f"kvrelay drain: {arguments.worker} {has}", file=sys.stderr)
-            return 1
+            raise CommandFailed(f"{arguments.worker} {has}")
         await asyncio.sleep(POLL_S)
-
-
-async def _find(registry: Registry, model: str, worker_id: str) -> WorkerRecord | None:
-    workers = await registry.list_workers(model)
-    return next((worker for worker in workers if worker.worker_id == worker_id), None)

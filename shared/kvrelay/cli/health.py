@@ -3,13 +3,12 @@ often."""
 
 from __future__ import annotations
 
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
 
-from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import number
 from kvrelay.own_command import cause
 
@@ -18,7 +17,7 @@ SHOWN_BYTES = 500
 
 
 def health(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0 if the page answers 2xx, else 1."""
+    """Raises CommandFailed unless the page answers 2xx."""
     parser = health_parser()
     arguments = parser.parse(argv)
     if not arguments.url.startswith(("http://", "https://")):
@@ -29,13 +28,12 @@ def health(argv: Sequence[str]) -> int:
     try:
         with opener.open(arguments.url, timeout=arguments.timeout) as answer:
             print(answer.read(SHOWN_BYTES).decode("utf-8", "replace").strip())
-        return 0
     except urllib.error.HTTPError as error:
         said = error.read(SHOWN_BYTES).decode("utf-8", "replace").strip()
-        print(f"kvrelay health: {arguments.url}: {error.code} {said}", file=sys.stderr)
+        raise CommandFailed(f"{arguments.url}: {error.code} {said}") from None
     except (OSError, HTTPException, ValueError) as error:
-        print(f"kvrelay health: {arguments.url} does not answer ({cause(error)})", file=sys.stderr)
-    return 1
+        raise CommandFailed(f"{arguments.url} does not answer ({cause(error)})") from None
+    return 0
 
 
 def health_parser() -> FlagParser:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from kvrelay.cli.commands import COMMANDS, help_text
-from kvrelay.flag_parser import closest
+from kvrelay.flag_parser import CommandFailed, closest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if command.package is not None:
         os.execv(sys.executable, [sys.executable, "-m", command.package, *rest])
-    return command.run(rest)
+    try:
+        return command.run(rest)
+    except CommandFailed as error:
+        sys.stderr.write(f"kvrelay {name}: {error}\n")
+        return error.status
 
 
 if __name__ == "__main__":

@@ -5,23 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Set
-from typing import Protocol
 
 from kvrelay.fleet import Registry, RegistryUnavailable
 
 HTTP_TIMEOUT_S = 2.0
-
-
-class ReadyCheck(Protocol):
-    """Polled while a service starts."""
-
-    def restarted(self) -> None:
-        """Called before a restart; earlier readiness no longer counts."""
-        ...
-
-    async def is_ready(self) -> bool:
-        """Returns whether the service is ready since its last start."""
-        ...
 
 
 class WorkerReady:
@@ -81,3 +68,7 @@ class RouterReady:
         finally:
             writer.close()
         return head.split(b" ", 2)[1] if head else b"", body
+
+
+ReadyCheck = WorkerReady | RouterReady
+"""Polled while a service starts. `restarted` is called before a restart: earlier readiness no longer counts."""

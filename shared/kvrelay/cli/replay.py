@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.flag_parser import FlagParser
+from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.telemetry.event_log import BORN, Line, encode_answer
 
 MACHINES = {
@@ -94,8 +93,7 @@ def replay(arguments: Sequence[str]) -> int:
             for number, text in enumerate(path.read_bytes().splitlines(), 1)
         ]
     except OSError as error:
-        sys.stderr.write(f"kvrelay replay: cannot read {error.filename}: {error.strerror}\n")
-        return 2
+        raise CommandFailed(f"cannot read {error.filename}: {error.strerror}", 2) from None
     found = replay_lines(lines)
     for difference in found.differences:
         print(difference)

@@ -1,18 +1,106 @@
-"""`kvrelay status` and `kvrelay stop`: the stacks of `kvrelay up` that run from a state directory."""
+"""The stacks of `kvrelay up` on this machine. Each writes `PORT/stack.json` in its state directory while it runs, by
+which `kvrelay status`, `stop` and other commands find it."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from kvrelay.cli.stack_state import STATE_DIR, NoStack, add_stack_flags, find_stack, is_running, running_stacks
-from kvrelay.flag_parser import FlagParser
-from kvrelay.flag_values import number
+from kvrelay.config.up_config import UpConfig
+from kvrelay.flag_parser import CommandFailed, FlagParser
+from kvrelay.flag_values import number, whole
+from kvrelay.process_identity import has_ended, running_process_id
 
+STATE_DIR = Path(str(UpConfig.model_fields["state_dir"].default))
+NO_STACK = "no stack of kvrelay up runs in"
+DETACHED = "KVRELAY_INHERITED_DETACHED"
+"""Set for a `kvrelay up` that has no terminal, so that it names another way to stop it than Ctrl-C."""
 POLL_S = 0.1
+_FILE = "stack.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StackState:
+    """What other commands need to know of a stack. `redis_url` contains a password."""
+
+    pid: int
+    identity: str  # of the process
+    port: int
+    url: str
+    model: str
+    redis_url: str
+    redis_prefix: str
+    is_ready: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return running_process_id(self.identity) == self.pid and not has_ended(self.identity)
+
+    def write(self, directory: Path) -> None:
+        """Replaces the stack's file, which only this user can read. Raises OSError."""
+        path = directory / f"{_FILE}.new"
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+        path.rename(directory / _FILE)
+
+
+def remove_state(directory: Path) -> None:
+    with suppress(OSError):
+        (directory / _FILE).unlink()
+
+
+def running_stacks(state_dir: Path) -> list[StackState]:
+    """The stacks that run now, by port."""
+    found = []
+    for path in state_dir.glob(f"*/{_FILE}"):
+        with suppress(OSError, ValueError, TypeError):  # it ends meanwhile, or is of another version
+            found.append(StackState(**json.loads(path.read_text(encoding="utf-8"))))
+    return sorted((stack for stack in found if stack.is_running), key=lambda stack: stack.port)
+
+
+def find_stack(state_dir: Path, port: int | None) -> StackState:
+    """The stack at `port`, or the only one. Raises CommandFailed."""
+    stacks = running_stacks(state_dir)
+    chosen = [stack for stack in stacks if port in (None, stack.port)]
+    if len(chosen) == 1:
+        return chosen[0]
+    ports = ", ".join(str(stack.port) for stack in stacks)
+    if chosen:
+        raise CommandFailed(f"several stacks run in {state_dir}, on ports {ports}: choose one with --port")
+    if stacks:
+        raise CommandFailed(f"no stack runs on port {port} in {state_dir}; there are: {ports}")
+    raise CommandFailed(f"{NO_STACK} {state_dir}; name its directory with --state-dir")
+
+
+def add_stack_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--port` and `--state-dir`, which name a stack of `kvrelay up`."""
+    parser.add_argument("--port", type=whole(1, 65535), metavar="N", help="the stack of kvrelay up at this port")
+    parser.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help=f"the state directory of kvrelay up (default: {STATE_DIR})"
+    )
+
+
+def named_stack(arguments: argparse.Namespace) -> StackState | None:
+    """The stack that the flags of `add_stack_flags` name, or else the only one of the default directory. None if no
+    flag is given and there is not exactly one. Raises CommandFailed."""
+    is_named = arguments.port is not None or arguments.state_dir is not None
+    try:
+        return find_stack(arguments.state_dir or STATE_DIR, arguments.port)
+    except CommandFailed:
+        if is_named:
+            raise
+        return None
 
 
 def status(argv: Sequence[str]) -> int:
@@ -37,25 +125,17 @@ def status_parser() -> FlagParser:
 
 
 def stop(argv: Sequence[str]) -> int:
-    """Returns the exit status: 1 if there is no such stack, or it does not end in time."""
+    """Raises CommandFailed if there is no such stack, or it does not end in time."""
     arguments = stop_parser().parse(argv)
+    stack = find_stack(arguments.state_dir or STATE_DIR, arguments.port)
     try:
-        stack = find_stack(arguments.state_dir or STATE_DIR, arguments.port)
         os.kill(stack.pid, signal.SIGTERM)
-    except NoStack as error:
-        print(f"kvrelay stop: {error}", file=sys.stderr)
-        return 1
     except OSError as error:
-        print(f"kvrelay stop: process {stack.pid}: {error.strerror}", file=sys.stderr)
-        return 1
+        raise CommandFailed(f"process {stack.pid}: {error.strerror}") from None
     deadline = time.monotonic() + arguments.timeout
-    while is_running(stack):
+    while stack.is_running:
         if time.monotonic() > deadline:
-            print(
-                f"kvrelay stop: {stack.url} (process {stack.pid}) still drains; stop again to end it at once",
-                file=sys.stderr,
-            )
-            return 1
+            raise CommandFailed(f"{stack.url} (process {stack.pid}) still drains; stop again to end it at once")
         time.sleep(POLL_S)
     print(f"stopped {stack.url}")
     return 0
@@ -76,3 +156,47 @@ def stop_parser() -> FlagParser:
         help="wait so long for its end (default: 60)",
     )
     return parser
+
+
+def up_detached(argv: Sequence[str], state_dir: Path) -> int:
+    """Starts a stack in the background and waits until it is ready. Returns 0, or the status of a stack that ended."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        log = state_dir / f"up-{os.getpid()}.log"
+        output = log.open("wb")
+    except OSError as error:
+        raise CommandFailed(f"cannot write to {state_dir}: {error.strerror}; name another --state-dir", 2) from None
+    command = [sys.executable, "-m", "kvrelay", "up", *argv, "--no-detach"]
+    with output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, DETACHED: "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        stack = _wait_ready(process, state_dir)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        stack = None
+    if stack is None:
+        sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
+        log.unlink()
+        return process.returncode or 1
+    kept = log.rename(state_dir / str(stack.port) / "up.log")
+    sys.stdout.write(kept.read_text(encoding="utf-8", errors="replace"))
+    print(f"Runs in the background (process {stack.pid}, log {kept}).")
+    return 0
+
+
+def _wait_ready(process: subprocess.Popen[bytes], state_dir: Path) -> StackState | None:
+    """None if the process ends before its stack is ready."""
+    while process.poll() is None:
+        for stack in running_stacks(state_dir):
+            if stack.pid == process.pid and stack.is_ready:
+                return stack
+        time.sleep(2 * POLL_S)
+    return None

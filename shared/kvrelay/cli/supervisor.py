@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from kvrelay.cli.display import DIED, READY, STARTING, STOPPED, STOPPING, Display
 from kvrelay.cli.readiness import ReadyCheck
+from kvrelay.flag_parser import CommandFailed
 from kvrelay.machine_memory import num_memory_kills
 from kvrelay.process import describe_exit, die_with_parent
 
@@ -39,10 +40,6 @@ _ERROR = re.compile(
     r" (ERROR|CRITICAL) |\"level\": ?\"(error|critical)\"|^[A-Za-z_.]*(Error|Exception)\b.*:|cannot start"
 )
 _CONFIGURATION = re.compile(r"\bconfiguration: ")
-
-
-class ServiceStartFailed(Exception):
-    """A service ended before it was ready. The message contains the error and the last lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ class Service:
         self._became_ready = False  # the present run did
 
     async def run(self) -> None:
-        """Keeps the service running until `stop`. Raises ServiceStartFailed if it never becomes ready."""
+        """Keeps the service running until `stop`. Raises CommandFailed if it never becomes ready."""
         pauses = RestartPauses()
         while not self._stopping:
             started = time.monotonic()
@@ -95,7 +92,7 @@ class Service:
             if self._stopping:
                 return
             if not self._was_ready:
-                raise ServiceStartFailed(f"{self.spec.name} {ending} before it was ready{self._log_tail()}")
+                raise CommandFailed(f"{self.spec.name} {ending} before it was ready{self._log_tail()}")
             pause_s = pauses.after(time.monotonic() - started, became_ready=self._became_ready)
             self._display.update(self.spec.name, DIED, f"{ending}; restarts in {pause_s:g} s {self._log_hint()}")
             await asyncio.sleep(pause_s)
@@ -204,7 +201,7 @@ class Supervisor:
         self._tasks = [asyncio.create_task(service.run()) for service in (*self._others, self._front)]
 
     async def wait_ready(self) -> None:
-        """Waits until every service was ready. Raises ServiceStartFailed."""
+        """Waits until every service was ready. Raises CommandFailed."""
         waiting = asyncio.create_task(self._all_ready())
         running: list[asyncio.Task[None]] = [waiting, *self._tasks]
         try:

@@ -10,8 +10,6 @@ import sys
 import termios
 import time
 import tty
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
@@ -21,32 +19,23 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, router_url
-from kvrelay.cli.stack_state import NoStack
-from kvrelay.flag_parser import FlagParser
+from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, ask, router_url
+from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import number
-from kvrelay.own_command import no_answer
 
+TIMEOUT_S = 10.0
 OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
 """Entries of a worker's `queues` that are no queues."""
 
 
 def top(argv: Sequence[str]) -> int:
-    """Runs until `q` or Ctrl-C. Returns the exit status: 1 if the router did not answer the first request."""
+    """Runs until `q` or Ctrl-C. Raises CommandFailed if the router does not answer the first request."""
     parser = top_parser()
     arguments = parser.parse(argv)
     if not 0.1 <= arguments.interval <= 3600:
         parser.error("--interval must be from 0.1 to 3600")
-    try:
-        url = router_url(arguments)
-    except NoStack as error:
-        print(f"kvrelay top: {error}", file=sys.stderr)
-        return 1
-    try:
-        fleet = ask(url)
-    except (OSError, HTTPException, ValueError) as error:
-        print(f"kvrelay top: {_unanswered(url, error)}", file=sys.stderr)
-        return 1
+    url = router_url(arguments)
+    fleet = fleet_of(url)
     if arguments.once:
         Console().print(view(fleet))
         return 0
@@ -69,33 +58,23 @@ def top_parser() -> FlagParser:
     return parser
 
 
-def ask(url: str) -> dict[str, Any]:
-    """Fetches a router's `/fleet`. Raises OSError, HTTPException, ValueError."""
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(f"{url.rstrip('/')}/fleet", headers=headers)
+def fleet_of(url: str) -> dict[str, Any]:
+    """A router's `/fleet`. Raises CommandFailed."""
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with ask(url, "/fleet", timeout_s=TIMEOUT_S) as answer:
             found: dict[str, Any] = json.load(answer)
-    except urllib.error.HTTPError as error:
-        hint = f"; set {KEY_VARIABLE}" if error.code == 401 else ""
-        raise ValueError(f"the router answers {error.code}{hint}") from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise CommandFailed(f"{url}: {error}") from error
     return found
-
-
-def _unanswered(url: str, error: Exception) -> str:
-    if isinstance(error, OSError):
-        return no_answer(url, error)
-    return f"{url}: {error}"
 
 
 def _follow(url: str, interval_s: float, fleet: dict[str, Any]) -> None:
     with _keys_at_once(), Live(view(fleet), auto_refresh=False, screen=True) as live:
         while not _is_quit(interval_s):
             try:
-                fleet = ask(url)
-            except (OSError, HTTPException, ValueError) as error:
-                live.update(Group(Text(_unanswered(url, error), style="red"), view(fleet)), refresh=True)
+                fleet = fleet_of(url)
+            except CommandFailed as error:
+                live.update(Group(Text(str(error), style="red"), view(fleet)), refresh=True)
             else:
                 live.update(view(fleet), refresh=True)
 

@@ -14,15 +14,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from kvrelay.cli.detached import DETACHED, up_detached
 from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.instance_lock import InstanceLock
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
 from kvrelay.cli.model_files import longest_sequence
 from kvrelay.cli.preflight import check_plan, find_models, hold_port
 from kvrelay.cli.readiness import RouterReady, WorkerReady
-from kvrelay.cli.stack_state import StackState, remove_state, start_of
-from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor
+from kvrelay.cli.stacks import DETACHED, StackState, remove_state, up_detached
+from kvrelay.cli.supervisor import Service, ServiceSpec, Supervisor
 from kvrelay.cli.up_flags import parse_up_flags, up_parser
 from kvrelay.config.common import is_wildcard, mask_password
 from kvrelay.config.demo import DEMO_MODEL_NAME
@@ -33,10 +32,12 @@ from kvrelay.config.loader import (
 )
 from kvrelay.config.up_config import UpConfig
 from kvrelay.core_leases import SharedLeases
+from kvrelay.flag_parser import CommandFailed
 from kvrelay.fleet import Registry, RegistryError, RegistryUnavailable
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
 from kvrelay.own_command import own_command
 from kvrelay.process import describe_exit
+from kvrelay.process_identity import own_identity
 
 __all__ = ["up", "up_parser"]
 
@@ -44,7 +45,7 @@ REDIS_POLL_S = 0.5
 
 
 def up(argv: Sequence[str]) -> int:
-    """Runs until stopped. Returns the exit status: 1 if a service failed to start, 2 for invalid flags."""
+    """Runs until stopped. Returns the exit status. Raises CommandFailed, also if a service failed to start."""
     flags = parse_up_flags(argv)
     for warning in variable_warnings(os.environ, for_up=True):
         print(f"kvrelay up: warning: {warning}", file=sys.stderr)
@@ -66,17 +67,12 @@ def up(argv: Sequence[str]) -> int:
             server = None if plan.up.redis_url else stack.enter_context(EmbeddedRedis())
             display = stack.enter_context(make_display(sys.stdout, plain=plan.up.verbose))
             return asyncio.run(_Run(plan, server, display).run())
-    except ConfigError as error:
-        print(f"kvrelay up: {error}", file=sys.stderr)
-        return 2
     except RegistryUnavailable as error:
         url = f"--redis {mask_password(plan.up.redis_url)}: " if plan.up.redis_url else ""
         hint = "; start it, or leave --redis out: kvrelay up then starts its own" if url else ""
-        print(f"kvrelay up: {url}{str(error).rstrip('.')}{hint}", file=sys.stderr)
-        return 1
-    except (EmbeddedRedisError, RegistryError, ServiceStartFailed) as error:
-        print(f"kvrelay up: {error}", file=sys.stderr)
-        return 1
+        raise CommandFailed(f"{url}{str(error).rstrip('.')}{hint}") from None
+    except (EmbeddedRedisError, RegistryError) as error:
+        raise CommandFailed(str(error)) from None
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -94,7 +90,7 @@ class _Run:
         self._supervisor: Supervisor | None = None
 
     async def run(self) -> int:
-        """Runs until stopped and returns the exit status. Raises ServiceStartFailed, RegistryError."""
+        """Runs until stopped and returns the exit status. Raises CommandFailed, RegistryError."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
@@ -150,12 +146,12 @@ class _Run:
             return
         state = StackState(
             pid=os.getpid(),
+            identity=own_identity(),
             port=own.port,
             url=self._plan.url,
             model=self._plan.router.model_name,
             redis_url=self._redis_url,
             redis_prefix=self._plan.router.redis_prefix,
-            started=start_of(os.getpid()) or 0,
             is_ready=is_ready,
         )
         try:

@@ -33,7 +33,7 @@ from kvrelay.config.without_effect import (
     unknown_variables,
 )
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.flag_parser import FlagParser, closest
+from kvrelay.flag_parser import CommandFailed, FlagParser, closest
 
 TABLES: dict[str, type[BaseModel]] = {
     "up": UpConfig,
@@ -57,8 +57,11 @@ _SECRETS = ("api_keys", "admin_api_keys")
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
-class ConfigError(ValueError):
+class ConfigError(CommandFailed):
     """An invalid value. The message names the field, the source of the value, and the allowed values."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=2)
 
 
 def load_config(

@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 
+from kvrelay.flag_parser import CommandFailed
 from kvrelay_bench.answer_reader import NOT_WHOLE, Record
-from kvrelay_bench.bench_command import Bench, main
-from kvrelay_bench.flags import BenchFlagError, read_flags
+from kvrelay_bench.bench_command import Bench
+from kvrelay_bench.flags import read_flags
 from kvrelay_bench.http import Client, Endpoint
 from kvrelay_bench.load_generator import LoadPoint, run_load
 from kvrelay_bench.report import MAX_COLUMNS
 from kvrelay_bench.workload import Shape, Wire, arrival_times, synthetic
+from tests.fakes.command import command
 from tests.fakes.openai_server import USAGE, Exchange, OpenAiServer, openai_server
+
+main = command("bench")
 
 NUM = 12
 
@@ -264,7 +268,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_do_not_go_together(flags: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BenchFlagError, match=complaint):
+    with pytest.raises(CommandFailed, match=complaint):
         read_flags(flags, {})
     assert main(flags) == 2
 
@@ -332,9 +336,9 @@ async def test_ctrl_c_writes_and_shows_what_has_ended(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     script, later = stalls_after(8)
     async with openai_server(script) as server:
-        command = ["-m", "kvrelay_bench", server.url, "--warm-up", "0", "--requests", "9", "--json", str(out)]
+        interrupted = ["-m", "kvrelay", "bench", server.url, "--warm-up", "0", "--requests", "9", "--json", str(out)]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            sys.executable, *interrupted, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
         await later.wait()
         process.send_signal(signal.SIGINT)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cli.chat import chat
 from kvrelay.own_command import own_command
+from tests.fakes.command import command
+
+chat = command("chat")
 
 ASKED: list[dict[str, Any]] = []
 

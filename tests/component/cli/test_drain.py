@@ -8,10 +8,12 @@ import secrets
 import msgspec
 import pytest
 
-from kvrelay.cli.drain import drain
 from kvrelay.fleet import Registry, WorkerRecord
 from kvrelay.fleet.embedded import EmbeddedRedis
+from tests.fakes.command import command
 from tests.fakes.records import worker_record
+
+drain = command("drain")
 
 HELD = {"worker_id": "w0", "role": "decode"}
 

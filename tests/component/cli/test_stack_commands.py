@@ -13,15 +13,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvrelay.cli.chat import chat
-from kvrelay.cli.drain import drain
 from kvrelay.cli.router_url import DEFAULT_URL
-from kvrelay.cli.stack_state import NoStack, StackState, find_stack, running_stacks, start_of
-from kvrelay.cli.stacks import status, stop
-from kvrelay.cli.top import top
+from kvrelay.cli.stacks import StackState, find_stack, running_stacks
+from kvrelay.flag_parser import CommandFailed
 from kvrelay.fleet import RegistryUnavailable
+from kvrelay.process_identity import own_identity
+from tests.fakes.command import command
 from tests.fakes.up import FAKE_SERVICES, ROOT, Up
 from tests.fakes.waiting import PATIENCE_S
+
+chat = command("chat")
+drain = command("drain")
+status = command("status")
+stop = command("stop")
+top = command("top")
 
 Start = Callable[..., Up]
 
@@ -61,9 +66,9 @@ def test_status_drain_and_stop_find_the_stack(start: Start, tmp_path: Path, caps
     assert drain(["decode-0", "--undo", "--port", str(stack.port), *here]) == 0
     assert drain(["nobody", *here]) == 1
     assert re.search("there are: (decode-0, prefill-0|prefill-0, decode-0)$", capsys.readouterr().err, re.MULTILINE)
-    for command in (drain, top, chat, stop):
-        argv = ["decode-0"] if command is drain else []
-        assert command([*argv, "--port=1", *here]) == 1
+    for each in (drain, top, chat, stop):
+        argv = ["decode-0"] if each is drain else []
+        assert each([*argv, "--port=1", *here]) == 1
         assert f"no stack runs on port 1 in {state_dir}; there are: {stack.port}" in capsys.readouterr().err
     assert stop(here) == 0
     assert capsys.readouterr().out == f"stopped {stack.url}\n"
@@ -81,9 +86,9 @@ def check_greeting(up: Up, stack: StackState, state_dir: Path) -> None:
         assert line in up.output
     named = dict(re.findall(r"^  (terminal|chat|benchmark) +(.+)$", up.output, re.MULTILINE))
     for name in ("terminal", "chat", "benchmark"):
-        command = [*shlex.split(named[name]), "--help"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-        assert done.returncode == 0 and done.stdout, (command, done.stderr)
+        shown = [*shlex.split(named[name]), "--help"]
+        done = subprocess.run(shown, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == 0 and done.stdout, (shown, done.stderr)
 
 
 @pytest.mark.slow
@@ -99,9 +104,9 @@ def test_a_stack_that_was_killed_is_not_found(start: Start, tmp_path: Path) -> N
 def test_up_returns_when_the_stack_is_ready_or_with_the_failure(tmp_path: Path, fails: bool) -> None:
     state_dir = tmp_path / "state"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FAKE_SERVICES), str(ROOT)])}
-    command = [sys.executable, "-m", "kvrelay", "up", "--detach", "--port=0", f"--state-dir={state_dir}"]
+    detached = [sys.executable, "-m", "kvrelay", "up", "--detach", "--port=0", f"--state-dir={state_dir}"]
     done = subprocess.run(
-        command,
+        detached,
         env=environ | ({"FAKE_FAIL": "decode"} if fails else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -133,15 +138,15 @@ def test_one_of_several_stacks_must_be_chosen(tmp_path: Path) -> None:
         (tmp_path / str(port)).mkdir()
         state = StackState(
             pid=os.getpid(),
+            identity=own_identity(),
             port=port,
             url=f"http://127.0.0.1:{port}",
             model="m",
             redis_url="redis://h",
             redis_prefix="p",
-            started=start_of(os.getpid()) or 0,
         )
         state.write(tmp_path / str(port))
-    with pytest.raises(NoStack, match=r"several stacks run in .*, on ports 1, 2: choose one with --port"):
+    with pytest.raises(CommandFailed, match=r"several stacks run in .*, on ports 1, 2: choose one with --port"):
         find_stack(tmp_path, None)
     assert find_stack(tmp_path, 2).port == 2
     (tmp_path / "1" / "stack.json").write_text("{}")  # of another version
@@ -168,6 +173,6 @@ def test_without_a_stack_top_asks_the_default_url(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvrelay.cli.top.ask", lambda url: (_ for _ in ()).throw(OSError(f"asked {url}")))
+    monkeypatch.setattr("kvrelay.cli.top.ask", lambda url, *_, **__: (_ for _ in ()).throw(OSError(f"asked {url}")))
     assert top(["--once"]) == 1
     assert f"asked {DEFAULT_URL}" in capsys.readouterr().err

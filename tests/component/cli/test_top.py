@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvrelay.cli.top import top, view
+from kvrelay.cli.top import view
 from kvrelay.own_command import own_command
+from tests.fakes.command import command
 from tests.fakes.waiting import PATIENCE_S
+
+top = command("top")
 
 FLEET: dict[str, Any] = {
     "router": {"router_id": "router-7", "registry": "ok"},
@@ -98,7 +101,7 @@ def test_it_says_what_is_wrong(
 ) -> None:
     monkeypatch.delenv("KVRELAY_API_KEY", raising=False)
     assert top([router, "--once"]) == 1
-    assert "401; set KVRELAY_API_KEY" in capsys.readouterr().err
+    assert "/fleet answers 401: {}; set KVRELAY_API_KEY" in capsys.readouterr().err
     assert top(["http://127.0.0.1:1", "--once"]) == 1
     how = f"start one with `{own_command()} up`"
     expected = f"kvrelay top: http://127.0.0.1:1 does not answer (Connection refused); {how}"
@@ -125,8 +128,8 @@ def test_models_are_shown_one_after_the_other() -> None:
 def test_q_ends_it(router: str) -> None:
     terminal, inner = pty.openpty()
     environ = {**os.environ, "KVRELAY_API_KEY": "secret", "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
-    command = [sys.executable, "-m", "kvrelay", "top", router, "--interval", "3600"]
-    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environ)
+    shown_top = [sys.executable, "-m", "kvrelay", "top", router, "--interval", "3600"]
+    process = subprocess.Popen(shown_top, stdin=inner, stdout=inner, stderr=inner, env=environ)
     os.close(inner)
     try:
         shown = b""

@@ -15,12 +15,14 @@ import psutil
 import pytest
 
 from kvrelay.cli.instance_lock import InstanceLock
-from kvrelay.cli.up import up as run_up
 from kvrelay.config.demo import demo_model_path
 from kvrelay.config.loader import ConfigError
 from kvrelay.fleet.embedded import EmbeddedRedis
+from tests.fakes.command import command
 from tests.fakes.up import GREETING, Up
 from tests.fakes.waiting import PATIENCE_S, wait_until
+
+run_up = command("up")
 
 Start = Callable[..., Up]
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import zmq
 
-from kvrelay.cli.keys import keys
 from kvrelay.config import ConfigError, RouterConfig, load_config
 from kvrelay.curve import BadKeyFile, CurveKey
 from kvrelay.handoff.transports.base import BlockPush, Landed
@@ -22,7 +21,10 @@ from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import Cancel
 from tests.component.transfer.rig import Log
 from tests.component.transfer.transports import EMPTY, zmq_sender
+from tests.fakes.command import command
 from tests.fakes.waiting import PATIENCE_S
+
+keys = command("keys")
 
 OURS, THEIRS = CurveKey.new(), CurveKey.new()
 FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0)

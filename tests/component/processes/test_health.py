@@ -12,12 +12,14 @@ from http import HTTPStatus
 import httpx
 import pytest
 
-from kvrelay.cli.health import health
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.telemetry.pages import Page, Pages
+from tests.fakes.command import command
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.workers import LocalWorker
+
+health = command("health")
 
 
 def broken() -> Page:

@@ -19,7 +19,9 @@ from kvrelay_bench.conversations import (
     user_turns,
 )
 from kvrelay_bench.traces import BadTrace, conversation_trace, read_trace
-from kvrelay_simulator.simulate_command import main
+from tests.fakes.command import command
+
+main = command("simulate")
 
 SHAREGPT = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 OPENAI = {

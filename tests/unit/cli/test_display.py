@@ -7,7 +7,7 @@ import os
 
 from rich.console import Console
 
-from kvrelay.cli.display import DIED, READY, STARTING, LiveDisplay, PlainDisplay, make_display
+from kvrelay.cli.display import DIED, READY, STARTING, Display, LiveDisplay, make_display
 
 
 def test_an_output_that_takes_nothing_ends_no_supervision() -> None:
@@ -15,7 +15,7 @@ def test_an_output_that_takes_nothing_ends_no_supervision() -> None:
     os.close(reader)
     with open(writer, "wb", buffering=0) as pipe, open("/dev/full", "wb", buffering=0) as full:
         for output in (pipe, full):
-            PlainDisplay(io.TextIOWrapper(output, write_through=True)).update("decode-0", DIED, "was killed")
+            Display(io.TextIOWrapper(output, write_through=True)).update("decode-0", DIED, "was killed")
 
 
 def test_lines_where_there_is_no_terminal() -> None:
@@ -24,7 +24,7 @@ def test_lines_where_there_is_no_terminal() -> None:
         display.update("router", STARTING)
         display.update("router", READY, "after 0.5 s")
         display.note("read this")
-    assert isinstance(display, PlainDisplay)
+    assert type(display) is Display
     assert out.getvalue() == "router       starting\nrouter       ready     after 0.5 s\nread this\n"
 
 

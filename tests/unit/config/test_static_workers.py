@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.drain import drain
 from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
 from kvrelay.config.loader import resolve
 from kvrelay.config.router import static_worker_address
 from kvrelay.config.up_config import UpConfig
+from tests.fakes.command import command
+
+drain = command("drain")
 
 MODEL = {"KVRELAY_MODEL": "org/model"}
 ONE, OTHER = "http://10.0.0.2:8081", "http://[::1]:8081"

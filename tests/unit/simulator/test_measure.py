@@ -13,7 +13,10 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.step_cost import pairs
 from kvrelay.step.batch import ModelSpec, RowResult, StepResult, WorkerBatch
-from kvrelay_simulator.measure_command import main, measure
+from kvrelay_simulator.measure_command import measured_profile
+from tests.fakes.command import command
+
+main = command("measure")
 
 
 class Engine:
@@ -45,7 +48,7 @@ class Engine:
 @pytest.mark.parametrize("num_blocks", [40, 4096])
 def test_the_coefficients_come_out_and_nothing_is_left_in_the_engine(num_blocks: int) -> None:
     engine = Engine(num_blocks)
-    profile = measure(cast(ModelRunner, engine), "own")
+    profile = measured_profile(cast(ModelRunner, engine), "own")
     assert not engine.known
     assert profile.fixed_s == pytest.approx(2e-3, rel=0.2)
     assert profile.token_s == pytest.approx(5e-5, rel=0.2)
@@ -59,7 +62,7 @@ def test_a_worker_of_several_ranks_is_measured_as_a_whole() -> None:
     """Each stage has one of three layers, and each of its two ranks half of the heads. It takes as long as above."""
     engine = Engine(200)
     engine.spec = replace(engine.spec, tensor_parallel_size=2, pipeline_parallel_size=3, total_layers=3)
-    profile = measure(cast(ModelRunner, engine), "own")
+    profile = measured_profile(cast(ModelRunner, engine), "own")
     assert (profile.num_devices, profile.num_stages) == (6, 3)
     assert profile.kv_bytes_per_token == 6 * 40
     assert profile.step_s(StepLoad(100, 0.0, 10, 0)) == pytest.approx(3 * (2e-3 + 5e-3 + 3e-3), rel=0.2)

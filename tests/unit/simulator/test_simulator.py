@@ -30,9 +30,11 @@ from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
 from kvrelay_simulator.results import RunSlo, best_possible_hit_rate, figures
-from kvrelay_simulator.simulate_command import main
 from kvrelay_simulator.workers import Request, WorkerSettings
+from tests.fakes.command import command
 from tests.thoroughness import examples
+
+main = command("simulate")
 
 PROFILE = MeasuredProfile(
     name="plain",

@@ -83,7 +83,6 @@ class LocalFleet:
             "worker_id": name,
             "redis_prefix": self.prefix,
             "peer_timeout_s": PEER_TIMEOUT_S,
-            "lease_ttl_s": 1.0,
             "token_budget": 48,
             "max_running": 12,
         }

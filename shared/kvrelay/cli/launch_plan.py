@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.cli.gpu_workers import AssignedGpus, place_workers
-from kvrelay.cli.gpus import VISIBLE, Gpu, list_gpus
+from kvrelay.cli.gpus import VISIBLE, AssignedGpus, Gpu, list_gpus, place_workers
 from kvrelay.config.common import CommonConfig, is_wildcard
 from kvrelay.config.loader import ConfigError, check_up_file, config_path, flag_name, resolve
 from kvrelay.config.router import RouterConfig
@@ -91,7 +90,7 @@ def make_plan(
             values["tensor_parallel_size"] = size
         workers.append(resolve(WorkerConfig, values, environ, role=role))
     lending = () if own.cores != "dynamic" else tuple(each.worker_id for each in workers if _computes_here(each))
-    workers = _with_threads(own, workers)
+    workers = _with_threads(workers)
     placed: dict[str, AssignedGpus] = {}
     if own.places_workers:
         workers, placed = place_workers(own, workers, lambda: find_gpus(environ))
@@ -135,17 +134,12 @@ def _with_part_of_memory(worker: WorkerConfig, num_processes: int) -> WorkerConf
     return worker.model_copy(update={"memory_utilization": share})
 
 
-def _with_threads(own: UpConfig, workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
+def _with_threads(workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
     """Divides the cores among all processes that compute: workers and their ranks. `threads` are of each."""
     num_cores = len(os.sched_getaffinity(0))
     num_ranks = sum(worker.num_processes for worker in workers)
-    by_rank = [
-        num_cores // worker.num_processes if own.cores == "shared" else num_cores // num_ranks for worker in workers
-    ]
-    return [
-        worker if worker.threads else worker.model_copy(update={"threads": max(1, threads)})
-        for worker, threads in zip(workers, by_rank, strict=True)
-    ]
+    threads = max(1, num_cores // num_ranks)
+    return [worker if worker.threads else worker.model_copy(update={"threads": threads}) for worker in workers]
 
 
 def _shared_out(num_workers: int, per_process: int) -> list[int]:

@@ -147,7 +147,10 @@ class CommonConfig(ProcessConfig):
         json_schema_extra={"form": "1 to 64 of the characters A-Z a-z 0-9 _ . : -"},
     )
     peer_timeout_s: float = Field(
-        default=5.0, ge=0.5, le=600, description="seconds of silence after which a peer counts as dead"
+        default=5.0,
+        ge=0.5,
+        le=600,
+        description="seconds of silence after which a peer counts as dead",
     )
     max_peers: int = Field(
         default=2048,

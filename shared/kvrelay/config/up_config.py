@@ -78,11 +78,10 @@ class UpConfig(BaseModel):
         le=MAX_RANKS,
         description="tensor_parallel_size of each decode worker (default: as tensor_parallel_size says)",
     )
-    cores: Literal["dynamic", "split", "shared"] = Field(
+    cores: Literal["dynamic", "split"] = Field(
         default="dynamic",
         description="how the workers get the cores, unless threads is set: split gives each an equal number of "
-        "threads; dynamic also gives a step the cores of workers that have nothing to do; shared gives each a thread "
-        "per core, which the system schedules (experimental)",
+        "threads; dynamic also gives a step the cores of workers that have nothing to do",
     )
     state_dir: Path = Field(
         default=Path(".kvrelay"),

@@ -247,14 +247,6 @@ class WorkerConfig(RankedConfig):
         description="file for one JSON line per step and sequence; {worker_id} is replaced (default: none)",
     )
 
-    lease_ttl_s: float = Field(
-        default=5.0,
-        ge=0.5,
-        le=600,
-        description="seconds after which a silent worker leaves the registry; a worker that restarts under the same id "
-        "in a new container waits for the rest of the lease",
-    )
-
     @field_validator("kv_cache_dtype", mode="before")
     @classmethod
     def _fp8_is_e4m3(cls, dtype: object) -> object:
@@ -318,6 +310,12 @@ class WorkerConfig(RankedConfig):
         """Steps of this worker that are computed at the same time, each in another stage."""
         is_simulated = self.backend == "simulated"
         return find_profile(self.profile).num_stages if is_simulated else self.pipeline_parallel_size
+
+    @property
+    def lease_ttl_s(self) -> float:
+        """Seconds after which a silent worker leaves the registry. A worker that restarts under the same id in a new
+        container waits for the rest of the lease."""
+        return self.peer_timeout_s
 
     @property
     def lease_interval_s(self) -> float:

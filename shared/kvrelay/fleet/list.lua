@@ -4,7 +4,7 @@
 -- returns  a list of records (msgpack), in no order, each followed by "1" where it shall drain
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
--- The longest lease that a worker may ask for (`lease_ttl_s`). A later expiry is from before the clock was set back.
+-- The longest lease that a worker may ask for (`peer_timeout_s`). A later expiry is from before the clock was set back.
 local longest = 600000
 
 local records = {}

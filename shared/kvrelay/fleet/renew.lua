@@ -7,7 +7,7 @@
 local worker, incarnation, record, slot = ARGV[1], ARGV[2], ARGV[3], ARGV[5]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
--- The longest lease that a worker may ask for (`lease_ttl_s`). A later expiry is from before the clock was set back.
+-- The longest lease that a worker may ask for (`peer_timeout_s`). A later expiry is from before the clock was set back.
 local longest = 600000
 
 local leases = redis.call('HGETALL', KEYS[1])

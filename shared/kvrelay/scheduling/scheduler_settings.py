@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from kvrelay.protocol.sampling import SpeculationMethod
 
@@ -45,17 +45,6 @@ class SpeculationSettings:
     prompt_lookup_max: int = 16
     suffix_cache_tokens: int = 1 << 18
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({self.prompt_lookup_min}) must be from 1 to prompt_lookup_max "
-                f"({self.prompt_lookup_max})"
-            )
-        if self.num_speculative_tokens < 1:
-            raise ValueError("num_speculative_tokens must be at least 1")
-        if self.suffix_cache_tokens < 0:
-            raise ValueError(f"suffix_cache_tokens ({self.suffix_cache_tokens}) must be at least 0")
-
 
 NO_SPECULATION = SpeculationSettings()
 
@@ -94,22 +83,3 @@ class SchedulerSettings:
     def max_uncommitted(self) -> int:
         """Steps that are planned or in flight at the same time: one for each stage, and one behind them."""
         return self.num_stages + 1
-
-    def __post_init__(self) -> None:
-        choices = {
-            "queue_order": QueueOrderName,
-            "chunking": Chunking,
-            "retraction": Retraction,
-            "preemption": Preemption,
-        }
-        for name, kind in choices.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(get_args(kind))}")
-        if self.queue_starvation_bound < 1:
-            raise ValueError(f"queue_starvation_bound = {self.queue_starvation_bound}: must be at least 1")
-        if not 0 <= self.new_token_ratio <= 1:
-            raise ValueError(f"new_token_ratio = {self.new_token_ratio}: must be 0 to 1")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages = {self.num_stages}: must be at least 1")
-        if self.num_swap_slots < 0 or self.swap_block_s < 0:
-            raise ValueError("num_swap_slots and swap_block_s must be at least 0")

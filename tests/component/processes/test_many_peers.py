@@ -168,7 +168,7 @@ def strangers(worker: PeerRef, count: int, closing: ExitStack) -> None:
 
 def decode_command(redis_url: str, *flags: str) -> list[str]:
     command = [sys.executable, "-m", "kvrelay_decode", f"--model={DEMO_MODEL}", "--served-model-name=m", *flags]
-    return [*command, f"--redis-url={redis_url}", "--backend=simulated", "--num-blocks=2000", "--lease-ttl-s=60"]
+    return [*command, f"--redis-url={redis_url}", "--backend=simulated", "--num-blocks=2000", "--peer-timeout-s=60"]
 
 
 @pytest.mark.slow

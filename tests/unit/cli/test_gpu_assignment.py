@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cli.gpu_assignment import GpuAssignmentError, MemoryShares, Role, WorkerPlace, divide, place
+from kvrelay.cli.gpus import GpuError, MemoryShares, WorkerPlace, divide, place
+from kvrelay.config.worker import Role
 
 pytestmark = pytest.mark.unit
 TOTAL: dict[Role, float] = {"prefill": 0.9, "decode": 0.9}
@@ -82,7 +83,7 @@ def test_ranks_have_a_gpu_each(
 
 def test_too_few_gpus_for_the_ranks_of_a_worker_are_refused() -> None:
     counts: dict[Role, int] = {"prefill": 1, "decode": 1}
-    with pytest.raises(GpuAssignmentError, match=r"decode workers have 4 ranks with a GPU each \(named: 3\)"):
+    with pytest.raises(GpuError, match=r"decode workers have 4 ranks with a GPU each \(named: 3\)"):
         place({"prefill": ["a"], "decode": ["b", "c", "d"]}, counts, MemoryShares(TOTAL), {"prefill": 1, "decode": 4})
 
 
@@ -98,18 +99,16 @@ def test_pools_of_a_stated_size_need_no_share() -> None:
     assert [each.share for each in apart] == [None, 0.8]
     beside_a_stated_one = place(divide(["a"], counts), counts, MemoryShares({}, {"decode": 0.5}))
     assert [each.share for each in beside_a_stated_one] == [None, 0.5]
-    with pytest.raises(
-        GpuAssignmentError, match=r"decode_memory_utilization is needed: on device a prefill workers have"
-    ):
+    with pytest.raises(GpuError, match=r"decode_memory_utilization is needed: on device a prefill workers have"):
         place(divide(["a"], counts), counts, MemoryShares({"decode": 0.8}))
 
 
 def test_shares_that_do_not_fit_are_refused_with_the_sum() -> None:
-    with pytest.raises(GpuAssignmentError, match=r"2 x decode_memory_utilization = 0\.6 are 1\.2 of .*at most 1"):
+    with pytest.raises(GpuError, match=r"2 x decode_memory_utilization = 0\.6 are 1\.2 of .*at most 1"):
         placed("a", 0, 2, MemoryShares({}, {"decode": 0.6}))
-    with pytest.raises(GpuAssignmentError, match=r"1 x prefill.* = 0\.7 and 1 x decode.* = 0\.4 are 1\.1 of device a"):
+    with pytest.raises(GpuError, match=r"1 x prefill.* = 0\.7 and 1 x decode.* = 0\.4 are 1\.1 of device a"):
         placed("a", 1, 1, MemoryShares({}, {"prefill": 0.7, "decode": 0.4}))
-    with pytest.raises(GpuAssignmentError, match=r"memory_utilization = 0\.9: stated .* take 0\.9, .*decode-0"):
+    with pytest.raises(GpuError, match=r"memory_utilization = 0\.9: stated .* take 0\.9, .*decode-0"):
         placed("a", 1, 1, MemoryShares({"decode": 0.9}, {"prefill": 0.9}))
 
 
@@ -128,7 +127,7 @@ def test_for_any_numbers(
     shares = MemoryShares({"prefill": total, "decode": total}, {} if stated is None else {"prefill": stated})
     try:
         places = place(divide(devices, counts), counts, shares)
-    except GpuAssignmentError:
+    except GpuError:
         assert stated is not None and stated * num_prefill > min(total, 1) - num_decode * 1e-6
         return
     by_role = Counter(each.role for each in places)

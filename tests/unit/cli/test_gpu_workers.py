@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cli.gpus import Gpu, GpusUnknown
+from kvrelay.cli.gpus import Gpu, GpuError
 from kvrelay.cli.launch_plan import LaunchPlan, make_plan
 from kvrelay.config import ConfigError, WorkerConfig, load_config
 
@@ -117,7 +117,7 @@ def test_what_is_refused(flags: dict[str, Any], message: str) -> None:
 
 def test_a_machine_without_gpus_says_so() -> None:
     def none(_: Mapping[str, str]) -> list[Gpu]:
-        raise GpusUnknown("nvidia-smi is not here")
+        raise GpuError("nvidia-smi is not here")
 
     with pytest.raises(ConfigError, match="gpus: nvidia-smi is not here; without GPUs leave it out"):
         make_plan({"gpus": ("0",)}, ENVIRON, none)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.gpus import Gpu, GpusUnknown, list_gpus, read_listing, visible
+from kvrelay.cli.gpus import Gpu, GpuError, list_gpus, read_listing, visible
 
 pytestmark = pytest.mark.unit
 H100, A100 = "GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"
@@ -65,11 +65,11 @@ def test_the_program_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list_gpus({}) == GPUS
     assert [gpu.uuid for gpu in list_gpus({"CUDA_VISIBLE_DEVICES": "1"})] == [A100]
     _nvidia_smi(tmp_path, "echo 'driver/library version mismatch' >&2; exit 18")
-    with pytest.raises(GpusUnknown, match="ended with status 18: driver/library version mismatch"):
+    with pytest.raises(GpuError, match="ended with status 18: driver/library version mismatch"):
         list_gpus({})
 
 
 def test_a_machine_without_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(GpusUnknown, match="nvidia-smi not found"):
+    with pytest.raises(GpuError, match="nvidia-smi not found"):
         list_gpus({})

@@ -19,8 +19,6 @@ def test_cores_are_split_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> N
     assert [worker.threads for worker in make_plan({"port": "1"}, ENVIRON).workers] == [4, 4]
     assert {worker.threads for worker in make_plan({"decode": "20"}, ENVIRON).workers} == {1}
     assert {worker.threads for worker in make_plan({"threads": "3"}, ENVIRON).workers} == {3}
-    assert {worker.threads for worker in make_plan({"cores": "shared"}, ENVIRON).workers} == {8}
-    assert {worker.threads for worker in make_plan({"cores": "shared", "threads": "3"}, ENVIRON).workers} == {3}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +28,6 @@ def test_cores_are_split_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> N
         ({"prefill": "0"}, ()),  # nobody to lend to
         ({"threads": "1"}, ()),
         ({"cores": "split"}, ()),
-        ({"cores": "shared"}, ()),
         ({"backend": "simulated"}, ()),
         ({"prefill": "2", "prefill_tensor_parallel_size": "2", "decode": "2"}, ("decode-0", "decode-1")),
     ],

@@ -76,8 +76,6 @@ def test_up_divides_the_cores_among_all_ranks(monkeypatch: pytest.MonkeyPatch) -
         flags = plan.flags_of(worker)
         assert {"--tensor-parallel-size=2", "--pipeline-parallel-size=1", "--threads=3"} <= set(flags)
         assert plan.environ_of(worker)["OMP_NUM_THREADS"] == "3"
-    shared = make_plan({"prefill": "0", "decode": "2", "tensor_parallel_size": "2", "cores": "shared"}, {})
-    assert [worker.threads for worker in shared.workers] == [6, 6]
 
 
 def test_up_gives_a_role_its_own_size(tmp_path: Path) -> None:

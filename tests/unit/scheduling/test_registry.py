@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from typing import Any
 
 import pytest
 
@@ -113,18 +112,3 @@ def test_the_configuration_reaches_the_policy() -> None:
 def test_values_that_make_no_sense_are_refused_at_the_door(flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(*flags)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"queue_order": "lifo"},
-        {"chunking": "odd"},
-        {"retraction": "all"},
-        {"queue_starvation_bound": 0},
-        {"new_token_ratio": -0.1},
-    ],
-)
-def test_settings_refuse_them_too(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(values))):
-        SchedulerSettings(**values)

@@ -9,7 +9,7 @@ local base, worker, incarnation, range_id = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local expiry = string.format('%d', now + tonumber(ARGV[4]))
--- The longest lease that a worker may ask for (`lease_ttl_s`). A later expiry is from before the clock was set back.
+-- The longest lease that a worker may ask for (`peer_timeout_s`). A later expiry is from before the clock was set back.
 local longest = 600000
 
 local function is_held(slot)

@@ -14,6 +14,7 @@ import pytest
 
 from kvrelay.text.service import TextService
 from kvrelay_router.http.body import MAX_PARTS
+from kvrelay_router.openai.chat_request import MAX_MESSAGES
 from kvrelay_router.openai.chat_request import MAX_PARTS as MAX_TEXT_PARTS
 from tests.component.router.bulk_workers import MODEL, bulk_router
 from tests.component.router.loop_holds import LoopHolds, slowness
@@ -164,7 +165,7 @@ INPUTS: dict[str, Case] = {
         400,
     ),
     "a long message": (CHAT, lambda: body_of(messages=[{"role": "user", "content": TEXT * 30_000}], max_tokens=1), 200),
-    "messages": (CHAT, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}", NUM_OBJECTS), 200),
+    "messages": (CHAT, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}", MAX_MESSAGES), 200),
     "many conversations": (
         BATCH,
         lambda: repeated(
@@ -228,7 +229,7 @@ INPUTS: dict[str, Case] = {
     ),
     "tokenize": ("/tokenize", lambda: body_of(prompt=TEXT * 30_000), 200),
     "tokenize to strings": ("/tokenize", lambda: body_of(prompt=TEXT * 30_000, return_token_strs=True), 200),
-    "tokenize messages": ("/tokenize", lambda: repeated(b'"messages":[', MESSAGE, b"]}", NUM_OBJECTS // 2), 200),
+    "tokenize messages": ("/tokenize", lambda: repeated(b'"messages":[', MESSAGE, b"]}", MAX_MESSAGES), 200),
     "detokenize": ("/detokenize", lambda: repeated(b'"tokens":[', b"260", b"]}"), 200),
     "detokenize what are no ids": ("/detokenize", lambda: repeated(b'"tokens":[', b"-1", b"]}"), 400),
     "turns of one role": (MESSAGES, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}", NUM_OBJECTS), 400),
@@ -253,10 +254,10 @@ INPUTS: dict[str, Case] = {
         200,
     ),
     "tokens of a chat": (CHAT, lambda: repeated(b'"prompt_token_ids":[', b"7", b"]}"), 400),
-    "input items": (RESPONSES, lambda: repeated(b'"max_output_tokens":1,"input":[', MESSAGE, b"]}", NUM_OBJECTS), 200),
+    "input items": (RESPONSES, lambda: repeated(b'"max_output_tokens":1,"input":[', MESSAGE, b"]}", MAX_MESSAGES), 200),
     "input items to count": (
         f"{RESPONSES}/input_tokens",
-        lambda: repeated(b'"input":[', MESSAGE, b"]}", NUM_OBJECTS),
+        lambda: repeated(b'"input":[', MESSAGE, b"]}", MAX_MESSAGES),
         200,
     ),
     "content parts of an item": (

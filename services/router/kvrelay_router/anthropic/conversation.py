@@ -10,7 +10,6 @@ from typing import Any
 
 from kvrelay.text.request.api_error import wrong
 from kvrelay_router.anthropic.messages_request import PromptFields
-from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.chat_request import MAX_PARTS
 
 BILLING_LINES = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
@@ -21,15 +20,13 @@ ChatMessage = dict[str, Any]
 TextPart = dict[str, str]
 
 
-async def chat_messages(request: PromptFields) -> list[ChatMessage]:
-    """Other callbacks run between the messages. Raises ApiError."""
+def chat_messages(request: PromptFields) -> list[ChatMessage]:
+    """Raises ApiError."""
     conversation = Conversation()
     if request.system is not None:
         conversation.add_system(request.system, "system")
-    share = LoopShare()
     for index, message in enumerate(request.messages):
         conversation.add(message, f"messages.{index}")
-        await share.pause()
     return conversation.messages
 
 

@@ -41,7 +41,7 @@ class MessagesEndpoint:
         service, content = await self._models.read(http)
         names = service.names(http)
         request = parse(MessagesRequest, content)
-        chat = await _chat_content(request, content)
+        chat = _chat_content(request, content)
         budget = thinking_budget(request)
         if budget is not None and service.text.can_limit_reasoning:
             chat["thinking_token_budget"] = budget
@@ -59,14 +59,14 @@ class MessagesEndpoint:
         service, content = await self._models.read(http)
         request = parse(CountTokensRequest, content)
         check_model(service.settings, request.model)
-        chat_request = parse_chat(await _chat_content(request, content))
+        chat_request = parse_chat(_chat_content(request, content))
         token_ids = await service.encode_chat(chat_request.messages, chat_request.options)
         return json_response({"input_tokens": len(token_ids)})
 
 
-async def _chat_content(request: PromptFields, content: dict[str, Any]) -> dict[str, Any]:
+def _chat_content(request: PromptFields, content: dict[str, Any]) -> dict[str, Any]:
     """The body of a chat completion with this prompt."""
-    messages = await chat_messages(request)
+    messages = chat_messages(request)
     chat: dict[str, Any] = {"model": request.model, "messages": messages}
     chat |= template_fields(request, content) | tool_fields(request)
     last = messages[-1] if messages else {}

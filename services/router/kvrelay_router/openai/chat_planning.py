@@ -10,7 +10,6 @@ from kvrelay.text.parsed_text import ParsedText
 from kvrelay.text.request.api_error import ApiError, wrong
 from kvrelay.text.request.validation import ModelLimits, RequestedOutput, check_token_ids, check_tokenized
 from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_request import PROMPT_TOKENS, ChatRequest
 from kvrelay_router.openai.generation import PromptRun
@@ -31,18 +30,15 @@ async def plan_chat(
     `output` replaces the length that the request asks for, and `prompt_param` is the field that errors name. Raises
     ApiError for every mistake in the requests.
     """
-    request, share = requests[0], LoopShare()
+    request = requests[0]
     fields = _endpoint_fields(service, request, output, prompt_param)
     limits = check_request(service, names, request)
     _check_tools(service, request)
-    await check_tool_schemas(request.defined_tools)
+    check_tool_schemas(request.defined_tools)
     _check_reasoning(service, request)
     if request.grammar is not None:
         await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
-    prompts: list[TokenizedPrompt] = []
-    for each in requests:
-        prompts.append(await _prompt(service, each, fields, limits))
-        await share.pause()
+    prompts = [await _prompt(service, each, fields, limits) for each in requests]
     grammar = await chat_grammar(service, request, begins_inside=prompts[0].begins_inside)
     fields = msgspec.structs.replace(fields, grammar=grammar)
     plan = await plan_generation(service, names, request, fields, prompts, limits)

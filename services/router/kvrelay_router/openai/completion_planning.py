@@ -59,13 +59,10 @@ async def _prompts(
     text: TextService, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
 ) -> list[TokenizedPrompt]:
     share, room = LoopShare(), fields.output.prompt_room(limits)
-    token_ids: list[list[int]] = []
-    for item in request.prompt:
-        token_ids.append(await _tokenize(text, item, request, fields, limits))
-        await share.pause()
     prompts: list[TokenizedPrompt] = []
-    for item, ids in zip(request.prompt, token_ids, strict=True):
-        prompts.append(await _prompt(text, item, ids, room, request))
+    for item in request.prompt:
+        token_ids = await _tokenize(text, item, request, fields, limits)
+        prompts.append(await _prompt(text, item, token_ids, room, request))
         await share.pause()
     return prompts
 

@@ -11,7 +11,6 @@ from kvrelay.text.request.api_error import ApiError, wrong
 from kvrelay.text.request.completion_request import parse_completion
 from kvrelay_router.http.body import read_json_object
 from kvrelay_router.http.client_watch import while_connected
-from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.answers.completion_format import completion_format
 from kvrelay_router.openai.api_service import ServedModels
@@ -83,12 +82,12 @@ class CompletionRoutes:
     async def _chat(self, http: Request, content: dict[str, Any], *, is_batch: bool = False) -> Response:
         service = self._models.select(http, content)
         names, limit = service.names(http), service.settings.max_sequences
-        requests = await _conversations(content, limit) if is_batch else [parse_chat(content)]
+        requests = _conversations(content, limit) if is_batch else [parse_chat(content)]
         plan = await while_connected(http, service.settings.request_timeout_s, plan_chat(service, names, requests))
         return GenerationResponse(service, plan, chat_format(service, f"chatcmpl-{names.unique}", requests, plan.runs))
 
 
-async def _conversations(content: dict[str, Any], max_conversations: int) -> list[ChatRequest]:
+def _conversations(content: dict[str, Any], max_conversations: int) -> list[ChatRequest]:
     """One request for each conversation."""
     for name, harmless in NOT_IN_BATCHES.items():
         if content.get(name) not in harmless:
@@ -98,7 +97,7 @@ async def _conversations(content: dict[str, Any], max_conversations: int) -> lis
         raise wrong("messages", "it must be a list of conversations, which are lists of messages", "invalid_type")
     if not 0 < len(conversations) <= max_conversations:
         raise wrong("messages", f"a batch has 1 to {max_conversations} conversations")
-    requests, share = list[ChatRequest](), LoopShare()
+    requests: list[ChatRequest] = []
     for index, messages in enumerate(conversations):
         shared = {name: content[name] for name in WITH_MESSAGES if name in content} if requests else content
         chat = {**shared, "messages": messages}
@@ -109,5 +108,4 @@ async def _conversations(content: dict[str, Any], max_conversations: int) -> lis
             if error.param == "messages":
                 error.message = f"Conversation {index}: {error.message}"
             raise
-        await share.pause()
     return requests

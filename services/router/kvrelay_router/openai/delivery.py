@@ -77,7 +77,6 @@ class GenerationResponse(Response):
                 scope["state"][BODY].release()
                 async with self._service.rate_limiter.admit(names.key, names.unique, self._timeout_s):
                     generation = Generation(self._service.dispatcher, self._runs, self._answer.add, self._note_tokens)
-                    await generation.prepare()
                     if isinstance(self._answer, EventFormat):
                         await self._send_stream(self._answer, generation, stream)
                         watch.stop()

@@ -16,7 +16,6 @@ from kvrelay.text.choice import Choice
 from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
-from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.loop_share import LoopShare
 
@@ -65,7 +64,6 @@ class Generation:
         self._dispatcher = dispatcher
         self._add = add
         self._sinks: list[PromptSink] = []
-        self._prepared: list[PromptPrefixes] = []
         self._num_unfinished = sum(len(run.choices) for run in runs)
         self._waiter: asyncio.Future[None] | None = None
         self._was_cut = False  # `take` left tokens for its next call
@@ -74,23 +72,15 @@ class Generation:
         self._has_tokens = False
         self._sign_is_due = False
 
-    async def prepare(self) -> None:
-        """Does what takes a while and can be done before the prompts are submitted."""
-        share = LoopShare()
-        for run in self.runs:
-            self._prepared.append(await self._dispatcher.prepare(run.request))
-            await share.pause()
-
     async def submit(self, can_push: Callable[[], bool], push: Callable[[bytes], None]) -> Generation:
         """Starts all prompts. `push` gets what `add` returns from a callback, but only while `can_push` allows it, and
         not before the first `take` of tokens."""
         self._can_push = can_push
         share = LoopShare()
         try:
-            for number, run in enumerate(self.runs):
+            for run in self.runs:
                 await share.pause()
-                prepared = self._prepared[number] if self._prepared else None
-                handle = self._dispatcher.submit(run.request, prepared)
+                handle = self._dispatcher.submit(run.request, await self._dispatcher.prepare(run.request))
                 self._sinks.append(PromptSink(self, run, handle, self._add, _never, push))
         except BaseException:
             self._close(cancel=True)

@@ -105,14 +105,14 @@ async def plan_generation(
         await share.pause()
     token_ids = [prompt.token_ids for prompt in prompts]
     if fields.scores_in_choices and _only_scores(request, fields, shape.max_tokens):
-        samplings = await share_scores(token_ids, samplings)
+        samplings = share_scores(token_ids, samplings)
     generates = make_requests(names, service.settings, request, token_ids, samplings)
     generates = with_openings(generates, limits, service.text.grammars)
     service.aliases.remember(names, generates)
-    runs: list[PromptRun] = []
-    for number, (generate, prompt) in enumerate(zip(generates, prompts, strict=True)):
-        runs.append(PromptRun(generate, _choices(service, request, fields, prompt, number * request.num_sequences)))
-        await share.pause()
+    runs = [
+        PromptRun(generate, _choices(service, request, fields, prompt, number * request.num_sequences))
+        for number, (generate, prompt) in enumerate(zip(generates, prompts, strict=True))
+    ]
     return Plan(runs, shape)
 
 

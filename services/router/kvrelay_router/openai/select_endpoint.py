@@ -29,7 +29,6 @@ from kvrelay.text.service import ChatOptions, TextTooLong, count_chars
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.dispatch.interface import Ending, GenerateRequest
 from kvrelay_router.http.client_watch import while_connected
-from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_size import AnswerShape
 from kvrelay_router.openai.answers.select_format import Normalization, ScoredGroup, SelectAnswer
 from kvrelay_router.openai.api_service import ApiService, ServedModels
@@ -151,13 +150,11 @@ async def _plan(
     generates = iter(make_requests(names, service.settings, fields, prompts, [sampling] * len(prompts)))
     groups: list[ScoredGroup] = []
     index = 0
-    share = LoopShare()
     for text, own in zip(texts, parts, strict=True):
         runs: list[PromptRun] = []
         for endings in own:
             runs.append(_run(service, fields, next(generates), endings, index))
             index += len(endings)
-            await share.pause()
         groups.append(ScoredGroup(runs, index - len(text.endings), len(text.endings), text.first))
     all_runs = [run for group in groups for run in group.runs]
     service.aliases.remember(names, [run.request for run in all_runs])

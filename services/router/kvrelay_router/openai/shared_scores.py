@@ -11,13 +11,13 @@ from kvrelay.text.request.api_error import wrong
 from kvrelay_router.loop_share import LoopShare
 
 
-async def share_scores(prompts: Sequence[list[int]], samplings: list[Sampling]) -> list[Sampling]:
+def share_scores(prompts: Sequence[list[int]], samplings: list[Sampling]) -> list[Sampling]:
     """Returns sampling parameters by which the first prompt scores all its tokens, and the others only those behind
     what all prompts have in common. Workers are told how much of that they need not compute again.
 
     `samplings` score the prompts from the same token on, and generate nothing.
     """
-    return samplings if len(prompts) == 1 else scored_once(samplings, await num_common(prompts))
+    return samplings if len(prompts) == 1 else scored_once(samplings, num_common(prompts))
 
 
 def scored_once(samplings: Sequence[Sampling], num_common: int) -> list[Sampling]:
@@ -31,14 +31,13 @@ def scored_once(samplings: Sequence[Sampling], num_common: int) -> list[Sampling
     return [replace(samplings[0], num_shared=num_shared), *others]
 
 
-async def num_common(prompts: Sequence[list[int]]) -> int:
+def num_common(prompts: Sequence[list[int]]) -> int:
     """The number of tokens that all prompts begin with, without the last one of the shortest prompt: each keeps a token
     of its own. O(prompts * length), by comparisons of slices."""
-    first, share = prompts[0], LoopShare()
+    first = prompts[0]
     common = len(first) - 1
     for prompt in prompts[1:]:
         common = num_equal(first, prompt, min(common, len(prompt) - 1))
-        await share.pause()
     return common
 
 
@@ -97,5 +96,5 @@ async def tokenize_choices(
     for index, row in enumerate(rows):
         if len(row) <= first:
             raise wrong(f"choices[{index}]", "it adds no token to the text that can be scored")
-    common = await num_common(rows)
+    common = num_common(rows)
     return TokenizedChoices(rows[0][:common], [row[common:] for row in rows], first)

@@ -15,7 +15,6 @@ from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.generation_fields import FlagOn
 from kvrelay.text.request.parsing import RequestModel, invalid, wrong_type
-from kvrelay_router.loop_share import LoopShare
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 1 << 20
@@ -236,15 +235,13 @@ class _Schema(msgspec.Struct, gc=False):
     maximum: float | None = None
 
 
-async def check_tool_schemas(tools: Sequence[Tool]) -> None:
-    """Other callbacks run between the parts of large schemas. Raises 400."""
-    share = LoopShare()
+def check_tool_schemas(tools: Sequence[Tool]) -> None:
+    """Raises 400."""
     for tool in tools:
         for where, part in _parts(tool.parameters):
             if reason := _wrong_part(part):
                 what = f"the parameters of tool {tool.name!r}{where} are no JSON schema: {reason}"
                 raise wrong("tools", what)
-            await share.pause()
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

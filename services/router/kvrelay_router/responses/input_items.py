@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvrelay.text.request.api_error import wrong
-from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS, arguments_of
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -28,16 +27,14 @@ def is_reference(item: Any) -> bool:
     return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
 
 
-async def input_messages(items: list[Any], earlier: list[Any]) -> list[ChatMessage]:
-    """The messages of a conversation: of its `earlier` items, which have been checked, and of new ones. Other callbacks
-    run between the items. Raises ApiError."""
-    reader, share = _Reader(), LoopShare()
+def input_messages(items: list[Any], earlier: list[Any]) -> list[ChatMessage]:
+    """The messages of a conversation: of its `earlier` items, which have been checked, and of new ones. Raises
+    ApiError."""
+    reader = _Reader()
     for item in earlier:
         reader.add(item, "previous_response_id")
-        await share.pause()
     for index, item in enumerate(items):
         reader.add(item, f"input[{index}]")
-        await share.pause()
     return reader.finished()
 
 

@@ -12,7 +12,6 @@ from kvrelay.text.request.api_error import ApiError, fields_named, wrong
 from kvrelay.text.request.validation import RequestedOutput
 from kvrelay_router.http.client_watch import while_connected
 from kvrelay_router.http.error_response import json_response
-from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.api_service import ServedModels, check_model
 from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.chat_request import ChatRequest, parse_chat
@@ -45,7 +44,7 @@ class ResponsesEndpoint:
         names, owner = service.names(http), self._owner(http)
         request = parse_response(content)
         items, earlier = await self._items(request, owner)
-        messages = await input_messages(items, await _parsed(earlier))
+        messages = input_messages(items, [orjson.loads(item) for item in earlier])
         output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
         with fields_named(FIELD_NAMES):
             chat_request = _chat_request(request, messages, content)
@@ -55,7 +54,7 @@ class ResponsesEndpoint:
         items_of_output = OutputItems(names.unique, scores, namespaces(request))
         keep = None
         if request.store and self._store is not None:
-            keep = _keep(self._store, owner, (*earlier, *await _dumped(items)))
+            keep = _keep(self._store, owner, (*earlier, *_dumped(items)))
         (run,) = plan.runs
         response = ResponseObject(names.unique, request, run, keep)
         answer = ResponseStream if request.stream else ResponseAnswer
@@ -67,7 +66,7 @@ class ResponsesEndpoint:
         request = parse_response(content)
         check_model(service.settings, request.model)
         items, earlier = await self._items(request, self._owner(http))
-        messages = await input_messages(items, await _parsed(earlier))
+        messages = input_messages(items, [orjson.loads(item) for item in earlier])
         with fields_named(FIELD_NAMES):
             chat_request = _chat_request(request, messages, content)
             encoding = service.encode_chat(chat_request.messages, chat_request.options)
@@ -147,22 +146,13 @@ def _without_scores(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
-async def _parsed(items: tuple[bytes, ...]) -> list[Any]:
-    share, parsed = LoopShare(), []
-    for item in items:
-        parsed.append(orjson.loads(item))
-        await share.pause()
-    return parsed
-
-
-async def _dumped(items: list[Any]) -> list[bytes]:
-    share, dumped = LoopShare(), []
+def _dumped(items: list[Any]) -> list[bytes]:
+    dumped = []
     for index, item in enumerate(items):
         try:
             dumped.append(orjson.dumps(item))
         except TypeError:
             raise wrong(f"input[{index}]", "it is nested too deeply to be stored") from None
-        await share.pause()
     return dumped
 
 

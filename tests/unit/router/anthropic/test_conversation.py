@@ -21,15 +21,15 @@ def user(*blocks: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(blocks)}
 
 
-async def converted(*messages: Any, system: Any = None) -> list[dict[str, Any]]:
-    return await chat_messages(PromptFields(model="m", messages=list(messages), system=system))
+def converted(*messages: Any, system: Any = None) -> list[dict[str, Any]]:
+    return chat_messages(PromptFields(model="m", messages=list(messages), system=system))
 
 
-async def test_strings_and_blocks_are_the_same() -> None:
-    plain = await converted({"role": "user", "content": "hi"}, system="Be brief.")
+def test_strings_and_blocks_are_the_same() -> None:
+    plain = converted({"role": "user", "content": "hi"}, system="Be brief.")
     assert plain == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     cached = {"cache_control": {"type": "ephemeral"}}
-    assert await converted(user(text("hi", **cached)), system=[text("Be brief.", **cached)]) == plain
+    assert converted(user(text("hi", **cached)), system=[text("Be brief.", **cached)]) == plain
 
 
 @pytest.mark.parametrize(
@@ -43,16 +43,16 @@ async def test_strings_and_blocks_are_the_same() -> None:
         (f"{HEADER}\r\nBe brief.", ["Be brief."]),
     ],
 )
-async def test_lines_with_a_hash_of_the_request_are_no_part_of_the_prompt(system: Any, kept: list[str]) -> None:
+def test_lines_with_a_hash_of_the_request_are_no_part_of_the_prompt(system: Any, kept: list[str]) -> None:
     expected = [{"role": "system", "content": each} for each in kept]
-    assert await converted({"role": "user", "content": "hi"}, system=system) == [
+    assert converted({"role": "user", "content": "hi"}, system=system) == [
         *expected,
         {"role": "user", "content": "hi"},
     ]
 
 
-async def test_consecutive_turns_of_one_role_become_one() -> None:
-    messages = await converted(
+def test_consecutive_turns_of_one_role_become_one() -> None:
+    messages = converted(
         {"role": "user", "content": "one"},
         user(text("two"), text("three")),
         {"role": "assistant", "content": "four"},
@@ -64,11 +64,11 @@ async def test_consecutive_turns_of_one_role_become_one() -> None:
     ]
 
 
-async def test_calls_thoughts_and_results() -> None:
+def test_calls_thoughts_and_results() -> None:
     call = {"type": "tool_use", "id": "toolu_1", "name": "define", "input": {"word": "otter"}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [text("a mammal")]}
     thinking = [{"type": "thinking", "thinking": "Look it up.", "signature": "x"}, {"type": "redacted_thinking"}]
-    messages = await converted(
+    messages = converted(
         {"role": "user", "content": "What is an otter?"},
         {"role": "assistant", "content": [*thinking, text("One moment."), call]},
         user(result, text("Go on.")),
@@ -106,19 +106,19 @@ async def test_calls_thoughts_and_results() -> None:
         ({"role": "assistant", "content": [{"type": "thinking"}]}, "messages.0.content.0.thinking"),
     ],
 )
-async def test_errors_name_the_block(message: Any, where: str) -> None:
+def test_errors_name_the_block(message: Any, where: str) -> None:
     with pytest.raises(ApiError) as caught:
-        await converted(message)
+        converted(message)
     assert (caught.value.status, caught.value.param) == (400, where)
     assert f"'{where}'" in caught.value.message
 
 
-async def test_many_turns_of_one_role_become_one() -> None:
-    (message,) = await converted(*[user(text(str(number))) for number in range(100_000)])
+def test_many_turns_of_one_role_become_one() -> None:
+    (message,) = converted(*[user(text(str(number))) for number in range(100_000)])
     assert message["role"] == "user"
     assert [part["text"] for part in message["content"]] == [str(number) for number in range(100_000)]
 
 
-async def test_too_many_blocks_are_refused() -> None:
+def test_too_many_blocks_are_refused() -> None:
     with pytest.raises(ApiError, match=r"messages\.0\.content.*20000 content blocks"):
-        await converted(user(*[text("")] * 20_000))
+        converted(user(*[text("")] * 20_000))

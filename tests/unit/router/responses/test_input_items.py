@@ -66,20 +66,20 @@ CHAT_CALL = {
         ),
     ],
 )
-async def test_items_become_messages(items: Any, messages: list[dict[str, Any]]) -> None:
-    assert await input_messages(as_items(items), []) == messages
+def test_items_become_messages(items: Any, messages: list[dict[str, Any]]) -> None:
+    assert input_messages(as_items(items), []) == messages
 
 
-async def test_an_output_may_belong_to_an_earlier_call() -> None:
+def test_an_output_may_belong_to_an_earlier_call() -> None:
     output = {"type": "function_call_output", "call_id": "call_1", "output": "a mammal"}
-    call, result = await input_messages([output], [CALL])
+    call, result = input_messages([output], [CALL])
     assert call["tool_calls"] == [CHAT_CALL] and result["name"] == "define"
 
 
-async def test_an_id_may_come_again_in_a_later_turn() -> None:
+def test_an_id_may_come_again_in_a_later_turn() -> None:
     output = {"type": "function_call_output", "call_id": CALL["call_id"], "output": "x"}
     for between in (output, {"role": "user", "content": "go on"}):
-        assert len(await input_messages([CALL, between, CALL, output], [])) == 4
+        assert len(input_messages([CALL, between, CALL, output], [])) == 4
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ async def test_an_id_may_come_again_in_a_later_turn() -> None:
         ),
     ],
 )
-async def test_errors_name_the_item(items: Any, param: str) -> None:
+def test_errors_name_the_item(items: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        await input_messages(as_items(items), [])
+        input_messages(as_items(items), [])
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-async def test_too_many_parts_are_refused() -> None:
+def test_too_many_parts_are_refused() -> None:
     parts = [{"type": "input_text", "text": ""}] * 20_000
     with pytest.raises(ApiError, match=r"input\[0\]\.content.*20000 content parts"):
-        await input_messages([{"role": "user", "content": parts}], [])
+        input_messages([{"role": "user", "content": parts}], [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +18,7 @@ from kvrelay.engine.memory.profile import (
     measure_kept,
     profile_memory,
 )
-from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.stage_link import StageLink
+from kvrelay.engine.parallel.part_plan import ONE_PROCESS, RankGroups
 from kvrelay.engine.run.device import use_on_this_thread
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
@@ -64,9 +62,7 @@ def make_runner(
     graphs: GraphSettings | None = None,
     fused_layers: bool = True,
     quantization: Quantization = "none",
-    tensor_parallel: GroupCoordinator | None = None,
-    pipeline: StageLink | None = None,
-    data_parallel: GroupCoordinator | None = None,
+    ranks: RankGroups = ONE_PROCESS,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
 
@@ -76,46 +72,40 @@ def make_runner(
     decoding steps are captured in CUDA graphs if model and backend allow it. Their scratch block is part of the memory,
     and one more than `num_blocks` if that is given.
 
-    With `tensor_parallel` or `pipeline`, this process loads its rank's part of the model: some heads, some layers, or
-    some heads of some layers. With both, `tensor_parallel` is the group of this rank's stage. All ranks call this at
-    the same time, with the same arguments but for device and groups. `memory_bytes` and `swap_bytes` are each rank's;
-    on CPUs, `size_pool` is the share of all ranks on this machine together. All ranks get the same number of blocks.
-    There are no graphs. With `data_parallel` it loads attention whole and a part of each MLP, and its steps run with
-    those of the other ranks, which have sequences of their own.
+    With `ranks`, this process loads its rank's part of the model: some heads, some layers, or some heads of some
+    layers. All ranks call this at the same time, with the same arguments but for device and groups. `memory_bytes` and
+    `swap_bytes` are each rank's; on CPUs, `size_pool` is the share of all ranks on this machine together. All ranks get
+    the same number of blocks. There are no graphs. With data parallelism it loads attention whole and a part of each
+    MLP, and its steps run with those of the other ranks, which have sequences of their own.
 
     Raises UnsupportedModel with the reason; ValueError for an unknown dtype, memory for less than one block, or CUDA
     graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; OSError for no such model.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    group = data_parallel or (tensor_parallel if pipeline is None else pipeline.group)
-    with _agreeing(group):
-        source = open_source(
-            *(model, dtype, device, max_model_len, load_format, kv_cache_dtype, quantization),
-            tensor_parallel,
-            pipeline,
-            data_parallel,
-        )
-    if group is not None and graphs is not None:
+    with ranks.in_agreement():
+        source = open_source(model, dtype, device, max_model_len, load_format, kv_cache_dtype, quantization, ranks)
+    if ranks.all_ranks is not None and graphs is not None:
         log.info("CUDA graphs are off: they do not capture what ranks send each other")
         graphs = None
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
     loaded = load_model(source, block_size, backend, fused_layers=fused_layers)
+    profile = None
     if num_blocks is None and size_pool is not None:
-        num_blocks = _sized_pool(loaded, size_pool, gauge, graphs, swap_bytes, group)
-    elif num_blocks is None:
-        with _agreeing(group):
+        profile = _profile(loaded, size_pool, gauge, graphs)
+    with ranks.in_agreement():
+        if num_blocks is None and profile is not None and size_pool is not None:
+            num_blocks = _num_blocks_beside(profile, loaded, size_pool, swap_bytes)
+        elif num_blocks is None:
             num_blocks = _num_blocks_of(loaded.layout, memory_bytes, with_scratch=graphs is not None)
-    if group is not None:
-        num_blocks = group.least(num_blocks)
-    with _agreeing(group):
+    num_blocks = ranks.least(num_blocks)
+    with ranks.in_agreement():
         if max_model_len is not None:
             _check_holds(loaded.layout, num_blocks, max_model_len)
         num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
-    if group is not None:
-        num_slots = group.least(num_slots)  # stages may have blocks of unequal size
-    with _agreeing(group):
+    num_slots = ranks.least(num_slots)  # stages may have blocks of unequal size
+    with ranks.in_agreement():
         runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
     _warn_of_cut(source.max_model_len, runner.spec)
     if graphs is not None:
@@ -147,10 +137,14 @@ def _warn_of_cut(max_model_len: int, spec: ModelSpec) -> None:
     """Logs if the pool holds less than the longest sequence of the model."""
     if spec.max_model_len < max_model_len:
         needed = blocks_for(max_model_len, spec.block_size) * spec.block_bytes
+        held = f"the pool's {spec.num_blocks} blocks of {spec.block_size}"
         log.warning(
-            "max_model_len is cut from %d to %d tokens, which the pool's %d blocks of %d hold; %d MiB hold %d: raise "
-            "kv_memory_bytes, memory_utilization or num_blocks, or set max_model_len",
-            *(max_model_len, spec.max_model_len, spec.num_blocks, spec.block_size, -(-needed >> 20), max_model_len),
+            "max_model_len is cut from %d to %d tokens, which %s hold; it takes %d MiB: raise kv_memory_bytes, "
+            "memory_utilization or num_blocks, or set max_model_len",
+            max_model_len,
+            spec.max_model_len,
+            held,
+            -(-needed >> 20),
         )
 
 
@@ -162,25 +156,6 @@ def _num_swap_slots(layout: KVLayout, num_blocks: int, swap_bytes: int | None) -
             f"swap_space = {swap_bytes}: a block takes {layout.block_bytes} bytes (allowed: 0, or at least that)"
         )
     return num_slots
-
-
-def _agreeing(group: GroupCoordinator | None) -> AbstractContextManager[None]:
-    """If a block fails on one rank, it fails on all. It has no collectives."""
-    return nullcontext() if group is None else group.in_agreement()
-
-
-def _sized_pool(
-    model: CausalModel,
-    sizing: PoolSizing,
-    gauge: MemoryGauge,
-    graphs: GraphSettings | None,
-    swap_bytes: int | None,
-    group: GroupCoordinator | None,
-) -> int:
-    """Runs the largest step, and returns the blocks that fit beside it. Raises PoolDoesNotFit, on all ranks."""
-    profile = _profile(model, sizing, gauge, graphs)
-    with _agreeing(group):
-        return _num_blocks_beside(profile, model, sizing, swap_bytes, group)
 
 
 def _profile(model: CausalModel, sizing: PoolSizing, gauge: MemoryGauge, graphs: GraphSettings | None) -> MemoryProfile:
@@ -200,15 +175,9 @@ def _profile(model: CausalModel, sizing: PoolSizing, gauge: MemoryGauge, graphs:
     return profile
 
 
-def _num_blocks_beside(
-    profile: MemoryProfile,
-    model: CausalModel,
-    sizing: PoolSizing,
-    swap_bytes: int | None,
-    group: GroupCoordinator | None,
-) -> int:
+def _num_blocks_beside(profile: MemoryProfile, model: CausalModel, sizing: PoolSizing, swap_bytes: int | None) -> int:
     """The blocks that fit beside weights and the largest step. Raises PoolDoesNotFit."""
-    block_size, block_bytes = model.layout.block_size, model.layout.block_bytes
+    block_size, block_bytes, group = model.layout.block_size, model.layout.block_bytes, model.source.ranks.all_ranks
     is_cpu = model.source.device.type == "cpu"
     # Ranks on CPUs share the memory of one machine.
     share = sizing.memory_utilization / (group.size if is_cpu and group is not None else 1)

@@ -25,6 +25,7 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.load.checkpoint import read_config
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.part_plan import RankGroups
 from kvrelay.engine.parallel.rendezvous import GroupNotFormed, family_of, host_towards
 from kvrelay.engine.parallel.shard_plan import check_data_parallel
 from kvrelay.engine.parallel.stage_link import StageLink
@@ -71,9 +72,9 @@ class _Order(msgspec.Struct, frozen=True):
     hands_over: bool
 
 
-def make_part(config: WorkerConfig, device: torch.device, threads: int | None, **groups: Any) -> TransformersRunner:
-    """Loads the model, or a rank's part of it. `groups`: the arguments of `make_runner` that say which. All ranks call
-    this at the same time."""
+def make_part(config: WorkerConfig, device: torch.device, threads: int | None, **others: Any) -> TransformersRunner:
+    """Loads the model, or a rank's part of it. `others`: arguments of `make_runner`. All ranks call this at the same
+    time."""
     sizing = config.pool_sizing
     runner = make_runner(
         config.model,
@@ -90,7 +91,7 @@ def make_part(config: WorkerConfig, device: torch.device, threads: int | None, *
         fused_layers=config.fused_layers,
         quantization=config.quantization,
         load_format=config.load_format,
-        **groups,
+        **others,
     )
     if not runner.follows:
         runner.prepare_grammars()
@@ -207,10 +208,10 @@ def _make_divided(
     """`group` has all ranks. With several stages it is only for the load: the stages are connected by `StageLink`, and
     the ranks of a stage by a group of their own."""
     if config.pipeline_parallel_size == 1:
-        return make_part(config, device, threads, tensor_parallel=group)
+        return make_part(config, device, threads, ranks=RankGroups(group))
     link = StageLink.connect(group, config.pipeline_parallel_size)
     stage_group = group.divide(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
-    return make_part(config, device, threads, tensor_parallel=stage_group, pipeline=link)
+    return make_part(config, device, threads, ranks=RankGroups(stage_group, link))
 
 
 def _rank_commands(config: WorkerConfig, port: int, device: torch.device) -> list[RankCommand]:
@@ -251,7 +252,7 @@ def load_data_parallel(config: WorkerConfig) -> LockstepRunner:
             undo.callback(coordinator.close)
             settings = config.model_dump(mode="json")
             _check_equal(coordinator, _versions() | {name: settings[name] for name in EQUAL_FIELDS})
-            runner = make_part(config, device, _threads(config), data_parallel=coordinator)
+            runner = make_part(config, device, _threads(config), ranks=RankGroups(data_parallel=coordinator))
             _check_equal(coordinator, {"weights or tokenizer": runner.spec.fingerprint})
         except (DeviceLost, GroupNotFormed) as error:
             raise RanksFailed(local.why_lost(str(error))) from error

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.part_plan import RankGroups
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import DeviceLost, WorkerBatch
@@ -64,7 +65,7 @@ def _serve(
     try:
         choose_means(options)
         group = GroupCoordinator.connect(rank, size, address, PATIENCE_S)
-        runner = make_runner(data_parallel=group, num_threads=1, **options)
+        runner = make_runner(ranks=RankGroups(data_parallel=group), num_threads=1, **options)
         assert task.forward in ("", runner._model.forward.name)
         answer: Any = _compute(runner, group, task)
     except DeviceLost as error:

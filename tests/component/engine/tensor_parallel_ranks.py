@@ -12,6 +12,7 @@ import torch
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel import group_coordinator
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.part_plan import RankGroups
 from kvrelay.engine.parallel.shared_memory import share_memory
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.run.transformers_runner import TransformersRunner
@@ -62,9 +63,9 @@ def choose_means(options: dict[str, Any]) -> None:
 def make_part(group: GroupCoordinator, *, num_stages: int = 1, **options: Any) -> TransformersRunner:
     """A rank's runner. The other options are those of `make_runner`."""
     if num_stages == 1:
-        return make_runner(tensor_parallel=group, **options)
+        return make_runner(ranks=RankGroups(group), **options)
     link, size = StageLink.connect(group, num_stages), group.size // num_stages
-    return make_runner(pipeline=link, tensor_parallel=group.divide(size) if size > 1 else None, **options)
+    return make_runner(ranks=RankGroups(group.divide(size) if size > 1 else None, link), **options)
 
 
 class RankProcesses:

@@ -12,6 +12,7 @@ import pytest
 from kvrelay.engine.load.checkpoint import read_config
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
+from kvrelay.engine.parallel.part_plan import RankGroups
 from kvrelay.engine.parallel.shard_plan import check_data_parallel
 from kvrelay.engine.run.attention import UnsupportedModel
 from tests.component.engine.data_parallel_ranks import Task, flattened, prompts_of, run_ranks
@@ -130,7 +131,7 @@ def test_what_a_rank_says_of_itself_is_what_one_process_does(model_dir: Callable
     path = model_dir("llama")
     whole = make_runner(str(path), **OPTIONS)
     group = GroupCoordinator.connect(0, 1, free_address(), 60)
-    rank = make_runner(str(path), data_parallel=group, **OPTIONS)
+    rank = make_runner(str(path), ranks=RankGroups(data_parallel=group), **OPTIONS)
     assert rank.spec.fingerprint == whole.spec.fingerprint
     assert (rank.spec.block_bytes, rank.follows, rank.launches_ahead) == (whole.spec.block_bytes, False, False)
     group.close()

@@ -13,6 +13,7 @@ import torch
 
 from kvrelay.backends.backend import PackedRows
 from kvrelay.engine.load.causal_model import CausalModel
+from kvrelay.engine.parallel.part_plan import WHOLE
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.engine.sample import sampler, truncation
 from kvrelay.kv.pool import BlockPool
@@ -56,7 +57,7 @@ class ExactModel:
         self.layout, self.source, self.eos_token_ids = model.layout, model.source, model.eos_token_ids
         self.vocab_size = vocab_size or model.vocab_size
         self.backend = self
-        self.shard_plan = self.stage_plan = self.gathered_mlps = None
+        self.part, self.gathered_mlps = WHOLE, None
         self.whole_layout, self.is_divided, self.follows = model.layout, False, False
         self.rng = rng
         self.num_nan = 0

@@ -114,7 +114,7 @@ def test_without_a_tokenizer_the_cost_is_that_of_random_tokens(
 
 def test_models_without_fused_layers_are_refused(tmp_path: Path) -> None:
     source = open_source(str(build_model("llama", tmp_path / "llama")), "float32", quantization="int8")
-    with pytest.raises(UnsupportedModel, match="int8 is not possible: it needs the fused layers"):
+    with pytest.raises(UnsupportedModel, match="int8 is not possible: the fused layers are off"):
         load_model(source, 16, fused_layers=False)
     build_model("gemma", tmp_path / "gemma")
     with pytest.raises(UnsupportedModel, match=r"int4 is not possible: .* is not one of"):

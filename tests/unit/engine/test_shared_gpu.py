@@ -19,6 +19,7 @@ from kvrelay.config import WorkerConfig
 from kvrelay.engine import make
 from kvrelay.engine.memory import gauges, turns
 from kvrelay.engine.memory.gauges import CudaGauge, PoolDoesNotFit
+from kvrelay.engine.parallel.part_plan import ONE_PROCESS
 from kvrelay.engine.run import device
 from kvrelay.worker.worker_main import load_runner
 from tests.fakes.baton import Baton
@@ -103,7 +104,7 @@ class World:
         monkeypatch.setattr(device, "device_uuid", lambda _: "GPU-0")
         monkeypatch.setattr(gauges, "gc", SimpleNamespace(collect=lambda: None))  # takes long beside all of torch
         monkeypatch.setattr(turns, "pause", lambda _: self._now.memory.moment())
-        source = SimpleNamespace(device=torch.device("cuda", 0), max_model_len=512, config=None)
+        source = SimpleNamespace(device=torch.device("cuda", 0), max_model_len=512, config=None, ranks=ONE_PROCESS)
         monkeypatch.setattr(make, "open_source", lambda *_: source)
         monkeypatch.setattr(make, "make_gauge", lambda _: CudaGauge(self._now.memory))
         monkeypatch.setattr(make, "load_model", lambda *_, **__: self._load(source))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -21,15 +21,11 @@ from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.gpu_forward import GpuForward, choose_pieces
 from kvrelay.engine.fused.gpu_weights import merge_weights
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
-from kvrelay.engine.load.checkpoint import (
-    read_integer_model,
-    read_model,
-    read_part,
-)
+from kvrelay.engine.load.checkpoint import read_integer_model, read_model, read_part
 from kvrelay.engine.load.model_source import DUMMY_SEED, ModelSource
 from kvrelay.engine.load.probe import ForwardCheck, ObservedLayers, check_paged_forward, observe_layers
 from kvrelay.engine.parallel.gathered_mlps import GatheredMlps
-from kvrelay.engine.parallel.part_plan import PartPlan, own_modules, plan_part
+from kvrelay.engine.parallel.part_plan import WHOLE, PartPlan, own_modules, plan_part
 from kvrelay.engine.parallel.shard_plan import plan_shards
 from kvrelay.engine.parallel.sharded_checkpoint import fill_randomly
 from kvrelay.engine.parallel.sharded_modules import connect_modules
@@ -42,57 +38,48 @@ from kvrelay.engine.run.eager import EagerForward, Forward
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class CausalModel:
-    """A loaded model with its KV layout and the backend with which its attention was checked."""
+    """A loaded model with its KV layout and the backend with which its attention was checked.
 
-    def __init__(
-        self,
-        source: ModelSource,
-        forward: Forward,
-        layout: KVLayout,
-        backend: AttentionBackend,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        plan: PartPlan | None = None,
-        gathered_mlps: GatheredMlps | None = None,
-    ) -> None:
-        """`layout` is of this rank's KV heads and layers. `plan`: how the model is divided among ranks; None: it is
-        not. `gathered_mlps`: those that take the tokens of all ranks."""
-        self.source = source
-        plan = plan or PartPlan()
-        self.shard_plan = plan.shards
-        self.stage_plan = plan.stage
-        self.gathered_mlps = gathered_mlps
-        self.layout = layout
-        self.backend = backend
-        self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
-        self.forward = forward
+    `layout` is of this rank's KV heads and layers. `part`: what this rank has of the model. `gathered_mlps`: those
+    that take the tokens of all ranks.
+    """
+
+    source: ModelSource
+    forward: Forward
+    layout: KVLayout
+    backend: AttentionBackend
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    part: PartPlan = WHOLE
+    gathered_mlps: GatheredMlps | None = None
 
     @property
     def whole_layout(self) -> KVLayout:
         """The layout of the whole model's KV."""
         layout = self.layout
-        if self.shard_plan is not None:
-            layout = replace(layout, num_kv_heads=self.shard_plan.num_kv_heads)
-        if self.stage_plan is not None:
-            layout = replace(layout, num_layers=self.stage_plan.num_layers)
+        if self.part.shards is not None:
+            layout = replace(layout, num_kv_heads=self.part.shards.num_kv_heads)
+        if self.part.stage is not None:
+            layout = replace(layout, num_layers=self.part.stage.num_layers)
         return layout
 
     @property
     def is_divided(self) -> bool:
         """Returns whether other processes compute a part of each step, for the requests of rank 0."""
-        return self.shard_plan is not None or self.stage_plan is not None
+        return self.part.shards is not None or self.part.stage is not None
 
     @property
     def has_divided_head(self) -> bool:
         """Returns whether this rank computes a part of the logits, together with others."""
-        return self.shard_plan is not None and bool(self.shard_plan.head)
+        return self.part.shards is not None and bool(self.part.shards.head)
 
     @property
     def follows(self) -> bool:
         """Returns whether another rank samples."""
-        return self.is_divided and self.source.group is not None and self.source.group.rank > 0
+        group = self.source.ranks.all_ranks
+        return self.is_divided and group is not None and group.rank > 0
 
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         return self.forward.hidden_states(token_ids, positions, step)
@@ -100,6 +87,20 @@ class CausalModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits `[tokens, vocab]`; on other ranks than the first, `[tokens, 0]`."""
         return self.forward.logits(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """A model of transformers, or a rank's part of it, that attends through the pool as it should."""
+
+    model: PreTrainedModel
+    source: ModelSource
+    plan: PartPlan
+    mlps: GatheredMlps | None
+    observed: ObservedLayers
+    layout: KVLayout
+    backend: AttentionBackend
+    packer: WeightPacker
 
 
 def load_model(
@@ -111,59 +112,23 @@ def load_model(
 ) -> CausalModel:
     """Loads the weights, finds the KV layout with a tiny forward, and checks paged attention against the model's own.
 
-    Without a `backend`, the fastest one that works is used.
-    With `fused_layers`, layers run through the fused kernels if these know the model and the results agree.
+    Without a `backend`, the fastest one that works is used. With `fused_layers`, layers run through the fused kernels
+    if these know the model and the results agree. If there are several ranks, all of them run the checks together and
+    get the same results.
 
     Raises:
         UnsupportedModel: with the reason.
     """
     register()
-    if source.group is not None:
-        return _load_part(source, block_size, backend, fused_layers=fused_layers)
-    weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
-    model = _read_model(source, weights)
-    model.to(source.device).eval()  # type: ignore[arg-type]
-    text = source.config.get_text_config(decoder=True)
-    observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
-    shape = (observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size)
-    layout = KVLayout(*shape, observed.dtype, source.stored)
-    if backend is None:
-        backend = select_backend(source.device, layout, observed.kinds)
-    check_paged_forward(model, layout, backend, source.max_model_len)
-    packer = WeightPacker(source.quantization, None if weights is None else layer_readers(model, weights))
-    forward = _choose_forward(model, observed, layout, backend, source, packer, fused_layers)
-    if weights is not None:
-        log.info(
-            "weights by %s: %d linear layers keep the checkpoint's integers, and %d are dequantized to %s",
-            *(weights.method, packer.num_kept, len(weights.paths) - packer.num_kept, dtype_name(source.dtype)),
-        )
-    eos_token_ids = _eos_token_ids(model, observed.vocab_size)
-    return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids)
-
-
-def _load_part(
-    source: ModelSource,
-    block_size: int,
-    backend: AttentionBackend | None,
-    *,
-    fused_layers: bool,
-) -> CausalModel:
-    """Loads this rank's part as `load_model` does. All ranks run the checks together and get the same results."""
-    group, heads_group, link = source.group, source.tensor_parallel, source.pipeline
-    assert group is not None
-    with group.in_agreement():
-        if source.load_format == "dummy":
-            model, plan = _make_dummy(source, ATTENTION_NAME)
-        else:
-            model, plan = read_part(
-                *(source.name, source.config, source.dtype, ATTENTION_NAME, heads_group, link, source.data_parallel)
-            )
+    ranks = source.ranks
+    with ranks.in_agreement():
+        weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
+        model, plan = _read(source, weights)
         model.to(source.device).eval()  # type: ignore[arg-type]
-    gathered = connect_modules(model, plan.shards, heads_group) if plan.shards and heads_group else None
-    mlps = None
-    if plan.mlps is not None and source.data_parallel is not None:
-        mlps = GatheredMlps(model, plan.mlps, source.data_parallel)
-    stage_head = connect_stage(model, plan.stage, link) if plan.stage and link else None
+    heads = ranks.tensor_parallel
+    gathered = connect_modules(model, plan.shards, heads) if plan.shards and heads else None
+    mlps = GatheredMlps(model, plan.mlps, ranks.data_parallel) if plan.mlps and ranks.data_parallel else None
+    stage_head = connect_stage(model, plan.stage, ranks.pipeline) if plan.stage and ranks.pipeline else None
     text = source.config.get_text_config(decoder=True)
     num_layers = text.num_hidden_layers if plan.stage is None else len(plan.stage.own_layers)
     observed = observe_layers(model, num_layers, source.max_model_len)
@@ -172,145 +137,120 @@ def _load_part(
             f"{type(model).__name__}: a rank has {observed.num_kv_heads} KV heads in place of "
             f"{plan.shards.local_kv_heads}"
         )
-    shape = (observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size)
-    layout = KVLayout(*shape, observed.dtype, source.stored)
-    with group.in_agreement():
-        if backend is None:
-            backend = select_backend(source.device, layout, observed.kinds)
+    layout = KVLayout(num_layers, observed.num_kv_heads, observed.head_dim, block_size, observed.dtype, source.stored)
+    with ranks.in_agreement():
+        backend = backend or select_backend(source.device, layout, observed.kinds)
     check_paged_forward(model, layout, backend, source.max_model_len)
-    fused = _fuse_part(model, observed, layout, backend, source, plan, mlps) if fused_layers else None
-    if fused is not None and mlps is not None:
+    packer = WeightPacker(source.quantization, None if weights is None else layer_readers(model, weights))
+    modules = _Modules(model, source, plan, mlps, observed, layout, backend, packer)
+    forward = _choose_forward(modules, fused_layers=fused_layers)
+    if mlps is not None and isinstance(forward, FusedForward):
         # As the forwards of the other ranks, which have tokens: see `FusedForward.hidden_states`.
-        mlps.use(fused, runs_in_c=mlps.group.shares_memory and layout.stored is None)
+        mlps.use(forward, runs_in_c=mlps.group.shares_memory and layout.stored is None)
     if gathered is not None:
         gathered.gathers_to_all = False
     if stage_head is not None:
         stage_head.is_shared = False
     _log_part(plan)
+    if weights is not None:
+        num_kept, num_all = packer.num_kept, len(weights.paths)
+        log.info(
+            "weights by %s: %d linear layers keep the checkpoint's integers, and %d are dequantized to %s",
+            weights.method,
+            num_kept,
+            num_all - num_kept,
+            dtype_name(source.dtype),
+        )
     eos_token_ids = _eos_token_ids(model, observed.vocab_size)
-    forward = fused or EagerForward(model)
     return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids, plan, mlps)
 
 
-def _fuse_part(
-    model: PreTrainedModel,
-    observed: ObservedLayers,
-    layout: KVLayout,
-    backend: AttentionBackend,
-    source: ModelSource,
-    plan: PartPlan,
-    mlps: GatheredMlps | None,
-) -> FusedForward | None:
-    """This rank's part of the fused kernels, or None on all ranks if one of them cannot use these, or their results
-    differ from the modules'."""
-    group, shards, packer, own = source.group, plan.shards, WeightPacker(), own_modules(plan)
-    assert group is not None
-    try:
-        with group.in_agreement():
-            if not isinstance(backend, CpuBackend):
-                raise NotFusable("it needs the C kernels on a CPU")
-            require_fusable(model, observed.params, own)
-        check = ForwardCheck(model, source.max_model_len)
-        with group.in_agreement():
-            weights = decoder_weights(model, observed.params, packer, own)
-            vocabulary = None if shards is None else shards.vocabulary
-            ranks = (source.tensor_parallel, source.pipeline)
-            fused = FusedForward(weights, *ranks, vocabulary, observed.vocab_size, mlps)
-        error = check.measure(fused, layout, backend)
-        with group.in_agreement():
-            check.judge(fused, error, layout)
-    except (NotFusable, KernelBuildError, UnsupportedModel) as reason:
-        packer.restore()
-        log.info("decoder layers: the modules of transformers, since %s", reason)
-        return None
+def _read(source: ModelSource, weights: StoredWeights | None) -> tuple[PreTrainedModel, PartPlan]:
+    if source.load_format == "dummy":
+        return _make_dummy(source, ATTENTION_NAME)
+    if source.ranks.all_ranks is not None:
+        return read_part(source.name, source.config, source.dtype, source.ranks)
+    if weights is not None:
+        return read_integer_model(source.name, source.config, source.dtype, weights), WHOLE
+    return read_model(source.name, source.config, source.dtype), WHOLE
+
+
+def _choose_forward(modules: _Modules, *, fused_layers: bool) -> Forward:
+    """The fused kernels if they are wanted, know the model, and give its logits; else the model's own modules. The same
+    on all ranks.
+
+    Raises:
+        UnsupportedModel: the weights are to be rounded, and the fused kernels cannot run.
+    """
+    model, quantization = modules.model, modules.source.quantization
+    reason = "the fused layers are off"
+    if fused_layers:
+        try:
+            return _fuse(modules)
+        except (NotFusable, KernelBuildError, UnsupportedModel) as error:
+            reason = str(error)
+    if quantization != "none":
+        raise UnsupportedModel(f"{type(model).__name__}: quantization = {quantization} is not possible: {reason}")
+    modules.packer.restore()
+    log.info("decoder layers: the modules of transformers, since %s", reason)
+    return EagerForward(model)
+
+
+def _fuse(modules: _Modules) -> Forward:
+    """The model's layers through fused kernels.
+
+    Raises:
+        NotFusable, KernelBuildError: they do not compute this model, on some rank.
+        UnsupportedModel: their results differ from those of the modules.
+    """
+    model, source, plan, observed = modules.model, modules.source, modules.plan, modules.observed
+    layout, backend, ranks = modules.layout, modules.backend, source.ranks
+    if source.device.type == "cuda" and ranks.all_ranks is None:
+        return _fuse_on_gpu(modules)
+    own = own_modules(plan)
+    with ranks.in_agreement():
+        if not isinstance(backend, CpuBackend):
+            raise NotFusable("they need the C kernels on a CPU")
+        require_fusable(model, observed.params, own)
+    check = ForwardCheck(model, source.max_model_len)
+    is_rounded = source.quantization != "none"
+    cost = QuantizationCost(model, source.name, source.max_model_len) if is_rounded else None
+    with ranks.in_agreement():
+        weights = decoder_weights(model, observed.params, modules.packer, own)
+        vocabulary = None if plan.shards is None else plan.shards.vocabulary
+        fused = FusedForward(
+            weights, ranks.tensor_parallel, ranks.pipeline, vocabulary, observed.vocab_size, modules.mlps
+        )
+    error = check.measure(fused, layout, backend)
+    with ranks.in_agreement():
+        check.judge(fused, error, layout, exact=not is_rounded)
     log.info("decoder layers: fused kernels (%s)", fused.instructions)
+    if cost is not None:
+        cost.report(source.quantization, fused, layout, backend)
+    return fused
+
+
+def _fuse_on_gpu(modules: _Modules) -> GpuForward:
+    """Merged products with one kernel between two of them. Raises as `_fuse`."""
+    model, source = modules.model, modules.source
+    check = ForwardCheck(model, source.max_model_len)
+    pieces = choose_pieces(source.device)
+    fused = GpuForward(merge_weights(model, modules.observed.params, source.max_model_len), pieces)
+    check.run(fused, modules.layout, modules.backend, model=model)
+    log.info("decoder layers: fused kernels (%s)", pieces.name)
     return fused
 
 
 def _log_part(plan: PartPlan) -> None:
     if (mlps := plan.mlps) is not None:
-        log.info(
-            "data parallelism: rank %d of %d has attention and a part of %d MLPs",
-            *(mlps.rank, mlps.size, len(mlps.mlps)),
-        )
+        log.info("data parallelism: rank %d of %d has attention and a part of each MLP", mlps.rank, mlps.size)
     if (stage := plan.stage) is not None:
-        log.info(
-            "pipeline parallelism: stage %d of %d has layers %d to %d of %d",
-            *(stage.stage, stage.num_stages, stage.own_layers.start, stage.own_layers.stop - 1, stage.num_layers),
-        )
+        layers = f"{stage.own_layers.start} to {stage.own_layers.stop - 1} of {stage.num_layers}"
+        log.info("pipeline parallelism: stage %d of %d has layers %s", stage.stage, stage.num_stages, layers)
     if (shards := plan.shards) is not None:
-        log.info(
-            "tensor parallelism: rank %d of %d has %d of %d attention heads and %d of %d KV heads",
-            *(shards.rank, shards.size, shards.local_heads, shards.num_heads),
-            *(shards.local_kv_heads, shards.num_kv_heads),
-        )
-
-
-def _read_model(source: ModelSource, weights: StoredWeights | None) -> PreTrainedModel:
-    if source.load_format == "dummy":
-        return make_dummy(source, ATTENTION_NAME)
-    if weights is not None:
-        return read_integer_model(source.name, source.config, source.dtype, ATTENTION_NAME, weights)
-    return read_model(source.name, source.config, source.dtype, ATTENTION_NAME)
-
-
-def _choose_forward(
-    model: PreTrainedModel,
-    observed: ObservedLayers,
-    layout: KVLayout,
-    backend: AttentionBackend,
-    source: ModelSource,
-    packer: WeightPacker,
-    fused_layers: bool,
-) -> Forward:
-    """The fused kernels if they are wanted, know the model, and give its logits; else the model's own modules.
-
-    Raises:
-        UnsupportedModel: the weights are to be rounded, and the fused kernels cannot run.
-    """
-    if fused_layers and source.device.type == "cuda":
-        return _choose_on_gpu(model, observed, layout, backend, source)
-    wanted, reason = source.quantization, "it needs the fused layers of the C kernels on a CPU"
-    if fused_layers and isinstance(backend, CpuBackend):
-        try:
-            require_fusable(model, observed.params)
-            check = ForwardCheck(model, source.max_model_len)
-            cost = QuantizationCost(model, source.name, source.max_model_len) if wanted != "none" else None
-            fused = FusedForward(decoder_weights(model, observed.params, packer))
-            check.run(fused, layout, backend, exact=cost is None)
-            log.info("decoder layers: fused kernels (%s)", fused.instructions)
-            if cost is not None:
-                cost.report(wanted, fused, layout, backend)
-            return fused
-        except (NotFusable, KernelBuildError, UnsupportedModel) as error:
-            reason = str(error)
-            if wanted == "none":
-                packer.restore()
-                log.info("decoder layers: the modules of transformers, since %s", reason)
-    if wanted != "none":
-        raise UnsupportedModel(f"{type(model).__name__}: quantization = {wanted} is not possible: {reason}")
-    return EagerForward(model)
-
-
-def _choose_on_gpu(
-    model: PreTrainedModel,
-    observed: ObservedLayers,
-    layout: KVLayout,
-    backend: AttentionBackend,
-    source: ModelSource,
-) -> Forward:
-    """Merged products with one kernel between two of them, if the model is known and this gives its logits; else the
-    model's own modules."""
-    try:
-        check = ForwardCheck(model, source.max_model_len)
-        pieces = choose_pieces(source.device)
-        fused = GpuForward(merge_weights(model, observed.params, source.max_model_len), pieces)
-        check.run(fused, layout, backend, model=model)
-    except (NotFusable, UnsupportedModel) as reason:
-        log.info("decoder layers: the modules of transformers, since %s", reason)
-        return EagerForward(model)
-    log.info("decoder layers: fused kernels (%s)", pieces.name)
-    return fused
+        heads = f"{shards.local_heads} of {shards.num_heads} attention heads"
+        kv_heads = f"{shards.local_kv_heads} of {shards.num_kv_heads} KV heads"
+        log.info("tensor parallelism: rank %d of %d has %s and %s", shards.rank, shards.size, heads, kv_heads)
 
 
 def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:
@@ -322,11 +262,11 @@ def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel
 def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrainedModel, PartPlan]:
     with torch.device("meta"):
         model = _from_config(source, attn_implementation)
-    plan = plan_part(model, source.tensor_parallel, source.pipeline, source.data_parallel)
+    plan = plan_part(model, source.ranks)
     try:
         plan_shards(model, 0, 1)  # raises for models whose random weights are not made module by module
     except UnsupportedModel:
-        if source.group is not None:
+        if source.ranks.all_ranks is not None:
             raise
         generators = [source.device] if source.device.type == "cuda" else []
         with torch.random.fork_rng(generators), torch.device(source.device):

@@ -22,13 +22,11 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
-from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.part_plan import PartPlan, plan_part
-from kvrelay.engine.parallel.sharded_checkpoint import ModelClass, narrowed_class, restore_class, sharded_state_dict
-from kvrelay.engine.parallel.stage_link import StageLink
+from kvrelay.engine.parallel.part_plan import PartPlan, RankGroups, plan_part
+from kvrelay.engine.parallel.sharded_checkpoint import narrowed_class, restore_class, sharded_state_dict
 from kvrelay.engine.quantized.stored_format import SUPPORTED, stated_quantization
 from kvrelay.engine.quantized.stored_weights import StoredWeights
-from kvrelay.engine.run.attention import UnsupportedModel
+from kvrelay.engine.run.attention import ATTENTION_NAME, UnsupportedModel
 
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 4  # tensors in a message
@@ -53,7 +51,7 @@ def read_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Loads the model with all of the checkpoint's weights.
 
     Raises:
@@ -61,18 +59,14 @@ def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_imp
             transformers does not know or lacks a package for.
         OSError: there are no weights.
     """
-    with _refusing(name, "it cannot be loaded"), _without_progress_bars():
-        answer: Any = AutoModelForCausalLM.from_pretrained(name, **_options(config, dtype, attn_implementation))
-    model: PreTrainedModel
-    model, loaded = answer
-    _check_loaded(name, loaded)
+    model, unused = _read(AutoModelForCausalLM, name, config, dtype)
     if getattr(config, "quantization_config", None) is None:
-        _check_stored(name, loaded["unexpected_keys"])
+        _check_stored(name, unused)
     return model
 
 
 def read_integer_model(
-    name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, weights: StoredWeights
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, weights: StoredWeights
 ) -> PreTrainedModel:
     """Loads the model with the weights dequantized into plain linear layers.
 
@@ -81,74 +75,56 @@ def read_integer_model(
     """
     plain = deepcopy(config)
     del plain.quantization_config
-    with _refusing(name, "it cannot be loaded"), _without_progress_bars():
-        with torch.device("meta"):
-            model_class = type(AutoModelForCausalLM.from_config(deepcopy(plain)))
-        # The state dict's values are computed as they are read, like those of a file.
-        answer: Any = model_class.from_pretrained(
-            None, **_options(plain, dtype, attn_implementation), state_dict=weights.state_dict(dtype)
-        )
-    model: PreTrainedModel
-    model, loaded = answer
-    _check_loaded(name, loaded)
-    _read_generation_config(name, model)
-    return model
+    # The state dict's values are computed as they are read, like those of a file.
+    return _read(type(_on_meta(plain)), name, plain, dtype, weights.state_dict(dtype))[0]
 
 
 def read_part(
-    name: str,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attn_implementation: str,
-    group: GroupCoordinator | None,
-    link: StageLink | None,
-    data_parallel: GroupCoordinator | None = None,
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: RankGroups
 ) -> tuple[PreTrainedModel, PartPlan]:
-    """Loads the part of the model that a rank has. Returns its plan too. The groups: see `plan_part`.
+    """Loads the part of the model that a rank has. Returns its plan too.
 
     Raises:
         UnsupportedModel: the model cannot be divided like that, or as `read_model`.
         OSError: there are no weights in safetensors files.
     """
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(deepcopy(config))
-    plan = plan_part(whole, group, link, data_parallel)
-    narrowed = narrowed_class(type(whole), plan.reduce)
+    whole = _on_meta(config)
+    plan = plan_part(whole, ranks)
     with _refusing(name, "it cannot be loaded"):
         state = sharded_state_dict(name, whole, plan.cuts, plan.has)
-    options = _options(plan.config(config), dtype, attn_implementation)
-    return _read_part(name, narrowed, state, options, type(whole)), plan
+    model, unused = _read(narrowed_class(type(whole), plan.reduce), name, plan.config(config), dtype, state)
+    restore_class(model, type(whole))
+    _check_stored(name, unused)
+    return model, plan
 
 
-def _read_part(
-    name: str, narrowed: ModelClass, state: dict[str, Any], options: dict[str, Any], model_class: ModelClass
-) -> PreTrainedModel:
-    """Loads a model of the class `narrowed` from a part of the checkpoint's tensors."""
-    with _refusing(name, "it cannot be loaded"), _without_progress_bars():
-        answer: Any = narrowed.from_pretrained(None, **options, state_dict=state)
-    model: PreTrainedModel
-    model, loaded = answer
-    restore_class(model, model_class)
-    _check_loaded(name, loaded)
-    _check_stored(name, loaded["unexpected_keys"])
-    _read_generation_config(name, model)
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(config))
     return model
 
 
-def _read_generation_config(name: str, model: PreTrainedModel) -> None:
-    with suppress(OSError):  # many checkpoints have none
-        model.generation_config = GenerationConfig.from_pretrained(name)
-
-
-def _options(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> dict[str, Any]:
-    return {
-        "config": config,
-        "dtype": dtype,
-        "attn_implementation": attn_implementation,
-        "trust_remote_code": False,
-        "ignore_mismatched_sizes": True,  # `_check_loaded` refuses them by name
-        "output_loading_info": True,
-    }
+def _read(
+    model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype, state: dict[str, Any] | None = None
+) -> tuple[PreTrainedModel, Collection[str]]:
+    """Loads a model from its files, or from `state`. Returns it, and the names of the tensors that it does not use."""
+    options: dict[str, Any] = {} if state is None else {"state_dict": state}
+    with _refusing(name, "it cannot be loaded"), _without_progress_bars():
+        model, loaded = model_class.from_pretrained(
+            name if state is None else None,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # `_check_loaded` refuses them by name
+            output_loading_info=True,
+            **options,
+        )
+    _check_loaded(name, loaded)
+    if state is not None:
+        with suppress(OSError):  # many checkpoints have none
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    return model, loaded["unexpected_keys"]
 
 
 def check_quantization(config: PreTrainedConfig) -> None:

@@ -14,8 +14,7 @@ from kvrelay.backends.backend import KV_DTYPES
 from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.load.checkpoint import check_quantization, read_config
 from kvrelay.engine.load.support import check_config, check_positions, resolve_max_model_len
-from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.stage_link import StageLink
+from kvrelay.engine.parallel.part_plan import ONE_PROCESS, RankGroups
 from kvrelay.engine.quantized.stored_format import StoredFormat, find_format, stated_quantization
 from kvrelay.engine.run.attention import UnsupportedModel
 
@@ -43,16 +42,7 @@ class ModelSource:
     stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
     quantization: Quantization = "none"
     stored_format: StoredFormat | None = None  # format of integer weights that are read here
-    tensor_parallel: GroupCoordinator | None = None  # the ranks among which heads of this rank's layers are divided
-    pipeline: StageLink | None = None  # the stages among which layers are divided
-    data_parallel: GroupCoordinator | None = None  # the ranks among which MLPs are divided, each with its own requests
-
-    @property
-    def group(self) -> GroupCoordinator | None:
-        """All ranks that load the model together."""
-        if self.data_parallel is not None:
-            return self.data_parallel
-        return self.tensor_parallel if self.pipeline is None else self.pipeline.group
+    ranks: RankGroups = ONE_PROCESS
 
     @property
     def weights_salt(self) -> str:
@@ -70,9 +60,7 @@ def open_source(
     load_format: LoadFormat = "auto",
     kv_cache_dtype: str = "auto",
     quantization: Quantization = "none",
-    tensor_parallel: GroupCoordinator | None = None,
-    pipeline: StageLink | None = None,
-    data_parallel: GroupCoordinator | None = None,
+    ranks: RankGroups = ONE_PROCESS,
 ) -> ModelSource:
     """Reads and checks the config, and resolves `auto`.
 
@@ -100,30 +88,20 @@ def open_source(
         raise UnsupportedModel(
             f"quantization = {quantization}: the checkpoint is quantized already, by {stored_format.method}"
         )
-    if tensor_parallel is not None:
-        _check_weights(config, quantization, load_format, f"tensor_parallel_size = {tensor_parallel.size}")
-    if pipeline is not None:
-        _check_weights(config, quantization, load_format, f"pipeline_parallel_size = {pipeline.num_stages}")
-    if data_parallel is not None:
-        _check_weights(config, quantization, load_format, f"data_parallel_size = {data_parallel.size}")
+    if ranks.all_ranks is not None:
+        _check_divisible(config, quantization, load_format)
     stored = KV_DTYPES.get(kv_cache_dtype)
-    return ModelSource(
-        *(name, config, computed, target, length, load_format, stored, quantization, stored_format, tensor_parallel),
-        pipeline=pipeline,
-        data_parallel=data_parallel,
-    )
+    return ModelSource(name, config, computed, target, length, load_format, stored, quantization, stored_format, ranks)
 
 
-def _check_weights(
-    config: PreTrainedConfig, quantization: Quantization, load_format: LoadFormat, division: str
-) -> None:
-    """Raises UnsupportedModel for weights that cannot be divided, by the setting `division`."""
+def _check_divisible(config: PreTrainedConfig, quantization: Quantization, load_format: LoadFormat) -> None:
+    """Raises UnsupportedModel for weights that cannot be divided among ranks."""
     stated = stated_quantization(config) if load_format != "dummy" else None
     if quantization != "none" or stated is not None:
         method = quantization if stated is None else stated[0]
         raise UnsupportedModel(
-            f"{config.model_type}: weights quantized by {method} are not divided: {division} takes "
-            f"weights in 16 or 32 bits"
+            f"{config.model_type}: weights quantized by {method} are not divided among ranks, which take weights in 16 "
+            f"or 32 bits"
         )
 
 

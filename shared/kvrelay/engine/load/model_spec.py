@@ -14,8 +14,8 @@ def spec_of(model: CausalModel, name: str, num_blocks: int, num_swap_slots: int,
     """Returns the spec of a model with a pool of `num_blocks`. `swap_block_s`: seconds that copying a block to the host
     takes."""
     layout, source = model.layout, model.source
-    path, size = find_model_dir(source.name), 1 if model.shard_plan is None else model.shard_plan.size
-    num_stages = 1 if model.stage_plan is None else model.stage_plan.num_stages
+    path, size = find_model_dir(source.name), 1 if model.part.shards is None else model.part.shards.size
+    num_stages = 1 if model.part.stage is None else model.part.stage.num_stages
     identity = fingerprint(path, model.whole_layout, source.weights_salt)
     return ModelSpec(
         name=name,

@@ -212,17 +212,16 @@ class ForwardCheck:
         layout: KVLayout,
         backend: AttentionBackend,
         *,
-        exact: bool = True,
         model: PreTrainedModel | None = None,
     ) -> None:
-        """Compares the logits of long and short chunks. If not `exact`, the forward's weights are rounded.
+        """Compares the logits of long and short chunks.
 
         16 bits can cost a deep model more than the tolerance, whichever way it is computed. With the `model`, whose
         modules still have their weights, the forward may differ more, if it is as near to the logits in float32 as the
         modules are.
 
         Raises:
-            UnsupportedModel: they differ by more than the dtype's rounding, or by more than rounded weights explain.
+            UnsupportedModel: they differ by more than the dtype's rounding.
         """
         found = self._logits(forward, layout, backend)
         error = self._error(found)
@@ -231,10 +230,10 @@ class ForwardCheck:
                 reference = own_logits(model, self._prompts)
             if _furthest(found, reference) <= _MAX_SHARE_OF_OWN_ERROR * _furthest(self._own, reference):
                 return
-        self.judge(forward, error, layout, exact=exact)
+        self.judge(forward, error, layout)
 
     def judge(self, forward: Forward, error: float, layout: KVLayout, *, exact: bool = True) -> None:
-        """Raises UnsupportedModel, as `run`, for what `measure` returned."""
+        """Raises UnsupportedModel, as `run`, for what `measure` returned. If not `exact`, the weights are rounded."""
         if not error <= (TOLERANCE[layout.dtype] if exact else _ROUNDED_TOLERANCE):
             raise UnsupportedModel(f"its {forward.name} layers are off by {error:.2g} (relative) from the model's own")
 

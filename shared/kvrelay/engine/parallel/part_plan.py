@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,6 +15,32 @@ from kvrelay.engine.parallel.sharded_modules import narrow
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.parallel.stage_modules import drop_absent
 from kvrelay.engine.parallel.stage_plan import StagePlan, config_of_stage, plan_stage
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """The ranks that load a model together; with none of them, one process has all of it."""
+
+    tensor_parallel: GroupCoordinator | None = None  # the ranks among which heads of this rank's layers are divided
+    pipeline: StageLink | None = None  # the stages among which layers are divided
+    data_parallel: GroupCoordinator | None = None  # the ranks among which MLPs are divided, each with its own requests
+
+    @property
+    def all_ranks(self) -> GroupCoordinator | None:
+        if self.data_parallel is not None:
+            return self.data_parallel
+        return self.tensor_parallel if self.pipeline is None else self.pipeline.group
+
+    def in_agreement(self) -> AbstractContextManager[None]:
+        """If the body fails on one rank, it fails on all. It has no collectives."""
+        return nullcontext() if self.all_ranks is None else self.all_ranks.in_agreement()
+
+    def least(self, count: int) -> int:
+        """The least of the ranks' counts."""
+        return count if self.all_ranks is None else self.all_ranks.least(count)
+
+
+ONE_PROCESS = RankGroups()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +78,20 @@ class PartPlan:
             narrow(model, self.narrowing)
 
 
-def plan_part(
-    model: PreTrainedModel,
-    group: GroupCoordinator | None,
-    link: StageLink | None,
-    data_parallel: GroupCoordinator | None = None,
-) -> PartPlan:
-    """Returns a rank's plan for a whole model, whose parameters may be on the meta device. `group`: the ranks among
-    which the heads of the rank's layers are divided; `data_parallel`: those among which MLPs alone are.
+WHOLE = PartPlan()
+
+
+def plan_part(model: PreTrainedModel, ranks: RankGroups) -> PartPlan:
+    """Returns a rank's plan for a whole model, whose parameters may be on the meta device.
 
     Raises:
         UnsupportedModel: the model cannot be divided like that.
     """
-    if data_parallel is not None:
-        return PartPlan(mlps=plan_mlp_shards(model, data_parallel.rank, data_parallel.size))
+    heads, link, mlps = ranks.tensor_parallel, ranks.pipeline, ranks.data_parallel
+    if mlps is not None:
+        return PartPlan(mlps=plan_mlp_shards(model, mlps.rank, mlps.size))
     stage = None if link is None else plan_stage(model, link.stage, link.num_stages)
-    shards = None if group is None else plan_shards(model, group.rank, group.size)
+    shards = None if heads is None else plan_shards(model, heads.rank, heads.size)
     if shards is not None and stage is not None:
         shards = _within(shards, stage)
     return PartPlan(shards, stage)

@@ -166,7 +166,7 @@ class TransformersRunner:
     @property
     def waited_s(self) -> float:
         """Seconds that this stage of a pipeline has waited for the one before."""
-        pipeline = self._model.source.pipeline
+        pipeline = self._model.source.ranks.pipeline
         return 0.0 if pipeline is None else pipeline.waited_s
 
     @torch.inference_mode()

@@ -6,9 +6,7 @@ more than its work: in small decoding steps as CUDA graphs, and in steps that th
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
-from typing import cast
 
 import torch
 
@@ -21,7 +19,9 @@ def choose_pieces(device: torch.device) -> TorchPieces:
     """Triton's kernels if Triton is installed and the device is a GPU, else plain torch."""
     if device.type != "cuda" or find_spec("triton") is None:
         return TorchPieces()
-    return cast("TorchPieces", import_module("kvrelay.engine.fused.triton_pieces").TritonPieces())
+    from kvrelay.engine.fused.triton_pieces import TritonPieces
+
+    return TritonPieces()
 
 
 class GpuForward:

@@ -6,9 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int64, c_void_p
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
-from typing import cast
 
 import numpy as np
 import torch
@@ -62,10 +60,9 @@ def _find_kernel(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torc
     """Triton's kernel on a GPU if Triton is installed, else plain torch."""
     if device_type != "cuda" or find_spec("triton") is None:
         return apply_by_torch
-    return cast(
-        "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]",
-        import_module("kvrelay.engine.masks.triton_apply").apply_masks,
-    )
+    from kvrelay.engine.masks.triton_apply import apply_masks
+
+    return apply_masks
 
 
 def apply_by_torch(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:

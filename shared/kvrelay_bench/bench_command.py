@@ -22,7 +22,7 @@ from kvrelay_bench.flags import BenchPlan, bench_parser, read_flags
 from kvrelay_bench.http import BadUrl, Client, ConnectionLost
 from kvrelay_bench.load_figures import LoadFigures, Ratio, figures
 from kvrelay_bench.load_generator import LoadOutcome, LoadPoint, run_load
-from kvrelay_bench.report import MAX_COLUMNS, compared, comparison_table, load_table, remarks, value_of
+from kvrelay_bench.report import compared, comparison_table, load_table, remarks, report_console, value_of
 from kvrelay_bench.traces import BadTrace
 from kvrelay_bench.workload import Ask
 
@@ -176,8 +176,7 @@ def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _tell(plan: BenchPlan, results: Sequence[Measured]) -> None:
-    console = Console()
-    console = Console(width=min(MAX_COLUMNS, console.width) if console.is_terminal else MAX_COLUMNS)
+    console = report_console()
     comparing = len(plan.endpoints) > 1
     named = [(_label(each, plan), each.figures) for each in results]
     if not comparing:

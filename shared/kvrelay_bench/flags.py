@@ -80,7 +80,6 @@ def read_flags(argv: Sequence[str], environ: Mapping[str, str]) -> BenchPlan:
         prompt_as=given.prompt_as or ("text" if api == "chat" else "ids"),
         token_ids=given.token_ids,
         ignore_eos=given.ignore_eos,
-        include_usage=given.usage,
         extra=given.extra_body,
     )
     trace = None if given.trace is None else scaled(read_trace(given.trace, given.requests), given.speed)
@@ -236,11 +235,13 @@ def bench_parser() -> FlagParser:
     what("--prefixes", type=whole(1, 1 << 20), default=1, metavar="N", help="number of shared prefixes (default: 1)")
     what("--prompt-as", choices=("ids", "text"), help="token ids or words (default: ids; text with --api chat)")
     what("--token-ids", type=_range, default=(5, 2000), metavar="LOW:HIGH", help="range of token ids (default: 5:2000)")
-    for flag, text in (("--ignore-eos", "generate to the full length"), ("--usage", "ask for token counts")):
-        what(
-            flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=f"{text} (default: on)"
-        )  # SUPPRESS, because argparse would add the default to the help once more
-    parser.set_defaults(ignore_eos=True, usage=True)
+    what(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,  # because argparse would add the default to the help once more
+        help="generate to the full length (default: on)",
+    )
+    parser.set_defaults(ignore_eos=True)
     what("--extra-body", type=_object, metavar="JSON", help="further fields of each request")
     result = parser.add_argument_group("results").add_argument
     result(

@@ -12,12 +12,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import result_file, whole
-from kvrelay_bench.report import MAX_COLUMNS
+from kvrelay_bench.report import report_console
 from kvrelay_programs import Endpoint, State
 from kvrelay_programs.workloads import Workload, find_workload, workloads
 
@@ -74,8 +73,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         is_interrupted = True
         print("kvrelay bench: interrupted: figures of the rounds before", file=sys.stderr)
-    console = Console()
-    console = Console(width=min(MAX_COLUMNS, console.width) if console.is_terminal else MAX_COLUMNS)
+    console = report_console()
     for workload in plan.workloads:
         if rows := [each for each in results if each.workload == workload.name]:
             console.print(_table(workload, rows))

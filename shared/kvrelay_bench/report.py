@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from kvrelay_bench.load_figures import BenchSlo, LoadFigures, Ratio, Spread
@@ -27,6 +27,12 @@ COMPARED = {
 MAX_ERRORS = 5
 APART = 0.02
 """A median of ratios that differs by this share from the ratio of the medians is marked."""
+
+
+def report_console() -> Console:
+    """As wide as the terminal, `MAX_COLUMNS` at most."""
+    console = Console()
+    return Console(width=min(MAX_COLUMNS, console.width) if console.is_terminal else MAX_COLUMNS)
 
 
 def compared(slo: BenchSlo) -> Mapping[str, str]:

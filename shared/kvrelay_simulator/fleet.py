@@ -46,12 +46,6 @@ class FleetSettings:
     workers: WorkerSettings = field(default_factory=WorkerSettings)
     decode_profile: Profile | None = None
 
-    @property
-    def num_devices(self) -> int:
-        """Devices of all workers."""
-        decode = self.decode_profile or self.profile
-        return self.num_prefill * self.profile.num_devices + self.num_decode * decode.num_devices
-
 
 class CacheView:
     """A `PrefixView` that is always right, because it reads the caches."""

@@ -183,7 +183,6 @@ def _settings(arguments: argparse.Namespace, trace: Sequence[TracedRequest]) -> 
         max_model_len=longest + 1,
         scheduler=check_scheduler_name(arguments.scheduler),
         queue_order=arguments.queue_order,
-        kv_tokens=arguments.kv_tokens,
     )
     profile, decode_profile = _profile("--profile", arguments.profile), None
     if arguments.decode_profile is not None:
@@ -301,7 +300,6 @@ def simulate_parser() -> FlagParser:
         metavar="N",
         help="maximum running sequences per worker (default: 256)",
     )
-    add("--kv-tokens", type=tokens, metavar="N", help="tokens per pool (default: the profile's)")
     add = parser.add_argument_group("results").add_argument
     add(
         "--slo",

@@ -13,7 +13,6 @@ from functools import partial
 
 from kvrelay.device_profiles import Profile, StepLoad
 from kvrelay.fleet.worker_record import WorkerRecord
-from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
@@ -22,7 +21,7 @@ from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
-from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Origin, RemoteKV, Sequence, TokenBuffer
 from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.step.batch import RowResult, StepResult
@@ -49,10 +48,7 @@ class WorkerSettings:
     max_model_len: int = 1 << 18
     scheduler: str = "sarathi"
     queue_order: QueueOrderName = "fcfs"
-    chunking: Chunking = "fixed"
-    new_token_ratio: float = 0.0
     kv_tokens: int | None = None
-    make_cache: Callable[[BlockPool], Cache] = PrefixCache
 
 
 def _nothing(request: Request) -> None:
@@ -61,8 +57,7 @@ def _nothing(request: Request) -> None:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request and its times in virtual seconds. `max_tokens`: the maximum output length, if it is more than the
-    sampled one."""
+    """One request and its times in virtual seconds."""
 
     number: int
     arrival_s: float
@@ -72,7 +67,6 @@ class Request:
     on_first_token: Callable[[Request], None] = _nothing
     on_committed: Callable[[Request], None] = _nothing
     on_finished: Callable[[Request], None] = _nothing
-    max_tokens: int = 0
     tenant: str = ""
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -98,9 +92,7 @@ class Request:
             key=(str(self.number), 1, 0),
             tokens=TokenBuffer(self.tokens),
             num_prompt=len(self.tokens),
-            sampling=Sampling(
-                max_tokens=max(self.max_tokens, self.num_output), ignore_eos=True, stop_token_ids=(LAST_TOKEN,)
-            ),
+            sampling=Sampling(max_tokens=self.num_output, ignore_eos=True, stop_token_ids=(LAST_TOKEN,)),
             root=root_hash(model=FINGERPRINT),
             table=BlockTable(block_size),
             origin=Origin(ROUTER, tenant=self.tenant),
@@ -120,15 +112,13 @@ class SimulatedWorker:
         self.settings = settings
         self.clock = clock
         self.pool = BlockPool((settings.kv_tokens or profile.kv_tokens) // settings.block_size, settings.block_size)
-        self.cache = settings.make_cache(self.pool)
+        self.cache = PrefixCache(self.pool)
         is_prefill = self.role == "prefill"
         self.token_budget = settings.prefill_token_budget if is_prefill else settings.decode_token_budget
         max_running = min(settings.max_running, self.token_budget)
         limits = SchedulerLimits(self.token_budget, max_running, settings.max_model_len, frozenset())
         policy = SchedulerSettings(
             queue_order=settings.queue_order,
-            chunking=settings.chunking,
-            new_token_ratio=settings.new_token_ratio,
             num_stages=profile.num_stages,
         )
         self.scheduler = make_scheduler(settings.scheduler, limits, self.pool, self.cache, policy)

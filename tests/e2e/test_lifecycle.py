@@ -150,29 +150,6 @@ def test_a_small_pool_serves_more_than_it_holds_and_refuses_what_it_never_can(tm
         stack.wait_until_clean()
 
 
-# -- starts that fail -------------------------------------------------------------------------------------------------
-
-
-def failed_start(tmp_path: Path, *flags: str) -> tuple[int, str]:
-    """Exit status and what was said."""
-    command = [sys.executable, "-m", "kvrelay.cli.main", "up", "--port", "0", "--state-dir", str(tmp_path / "state")]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=2 * PATIENCE_S)
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_reason(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (broken / name).write_bytes((DEMO_MODEL / name).read_bytes())
-    (broken / "model.safetensors").write_bytes(b"no weights")
-    status, output = failed_start(tmp_path, "--model", str(broken), "--threads", "1")
-    assert status == 1, output
-    assert "before it was ready" in output
-    assert str(broken) in output
-
-
 def test_an_interrupt_during_the_start_ends_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvrelay.cli.main", "up", "--port", "0", "--state-dir", str(tmp_path)]
     with (tmp_path / "out").open("wb") as out:

@@ -54,6 +54,7 @@ def test_weights_that_cannot_be_read_are_named_in_the_first_line_of_the_excerpt(
     excerpt = [line for line in output.splitlines() if line.startswith("  | ")]
     assert re.search(r"ERROR .* worker cannot start: |ERROR .* worker ends because of an error", excerpt[0]), output
     assert "configuration: " not in output
+    assert "before it was ready" in output and str(model) in output
 
 
 def test_a_share_of_memory_that_is_too_small_says_by_how_much(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
     ]
 
 
-def test_greedy_output_is_that_of_transformers(model: Path, llm: LLM) -> None:
+def check_greedy(model: Path, llm: LLM) -> None:
     prompts = prompts_of(1, 8)
     for _ in range(2):  # the second time from the cache
         answers = llm.generate(prompts, GREEDY, progress=False)
@@ -66,9 +66,10 @@ def test_greedy_output_is_that_of_transformers(model: Path, llm: LLM) -> None:
             assert answer.outputs[0].token_ids == reference.greedy(model, prompt, 24)
     assert any(answer.usage.cached_tokens for answer in answers)
     assert llm.engine._scheduler.num_preemptions > 0, "the pool was too large to test preemption"
+    assert llm.engine._scheduler.blocks.pool.num_available == 24, "free or only cached"
 
 
-def test_samples_and_log_probabilities_are_those_of_one_process(model: Path, llm: LLM) -> None:
+def check_samples(model: Path, llm: LLM) -> None:
     params = SamplingParams(n=3, seed=7, temperature=0.8, max_tokens=10, logprobs=2, prompt_logprobs=1)
     prompts = prompts_of(2, 4)
     with LLM(str(model), **SMALL, max_model_len=256) as whole:
@@ -82,19 +83,31 @@ def test_samples_and_log_probabilities_are_those_of_one_process(model: Path, llm
             assert math.isclose(mine.logprob, its.logprob, abs_tol=1e-4)
 
 
-def test_a_killed_rank_is_a_lost_device(model: Path) -> None:
-    engine = Engine(str(model), **SMALL, tensor_parallel_size=2)
-    before = ranks_of_this_process()
-    runner = engine._runner
-    assert isinstance(runner, RankedRunner)
-    engine.add_request("first", [1, 2, 3], GREEDY)
+def test_outputs_are_those_of_transformers_and_of_one_process(model: Path, llm: LLM) -> None:
+    check_greedy(model, llm)
+    check_samples(model, llm)
+
+
+@pytest.mark.parametrize(
+    ("divided", "size", "victim"),
+    [
+        ("tensor", 2, 1),
+        ("pipeline", 2, 1),
+        pytest.param("pipeline", 3, 1, marks=pytest.mark.slow),
+        pytest.param("pipeline", 3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_is_a_lost_device(divided: str, size: int, victim: int, model: Path) -> None:
+    engine = Engine(str(model), **SMALL, **{f"{divided}_parallel_size": size})
+    pids = pids_of(engine)
+    for number, prompt in enumerate(prompts_of(4, 6)):
+        engine.add_request(f"{number}", prompt, GREEDY)
     engine.step()
-    [rank] = [each for each in before if each.pid == runner_pid(runner)]
-    os.kill(rank.pid, signal.SIGKILL)
-    with pytest.raises(DeviceLost, match="rank 1 was killed by SIGKILL"):
+    os.kill(pids[victim - 1], signal.SIGKILL)
+    with pytest.raises(DeviceLost, match=f"rank {victim} was killed by SIGKILL"):
         step_on(engine)
     engine.close()
-    wait_until(lambda: rank.pid not in {each.pid for each in ranks_of_this_process()})
+    wait_until(lambda: not {each.pid for each in ranks_of_this_process()} & set(pids))
 
 
 def step_on(engine: Engine) -> None:
@@ -102,18 +115,18 @@ def step_on(engine: Engine) -> None:
         engine.step()
 
 
-def runner_pid(runner: RankedRunner) -> int:
-    return runner.group._local.processes[1].pid
+def pids_of(engine: Engine) -> list[int]:
+    """Of the ranks that are processes of their own."""
+    assert isinstance(engine._runner, RankedRunner)
+    return [each.pid for each in engine._runner.group._local.processes.values()]
 
 
 @pytest.mark.slow
 def test_ranks_end_with_an_engine_that_is_never_closed(model: Path) -> None:
     engine = Engine(str(model), **SMALL, tensor_parallel_size=2)
-    runner = engine._runner
-    assert isinstance(runner, RankedRunner)
-    pid = runner_pid(runner)
+    (pid,) = pids_of(engine)
     assert psutil.pid_exists(pid)
-    del runner, engine
+    del engine
     wait_until(lambda: pid not in {each.pid for each in ranks_of_this_process()})
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,22 +11,19 @@ import pytest
 
 from kvrelay import LLM, Engine, SamplingParams
 from kvrelay.ranks.ranked_runner import RankedRunner
-from kvrelay.step.batch import DeviceLost
 from tests.component.ranks.test_divided_engine import (
     GREEDY,
     SMALL,
+    check_greedy,
+    check_samples,
     nothing_left,
     prompts_of,
-    ranks_of_this_process,
-    step_on,
 )
 from tests.e2e import reference
-from tests.fakes.waiting import wait_until
 from tests.tiny_models import build_model
 
 pytestmark = pytest.mark.component
 __all__ = ["nothing_left"]
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +37,9 @@ def llm(model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def check_greedy(model: Path, llm: LLM) -> None:
-    prompts = prompts_of(1, 8)
-    for _ in range(2):  # the second time from the cache
-        answers = llm.generate(prompts, GREEDY, progress=False)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.outputs[0].token_ids == reference.greedy(model, prompt, 24)
-    assert any(answer.usage.cached_tokens for answer in answers)
-    assert llm.engine._scheduler.num_preemptions > 0, "the pool was too large to test preemption"
-    assert llm.engine._scheduler.blocks.pool.num_available == 24, "free or only cached"
-
-
-def test_greedy_output_is_that_of_transformers(model: Path, llm: LLM) -> None:
+def test_outputs_are_those_of_transformers_and_of_one_process(model: Path, llm: LLM) -> None:
     check_greedy(model, llm)
+    check_samples(model, llm)
 
 
 @pytest.mark.slow
@@ -65,20 +50,6 @@ def test_other_models_and_sizes(architecture: str, size: int, tmp_path: Path) ->
         check_greedy(model, llm)
 
 
-def test_samples_and_log_probabilities_are_those_of_one_process(model: Path, llm: LLM) -> None:
-    params = SamplingParams(n=3, seed=7, temperature=0.8, max_tokens=10, logprobs=2, prompt_logprobs=1)
-    prompts = prompts_of(2, 4)
-    with LLM(str(model), **SMALL, max_model_len=256) as whole:
-        expected = whole.generate(prompts, params, progress=False)
-    for answer, other in zip(llm.generate(prompts, params, progress=False), expected, strict=True):
-        for ours, theirs in zip(answer.outputs, other.outputs, strict=True):
-            assert ours.token_ids == theirs.token_ids
-        assert answer.prompt_logprobs is not None and other.prompt_logprobs is not None
-        for mine, its in zip(answer.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
-            assert mine is not None and its is not None
-            assert math.isclose(mine.logprob, its.logprob, abs_tol=1e-4)
-
-
 def test_beam_search_is_that_of_one_process(model: Path, llm: LLM) -> None:
     params = SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=8)
     prompts = prompts_of(3, 2)
@@ -86,23 +57,6 @@ def test_beam_search_is_that_of_one_process(model: Path, llm: LLM) -> None:
         expected = whole.generate(prompts, params, progress=False)
     for answer, other in zip(llm.generate(prompts, params, progress=False), expected, strict=True):
         assert [each.token_ids for each in answer.outputs] == [each.token_ids for each in other.outputs]
-
-
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), pytest.param(3, 1, marks=SLOW), pytest.param(3, 2, marks=SLOW)])
-def test_a_killed_stage_is_a_lost_device(size: int, victim: int, model: Path) -> None:
-    engine = Engine(str(model), **SMALL, pipeline_parallel_size=size)
-    runner = engine._runner
-    assert isinstance(runner, RankedRunner)
-    processes = list(runner.group._local.processes.values())
-    pids = [each.pid for each in processes]
-    for number, prompt in enumerate(prompts_of(4, 6)):
-        engine.add_request(f"{number}", prompt, GREEDY)
-    engine.step()
-    os.kill(pids[victim - 1], signal.SIGKILL)
-    with pytest.raises(DeviceLost, match=f"rank {victim} was killed by SIGKILL"):
-        step_on(engine)
-    engine.close()
-    wait_until(lambda: not {each.pid for each in ranks_of_this_process()} & set(pids))
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Abort, Reassign
 from kvrelay.protocol.sampling import Sampling
@@ -17,12 +14,6 @@ from tests.fakes.workers import has_sent_all
 
 pytestmark = pytest.mark.component
 LONG = Sampling(temperature=0.0, max_tokens=60, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with EmbeddedRedis() as redis:
-        yield redis.url
 
 
 def test_an_abort_that_crosses_the_commit_does_not_end_a_running_request(redis_url: str) -> None:

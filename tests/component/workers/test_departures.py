@@ -1,7 +1,9 @@
-"""Ends that are nobody's plan: a sampler that refuses a handoff, a drain with slots that nobody can prove safe."""
+"""Ends that are nobody's plan: a sampler that refuses a handoff, a drain with slots that nobody can prove safe, a dead
+thread."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +16,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until
+from tests.fakes.workers import LocalWorker
 
 pytestmark = pytest.mark.component
 GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -91,5 +94,21 @@ def test_a_second_signal_right_after_the_first_is_not_lost(redis_url: str) -> No
             f.decode[0].runner.go_on()
             assert (await got.finished()).failed == "the worker shut down"
             assert got.failure is FailureKind.DRAINING
+
+    run(test)
+
+
+def test_a_thread_that_dies_ends_the_worker(redis_url: str) -> None:
+    async def test() -> None:
+        worker = LocalWorker(redis_url, "decode", HashRunner())
+        await worker.start()
+        error = RuntimeError("the socket is gone")
+        context = {"message": "the thread kv-receiver ended", "exception": error, "fatal": True}
+        asyncio.get_running_loop().call_exception_handler(context)
+        assert worker._task is not None
+        with pytest.raises(RuntimeError, match="the socket is gone"):
+            await worker._task
+        await worker.shell.leave()
+        worker.shell.close()
 
     run(test)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.messages import Reassign, Status
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.telemetry.metrics_file import HandoffRecord, read_metrics
@@ -19,12 +17,6 @@ from tests.fakes.workers import LocalWorker
 pytestmark = pytest.mark.component
 GREEDY = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
 CHUNK_TOKENS, BLOCK_TOKENS = 64, 16
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with EmbeddedRedis() as redis:
-        yield redis.url
 
 
 def report(worker: LocalWorker) -> Status:

@@ -6,12 +6,11 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 import pytest
 
-from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.handoff.quarantine import SETTLE_TICKS, Due
 from kvrelay.process_identity import identity_of
 from kvrelay.protocol.messages import Reassign
@@ -30,12 +29,6 @@ from tests.fakes.workers import LocalWorker
 pytestmark = [pytest.mark.component, pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)]
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
 ELSEWHERE = "another-machine:pid:[1]/1/1"
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with EmbeddedRedis() as redis:
-        yield redis.url
 
 
 async def until_reserved(f: Fleet) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
-from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.handoff.transports import select
 from kvrelay.handoff.transports.nixl_sender import NixlSettings
 from kvrelay.protocol.messages import Cancel, Reassign
@@ -23,12 +21,6 @@ GREEDY = Sampling(temperature=0.0, max_tokens=24)
 SETTINGS = {"token_budget": 64, "max_running": 16, "transfer": "auto"}
 NUM_BLOCKS = 4
 PROMPT = prompt_of(16 * NUM_BLOCKS, 1)
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with EmbeddedRedis() as redis:
-        yield redis.url
 
 
 async def hang(f: Fleet, network: FakeNetwork, cause: str, *, after_a_good_handoff: bool) -> None:

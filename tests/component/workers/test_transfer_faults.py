@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
 from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
@@ -83,12 +82,6 @@ class FaultyFleet:
             for worker in workers:
                 await worker.stop()
             fleet.router.close()
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with EmbeddedRedis() as redis:
-        yield redis.url
 
 
 def serve(redis_url: str, fleet: FaultyFleet, test: Callable[[Fleet], Awaitable[None]]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.faults.storm.load import CHAT, COMPLETIONS, MODEL, TOP_K, Job, Load, Outcome
+from tests.faults.storm.load import BEAM_SEEDS, CHAT, COMPLETIONS, MODEL, TOP_K, Job, Load, Outcome, beam_search
 from tests.faults.storm.processes import PATIENCE_S, FaultStack, StackSettings
 
 T = TypeVar("T")
@@ -38,8 +38,9 @@ class Bench:
         self._round += 1
         return [_make_job(each, max_tokens, f"round {self._round}") for each in range(number)]
 
-    async def jobs(self, number: int) -> list[tuple[Job, Outcome]]:
+    async def jobs(self, number: int, num_beam_searches: int = 0) -> list[tuple[Job, Outcome]]:
         jobs = self.make_jobs(number)
+        jobs += [_make_beam_search(number + each, f"round {self._round}") for each in range(num_beam_searches)]
         missing = [job for job in jobs if _kind(job) not in self._references]
         found = await self.load().references(missing, 8)
         self._references |= {_kind(job): found[job.kind] for job in missing}
@@ -105,6 +106,11 @@ async def _make_stack(state_dir: Path, settings: StackSettings) -> FaultStack:
 
 def _kind(job: Job) -> int:
     return hash((job.kind, job.body["max_tokens"]))
+
+
+def _make_beam_search(number: int, salt: str) -> Job:
+    body = beam_search(BEAM_SEEDS[number % len(BEAM_SEEDS)], random.Random(number))
+    return Job(number, number, COMPLETIONS, body | {"cache_salt": salt})
 
 
 def _make_job(number: int, max_tokens: int, salt: str) -> Job:

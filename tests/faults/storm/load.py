@@ -114,7 +114,7 @@ def make_kind(
     """One of the distinct requests: (path, body). `samples_share` of them, but for beams, ask for several samples."""
     rng = random.Random(f"{seed}/{kind}")
     if rng.random() < 0.08 and with_beams:
-        return COMPLETIONS, _beam_search(rng.choice(BEAM_SEEDS), rng)
+        return COMPLETIONS, beam_search(rng.choice(BEAM_SEEDS), rng)
     body: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": rng.choice([1, 2, rng.randint(5, 40), rng.randint(40, 150), rng.randint(200, 500)]),
@@ -149,7 +149,7 @@ def make_kind(
     return COMPLETIONS, body
 
 
-def _beam_search(seed: int, options: random.Random) -> dict[str, Any]:
+def beam_search(seed: int, options: random.Random) -> dict[str, Any]:
     rng = random.Random(f"beams {seed}")
     prompt = rng.choices(range(4, 2048), k=rng.choice([5, 40, 150]))
     width, max_tokens = rng.choice([2, 3]), rng.choice([12, 30])

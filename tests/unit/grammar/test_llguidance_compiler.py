@@ -83,18 +83,6 @@ LARK = 'start: "a" rest\nrest: /[0-9]{2}/ | "b"'
 GBNF = 'root ::= "a" rest\nrest ::= [0-9] [0-9] | "b"'
 
 
-@given(seed=st.integers(0, 2**32), pattern=st.sampled_from(PATTERNS))
-def test_texts_match_their_regex(compiler: GrammarCompiler, seed: int, pattern: str) -> None:
-    text = walk(compiler, Grammar(kind=GrammarKind.REGEX, text=pattern), seed)
-    assert text is None or re.fullmatch(pattern, text, re.ASCII)
-
-
-@given(seed=st.integers(0, 2**32), choices=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=5))
-def test_an_output_is_one_of_the_choices(compiler: GrammarCompiler, seed: int, choices: list[str]) -> None:
-    grammar = Grammar(kind=GrammarKind.CHOICE, text=json.dumps(choices))
-    assert walk(compiler, grammar, seed) in choices
-
-
 @pytest.mark.parametrize("text", [LARK, GBNF])
 def test_grammars_in_both_notations(compiler: GrammarCompiler, text: str) -> None:
     for seed in range(10):
@@ -117,22 +105,6 @@ def test_a_structural_tag_constrains_what_follows_its_trigger(compiler: GrammarC
     matcher.accept(TOKENIZER.encode("free text, then <call=f>{}</call> and more", add_special_tokens=False).ids)
     with pytest.raises(GrammarError):
         matcher.accept(TOKENIZER.encode(" <call=g>", add_special_tokens=False).ids)
-
-
-def test_a_matcher_that_is_given_an_earlier_output_allows_what_the_first_one_does(compiler: GrammarCompiler) -> None:
-    grammar = schema_of(name={"type": "string"}, age={"type": "integer"})
-    first, mask, other = compiler.compile(grammar), *np.zeros((2, compiler.mask_words), np.int32)
-    output: list[int] = []
-    for token in TOKENIZER.encode('{"name": "an otter", "age": 12}', add_special_tokens=False).ids:
-        again = compiler.compile(grammar)
-        again.accept(output)
-        first.fill(mask)
-        again.fill(other)
-        assert np.array_equal(mask, other) and token in allowed(mask)
-        first.accept([token])
-        output.append(token)
-    first.fill(mask)
-    assert END in allowed(mask)
 
 
 @pytest.mark.parametrize(

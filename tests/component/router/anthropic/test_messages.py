@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.dispatch.interface import RequestFailed
 from tests.component.router.rig import MODEL, Router
 
 HELLO: list[Any] = [{"role": "user", "content": "What is an otter?"}]
@@ -167,27 +165,6 @@ async def test_errors_have_the_form_of_the_api(
     assert says in error["error"]["message"]
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
     assert router.dispatcher.requests == []
-
-
-async def test_other_failures_have_it_too(router: Router) -> None:
-    async def kind(method: str, path: str, **options: Any) -> tuple[int, str]:
-        answer = await router.http.request(method, path, **options)
-        return answer.status_code, answer.json()["error"]["type"]
-
-    assert await kind("GET", "/v1/messages") == (405, "invalid_request_error")
-    assert await kind("POST", "/v1/messages", content=b"{") == (400, "invalid_request_error")
-    body = {"model": MODEL, "messages": HELLO, "max_tokens": 8}
-    router.answers("An otter", fail_after=0, failure=RequestFailed("lost", FailureKind.WORKER_LOST))
-    assert await kind("POST", "/v1/messages", json=body) == (500, "api_error")
-    router.answers("An otter", fail_after=0, failure=RequestFailed("none", FailureKind.NO_WORKER))
-    assert await kind("POST", "/v1/messages", json=body) == (529, "overloaded_error")
-
-
-async def test_a_failure_within_a_stream_is_an_event(router: Router) -> None:
-    router.answers("An otter", fail_after=2, failure=RequestFailed("lost", FailureKind.WORKER_LOST))
-    events = await streamed(router)
-    assert events[0]["type"] == "message_start"
-    assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "lost"}}
 
 
 async def test_keys_come_in_either_header(make_router: Any) -> None:

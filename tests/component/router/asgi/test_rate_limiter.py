@@ -14,7 +14,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.key_limits import KeyLimits, SharedLimits
 from kvrelay.text.service import TextService
 from kvrelay_router.access.rate_limiter import KeyRules
-from kvrelay_router.dispatch.interface import GenerateRequest, TooLate
+from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.dispatch.placement import PromptPrefixes
 from tests.component.router.rig import Router, running_router
 from tests.fakes.scripted_dispatcher import ScriptedHandle
@@ -86,15 +86,6 @@ async def test_a_requests_own_timeout_counts_up_to_the_routers(guarded: Router) 
     for value, expected_s in (("2.5", 2.5), ("1e9", 600.0)):
         assert (await ask(guarded, key(FREE, **{"x-request-timeout": value})))[0] == 200
         assert guarded.dispatcher.handles[-1].request.timeout_s == expected_s
-
-
-async def test_what_cannot_be_served_in_time_gets_429_at_once(guarded: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(request: GenerateRequest, prepared: object = None) -> None:
-        raise TooLate(7.2, request.timeout_s)
-
-    monkeypatch.setattr(guarded.dispatcher, "submit", refuse)
-    status, error, retry_after = await ask(guarded, key(FREE, **{"x-request-timeout": "2"}))
-    assert (status, error["code"], retry_after) == (429, "deadline_unreachable", "6")
 
 
 async def test_the_route_is_told_when_it_is_asked_for(guarded: Router) -> None:

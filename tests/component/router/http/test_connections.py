@@ -15,9 +15,7 @@ import httpx
 import openai
 import pytest
 
-from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.text.request.validation import ModelLimits
-from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.http import body
 from kvrelay_router.http.http_server import bind
 from tests.component.router.rig import MODEL, Router
@@ -40,12 +38,6 @@ async def send_raw(
     writer.write(head.encode() + content)
     await writer.drain()
     return reader, writer
-
-
-def events(text: str) -> list[Any]:
-    """The events of a stream; [DONE] as it is."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize("abrupt", [False, True])
@@ -100,34 +92,6 @@ async def test_a_finished_request_is_not_cancelled(router: Router) -> None:
     assert router.dispatcher.handles[0].cancelled_at is None
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_failure_before_the_first_token_has_a_status(router: Router, stream: bool) -> None:
-    router.answers("otter", fail_after=0)
-    answer = await router.post("/v1/completions", prompt="x", stream=stream)
-    assert answer.status_code == 502
-    error = answer.json()["error"]
-    assert (error["type"], error["code"], error["message"]) == (
-        "server_error",
-        "worker_lost",
-        "all workers are gone",
-    )
-    router.answers("otter", fail_after=0, failure=RequestFailed("too slow", FailureKind.DEADLINE))
-    answer = await router.post("/v1/completions", prompt="x", stream=stream)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_failure_in_a_stream_is_an_event(router: Router, path: str) -> None:
-    router.answers("An otter is a mammal.", fail_after=2)
-    answer = await router.post(path, prompt="x", messages=HELLO, stream=True)
-    assert answer.status_code == 200
-    *chunks, error, done = events(answer.text)
-    assert chunks and all("choices" in chunk for chunk in chunks)
-    assert error["error"]["type"] == "server_error"
-    assert done == "[DONE]"
-    assert router.dispatcher.handles[0].cancelled_at is not None
-
-
 async def test_the_stock_client_raises_on_an_error_event(router: Router) -> None:
     router.answers("An otter is a mammal.", fail_after=2)
     stream = await router.openai.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
@@ -152,56 +116,12 @@ async def test_one_failing_prompt_cancels_the_others(router: Router, stream: boo
     assert all(handle.cancelled_at for handle in router.dispatcher.handles)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_no_worker_is_503_with_retry_after(router: Router, stream: bool) -> None:
-    router.dispatcher.is_ready = False
-    answer = await router.post("/v1/completions", prompt="x", stream=stream)
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "3"
-    assert (await router.http.get("/ready")).status_code == 503
-    router.dispatcher.model_limits = None
-    answer = await router.post("/v1/completions", prompt="x", stream=stream)
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-
-
 async def test_a_refusal_in_the_middle_takes_back_what_was_submitted(router: Router) -> None:
     router.answers("otter", hang_after=0)
     router.dispatcher.refuse_after = 2
     answer = await router.post("/v1/completions", prompt=["a", "b", "c"])
     assert answer.status_code == 503
     assert [handle.cancelled_at is None for handle in router.dispatcher.handles] == [False, False]
-
-
-async def test_an_unexpected_error_is_a_500_in_the_same_shape(
-    router: Router, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(request: object, prepared: object) -> None:
-        raise ZeroDivisionError("a secret")
-
-    monkeypatch.setattr(router.dispatcher, "submit", fail)
-    answer = await router.post("/v1/completions", prompt="x")
-    assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "internal_error"
-    assert "secret" not in answer.text and "a secret" in caplog.text
-    monkeypatch.setattr(router.dispatcher, "ready", fail)
-    answer = await router.http.get("/ready")
-    assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "internal_error"
-    assert answer.headers["x-request-id"]
-
-
-async def test_too_many_requests_are_429(make_router: Callable[..., Any]) -> None:
-    async with make_router(max_requests=1) as router:
-        router.answers("otter", hang_after=0)
-        _, writer = await send_raw(router, "/v1/completions", COMPLETION)
-        await until(lambda: len(router.dispatcher.handles) == 1)
-        answer = await router.post("/v1/completions", prompt="x")
-        assert answer.status_code == 429
-        assert (answer.headers["retry-after"], answer.json()["error"]["type"]) == ("1", "rate_limit_error")
-        writer.close()
-        await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
-        router.answers("otter")
-        assert (await router.post("/v1/completions", prompt="x")).status_code == 200
 
 
 async def test_keys(make_router: Callable[..., Any]) -> None:
@@ -345,15 +265,6 @@ async def test_the_trace_is_taken_over_or_made(router: Router) -> None:
     assert taken == trace
     assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", each) for each in made)
     assert len(set(made)) == 2
-
-
-async def test_connections_do_not_wait_to_fill_packets(router: Router) -> None:
-    await router.http.get("/health")
-    connections = list(router.server._server.server_state.connections)
-    assert connections
-    for connection in connections:
-        sock = connection.transport.get_extra_info("socket")
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_stopping_lets_streams_finish(make_router: Callable[..., Any]) -> None:

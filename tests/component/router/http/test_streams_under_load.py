@@ -79,24 +79,6 @@ async def test_a_thousand_streams_at_once(router: Router) -> None:
     await until(lambda: not connections(router))
 
 
-async def test_a_connection_serves_one_stream_after_the_other(router: Router) -> None:
-    reader, writer = await connect(router)
-    for _ in range(20):
-        writer.write(request())
-        assert await read_answer(reader) == "An otter is a mammal."
-    assert len(connections(router)) == 1
-    writer.close()
-
-
-async def test_pipelined_requests_are_answered_in_their_order(router: Router) -> None:
-    router.dispatcher.script = lambda asked, sequence: Script(asked.prompt_ids)
-    texts = [f"otter {number}" for number in range(8)]
-    reader, writer = await connect(router)
-    writer.write(b"".join(request(prompt=router.tokens(text) + router.tokens("<|im_end|>")) for text in texts))
-    assert [await read_answer(reader) for _ in texts] == texts
-    writer.close()
-
-
 async def test_a_slow_reader_costs_a_bounded_buffer(router: Router) -> None:
     connection, writer = await unread_stream(router)
     for _ in range(200):

@@ -98,12 +98,6 @@ async def test_a_whole_answer_to_a_client_of_http_1_0(router: Router) -> None:
     assert answer.startswith(b"HTTP/1.1 404 ") and b"model_not_found" in answer
 
 
-@pytest.mark.parametrize("num_whole", [1, 3])
-async def test_whole_requests_are_answered_although_something_else_follows(router: Router, num_whole: int) -> None:
-    answers = await exchange(router, completion() * num_whole + b"\x16\x03\x01 no HTTP\r\n\r\n")
-    assert texts(answers) == [TEXT] * num_whole
-
-
 async def test_a_whole_request_is_answered_although_the_next_is_cut_by_what_is_no_http(router: Router) -> None:
     unfinished = completion(chunked=True).partition(b"\r\n\r\n")[0] + b'\r\n\r\n5\r\n{"mod\r\nno length\r\n'
     assert texts(await exchange(router, completion() + unfinished)) == [TEXT]

@@ -129,19 +129,6 @@ async def test_messages_become_the_prompt(
     assert tokenized.json()["tokens"] == router.tokens(expected)
 
 
-async def test_token_ids_are_returned_when_asked_for(router: Router) -> None:
-    reply = [*router.tokens("An otter is a mammal."), *router.tokens("<|im_end|>")]
-    plain = (await router.post("/v1/chat/completions", messages=HELLO, return_token_ids=True)).json()
-    assert plain["prompt_token_ids"] == router.tokens(PROMPT)
-    assert plain["choices"][0]["token_ids"] == reply
-    stream = await router.openai.chat.completions.create(
-        model=MODEL, messages=HELLO, stream=True, extra_body={"return_token_ids": True}
-    )
-    chunks = [chunk.model_dump() async for chunk in stream]
-    assert chunks[0]["prompt_token_ids"] == router.tokens(PROMPT)
-    assert [token for chunk in chunks[1:] for token in chunk["choices"][0]["token_ids"]] == reply
-
-
 @pytest.mark.parametrize(
     "harmless",
     [

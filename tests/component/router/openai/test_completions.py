@@ -286,19 +286,6 @@ async def test_best_of_takes_the_most_likely(router: Router) -> None:
     assert answer.usage.completion_tokens == sum(len(router.tokens(text)) + 1 for text in texts)
 
 
-async def test_token_ids_are_returned_when_asked_for(router: Router) -> None:
-    reply = [*router.tokens("An otter is a mammal."), *router.tokens("<|im_end|>")]
-    answer = await router.post("/v1/completions", prompt="The otter", return_token_ids=True, max_tokens=50)
-    choice = answer.json()["choices"][0]
-    assert (choice["token_ids"], choice["prompt_token_ids"]) == (reply, router.tokens("The otter"))
-    stream = await router.openai.completions.create(
-        model=MODEL, prompt="The otter", stream=True, max_tokens=50, extra_body={"return_token_ids": True}
-    )
-    chunks = [chunk.choices[0].model_dump() async for chunk in stream]
-    assert [token for chunk in chunks for token in chunk["token_ids"]] == reply
-    assert chunks[0]["prompt_token_ids"] == router.tokens("The otter")
-
-
 async def test_usage_ends_a_stream_when_asked_for(router: Router) -> None:
     stream = await router.openai.completions.create(
         model=MODEL, prompt=[5] * 20, max_tokens=50, stream=True, stream_options={"include_usage": True}

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 from pydantic import BaseModel
 
-from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.dispatch.interface import RequestFailed
 from tests.component.router.rig import MODEL, Router
 
 QUESTION = "What is an otter?"
@@ -139,13 +136,6 @@ async def test_stop_strings_and_sampling_that_openai_lacks(router: Router, is_ke
     assert [(each.sampling.top_k, each.sampling.min_p) for each in router.dispatcher.requests] == [(5, 0.25)] * 2
 
 
-async def test_a_failure_within_a_stream_is_its_last_event(router: Router) -> None:
-    router.answers("An otter", fail_after=2, failure=RequestFailed("lost", FailureKind.WORKER_LOST))
-    last = (await streamed(router))[-1]
-    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
-    assert last["response"]["error"] == {"code": "worker_lost", "message": "lost"}
-
-
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
@@ -199,8 +189,3 @@ async def test_bad_input(router: Router, body: dict[str, Any], param: str, code:
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
     assert router.dispatcher.requests == []
-
-
-async def test_an_unknown_model(router: Router) -> None:
-    with pytest.raises(openai.NotFoundError):
-        await router.openai.responses.create(model="other", input=QUESTION)

@@ -17,6 +17,7 @@ from kvrelay.scheduling.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.speculation.drafter import Drafter
+from kvrelay.scheduling.speculation.forced_tokens import ForcedTokens
 from kvrelay.scheduling.tenants import TenantShares
 
 
@@ -42,6 +43,7 @@ class SequenceLifecycle:
         shares: TenantShares,
         new_token_ratio: NewTokenRatio,
         drafter: Drafter,
+        forced: ForcedTokens,
     ) -> None:
         self.limits = limits
         self.blocks = blocks
@@ -56,6 +58,7 @@ class SequenceLifecycle:
         self.shares = shares
         self.new_token_ratio = new_token_ratio
         self.drafter = drafter
+        self.forced = forced
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._ended_in_flight: set[Sequence] = set()  # a step may still write into their blocks
 
@@ -71,6 +74,8 @@ class SequenceLifecycle:
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
         self.drafter.begin(sequence)
+        self.forced.begin(sequence)
+        self.blocks.tails.enter(sequence)
         self._sequences[sequence.key] = sequence
         self.shares.enter(sequence)
         if sequence.remote is None:
@@ -93,11 +98,9 @@ class SequenceLifecycle:
         if self.blocks.shares_prefixes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
-            if sequence.tail_end:
-                tail = self.blocks.tails.to_compute(sequence, sequence.num_computed)
-                if tail is not None:
-                    sequence.computes_tail = True
-                    self.in_progress.promise_tail(sequence.key, tail)
+            tail = self.blocks.tails.begin(sequence)
+            if tail is not None:
+                self.in_progress.promise_tail(sequence.key, tail)
 
     def received(self, sequence: Sequence) -> None:
         """A handoff is complete: the sequence runs."""
@@ -117,9 +120,9 @@ class SequenceLifecycle:
         self.waiting.prefixes_changed(published)
 
     def publish_tail(self, sequence: Sequence) -> None:
-        """A chunk that ends at the sequence's `tail_end` was committed. Sequences that wait for the tail are listed
+        """A chunk that ends where the sequence's tail does was committed. Sequences that wait for the tail are listed
         again. One of them computes it if no block is left for a copy."""
-        sequence.computes_tail = False
+        self.blocks.tails.stopped(sequence)
         if self.blocks.num_available > self.num_reserved_blocks:
             self.blocks.tails.publish(sequence)
         self.waiting.prefixes_changed(self.in_progress.tail_ended(sequence.key))
@@ -130,7 +133,10 @@ class SequenceLifecycle:
         The result of such a row is dropped. Its blocks are freed here, when no step writes into them any more.
         """
         sequence = row.sequence
-        sequence.row_ends(row.num_tokens, sample=row.sample)
+        sequence.num_planned -= row.num_tokens
+        sequence.num_expected -= row.sample
+        if sequence in self.forced.unsettled:
+            self.forced.row_ended(row)
         if sequence.state is not SequenceState.FINISHED:
             return True
         self.free_ended(sequence)
@@ -193,6 +199,8 @@ class SequenceLifecycle:
             self.beams.left(sequence)
         self.swaps.drop(sequence)
         self.drafter.ended(sequence)
+        self.forced.ended(sequence)
+        self.blocks.tails.ended(sequence)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
         self.shares.leave(sequence)

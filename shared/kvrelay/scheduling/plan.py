@@ -6,7 +6,7 @@ of a frozen dataclass. They form no reference cycles, so the garbage collector s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -97,6 +97,7 @@ class StepPlan:
     pass whether or not anything has changed. `swaps`: copies to and from the host, made even if there are no rows.
     `copies`: blocks that are copied after that and before the forward. `reservations`: handoffs whose blocks are
     reserved now, so that their transfer may begin. They have no rows. `has_drafts`: some rows may have drafts.
+    `jumping`: sequences whose rows may bring tokens that grammars force.
     """
 
     step: int
@@ -110,6 +111,7 @@ class StepPlan:
     copies: Seq[BlockCopy] = ()
     reservations: Seq[Sequence] = ()
     has_drafts: bool = False
+    jumping: Collection[Sequence] = ()
 
     @property
     def has_work(self) -> bool:
@@ -202,12 +204,14 @@ class PlanDraft:
         swaps: SwapPlan | None = None,
         copies: Seq[BlockCopy] = (),
         reservations: Seq[Sequence] = (),
+        jumping: Collection[Sequence] = (),
     ) -> StepPlan:
         return StepPlan(
             *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
             copies=copies,
             reservations=reservations,
             has_drafts=self.has_drafts,
+            jumping=jumping,
         )
 
 

@@ -78,6 +78,7 @@ class Scheduler:
             shares=self.shares,
             new_token_ratio=self.new_token_ratio,
             drafter=Drafter(settings.speculation),
+            forced=ForcedTokens(settings),
         )
         self.chunks = policy.make_chunks(limits, settings)
         self.preemptor = Preemptor(self.lifecycle, settings.retraction)
@@ -86,10 +87,8 @@ class Scheduler:
             self.chunks,
             decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
-        self._forced_tokens = ForcedTokens(settings)
         self._planner = StepPlanner(
-            *(self.lifecycle, self._admission, self.preemptor, self.chunks, self._forced_tokens),
-            num_stages=settings.num_stages,
+            self.lifecycle, self._admission, self.preemptor, self.chunks, num_stages=settings.num_stages
         )
         self._beams = BeamCommit(self.lifecycle)
         self._commit = StepCommit(self.lifecycle, self._beams)
@@ -101,7 +100,6 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError for a known one."""
-        self._forced_tokens.enter(sequence)
         self.lifecycle.add(sequence)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
@@ -216,7 +214,7 @@ class Scheduler:
         rows = self._uncommitted[0].rows
         if any(row.drafts is not None or row.sequence.forks is not None for row in rows):
             return True
-        return self._forced_tokens.are_awaited(rows) or self.lifecycle.drafter.expects_any(self._uncommitted[0])
+        return self.lifecycle.forced.are_awaited(rows) or self.lifecycle.drafter.expects_any(self._uncommitted[0])
 
     def _refresh(self) -> None:
         self.shares.refresh()
@@ -229,9 +227,10 @@ class Scheduler:
             still_here = [sequence for sequence in self._admitted_ahead if sequence.state is SequenceState.RUNNING]
             draft.admitted = [*still_here, *draft.admitted]
             self._admitted_ahead = []
-        copies = self.blocks.copies.plan(_blocks_with_copies(draft))
+        copies = self.blocks.copies.plan(self._blocks_with_copies(draft))
         swaps = self.swaps.seal(draft)
-        plan = draft.finish(self._step, swaps, copies, self.remote.take_reservations())
+        jumping = self.lifecycle.forced.jumping
+        plan = draft.finish(self._step, swaps, copies, self.remote.take_reservations(), jumping)
         if self.prefill_gate is not None:
             self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
         for row in plan.rows:
@@ -241,6 +240,18 @@ class Scheduler:
         if plan.has_work:
             self._uncommitted.append(plan)
         return plan
+
+    def _blocks_with_copies(self, draft: PlanDraft) -> Iterator[int]:
+        """Yields the blocks that are written and may have to be copied before: those of forks and of prompts with
+        tails."""
+        tails = self.blocks.tails
+        for row in draft.rows:
+            if row.sequence.forks is not None or row.sequence in tails:
+                table, end = row.sequence.table, row.position + row.num_tokens
+                first, stop = row.position // table.block_size, blocks_for(end, table.block_size)
+                # All blocks, not only the first: a prefix whose step failed is computed again, up to a block whose copy
+                # was planned for a later step.
+                yield from table.ids[first:stop].tolist()
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -338,14 +349,3 @@ class Scheduler:
     def has_work(self) -> bool:
         """Returns whether a sequence is known, or one that was ended is still in a step in flight."""
         return self.lifecycle.has_work
-
-
-def _blocks_with_copies(draft: PlanDraft) -> Iterator[int]:
-    """Yields the blocks that are written and may have to be copied before: those of forks and of prompts with tails."""
-    for row in draft.rows:
-        if row.sequence.forks is not None or row.sequence.tail_end:
-            table, end = row.sequence.table, row.position + row.num_tokens
-            first, stop = row.position // table.block_size, blocks_for(end, table.block_size)
-            # All blocks, not only the first: a prefix whose step failed is computed again, up to a block whose copy was
-            # planned for a later step.
-            yield from table.ids[first:stop].tolist()

@@ -5,8 +5,8 @@
    WAITING_FOR_REMOTE_KV  only with `remote`: its KV is being received (`queue/remote_kv.py`).
    QUARANTINED            only with `remote`: its transfer was dropped, and its sender may still write into its blocks.
 2. RUNNING                holds blocks; the first `num_computed` tokens have KV. It prefills until all tokens but the
-                          newest have KV. A decoding sequence may lack the KV of several tokens if a grammar forced them
-                          (`jumps`).
+                          newest have KV. A decoding sequence may lack the KV of several tokens if a grammar forced
+                          them (`speculation/forced_tokens.py`).
 3. SWAPPED                preempted and in the queue, without blocks; its KV has a copy on the host. It becomes RUNNING
                           when the copy back is planned, and WAITING if the copy is dropped.
 4. FINISHED               left the scheduler and holds nothing there. Terminal.
@@ -15,10 +15,6 @@ Committed and planned lengths are separate. `num_computed` and the tokens change
 `num_planned` counts the tokens that uncommitted steps compute, and `num_expected` the tokens that they sample. There
 may be two such steps, one in flight and one planned behind it, and more with a pipeline. Properties of the next row
 (`next_position`, `num_remaining`, `is_decoding`) count as if these steps had succeeded.
-
-A step that is planned behind one that samples a constrained sequence expects one token of that. If a grammar forces
-more, the row behind computes the first of them and samples nothing (`num_moot`). If the mask was late, the row behind
-computes nothing that counts, and the sequence gets its next row when none is planned any more (`is_behind`).
 """
 
 from __future__ import annotations
@@ -151,22 +147,14 @@ class Sequence:
     num_computed: int = 0
     num_planned: int = 0
     num_expected: int = 0
-    num_moot: int = 0  # tokens that uncommitted steps were to sample, and that a grammar forced before
-    is_behind: bool = False  # a row in flight computes a token that is not known, as the mask for it was late
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_published: int = 0  # blocks offered to the cache
     stop_tokens: frozenset[int] = frozenset()  # set by the scheduler, like max_length
     max_length: int = 0  # number of prompt and output tokens at which it ends
     hashes: list[BlockHash] = field(default_factory=list)
     abort_requested: bool = False  # ends at the commit of the step in flight
-    jumps: bool = False  # its steps may bring tokens that its grammar forces, beside the sampled one
     num_preemptions: int = 0
     forks: Forks | None = None  # set for a sequence that is forked, and for its forks
-    # Other prompts of its request have the same tokens up to this position within a block, and only these, so the
-    # first part of that block is shared by copies (`memory/block_tails.py`). 0: there are none.
-    tail_end: int = 0
-    computes_tail: bool = False  # for the others too: a chunk of it ends at `tail_end`
-    num_unneeded: int = 0  # last tokens whose KV nothing reads: 1 for a prompt that is only scored
 
     @property
     def num_tokens(self) -> int:
@@ -190,10 +178,12 @@ class Sequence:
         return num_tokens + self.num_expected - self.num_computed - self.num_planned
 
     @property
-    def num_before_stop(self) -> int:
-        """Number of tokens that the next chunks may compute: up to `tail_end` if it computes that for others, too, and
-        what follows once that step is committed."""
-        return self.tail_end - self.num_computed - self.num_planned if self.computes_tail else self.num_remaining
+    def num_unneeded(self) -> int:
+        """Number of last tokens whose KV nothing reads: 1 for a prompt that is only scored, as its last token follows
+        the last logits that are read."""
+        sampling = self.sampling
+        is_generated = sampling.max_tokens or sampling.beams is not None
+        return 0 if is_generated or not sampling.num_prompt_scores(self.num_tokens) else 1
 
     @property
     def fork_of(self) -> Sequence | None:
@@ -234,16 +224,6 @@ class Sequence:
         """Returns whether a token is sampled, or candidates are found, once all KV is computed. A prompt that is only
         scored needs none, and a common prefix of forks that is computed again."""
         return self.sampling.max_tokens > self.num_output if self.forks is None else self.forks.num_candidates > 0
-
-    def row_ends(self, num_tokens: int, *, sample: bool) -> None:
-        """An uncommitted step with a row of `num_tokens` tokens has ended, or does not run."""
-        self.num_planned -= num_tokens
-        if sample and self.num_moot:
-            self.num_moot -= 1
-        else:
-            self.num_expected -= sample
-        if self.is_behind:
-            self.is_behind = self.num_planned > 0
 
     def block_hashes(self, num_blocks: int, start: int = 0) -> list[BlockHash]:
         """Returns the hashes of the full blocks [start, num_blocks). Each is computed once."""

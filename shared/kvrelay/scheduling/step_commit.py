@@ -29,17 +29,17 @@ class StepCommit:
         outputs: list[SequenceOutput] = []
         lifecycle, block_size = self._lifecycle, self._block_size
         computing, finished = BlockState.COMPUTING, SequenceState.FINISHED
+        forced, tails = lifecycle.forced, lifecycle.blocks.tails
         for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.forks is not None:
                 self._beams.commit_row(row, given)
                 continue
             # `SequenceLifecycle.row_ended` without the call, which would be 5% of the whole commit.
-            if sequence.num_moot or sequence.is_behind:
-                sequence.row_ends(row.num_tokens, sample=row.sample)
-            else:
-                sequence.num_planned -= row.num_tokens
-                sequence.num_expected -= row.sample
+            sequence.num_planned -= row.num_tokens
+            sequence.num_expected -= row.sample
+            if sequence in forced.unsettled:
+                forced.row_ended(row)
             if sequence.state is finished:
                 lifecycle.free_ended(sequence)
                 continue
@@ -65,14 +65,12 @@ class StepCommit:
                 # The KV of forced tokens, and of the token before them, is computed by the next rows.
                 num_new = min(num_new, len(given.token_ids) - given.num_forced)
                 num_computed = sequence.num_computed = num_computed + num_new - 1
-                if sequence.num_expected:  # by a step that was planned for one token
-                    sequence.num_expected -= 1
-                    sequence.num_moot += 1
-            elif given.is_late and sequence.num_planned:
-                sequence.is_behind = True
+                forced.brought_several(sequence)
+            elif given.is_late:
+                forced.was_late(sequence)
             if num_computed - sequence.num_published * block_size >= block_size:
                 lifecycle.publish(sequence)
-            if sequence.computes_tail and num_computed == sequence.tail_end:
+            if tails.computing.get(sequence) == num_computed:
                 lifecycle.publish_tail(sequence)
             if prefilled:
                 finish = self._prefilled(sequence, finish)

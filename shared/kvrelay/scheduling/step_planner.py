@@ -14,7 +14,6 @@ from kvrelay.scheduling.policies.chunk_sizes import Chunks
 from kvrelay.scheduling.preemptor import Preemptor
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
-from kvrelay.scheduling.speculation.forced_tokens import ForcedTokens
 
 DRAFTS_PART = 4
 """The part of the token budget that drafts take, at most, while prompts run or wait."""
@@ -29,7 +28,6 @@ class StepPlanner:
         admission: SequenceAdmission,
         preemptor: Preemptor,
         chunks: Chunks,
-        forced_tokens: ForcedTokens,
         *,
         num_stages: int = 1,
     ) -> None:
@@ -43,7 +41,7 @@ class StepPlanner:
         self._admission = admission
         self._preemptor = preemptor
         self._chunks = chunks
-        self._forced_tokens = forced_tokens
+        self._forced_tokens = lifecycle.forced
         self._num_stages = num_stages
 
     @property
@@ -70,7 +68,7 @@ class StepPlanner:
         has_others = False  # rows that never have any
         speculating: list[int] = []  # rows that may have drafts
         draft.prompting = prompting = []
-        drafted = self._lifecycle.drafter.sequences
+        drafted, can_jump = self._lifecycle.drafter.sequences, self._forced_tokens.jumping
         most_rows = self._most_decodes(draft)
         for sequence in self._running.values():
             is_fork = sequence.forks is not None
@@ -87,7 +85,7 @@ class StepPlanner:
                 speculating.append(len(rows) - 1)
             if is_fork or position >= sequence.table.capacity_tokens:
                 short.append(sequence)
-            if not sequence.jumps:
+            if sequence not in can_jump:
                 has_others = True
             elif sequence.num_remaining > 1:
                 jumping.append(len(rows) - 1)
@@ -118,7 +116,13 @@ class StepPlanner:
     def _goes_on(self, sequence: Sequence) -> bool:
         """Returns whether a sequence in a step in flight gets a row in the next one. With a pipeline only if its tokens
         are known, so that no stage waits for the last one. A stop token may still end it."""
-        return _continues(sequence) and not (self._num_stages > 1 and sequence.num_expected)
+        if sequence.abort_requested or self._forced_tokens.is_behind(sequence):
+            return False
+        expected = sequence.num_expected
+        if not expected:
+            return True
+        is_last = sequence.prefill_only or sequence.num_tokens + expected >= sequence.max_length
+        return not is_last and self._num_stages == 1
 
     def _add_drafts(self, places: Seq[int], rows: list[PlannedRow], draft: PlanDraft) -> bool:
         """Adds drafts to some of the rows. Returns whether there are any.
@@ -144,7 +148,7 @@ class StepPlanner:
     def _plan_chunks(self, prompting: Iterable[Sequence], draft: PlanDraft) -> None:
         """Adds the next chunk of each sequence, until the budget is used."""
         for sequence in prompting:
-            num_remaining = sequence.num_before_stop
+            num_remaining = self._blocks.num_before_stop(sequence)
             if not num_remaining or (sequence.num_planned and not self._goes_on(sequence)):
                 continue
             if sequence.state is SequenceState.RUNNING:
@@ -196,11 +200,3 @@ class StepPlanner:
         """Admits samples with reserved capacity whose prompt is computed, even if no budget is left."""
         while self._waiting.reserved_head() is not None and not self._admission.admit_next(draft, beyond_budget=True):
             pass
-
-
-def _continues(sequence: Sequence) -> bool:
-    """Returns whether a sequence in the step in flight gets a row in the next one. A stop token may still end it."""
-    if sequence.abort_requested or sequence.is_behind:
-        return False
-    expected = sequence.num_expected
-    return not expected or not (sequence.prefill_only or sequence.num_tokens + expected >= sequence.max_length)

@@ -38,7 +38,6 @@ def make_sequence(
         raise PromptRefused(f"it may grow to {num_blocks} blocks, the pool has {spec.num_blocks}")
     if prompt.sampling.beams is not None and max_running is not None:
         _check_beams(prompt.sampling.beams, len(tokens), longest, spec, max_running)
-    num_unneeded, tail_end = _scored_part(prompt, len(tokens), spec.block_size)
     return Sequence(
         key=sequence_key(header),
         tokens=TokenBuffer(tokens),
@@ -56,19 +55,7 @@ def make_sequence(
             prompt.text_owner,
             sample_group=header.request if prompt.num_samples > 1 else "",
         ),
-        tail_end=tail_end,
-        num_unneeded=num_unneeded,
     )
-
-
-def _scored_part(prompt: Prompt, num_tokens: int, block_size: int) -> tuple[int, int]:
-    """Returns `Sequence.num_unneeded` and `Sequence.tail_end`. The last token of a prompt that is only scored follows
-    the last logits that are read."""
-    sampling = prompt.sampling
-    if sampling.max_tokens or sampling.beams is not None or not sampling.num_prompt_scores(num_tokens):
-        return 0, 0
-    is_tail = sampling.num_shared % block_size and sampling.num_shared < num_tokens - 1
-    return 1, sampling.num_shared if is_tail else 0
 
 
 def _check_beams(beams: BeamSpec, num_tokens: int, longest: int, spec: ModelSpec, max_running: int) -> None:

@@ -126,7 +126,7 @@ _PLACEHOLDER = np.zeros(1, np.int32)
 
 def worker_batch(plan: StepPlan) -> WorkerBatch:
     """Converts a plan to what a forward needs, as views of the sequences' arrays."""
-    rows, swaps = [_worker_row(row) for row in plan.rows], plan.swaps
+    rows, swaps = [_worker_row(row, jumps=row.sequence in plan.jumping) for row in plan.rows], plan.swaps
     if swaps is None:
         return WorkerBatch(plan.step, rows, copies=plan.copies)
     return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies)
@@ -139,7 +139,7 @@ def _beam_row(sequence: Sequence) -> BeamRow | None:
     return BeamRow(sequence.forks.num_candidates, history, sequence.num_prompt)
 
 
-def _worker_row(row: PlannedRow) -> WorkerRow:
+def _worker_row(row: PlannedRow, *, jumps: bool) -> WorkerRow:
     sequence, position = row.sequence, row.position
     has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight samples its token
     token_ids = _PLACEHOLDER if has_placeholder else sequence.tokens.view(position, position + row.num_tokens)
@@ -154,7 +154,7 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
         is_prefill=row.is_prefill,
         has_placeholder=has_placeholder,
         num_drafts=0 if row.drafts is None else len(row.drafts),
-        jumps=sequence.jumps,
+        jumps=jumps,
         beam=_beam_row(sequence),
     )
 

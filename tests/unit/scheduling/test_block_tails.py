@@ -137,7 +137,7 @@ def test_prompts_that_differ_at_the_end_of_a_block_share_only_full_blocks() -> N
     bench = InTurn(64, 64, 16)
     prefix = list(range(1, 10))  # the last common position that need not be computed again is a block's end
     bench.add_choices([[*prefix, 20 + each, 40] for each in range(4)], 9)
-    assert all(not each.tail_end for each in bench.sequences)
+    assert all(each not in bench.scheduler.blocks.tails for each in bench.sequences)
     steps_of(bench)
     assert bench.num_computed == 8 + 4 * 2
 
@@ -192,10 +192,9 @@ def test_the_part_is_evicted_with_its_session() -> None:
 def test_only_prompts_that_are_scored_and_not_continued_take_part(
     sampling: Sampling, num_unneeded: int, tail_end: int
 ) -> None:
-    spec = HashRunner(8, BLOCK_SIZE, 32).spec
-    prompt = Prompt(tokens=pack_tokens(list(range(8))), sampling=sampling)
-    sequence = make_sequence(header_of("r"), prompt, ROUTER, spec)
-    assert (sequence.num_unneeded, sequence.tail_end) == (num_unneeded, tail_end)
+    bench = InTurn(8, 32, 8)
+    sequence = bench.add_prompt(list(range(8)), sampling)
+    assert (sequence.num_unneeded, bench.scheduler.blocks.tails.end_of(sequence)) == (num_unneeded, tail_end)
 
 
 # -- random histories -------------------------------------------------------------------------------------------------

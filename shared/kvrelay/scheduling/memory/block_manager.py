@@ -90,21 +90,27 @@ class BlockManager:
         num_cached = self.cache.peek(hashes)
         if num_cached < len(hashes):
             return num_cached, hashes[num_cached]
-        tail = self.tails.usable(sequence) if sequence.tail_end else None
+        tail = self.tails.usable(sequence)
         return num_cached, None if tail is None or self.tails.is_cached(tail) else tail
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Returns the number of tokens that an admission would find, with its tail. Does not count as a use."""
         num_cached, missing = self.first_missing(sequence)
-        if missing is None and sequence.tail_end and self.tails.usable(sequence) is not None:
-            return sequence.tail_end
+        if missing is None and self.tails.usable(sequence) is not None:
+            return self.tails.end_of(sequence)
         return num_cached * self.pool.block_size
 
     def first_stop(self, sequence: Sequence, position: int) -> int:
         """Returns where the first chunks end of a sequence that is admitted with `position` tokens computed."""
-        if sequence.tail_end and self.tails.to_compute(sequence, position) is not None:
-            return sequence.tail_end
+        if self.tails.to_compute(sequence, position) is not None:
+            return self.tails.end_of(sequence)
         return sequence.num_tokens - sequence.num_unneeded
+
+    def num_before_stop(self, sequence: Sequence) -> int:
+        """Returns the number of tokens that the next chunks may compute: up to the end of its tail if it computes that
+        for others, and what follows once that step is committed."""
+        end = self.tails.computing.get(sequence)
+        return sequence.num_remaining if end is None else end - sequence.next_position
 
     def num_missing(self, sequence: Sequence, num_computed: int) -> int:
         """Returns the least number of blocks that `readmit` takes. Does not count as a use. O(log blocks)."""
@@ -168,7 +174,7 @@ class BlockManager:
         must be available besides.
         """
         num_tokens = sequence.num_tokens if num_next is None else self._num_at_admission(sequence, num_next)
-        tail = self.tails.usable(sequence) if sequence.tail_end else None
+        tail = self.tails.usable(sequence)
         return self._take(sequence, state, self._num_reusable(sequence), num_tokens, headroom, tail)
 
     def readmit(
@@ -217,7 +223,7 @@ class BlockManager:
         own = pool.allocate(num_missing, state)
         if has_tail:
             self.copies.add(shared.pop(), own[0], state)
-            sequence.num_computed = sequence.tail_end
+            sequence.num_computed = self.tails.end_of(sequence)
         sequence.table.append(shared + own)
         return True
 
@@ -351,7 +357,7 @@ class BlockManager:
         blocks = sequence.table.clear()
         self.copies.drop(blocks)
         self.pool.release(blocks, sequence.block_state)
-        sequence.computes_tail = False
+        self.tails.stopped(sequence)
         sequence.num_computed = 0
         sequence.num_published = 0
 

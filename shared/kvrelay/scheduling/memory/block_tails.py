@@ -1,13 +1,13 @@
 """The first part of a block, shared by prompts of one request that go on differently within it.
 
 The prefix cache shares full blocks. Prompts that are only scored, such as the choices of a `select`, mostly differ
-within a block, and the tokens before that place would be computed for each of them. Such a sequence has a `tail_end`.
+within a block, and the tokens before that place, the tail's end, would be computed for each of them.
 
-1. The first of them that is admitted promises the block's first part (`PrefixesInProgress`). Its chunk ends at
-   `tail_end`, and the others wait in the queue.
+1. The first of them that is admitted promises the block's first part (`PrefixesInProgress`). Its chunk ends there, and
+   the others wait in the queue.
 2. When that chunk is committed, the cache gets the block under a hash of the block before and these tokens. No block
    ever follows it. The sequence itself goes on in a copy, since a cached block is not written.
-3. The others are admitted with a copy of the block, and compute what follows `tail_end`.
+3. The others are admitted with a copy of the block, and compute what follows the tail.
 
 Only sequences that are never handed over take part: a sender may read a block before the copy into it is made.
 """
@@ -33,16 +33,50 @@ class BlockTails:
         self._copies = copies
         self._sessions = sessions
         self._is_used = isinstance(cache, PrefixCache)
+        self._ends: dict[Sequence, int] = {}
+        self.computing: dict[Sequence, int] = {}
+        """Sequences that compute their tail for others too, and where it ends: a chunk of theirs ends there."""
+
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._ends
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence joins. It has a tail if other prompts of its request have the same tokens up to a position within
+        a block, and only these."""
+        num_shared = sequence.sampling.num_shared
+        is_tail = num_shared % self._block_size and num_shared < sequence.num_tokens - 1
+        if is_tail and sequence.num_unneeded:
+            self._ends[sequence] = num_shared
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence leaves."""
+        self._ends.pop(sequence, None)
+
+    def end_of(self, sequence: Sequence) -> int:
+        """Where a sequence's tail ends; 0 if it has none."""
+        return self._ends.get(sequence, 0)
+
+    def begin(self, sequence: Sequence) -> BlockHash | None:
+        """A sequence was admitted. Returns the tail that it computes for others from now on, if any."""
+        tail = self.to_compute(sequence, sequence.num_computed)
+        if tail is not None:
+            self.computing[sequence] = self._ends[sequence]
+        return tail
+
+    def stopped(self, sequence: Sequence) -> None:
+        """A sequence has computed its tail, or stops before."""
+        self.computing.pop(sequence, None)
 
     def usable(self, sequence: Sequence) -> BlockHash | None:
         """The tail that the sequence may begin behind, cached or not; None if it has none, or needs logits of it."""
-        if sequence.tail_end and sequence.tail_end == sequence.sampling.logprob_start_len - 1:
+        end = self._ends.get(sequence)
+        if end is not None and end == sequence.sampling.logprob_start_len - 1:
             return self._hash_of(sequence)
         return None
 
     def to_compute(self, sequence: Sequence, position: int) -> BlockHash | None:
         """The tail that a sequence computes for others if it is admitted with its first `position` tokens computed."""
-        if position >= sequence.tail_end:
+        if position >= self.end_of(sequence):
             return None
         tail = self._hash_of(sequence)
         return None if tail is None or self.is_cached(tail) else tail
@@ -56,7 +90,7 @@ class BlockTails:
 
         Does nothing if the tail is cached already, or if the blocks before it are not. Needs an available block.
         """
-        index = sequence.tail_end // self._block_size
+        index = self._ends[sequence] // self._block_size
         tail = self._hash_of(sequence)
         if tail is None or sequence.num_published != index or self.is_cached(tail):
             return
@@ -69,8 +103,8 @@ class BlockTails:
     def _hash_of(self, sequence: Sequence) -> BlockHash | None:
         if not self._is_used:
             return None
-        size = self._block_size
-        num_full = sequence.tail_end // size
+        size, end = self._block_size, self._ends[sequence]
+        num_full = end // size
         parent = sequence.block_hashes(num_full)[-1] if num_full else sequence.root
-        tokens = sequence.tokens.view(num_full * size, sequence.tail_end)
+        tokens = sequence.tokens.view(num_full * size, end)
         return hash_blocks(parent, tokens, len(tokens))[0]

@@ -12,8 +12,6 @@ from kvrelay_router.dispatch.running_request import RunningRequest
 class Waker:
     """A `DeltaSink` that is never ready."""
 
-    is_waiting = False
-
     def __init__(self) -> None:
         self.news = asyncio.Event()
 

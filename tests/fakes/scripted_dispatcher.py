@@ -138,7 +138,7 @@ class ScriptedHandle(RunningRequest):
     async def _deliver(self, batch: list[SequenceDelta]) -> None:
         if self._sink is None:
             return
-        if self._dispatcher.pushes and self._sink.is_waiting and self._sink.can_take():
+        if self._dispatcher.pushes and self._sink.can_take():
             self.num_pushed += 1
             self._sink.take(batch)
             return

@@ -49,12 +49,8 @@ class Reader:
         self._handle.connect(self)
         self.task = asyncio.create_task(self._read())
 
-    @property
-    def is_waiting(self) -> bool:
-        return self._waiter is not None
-
     def can_take(self) -> bool:
-        return self.ready
+        return self.ready and self._waiter is not None
 
     def take(self, deltas: list[SequenceDelta]) -> None:
         self.seen.append(("sink", deltas))

@@ -105,20 +105,16 @@ class DeltaSink(Protocol):
     """Takes a request's deltas in the callback that receives them."""
 
     @property
-    def is_waiting(self) -> bool:
-        """The sink's task sleeps. While it works, deltas must wait: they would overtake those that it has taken."""
-        ...
-
-    @property
     def can_take(self) -> Callable[[], bool]:
-        """Returns whether `take` may be called, if the task sleeps."""
+        """Returns whether `take` may be called: not while the sink's task handles earlier deltas."""
         ...
 
     def take(self, deltas: list[SequenceDelta]) -> None:
         """Takes at most one delta per sequence. Never waits, never raises."""
         ...
 
-    def wake(self) -> None:
+    @property
+    def wake(self) -> Callable[[], None]:
         """Deltas wait in the handle because the sink cannot take them, or a sequence or the request has ended."""
         ...
 

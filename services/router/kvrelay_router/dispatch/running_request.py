@@ -220,7 +220,7 @@ class RunningRequest:
         sink = self._sink
         if sink is None:
             return
-        if self._sink_was_ready or (sink.is_waiting and sink.can_take()):
+        if self._sink_was_ready or sink.can_take():
             self._sink_was_ready = True
             self._queue.add(self)
         else:
@@ -233,7 +233,7 @@ class RunningRequest:
         sink, deltas = self._sink, self._deltas
         if sink is None or not deltas:
             return False
-        if not (sink.is_waiting and sink.can_take()):
+        if not sink.can_take():
             sink.wake()
             return False
         if len(deltas) == 1 and not deltas[0].beams:  # nearly always: as `take`, without the call

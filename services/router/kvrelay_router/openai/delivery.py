@@ -44,7 +44,6 @@ class GenerationResponse(Response):
         self._timeout_s = service.settings.request_timeout_s + TIMEOUT_GRACE_S
         self._whole_started = False
         self._wants_route = False
-        self._has_tokens = False
         self._timings: RequestTimings | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,27 +75,26 @@ class GenerationResponse(Response):
             with in_progress, service.memory.hold(self._shape.memory_bytes):
                 scope["state"][BODY].release()
                 async with self._service.rate_limiter.admit(names.key, names.unique, self._timeout_s):
-                    generation = Generation(self._service.dispatcher, self._runs, self._answer.add, self._note_tokens)
                     if isinstance(self._answer, EventFormat):
-                        await self._send_stream(self._answer, generation, stream)
+                        await self._send_stream(self._answer, stream)
                         watch.stop()
                         return
-                    response = await self._whole(self._answer, generation)
+                    response = await self._whole(self._answer)
                     watch.stop()
         self._whole_started = True
         await response(scope, receive, send)
 
-    async def _whole(self, answer: DocumentFormat, generation: Generation) -> Response:
-        with await generation.submit(can_push=lambda: self._has_tokens, push=_drop):
+    async def _whole(self, answer: DocumentFormat) -> Response:
+        with await Generation(self._service.dispatcher, self._runs, answer.add).submit() as generation:
             while not generation.is_over:
                 await generation.wait()
-                generation.take()
+                self._take(generation)
             self._note_end()
             await answer.finish()
             document = answer.document(usage_of(self._runs))
             return json_response(document, headers=self._answer_headers(generation))
 
-    async def _send_stream(self, answer: EventFormat, generation: Generation, stream: EventStream) -> None:
+    async def _send_stream(self, answer: EventFormat, stream: EventStream) -> None:
         """The answer starts with the first tokens, so a failure before them still gets its own status. A request that
         waits for a worker starts its answer with the first life sign.
 
@@ -104,15 +102,15 @@ class GenerationResponse(Response):
         tokens.
         """
         events = b""
-        with await generation.submit(stream.is_ready, stream.write):
+        with await Generation(self._service.dispatcher, self._runs, answer.add, stream).submit() as generation:
             while not generation.is_over:
                 needs_sign = await generation.wait(LIFE_SIGN_INTERVAL_S)
-                events = generation.take()
+                events = self._take(generation)
                 if generation.is_over:
                     break
                 if needs_sign and not events:
                     events = answer.life_sign
-                elif not (events or self._has_tokens):
+                elif not (events or generation.has_tokens):
                     continue  # the request began to wait for a worker
                 await self._start(generation, stream)
                 if events:
@@ -132,10 +130,11 @@ class GenerationResponse(Response):
         headers = generation.served_by_headers()
         return headers | {ROUTE_HEADER: generation.routes()} if self._wants_route else headers
 
-    def _note_tokens(self) -> None:
-        self._has_tokens = True
-        if self._timings is not None:
+    def _take(self, generation: Generation) -> bytes:
+        events = generation.take()
+        if generation.has_tokens and self._timings is not None:
             self._timings.got_tokens()
+        return events
 
     def _note_end(self) -> None:
         if self._timings is not None:
@@ -156,7 +155,3 @@ class GenerationResponse(Response):
             return
         assert isinstance(self._answer, EventFormat)
         await stream.end(self._answer.failure(error) + self._answer.done)
-
-
-def _drop(events: bytes) -> None:
-    """An answer in one piece has no events."""

@@ -17,6 +17,7 @@ from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.dispatch.running_request import RunningRequest
+from kvrelay_router.http.event_stream import EventStream
 from kvrelay_router.loop_share import LoopShare
 
 MAX_ROUTES_BYTES = 4096
@@ -43,10 +44,6 @@ class PromptRun:
         self.least_cached = num_tokens if self.least_cached is None else min(self.least_cached, num_tokens)
 
 
-Add = Callable[[PromptRun, Choice], bytes]
-"""Adds what is new of a choice to the answer, and returns the bytes to send now. `AnswerFormat.add` implements it."""
-
-
 class Generation:
     """All prompts of a request. Use as a context manager: prompts that still run at its end are cancelled.
 
@@ -56,32 +53,33 @@ class Generation:
     """
 
     def __init__(
-        self, dispatcher: RouterDispatcher, runs: Sequence[PromptRun], add: Add, on_tokens: Callable[[], None]
+        self,
+        dispatcher: RouterDispatcher,
+        runs: Sequence[PromptRun],
+        add: Callable[[PromptRun, Choice], bytes],
+        stream: EventStream | None = None,
     ) -> None:
-        """`add` is called for all tokens, and `on_tokens` whenever `take` has handled some, also for the first."""
+        """`add` adds what is new of a choice to the answer, and returns the events to write to the `stream`."""
         self.runs = runs
-        self.on_tokens = on_tokens
+        self.add = add
+        self.stream = stream
+        self.has_tokens = False  # `take` has handled some
         self._dispatcher = dispatcher
-        self._add = add
         self._sinks: list[PromptSink] = []
         self._num_unfinished = sum(len(run.choices) for run in runs)
         self._waiter: asyncio.Future[None] | None = None
         self._was_cut = False  # `take` left tokens for its next call
         self._failure: Exception | None = None  # raised by a callback
-        self._can_push: Callable[[], bool] = _never
-        self._has_tokens = False
         self._sign_is_due = False
 
-    async def submit(self, can_push: Callable[[], bool], push: Callable[[bytes], None]) -> Generation:
-        """Starts all prompts. `push` gets what `add` returns from a callback, but only while `can_push` allows it, and
-        not before the first `take` of tokens."""
-        self._can_push = can_push
+    async def submit(self) -> Generation:
+        """Starts all prompts."""
         share = LoopShare()
         try:
             for run in self.runs:
                 await share.pause()
                 handle = self._dispatcher.submit(run.request, await self._dispatcher.prepare(run.request))
-                self._sinks.append(PromptSink(self, run, handle, self._add, _never, push))
+                self._sinks.append(PromptSink(self, run, handle))
         except BaseException:
             self._close(cancel=True)
             raise
@@ -118,7 +116,6 @@ class Generation:
             return False
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        self._set_waiting(True)
         timer, self._sign_is_due = None, False
         if sign_interval_s is not None and self._awaits_worker():
             timer = loop.call_later(sign_interval_s, self._wake_for_sign)
@@ -127,7 +124,6 @@ class Generation:
             return self._sign_is_due
         finally:
             self._waiter = None
-            self._set_waiting(False)
             if timer is not None:
                 timer.cancel()
 
@@ -138,9 +134,10 @@ class Generation:
     def _awaits_worker(self) -> bool:
         return any(sink.handle.awaits_worker for sink in self._sinks)
 
-    def _set_waiting(self, is_waiting: bool) -> None:
-        for sink in self._sinks:
-            sink.is_waiting = is_waiting
+    def can_write(self) -> bool:
+        """Returns whether a callback may handle tokens: the task sleeps, has handled the first ones, and the client has
+        read what was written. While the task works, later tokens would overtake those that it has taken."""
+        return self._waiter is not None and self.has_tokens and (self.stream is None or self.stream.is_ready())
 
     def _has_news(self) -> bool:
         if not self._num_unfinished or self._failure is not None:
@@ -156,7 +153,6 @@ class Generation:
     def wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
-            self._set_waiting(False)
             waiter.set_result(None)
 
     def take(self) -> bytes:
@@ -168,28 +164,21 @@ class Generation:
         events: list[bytes] = []
         has_deltas, share = False, LoopShare()
         self._was_cut = False
+        if self._failure is not None:
+            raise self._failure
         for sink in self._sinks:
-            if sink.handle.has_deltas and self._failure is None:
+            if sink.handle.has_deltas:
                 if has_deltas and share.is_used_up:
                     self._was_cut = True
                     break
                 has_deltas = True
-                sink.take_waiting(events.append)
+                events.append(sink.events_of(sink.handle.take()))
                 self._was_cut |= sink.handle.has_deltas
-        if self._failure is not None:
-            raise self._failure
         if has_deltas:
-            self._allow_pushes()
-            self.on_tokens()
+            self.has_tokens = True
         elif not self.is_over:
             self._raise_failure()
         return b"".join(events)
-
-    def _allow_pushes(self) -> None:
-        if not self._has_tokens:
-            self._has_tokens = True
-            for sink in self._sinks:
-                sink.can_take = self._can_push
 
     def _raise_failure(self) -> None:
         for sink in self._sinks:
@@ -233,59 +222,45 @@ class Generation:
 class PromptSink:
     """Takes the tokens of one prompt: the `DeltaSink` of its request handle."""
 
-    __slots__ = ("_add", "_generation", "_run", "_write", "can_take", "handle", "is_waiting")
+    __slots__ = ("_generation", "_run", "can_take", "handle", "wake")
 
-    def __init__(
-        self,
-        generation: Generation,
-        run: PromptRun,
-        handle: RunningRequest,
-        add: Add,
-        can_push: Callable[[], bool],
-        push: Callable[[bytes], None],
-    ) -> None:
+    def __init__(self, generation: Generation, run: PromptRun, handle: RunningRequest) -> None:
         self.handle = handle
+        self.can_take, self.wake = generation.can_write, generation.wake
         self._generation, self._run = generation, run
-        self._add, self._write = add, push
-        self.can_take = can_push
-        self.is_waiting = False
-
-    def wake(self) -> None:
-        self._generation.wake()
-
-    def take_waiting(self, write: Callable[[bytes], None]) -> None:
-        """Takes the deltas that wait in the handle, and passes their events to `write`."""
-        push, self._write = self._write, write
-        self.take(self.handle.take())
-        self._write = push
 
     def take(self, deltas: list[SequenceDelta]) -> None:
         """Adds the text of the tokens to the answer, and writes its events."""
-        events, run = b"", self._run
         try:
-            for delta in deltas:
-                choice = run.choices[delta.sequence]
-                if delta.cached_tokens is not None:
-                    run.saw_cached(delta.cached_tokens)
-                if delta.prompt_logprobs:
-                    run.prompt_logprobs = delta.prompt_logprobs
-                if delta.beams:
-                    events += self._feed_beams(delta)
-                    continue
-                if choice.finish_reason is not None:
-                    continue
-                choice.feed(delta)
-                if choice.finish_reason is not None:
-                    self._generation.choices_finished()
-                    if delta.finish is None:  # a stop string matched
-                        self.handle.stop(delta.sequence)
-                event = self._add(run, choice)
-                events = events + event if events else event
-            if events:
-                self._write(events)
+            events = self.events_of(deltas)
+            if events and self._generation.stream is not None:
+                self._generation.stream.write(events)
         except Exception as failure:
             # One receive callback serves all requests: the failure must end only this request.
             self._generation.fail(failure)
+
+    def events_of(self, deltas: list[SequenceDelta]) -> bytes:
+        """Adds the text of the tokens to the answer, and returns its events."""
+        events, run, generation = b"", self._run, self._generation
+        for delta in deltas:
+            choice = run.choices[delta.sequence]
+            if delta.cached_tokens is not None:
+                run.saw_cached(delta.cached_tokens)
+            if delta.prompt_logprobs:
+                run.prompt_logprobs = delta.prompt_logprobs
+            if delta.beams:
+                events += self._feed_beams(delta)
+                continue
+            if choice.finish_reason is not None:
+                continue
+            choice.feed(delta)
+            if choice.finish_reason is not None:
+                generation.choices_finished()
+                if delta.finish is None:  # a stop string matched
+                    self.handle.stop(delta.sequence)
+            event = generation.add(run, choice)
+            events = events + event if events else event
+        return events
 
     def _feed_beams(self, delta: SequenceDelta) -> bytes:
         """A beam search brings all texts, the best first, in one delta or several."""
@@ -293,13 +268,9 @@ class PromptSink:
         unfinished = [choice for choice in run.choices if choice.finish_reason is None]
         for choice, beam in zip(unfinished, delta.beams, strict=False):
             choice.feed_beam(beam)
-            events += self._add(run, choice)
+            events += self._generation.add(run, choice)
         self._generation.choices_finished(len(delta.beams))
         return events
-
-
-def _never() -> bool:
-    return False
 
 
 def _joined(names: list[str | None]) -> str:

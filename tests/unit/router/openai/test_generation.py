@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -18,6 +18,7 @@ from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
+from kvrelay_router.http.event_stream import EventStream
 from kvrelay_router.openai.generation import Generation, PromptRun
 
 
@@ -29,8 +30,11 @@ class Dispatch:
         self.num_cancelled = 0
         self._queue = queue
 
-    def submit(self, request: GenerateRequest, prepared: Any) -> RunningRequest:
-        self.handles.append(RunningRequest(request, PromptPrefixes([1]), self._stop, self._cancel, self._queue))
+    async def prepare(self, request: GenerateRequest) -> PromptPrefixes:
+        return PromptPrefixes([1])
+
+    def submit(self, request: GenerateRequest, prepared: PromptPrefixes) -> RunningRequest:
+        self.handles.append(RunningRequest(request, prepared, self._stop, self._cancel, self._queue))
         return self.handles[-1]
 
     def _stop(self, handle: RunningRequest, sequence: int) -> None:
@@ -42,11 +46,11 @@ class Dispatch:
 
 
 class Answer:
-    """Keeps the text by prompt, and what was pushed."""
+    """Keeps the text by prompt, and is the stream to which callbacks write."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.pushed: list[bytes] = []
+        self.written: list[bytes] = []
         self.failure: Exception | None = None
 
     def add(self, run: PromptRun, choice: Choice) -> bytes:
@@ -54,6 +58,12 @@ class Answer:
             raise self.failure
         self.texts.append(choice.take_text())
         return self.texts[-1].encode()
+
+    def is_ready(self) -> bool:
+        return True
+
+    def write(self, events: bytes) -> None:
+        self.written.append(events)
 
 
 def generation_of(
@@ -64,7 +74,7 @@ def generation_of(
         rules = StopRules(list(stop), frozenset(), 0, include_in_output=False)
         choice = Choice(len(runs), make_detokenizer(tokenizer, [5], skip_special_tokens=True), rules)
         runs.append(PromptRun(GenerateRequest(request_id="r", prompt_ids=[5], sampling=Sampling()), [choice]))
-    return Generation(cast(RouterDispatcher, dispatch), runs, answer.add, lambda: None)
+    return Generation(cast(RouterDispatcher, dispatch), runs, answer.add, cast(EventStream, answer))
 
 
 async def turn() -> None:
@@ -72,10 +82,10 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-async def run(generation: Generation, answer: Answer) -> list[bytes]:
+async def run(generation: Generation) -> list[bytes]:
     """As a stream's task does it; what it took."""
     taken: list[bytes] = []
-    with await generation.submit(lambda: bool(taken), answer.pushed.append):
+    with await generation.submit():
         while not generation.is_over:
             await generation.wait()
             taken.append(generation.take())
@@ -88,7 +98,7 @@ def deltas_of(tokenizer: Tokenizer, *words: str) -> list[SequenceDelta]:
 
 async def test_the_task_takes_the_first_and_the_last_tokens_only(byte_level: Tokenizer) -> None:
     dispatch, answer = Dispatch(), Answer()
-    task = asyncio.create_task(run(generation_of(byte_level, dispatch, answer), answer))
+    task = asyncio.create_task(run(generation_of(byte_level, dispatch, answer)))
     await turn()
     (handle,) = dispatch.handles
     for delta in deltas_of(byte_level, "an", " otter", " is"):
@@ -97,13 +107,13 @@ async def test_the_task_takes_the_first_and_the_last_tokens_only(byte_level: Tok
     handle.deliver(SequenceDelta(0, [], finish=FinishReason.LENGTH))
     handle.finish(0)
     assert await task == [b"an", b""]
-    assert answer.pushed == [b" otter", b" is"]
+    assert answer.written == [b" otter", b" is"]
     assert dispatch.num_cancelled == 0
 
 
 async def test_a_stop_string_ends_the_task_and_the_sequence(byte_level: Tokenizer) -> None:
     dispatch, answer = Dispatch(), Answer()
-    task = asyncio.create_task(run(generation_of(byte_level, dispatch, answer, stop=("is",)), answer))
+    task = asyncio.create_task(run(generation_of(byte_level, dispatch, answer, stop=("is",))))
     await turn()
     for delta in deltas_of(byte_level, "an", " otter is", " never"):
         dispatch.handles[0].deliver(delta)
@@ -116,7 +126,7 @@ async def test_a_failure_in_a_callback_ends_its_request_only(byte_level: Tokeniz
     queue = PushQueue()
     dispatches, answers = [Dispatch(queue), Dispatch(queue)], [Answer(), Answer()]
     tasks = [
-        asyncio.create_task(run(generation_of(byte_level, dispatch, answer), answer))
+        asyncio.create_task(run(generation_of(byte_level, dispatch, answer)))
         for dispatch, answer in zip(dispatches, answers, strict=True)
     ]
     await turn()
@@ -130,13 +140,13 @@ async def test_a_failure_in_a_callback_ends_its_request_only(byte_level: Tokeniz
     with pytest.raises(ZeroDivisionError, match="of the answer"):
         await tasks[0]
     assert dispatches[0].num_cancelled == 1
-    assert answers[1].pushed == [b" otter"]
+    assert answers[1].written == [b" otter"]
     tasks[1].cancel()
 
 
 async def test_the_tokens_before_a_failure_come_first(byte_level: Tokenizer) -> None:
     dispatch, answer = Dispatch(), Answer()
-    task = asyncio.create_task(run(generation_of(byte_level, dispatch, answer, num_prompts=2), answer))
+    task = asyncio.create_task(run(generation_of(byte_level, dispatch, answer, num_prompts=2)))
     await turn()
     dispatch.handles[0].deliver(deltas_of(byte_level, "an")[0])
     dispatch.handles[0].fail(RequestFailed("the workers are gone"))
@@ -148,7 +158,7 @@ async def test_the_tokens_before_a_failure_come_first(byte_level: Tokenizer) -> 
 
 async def test_an_end_without_a_finish_reason_is_a_failure(byte_level: Tokenizer) -> None:
     dispatch, answer = Dispatch(), Answer()
-    task = asyncio.create_task(run(generation_of(byte_level, dispatch, answer), answer))
+    task = asyncio.create_task(run(generation_of(byte_level, dispatch, answer)))
     await turn()
     dispatch.handles[0].finish(0)
     with pytest.raises(RequestFailed, match="without a finish reason"):
@@ -160,7 +170,7 @@ async def test_a_generation_that_is_over_is_freed_without_the_garbage_collector(
     generation = generation_of(byte_level, dispatch, answer)
     gc.disable()
     try:
-        task = asyncio.create_task(run(generation, answer))
+        task = asyncio.create_task(run(generation))
         await turn()
         dispatch.handles[0].deliver(SequenceDelta(0, [], finish=FinishReason.LENGTH))
         dispatch.handles[0].finish(0)

@@ -123,12 +123,10 @@ def answer_of(tokenizer: Tokenizer, case: dict[str, Any], api: str, *, stream: b
     else:
         body |= {"prompt": "x", "echo": echo is not None} | ({"logprobs": 1} if case["logprobs"] else {})
         answer = completion_format(service, "a", parse_completion(body), [run], [echo] if echo is not None else [])
-    generation = Generation(cast(Any, None), [run], answer.add, lambda: None)
+    generation = Generation(cast(Any, None), [run], answer.add)
     handle = Handle()
-    events: list[bytes] = []
-    sink = PromptSink(generation, run, cast(RunningRequest, handle), answer.add, lambda: True, events.append)
-    for delta in deltas_of(case, one_by_one=one_by_one):
-        sink.take([delta])
+    sink = PromptSink(generation, run, cast(RunningRequest, handle))
+    events = [sink.events_of([delta]) for delta in deltas_of(case, one_by_one=one_by_one)]
     assert generation.is_over
     assert handle.num_stopped <= 1
     if isinstance(answer, EventFormat):

@@ -4,14 +4,17 @@ which `kvrelay status`, `stop` and other commands find it."""
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,6 +104,65 @@ def named_stack(arguments: argparse.Namespace) -> StackState | None:
         if is_named:
             raise
         return None
+
+
+class InstanceLock(ExitStack):
+    """Keeps two instances of `kvrelay up` from one port and one log directory, until `close` or the end of the process.
+    A `HeldPort` does not: until a server listens, any number of sockets may reserve the same port."""
+
+    def __init__(self, port: int, log_directory: Path | None) -> None:
+        """Raises CommandFailed if another instance has the port or the directory. None: no logs are written."""
+        super().__init__()
+        try:
+            if sys.platform == "linux":
+                self.enter_context(_hold_port_name(port))
+            if log_directory is not None:
+                self.callback(os.close, _lock_directory(log_directory))
+        except CommandFailed:
+            self.close()
+            raise
+
+
+def _hold_port_name(port: int) -> socket.socket:
+    """An abstract Unix socket. As with ports, its name belongs to the network namespace and ends with the process."""
+    name = f"\0kvrelay-up-{port}"
+    holder = socket.socket(socket.AF_UNIX)
+    try:
+        holder.bind(name)
+        holder.listen()  # the refused instance connects to read this process's id
+    except OSError:
+        holder.close()
+        reason = f"another kvrelay up{_process_of(name)} uses port {port}"
+        raise CommandFailed(f"{reason}; stop it, or name another port with --port", 2) from None
+    return holder
+
+
+def _process_of(name: str) -> str:
+    with socket.socket(socket.AF_UNIX) as asking:
+        try:
+            asking.connect(name)
+            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        except OSError:  # it has ended since
+            return ""
+        return f" (process {struct.unpack('3i', credentials)[0]})"
+
+
+def _lock_directory(directory: Path) -> int:
+    """Returns the descriptor that holds the lock."""
+    path = directory / "lock"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        reason = f"cannot write logs to {directory}: {error.strerror}"
+        raise CommandFailed(f"{reason}; name another --state-dir", 2) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        reason = f"another kvrelay up writes its logs to {directory}"
+        raise CommandFailed(f"{reason}; stop it, or name another --state-dir or --port", 2) from None
+    return descriptor
 
 
 def status(argv: Sequence[str]) -> int:

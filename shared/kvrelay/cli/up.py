@@ -15,13 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvrelay.cli.display import DIED, READY, Display, make_display
-from kvrelay.cli.instance_lock import InstanceLock
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
 from kvrelay.cli.model_files import longest_sequence
 from kvrelay.cli.preflight import check_plan, find_models, hold_port
-from kvrelay.cli.readiness import RouterReady, WorkerReady
-from kvrelay.cli.stacks import DETACHED, StackState, remove_state, up_detached
-from kvrelay.cli.supervisor import Service, ServiceSpec, Supervisor
+from kvrelay.cli.stacks import DETACHED, InstanceLock, StackState, remove_state, up_detached
+from kvrelay.cli.supervisor import RouterReady, Service, ServiceSpec, Supervisor, WorkerReady
 from kvrelay.cli.up_flags import parse_up_flags, up_parser
 from kvrelay.config.common import is_wildcard, mask_password
 from kvrelay.config.demo import DEMO_MODEL_NAME

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvrelay.cli.instance_lock import InstanceLock
+from kvrelay.cli.stacks import InstanceLock
 from kvrelay.config.demo import demo_model_path
-from kvrelay.config.loader import ConfigError
+from kvrelay.flag_parser import CommandFailed
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes.command import command
 from tests.fakes.up import GREETING, Up
@@ -207,9 +207,9 @@ def test_a_second_one_that_would_share_the_logs_is_refused(tmp_path: Path) -> No
     """In another network namespace the port is free, but not the directory."""
     directory = tmp_path / "8000"
     with InstanceLock(20001, directory):
-        with pytest.raises(ConfigError, match=f"another kvrelay up writes its logs to {directory}"):
+        with pytest.raises(CommandFailed, match=f"another kvrelay up writes its logs to {directory}"):
             InstanceLock(20002, directory)
-        with InstanceLock(20002, None), pytest.raises(ConfigError, match=r"another kvrelay up \(process \d+\) uses"):
+        with InstanceLock(20002, None), pytest.raises(CommandFailed, match=r"another kvrelay up \(process \d+\) uses"):
             InstanceLock(20002, None)
     InstanceLock(20001, directory).close()
 

@@ -12,13 +12,9 @@ from kvrelay.cli.commands import COMMANDS, Command
 from kvrelay.cli.main import main
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
-    assert capsys.readouterr().out == f"kvrelay {metadata.version('kvrelay')}\n"
-
-
-def test_version_as_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("name", ["version", "--version"])
+def test_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 0
     assert capsys.readouterr().out == f"kvrelay {metadata.version('kvrelay')}\n"
 
 

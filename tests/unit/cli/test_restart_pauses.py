@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvrelay.cli.supervisor import HEALTHY_AFTER_S, RestartPauses
 
+FAILED, KILLED, LONG = (1.0, False), (1.0, True), (HEALTHY_AFTER_S + 1, False)
 
-def test_the_pauses_of_a_service_that_cannot_start_double_up_to_a_limit() -> None:
+
+@pytest.mark.parametrize(
+    ("runs", "pauses_s"),
+    [
+        ([FAILED] * 7, [0.5, 1, 2, 4, 8, 15, 15]),
+        ([KILLED] * 5, [0.5, 1, 2, 2, 2]),  # while it serves, so it can start
+        ([*[FAILED] * 6, KILLED], [0.5, 1, 2, 4, 8, 15, 2]),
+        ([*[FAILED] * 3, LONG], [0.5, 1, 2, 0.5]),
+    ],
+)
+def test_pauses_double_up_to_a_limit(runs: list[tuple[float, bool]], pauses_s: list[float]) -> None:
     pauses = RestartPauses()
-    assert [pauses.after(1.0, became_ready=False) for _ in range(7)] == [0.5, 1, 2, 4, 8, 15, 15]
-
-
-def test_a_service_that_is_killed_again_and_again_while_it_serves_comes_back_soon() -> None:
-    pauses = RestartPauses()
-    assert [pauses.after(1.0, became_ready=True) for _ in range(5)] == [0.5, 1, 2, 2, 2]
-
-
-def test_a_service_that_became_ready_after_failed_starts_does_not_wait_long() -> None:
-    pauses = RestartPauses()
-    for _ in range(6):
-        pauses.after(1.0, became_ready=False)
-    assert pauses.after(1.0, became_ready=True) == 2
-
-
-def test_a_long_run_ends_the_doubling() -> None:
-    pauses = RestartPauses()
-    for _ in range(6):
-        pauses.after(1.0, became_ready=False)
-    assert pauses.after(HEALTHY_AFTER_S + 1, became_ready=False) == 0.5
+    assert [pauses.after(ran_s, became_ready=ready) for ran_s, ready in runs] == pauses_s

@@ -94,13 +94,9 @@ def test_names_of_vllm_and_sglang_are_taken(argv: list[str], field: str, value: 
     assert getattr(loaded, field) == value
 
 
-def test_the_share_of_memory_by_vllm_s_name() -> None:
-    plan = make_plan(parse_up_flags(["org/model", "--gpu-memory-utilization=0.5"]), {})
-    assert [worker.memory_utilization for worker in plan.workers] == [0.25, 0.25]
-
-
-def test_the_share_of_memory_by_sglang_s_name() -> None:
-    plan = make_plan(parse_up_flags(["org/model", "--mem-fraction-static=0.5"]), {})
+@pytest.mark.parametrize("flag", ["--gpu-memory-utilization", "--mem-fraction-static"])
+def test_the_share_of_memory_by_their_names(flag: str) -> None:
+    plan = make_plan(parse_up_flags(["org/model", f"{flag}=0.5"]), {})
     assert [worker.memory_utilization for worker in plan.workers] == [0.25, 0.25]
 
 

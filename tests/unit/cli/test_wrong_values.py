@@ -16,8 +16,6 @@ from kvrelay.cli.commands import COMMANDS
 from kvrelay.cli.up_flags import parse_up_flags
 from kvrelay.config.field_values import allowed, choices, is_of
 from kvrelay.config.loader import TABLES, ConfigError, flag_name, load_config, resolve
-from kvrelay.config.router import RouterConfig
-from kvrelay.config.table_files import read_fleets
 from kvrelay.config.up_config import UpConfig
 from kvrelay.flag_parser import FlagParser
 from kvrelay.flag_values import result_file
@@ -144,7 +142,7 @@ def test_a_file_for_results_is_checked_before_the_run(tmp_path: Path) -> None:
             result_file(str(path))
 
 
-# -- other files, and the engine in Python -----------------------------------------------------------------------------
+# -- the engine in Python -----------------------------------------------------------------------------
 
 
 def test_settings_of_the_embedded_engine() -> None:
@@ -153,38 +151,3 @@ def test_settings_of_the_embedded_engine() -> None:
         with pytest.raises(ValueError) as raised:
             engine_config("org/model", {name: {"a": 1}})
         check(str(raised.value), name, {"a": 1}, field)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('[[key]]\nkey = "secret"\nburst = 0\n', "number 1: burst: must be a whole number, 1 to 1048576"),
-        ('[[key]]\nkey = "secret"\nburts = 1\n', "number 1: burts is not a known field; did you mean burst?"),
-        ('[[key]]\nkey = "secret"\ntenant = "a b"\n', "number 1: tenant: must be 1 to 64 of the characters"),
-        ("[[key]]\nburst = 1\n", "number 1: key is needed"),
-    ],
-)
-def test_limits_of_keys(content: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(content)
-    with pytest.raises(ConfigError) as raised:
-        load_config(RouterConfig, [f"--key-limits-file={path}"], environ={"KVRELAY_API_KEYS": "secret"})
-    assert message in str(raised.value) and "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('[[fleet]]\nmodel = "m"\n', "number 1: served_model_name is needed"),
-        ('[[fleet]]\nmodel = ""\nserved_model_name = "n"\n', "number 1: model: must be text that is not empty"),
-        (
-            '[[fleet]]\nmodle = "m"\nmodel = "m"\nserved_model_name = "n"\n',
-            "modle is not a known field; did you mean model",
-        ),
-    ],
-)
-def test_entries_of_fleets(content: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "fleets.toml"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_fleets(path)

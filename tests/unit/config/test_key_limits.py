@@ -31,8 +31,13 @@ def test_a_keys_own_entry_wins_and_the_rest_is_as_for_all(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ('[[key]]\nkey = "sk-secret"\nconcurrency = 0\n', "number 1: concurrency"),
-        ('[[key]]\nkey = "sk-secret"\nrate = 0\n', "rate"),
+        (
+            '[[key]]\nkey = "sk-secret"\nconcurrency = 0\n',
+            "number 1: concurrency: must be a whole number, 1 to",
+        ),
+        ('[[key]]\nkey = "sk-secret"\nburts = 1\n', "number 1: burts is not a known field; did you mean burst?"),
+        ('[[key]]\nkey = "sk-secret"\ntenant = "a b"\n', "number 1: tenant: must be 1 to 64 of the characters"),
+        ("[[key]]\nburst = 1\n", "number 1: key is needed"),
         ('concurrency = "sk-secret"\n', "[[key]] tables"),
         ("[[key]\n", "not valid TOML"),
         ('[[key]]\nkey = "sk-secret"\nrequests_per_minute = 1e-300\n', "must be a number, 0.001 to"),

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import PeerLost
-from kvrelay.protocol.messages import Cancel, Failed, Generate, NeedDecode, Prefill, Reassign
+from kvrelay.protocol.messages import Cancel, Failed, NeedDecode, Prefill, Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.dispatch.interface import Ending, RequestFailed
 from kvrelay_router.dispatch.running_request import RunningRequest
@@ -282,18 +282,6 @@ async def test_prefill_that_dies_while_its_handoff_waits_costs_the_client_nothin
     rig.add(FakeDecode("d1"))
     assert await read(handle) == {0: true_tokens(0, 6)}
     await rig.nothing_is_left()
-
-
-async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing(rig: Rig) -> None:
-    prefill, handle = await decode_dies(rig, "token 3", max_tokens=8)
-    await until(lambda: len(rig.record(handle)["sequences"][0]["attempts"]) == 1 and not rig.dispatcher.ready())
-    handle.cancel()
-    await rig.nothing_is_left()
-    replacement = FakeDecode("d9")
-    rig.add(replacement)
-    await until(lambda: rig.states().get("d9") == "ready")
-    await asyncio.sleep(0.2)
-    assert not replacement.got(Generate) and len(prefill.got(Prefill)) == 1
 
 
 async def test_a_worker_replaced_behind_the_same_name_takes_over(rig: Rig) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -18,7 +16,6 @@ from kvrelay.fleet.index import publication as publication_module
 from kvrelay.fleet.index.layout import index_base
 from kvrelay.kv.cache import CacheEvent, Removed, Stored
 from kvrelay.kv.hashing import BlockHash
-from tests.fakes.redis_servers import ONLY_WHEN_TOLD
 from tests.fakes.waiting import PATIENCE_S, until
 
 INCARNATIONS = iter(range(1, 1 << 20))
@@ -151,31 +148,6 @@ async def test_a_redis_that_comes_back_empty_is_filled_again(fleet: Fleet) -> No
     assert all(worker.report()["index_replacements"] >= 1 for worker in workers)
 
 
-async def test_a_flush_is_noticed_without_any_new_event(fleet: Fleet) -> None:
-    chain = chain_of(20)
-    fleet.worker("w").publish(stored(chain))
-    await fleet.until_matches(chain, {"w": 20})
-    with redis.Redis.from_url(fleet.server.url) as client:
-        client.flushall()
-        client.script_flush()
-    await until(lambda: fleet.publishers[0].report()["index_replacements"] == 1.0)
-    await fleet.until_matches(chain, {"w": 20})
-
-
-async def test_a_paused_redis_blocks_nobody_and_loses_nothing(fleet: Fleet) -> None:
-    chain = chain_of(4000)
-    worker = fleet.worker("w")
-    worker.publish(stored(chain[:1000]))
-    await fleet.until_matches(chain, {"w": 1000})
-    os.kill(fleet.server.pid, signal.SIGSTOP)
-    try:
-        worker.publish(stored(chain[1000:4000], chain[999]))  # returns at once
-        await until(lambda: fleet.feed.state is FeedState.AWAY)
-    finally:
-        os.kill(fleet.server.pid, signal.SIGCONT)
-    await fleet.until_matches(chain, {"w": 4000})
-
-
 async def test_too_many_waiting_events_are_dropped_and_the_range_replaced(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,17 +179,6 @@ async def test_a_server_that_is_out_of_memory_heals_when_it_is_not(fleet: Fleet)
     await fleet.until_matches(chain, {"w": 20})
 
 
-async def test_a_router_that_starts_late_has_the_same_replica(fleet: Fleet) -> None:
-    chain = chain_of(1500)
-    fleet.worker("w").publish(stored(chain))
-    await fleet.until_matches(chain, {"w": 1500})
-    late = fleet.open_feed()
-    late.start()
-    await until(lambda: late.replica is not None)
-    assert late.match(chain) == {"w": 1500}
-    await late.close()
-
-
 async def test_closing_does_not_wait_for_a_redis_that_is_gone(fleet: Fleet) -> None:
     worker = fleet.worker("w")
     worker.publish(stored(chain_of(5)))
@@ -225,30 +186,3 @@ async def test_closing_does_not_wait_for_a_redis_that_is_gone(fleet: Fleet) -> N
     fleet.server.stop()
     await asyncio.to_thread(worker.close)
     assert not worker._thread.is_alive()
-
-
-@pytest.fixture
-def persistent_server(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path, ONLY_WHEN_TOLD) as server:
-        yield server
-
-
-async def test_a_restart_with_old_data_is_a_gap(persistent_server: RedisServer) -> None:
-    fleet = Fleet(persistent_server)
-    try:
-        chain = chain_of(30)
-        behind, same = fleet.worker("behind"), fleet.worker("same")
-        behind.publish(stored(chain[:20]))
-        same.publish(stored(chain[:5]))
-        await fleet.until_matches(chain, {"behind": 20, "same": 5})
-        with redis.Redis.from_url(persistent_server.url) as client:
-            client.save()
-        behind.publish([Removed(tuple(reversed(chain[10:20])))])
-        await fleet.until_matches(chain, {"behind": 10, "same": 5})
-        persistent_server.kill()
-        persistent_server.restart()
-        await until(lambda: behind.report()["index_gaps"] >= 1.0)
-        await fleet.until_matches(chain, {"behind": 10, "same": 5})
-        assert same.report()["index_gaps"] == 0.0
-    finally:
-        await fleet.close()

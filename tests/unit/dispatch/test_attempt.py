@@ -14,7 +14,6 @@ from kvrelay.protocol.messages import (
     PeerRef,
     Prefill,
     Reassign,
-    Stop,
     unpack_tokens,
 )
 from kvrelay.state_machine import IllegalEvent
@@ -89,10 +88,6 @@ def test_one_token_at_most_needs_no_decode(max_tokens: int) -> None:
     assert isinstance(send, Send) and isinstance(send.body, Prefill) and send.body.decode is None
 
 
-def test_nobody_to_place_on_ends_the_sequence() -> None:
-    assert DrivenSequence(spec()).handle(PlacementFailed("nobody came")) == [NOBODY_CAME]
-
-
 # -- another decode worker --------------------------------------------------------------------------------------------
 
 
@@ -112,15 +107,6 @@ def test_a_lost_decode_worker_is_replaced_before_prefill_asks() -> None:
     machine.handle(DecodeChosen(D2))
     (again,) = machine.handle(need("d"))
     assert isinstance(again, Send) and again.body == Reassign(decode=D2)
-
-
-def test_tokens_of_the_decode_worker_that_was_left_do_not_count() -> None:
-    machine = placed()
-    machine.handle(need("d"))
-    machine.handle(DecodeChosen(D2))
-    assert machine.handle(tokens(0, 99)) == []
-    assert machine.handle(failed(D)) == []
-    assert machine.state is AttemptState.PREFILLING
 
 
 @pytest.mark.parametrize("replaced_by", [lambda: need("d"), lambda: lost(D, "silent")])
@@ -375,27 +361,6 @@ def test_another_start_of_a_worker_is_another_worker() -> None:
     machine = placed()
     assert machine.handle(lost(peer("d", incarnation=2), "killed")) == []
     assert machine.handle(lost(D3, "killed")) == []
-
-
-# -- the client -------------------------------------------------------------------------------------------------------
-
-
-def test_stop_and_cancel_go_to_both_and_end_it() -> None:
-    machine = placed()
-    machine.handle(first(5))
-    instructions = machine.handle(StopMatched())
-    assert sent(instructions) == [("p", Stop), ("d", Stop)]
-    assert instructions[-1] == Ended(None)
-    machine = placed()
-    instructions = machine.handle(Cancelled("gone"))
-    assert sent(instructions) == [("p", Cancel), ("d", Cancel)]
-    assert machine.handle(first(5)) == []
-
-
-def test_a_client_that_leaves_while_no_worker_is_there_leaves_nothing() -> None:
-    machine = placed()
-    machine.handle(failed(P))
-    assert machine.handle(Cancelled("gone")) == [Ended(None)]
 
 
 # -- illegal events ---------------------------------------------------------------------------------------------------

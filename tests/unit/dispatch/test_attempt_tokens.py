@@ -16,7 +16,6 @@ from kvrelay.protocol.packed_logprobs import packed_in_parts
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
-    Cancelled,
     Ended,
     Event,
     FindPlacement,
@@ -64,38 +63,7 @@ def test_only_the_first_tokens_and_the_last_are_events() -> None:
     assert events == [TokensArrived(*each) for each in own]
 
 
-def test_tokens_after_the_end_are_dropped() -> None:
-    machine = placed()
-    machine.handle(tokens(0, 20))
-    machine.handle(Cancelled("the client is gone"))
-    assert machine.handle(tokens(1, 21)) == []
-    assert machine.output == [20]
-
-
 # -- tokens -----------------------------------------------------------------------------------------------------------
-
-
-def test_decode_repeats_the_first_token_and_it_is_delivered_once() -> None:
-    machine = placed()
-    assert delivered(machine.handle(first(5))) == [5]
-    assert delivered(machine.handle(tokens(0, 5))) == []
-    assert delivered(machine.handle(tokens(1, 6, 7))) == [6, 7]
-
-
-def test_decodes_repeat_may_overtake_prefills_first_token() -> None:
-    machine = placed()
-    assert delivered(machine.handle(tokens(0, 5))) == [5]
-    assert machine.state is AttemptState.STREAMING
-    assert delivered(machine.handle(first(5))) == []
-
-
-def test_tokens_behind_a_gap_wait_for_it_and_so_does_the_finish() -> None:
-    machine = placed()
-    assert machine.handle(tokens(2, 7, finish=LENGTH)) == []
-    assert machine.handle(tokens(1, 6)) == []
-    instructions = machine.handle(first(5))
-    assert delivered(instructions) == [5, 6, 7]
-    assert instructions[-1] == Ended(None)
 
 
 def test_a_batch_that_overlaps_delivers_what_is_new_with_its_logprobs() -> None:

@@ -32,7 +32,6 @@ MOST_VALUABLE = (
     "test_router_death.py",
     "test_supervision.py",
     "test_drains.py",
-    "test_rolling_restarts.py",
     "test_soak.py",
 )
 """Files of fault runs: first those with random faults, then those with one kind of fault, then those of one feature,

@@ -19,20 +19,12 @@ from kvrelay.ports import HeldPort
 from kvrelay.process import die_with_parent
 from tests.e2e import reference
 from tests.e2e.prompts import prompt_of
-from tests.e2e.test_ranks import FLAGS, LENGTHS, check_growth, check_samples, check_together
+from tests.e2e.test_ranks import FLAGS, LENGTHS, check_growth, check_samples, check_together, kill_a_rank, ranks_of
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S, wait_until
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.e2e
-
-
-def ranks_of(pid: int) -> list[int]:
-    """The processes of a group's other ranks, which rank 0 has started."""
-    children = psutil.Process(pid).children()
-    return [
-        child.pid for child in children if any(each.startswith("--data-parallel-rank=") for each in child.cmdline())
-    ]
 
 
 def total(stack: Stack, role: str, name: str) -> float:
@@ -58,24 +50,12 @@ def test_decode_groups_that_compute_prompts(
         assert total(stack, "decode", "cached_blocks")
         stack.complete(prompts[0], 1)  # alone: the other rank of the group has no prompt
         wait_until(lambda: any("prefill_delayer.mixed" in key for each in stack.workers() for key in each["totals"]))
-        disturb_a_rank(stack, model, prompts, number)
+        kill_a_rank(stack, model, prompts, "decode-0", number=number)
         check_together(stack, model, prompts)
         stack.wait_until_clean()
         every = [pid for pid in stack.children().values() for pid in ranks_of(pid)]
         assert len(every) == 2
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
-
-
-def disturb_a_rank(stack: Stack, model: Path, prompts: list[list[int]], number: signal.Signals) -> None:
-    """Signals rank 1 of a group while prompts are served. Returns when the group is ready again."""
-    num_workers, before = len(stack.workers()), stack.children()["decode-0"]
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(check_together, stack, model, prompts)
-        wait_until(lambda: stack.busy_blocks() or asked.done())
-        os.kill(ranks_of(before)[0], number)
-        asked.result()
-    wait_until(lambda: stack.children().get("decode-0", before) != before)
-    wait_until(lambda: [worker["state"] for worker in stack.workers()] == ["ready"] * num_workers)
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ GROWN_OUTPUT = 250
 def ranks_of(pid: int) -> list[int]:
     """The processes of a worker's other ranks."""
     children = psutil.Process(pid).children()
-    return [child.pid for child in children if any(each.startswith("--engine=") for each in child.cmdline())]
+    flags = ("--engine=", "--data-parallel-rank=")
+    return [child.pid for child in children if any(each.startswith(flags) for each in child.cmdline())]
 
 
 def check_together(stack: Stack, model: Path, prompts: Sequence[list[int]], num_output: int = NUM_OUTPUT) -> None:
@@ -102,13 +103,20 @@ def test_stages(architecture: str, tiny_model: Callable[[str], Path], tmp_path: 
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
 
 
-def kill_a_rank(stack: Stack, model: Path, prompts: Sequence[list[int]], victim: str, rank: int = 1) -> None:
-    """Kills one of a worker's ranks while the prompts are served. Returns when its worker is ready again."""
+def kill_a_rank(
+    stack: Stack,
+    model: Path,
+    prompts: Sequence[list[int]],
+    victim: str,
+    rank: int = 1,
+    number: signal.Signals = signal.SIGKILL,
+) -> None:
+    """Signals one of a worker's ranks while the prompts are served. Returns when its worker is ready again."""
     num_workers, before = len(stack.workers()), stack.children()[victim]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(check_together, stack, model, prompts)
         wait_until(lambda: stack.busy_blocks() or asked.done())
-        os.kill([before, *ranks_of(before)][rank], signal.SIGKILL)
+        os.kill([before, *ranks_of(before)][rank], number)
         asked.result()
     wait_until(lambda: stack.children().get(victim, before) != before)
     wait_until(lambda: [worker["state"] for worker in stack.workers()] == ["ready"] * num_workers)

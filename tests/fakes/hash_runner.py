@@ -73,7 +73,6 @@ class HashRunner(ModelRunner):
         block_size: int = 16,
         max_model_len: int = 512,
         step_s: float = 0.0,
-        block_padding_bytes: int = 0,
         fingerprint: str = "hash-model",
         num_swap_slots: int = 0,
     ) -> None:
@@ -88,7 +87,7 @@ class HashRunner(ModelRunner):
             head_dim=1,
             block_size=block_size,
             num_blocks=num_blocks,
-            block_bytes=entries_bytes + block_padding_bytes,
+            block_bytes=entries_bytes,
             dtype="int32",
             fingerprint=fingerprint,
             num_swap_slots=num_swap_slots,

@@ -47,7 +47,7 @@ class Job:
     opening: tuple[int, ...] = ()  # as if a grammar forced the first tokens of all its sequences
 
 
-def make_job(number: int, rng: random.Random, *, leaving: float = 0.2) -> Job:
+def make_job(number: int, rng: random.Random) -> Job:
     """Prompts of a few families, so that prefixes are shared; some clients leave early."""
     family = random.Random(rng.randrange(12)).choices(range(1, VOCAB_SIZE), k=160)
     prompt = family[: rng.randint(1, 120)] + rng.choices(range(1, VOCAB_SIZE), k=rng.randint(0, 30))
@@ -59,7 +59,7 @@ def make_job(number: int, rng: random.Random, *, leaving: float = 0.2) -> Job:
     )
     num_sequences = rng.choice([1, 1, 1, 3])
     expected = [expected_tokens(prompt, sampling, MAX_MODEL_LEN, index) for index in range(num_sequences)]
-    leave_after = rng.randint(0, 20) if rng.random() < leaving else None
+    leave_after = rng.randint(0, 20) if rng.random() < 0.2 else None
     num_forced = rng.choice([0, 0, rng.randint(1, 20)])
     same = takewhile(lambda tokens: len({*tokens}) == 1 and tokens[0] != EOS_TOKEN_ID, zip(*expected, strict=False))
     opening = tuple(tokens[0] for tokens in islice(same, min(num_forced, sampling.max_tokens - 1)))

@@ -31,6 +31,7 @@ def system(tmp_path: Path) -> Iterator[ScriptedSystem]:
         yield system
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_a_call_outlives_the_worker_that_writes_it(system: ScriptedSystem, is_strict: bool) -> None:
     function = {"name": "define", "parameters": SCHEMA, "strict": is_strict}

@@ -1,4 +1,4 @@
-"""A router dies under load: workers free what it had, other routers do not notice, and a new start serves at once."""
+"""A router dies or drains under load: workers free what it had, and other routers and a new start serve."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.component.dispatch.test_server import until_refused
 from tests.faults.storm.bench import Bench, open_bench
 from tests.faults.storm.load import Job, Load
 from tests.faults.storm.processes import StackSettings
@@ -81,5 +82,36 @@ def test_streams_of_the_other_router_go_on(bench: Bench) -> None:
         assert load.counts["asked again, the router was gone"] == 0
         await bench.stack.until_clean()
         assert await bench.stack.incarnations() == {name: each["incarnation"] for name, each in workers.items()}
+
+    bench.run(scenario())
+
+
+def test_a_router_that_drains_ends_its_streams_while_another_serves(bench: Bench) -> None:
+    """Its port is closed at once; a client whose connection ends before the first byte asks the other router."""
+
+    async def scenario() -> None:
+        stack = bench.stack
+        long = [pair for pair in await bench.jobs(6, max_tokens=600) if pair[0].body["stream"]]
+        others = await bench.jobs(6)
+        own, both = bench.load("router-0"), bench.load()
+
+        async def drain() -> None:
+            stack.terminate("router-0")
+            url = httpx.URL(stack.url("router-0"))
+            await until_refused(url.host, url.port)
+            assert not any(stream.done() for stream in streams)
+            await asyncio.wait(streams)
+            assert await stack.until_gone("router-0") == 0
+            stack.spawn("router-0")
+            await stack.until_router_serves("router-0")
+
+        async with asyncio.TaskGroup() as group:
+            streams = [group.create_task(own.run(*pair)) for pair in long]
+            while (await stack.fleet("router-0"))["requests"]["running"] < len(long):
+                await asyncio.sleep(0.02)
+            await bench.under_load(both, others, drain)
+        assert own.counts["equal"] == len(long) and not own.errors
+        assert own.counts["asked again, the router was gone"] == 0
+        await stack.until_clean()
 
     bench.run(scenario())

@@ -38,8 +38,10 @@ class Bench:
         self._round += 1
         return [_make_job(each, max_tokens, f"round {self._round}") for each in range(number)]
 
-    async def jobs(self, number: int, num_beam_searches: int = 0) -> list[tuple[Job, Outcome]]:
-        jobs = self.make_jobs(number)
+    async def jobs(
+        self, number: int, num_beam_searches: int = 0, *, max_tokens: int = 250
+    ) -> list[tuple[Job, Outcome]]:
+        jobs = self.make_jobs(number, max_tokens=max_tokens)
         jobs += [_make_beam_search(number + each, f"round {self._round}") for each in range(num_beam_searches)]
         missing = [job for job in jobs if _kind(job) not in self._references]
         found = await self.load().references(missing, 8)

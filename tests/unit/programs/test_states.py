@@ -209,19 +209,6 @@ def test_a_fork_whose_calls_nobody_waits_for_is_refused() -> None:
         wrong.run(endpoint=FakeEndpoint())
 
 
-def test_forks_know_the_values_from_before_and_keep_their_own() -> None:
-    @program
-    def family(s: State) -> None:
-        s += "Say" + gen("shared", 4)
-        one, other = forks = s.fork(2)
-        one += gen("own", 4)
-        forks.join()
-        assert one["shared"] == s["shared"] and "own" in one
-        assert "own" not in other and "own" not in s
-
-    family.run(endpoint=FakeEndpoint())
-
-
 def chat_messages(**expressions: Any) -> list[dict[str, Any]]:
     @program
     def chat(s: State) -> None:

@@ -52,17 +52,6 @@ def test_byte_level_agrees_with_the_tokenizer_on_any_tokens(
     assert run(make_detokenizer(byte_level, [], skip_special_tokens=skip), in_parts(token_ids, cuts)) == whole
 
 
-@given(text=TEXTS, cuts=st.lists(st.integers(0, 200)))
-def test_windowed_text_is_the_text_after_a_prompt(byte_fallback: Tokenizer, text: str, cuts: list[int]) -> None:
-    """After a prompt, because at the start of a text this decoder drops a space."""
-    prompt = byte_fallback.encode("otter", add_special_tokens=False)
-    whole = byte_fallback.encode("otter" + text, add_special_tokens=False)
-    assert whole[: len(prompt)] == prompt
-    detokenizer = WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids)
-    expected = byte_fallback.decode(whole, skip_special_tokens=True).removeprefix("otter")
-    assert run(detokenizer, in_parts(whole[len(prompt) :], cuts)) == expected
-
-
 @given(before=TEXTS, text=TEXTS, cuts=st.lists(st.integers(0, 200)))
 def test_windowed_text_is_the_text_after_any_prompt(
     byte_fallback: Tokenizer, before: str, text: str, cuts: list[int]
@@ -117,12 +106,6 @@ def test_bytes_that_never_become_a_character_are_not_withheld_for_ever(byte_fall
     pieces = [detokenizer.feed([alphabet[b"\xff"]]) for _ in range(MAX_WITHHELD_TOKENS)]
     assert pieces[:-1] == [""] * (MAX_WITHHELD_TOKENS - 1)
     assert set(pieces[-1]) == {"\ufffd"}
-
-
-def test_the_window_keeps_the_space_between_prompt_and_output(byte_fallback: Tokenizer) -> None:
-    prompt = byte_fallback.encode("an", add_special_tokens=False)
-    output = byte_fallback.encode("an otter", add_special_tokens=False)[len(prompt) :]
-    assert run(WindowedDetokenizer(byte_fallback, prompt, hidden=byte_fallback.special_ids), [output]) == " otter"
 
 
 def test_the_window_stays_small_over_tokens_without_text(byte_fallback: Tokenizer) -> None:

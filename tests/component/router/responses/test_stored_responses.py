@@ -86,16 +86,6 @@ async def test_a_reference_to_nothing_is_refused(router: Router, item_id: str) -
         await answered(router, input=[{"type": "item_reference", "id": created.output[0].id + "_7"}])
 
 
-async def test_references_are_to_the_own_keys_items(make_router: Any) -> None:
-    async with make_router(api_keys=("one", "two")) as router:
-        mine, other = router.openai.with_options(api_key="one"), router.openai.with_options(api_key="two")
-        created = await mine.responses.create(model=MODEL, input=QUESTION)
-        reference: Any = [{"type": "item_reference", "id": created.output[0].id}]
-        await mine.responses.create(model=MODEL, input=reference)
-        with pytest.raises(openai.NotFoundError):
-            await other.responses.create(model=MODEL, input=reference)
-
-
 async def test_a_response_can_be_read_and_deleted(router: Router) -> None:
     responses = router.openai.responses
     created = await answered(router, metadata={"a": "b"})
@@ -220,3 +210,7 @@ async def test_each_key_has_its_own(make_router: Any) -> None:
             await other.responses.retrieve(created.id)
         with pytest.raises(openai.BadRequestError):
             await other.responses.create(model=MODEL, input="Where?", previous_response_id=created.id)
+        reference: Any = [{"type": "item_reference", "id": created.output[0].id}]
+        await mine.responses.create(model=MODEL, input=reference)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.create(model=MODEL, input=reference)

@@ -11,13 +11,6 @@ from kvrelay_router.openai.error_mapping import as_api_error
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("kind", list(FailureKind))
-def test_every_kind_of_failure_has_an_answer(kind: FailureKind) -> None:
-    error = as_api_error(RequestFailed("in words", kind))
-    assert error.status in (400, 499, 500, 502, 503, 504)
-    assert str(error) == "in words"
-
-
 def test_codes_tell_the_kinds_apart() -> None:
     codes = [as_api_error(RequestFailed("", kind)).code for kind in FailureKind]
     assert len(set(codes)) == len(codes)

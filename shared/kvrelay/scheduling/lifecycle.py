@@ -6,18 +6,18 @@ from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_groups import BeamGroups
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
+from kvrelay.scheduling.memory.headroom import NewTokenRatio, ReservedCapacity
 from kvrelay.scheduling.memory.swapping import Swapper
 from kvrelay.scheduling.plan import PlannedRow
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
-from kvrelay.scheduling.reserved_capacity import ReservedCapacity
-from kvrelay.scheduling.scheduler_settings import SchedulerLimits
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.speculation.drafter import Drafter
 from kvrelay.scheduling.speculation.forced_tokens import ForcedTokens
+from kvrelay.scheduling.speculation.speculator import Speculator
 from kvrelay.scheduling.tenants import TenantShares
 
 
@@ -27,38 +27,22 @@ class SequenceLifecycle:
     Planning, admission and commit read its collaborators, and change sequences only by its methods.
     """
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        blocks: BlockManager,
-        *,
-        running: dict[SequenceKey, Sequence],
-        waiting: WaitingQueue,
-        in_progress: PrefixesInProgress,
-        remote: RemoteSequences,
-        swaps: Swapper,
-        capacity: ReservedCapacity,
-        beams: BeamGroups,
-        sample_groups: SampleGroups,
-        shares: TenantShares,
-        new_token_ratio: NewTokenRatio,
-        drafter: Drafter,
-        forced: ForcedTokens,
-    ) -> None:
+    def __init__(self, limits: SchedulerLimits, blocks: BlockManager, settings: SchedulerSettings) -> None:
         self.limits = limits
         self.blocks = blocks
-        self.running = running
-        self.waiting = waiting
-        self.in_progress = in_progress
-        self.remote = remote
-        self.swaps = swaps
-        self.capacity = capacity
-        self.beams = beams
-        self.sample_groups = sample_groups
-        self.shares = shares
-        self.new_token_ratio = new_token_ratio
-        self.drafter = drafter
-        self.forced = forced
+        self.running: dict[SequenceKey, Sequence] = {}
+        self.capacity = capacity = ReservedCapacity()
+        self.in_progress = PrefixesInProgress()
+        self.shares = TenantShares(self.running, limits.max_running)
+        order, starvation_bound = ORDERS[settings.queue_order], settings.queue_starvation_bound
+        self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, self.shares)
+        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, capacity)
+        self.swaps = Swapper(blocks, settings)
+        self.beams = BeamGroups(blocks, self.running, capacity)
+        self.sample_groups = SampleGroups(blocks, limits, capacity)
+        self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
+        self.speculator = Speculator(settings.speculation)
+        self.forced = ForcedTokens(settings)
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._ended_in_flight: set[Sequence] = set()  # a step may still write into their blocks
 
@@ -73,7 +57,7 @@ class SequenceLifecycle:
         sequence.stop_tokens = stop_tokens.union(sampling.stop_token_ids)
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
-        self.drafter.begin(sequence)
+        self.speculator.begin(sequence)
         self.forced.begin(sequence)
         self.blocks.tails.enter(sequence)
         self._sequences[sequence.key] = sequence
@@ -198,7 +182,7 @@ class SequenceLifecycle:
         if sequence.forks is not None:
             self.beams.left(sequence)
         self.swaps.drop(sequence)
-        self.drafter.ended(sequence)
+        self.speculator.ended(sequence)
         self.forced.ended(sequence)
         self.blocks.tails.ended(sequence)
         sequence.state = SequenceState.FINISHED

@@ -23,8 +23,8 @@ from kvrelay.step.batch import BeamCandidates, BlockCopy, SwapCopies
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     """`num_tokens` tokens of a sequence, from `position` on. `sample`: the logits of its last token give a token.
-    A decode has one token, or several behind tokens that a grammar forced. `drafts`: guesses of the tokens behind.
-    The step computes them too, so it may bring up to 1 + len(drafts) tokens; the block table has room for them.
+    A decode has one token, or several behind tokens that a grammar forced. `guesses`: of the tokens behind. The
+    step computes them too, so it may bring up to 1 + len(guesses) tokens; the block table has room for them.
 
     A decode that was planned ahead is for a token that the step in flight draws: it is not in the sequence yet.
     """
@@ -34,12 +34,12 @@ class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     is_prefill: bool
     sample: bool
-    drafts: NDArray[np.int32] | None = None
+    guesses: NDArray[np.int32] | None = None
 
     @property
     def num_computed(self) -> int:
-        """Number of tokens that the step computes, with drafts."""
-        return self.num_tokens if self.drafts is None else self.num_tokens + len(self.drafts)
+        """Number of tokens that the step computes, with guesses."""
+        return self.num_tokens if self.guesses is None else self.num_tokens + len(self.guesses)
 
 
 def work_of(rows: Iterable[PlannedRow]) -> tuple[int, float]:
@@ -91,12 +91,12 @@ class SwapPlan:
 class StepPlan:
     """The plan of one step: its rows, prefill chunks first, and its effects.
 
-    `preempted`: sequences that lost their blocks; a beam search is represented by its leader. `recomputed`: sequences
+    `preempted`: sequences that lost their blocks, with forks only their leader. `recomputed`: sequences
     whose KV was lost since the plan before: preempted without a copy, or with a copy that was dropped. `held_back`: why
     the head of the queue was not admitted. `delayed`: the prefill gate held it back, and is asked again in the next
     pass whether or not anything has changed. `swaps`: copies to and from the host, made even if there are no rows.
     `copies`: blocks that are copied after that and before the forward. `reservations`: handoffs whose blocks are
-    reserved now, so that their transfer may begin. They have no rows. `has_drafts`: some rows may have drafts.
+    reserved now, so that their transfer may begin. They have no rows. `has_guesses`: some rows may have guesses.
     `jumping`: sequences whose rows may bring tokens that grammars force.
     """
 
@@ -110,7 +110,7 @@ class StepPlan:
     delayed: bool = False
     copies: Seq[BlockCopy] = ()
     reservations: Seq[Sequence] = ()
-    has_drafts: bool = False
+    has_guesses: bool = False
     jumping: Collection[Sequence] = ()
 
     @property
@@ -125,8 +125,8 @@ class StepPlan:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Number of tokens of decoding sequences: one each, drafts, and more behind forced tokens."""
-        if self.has_drafts:
+        """Number of tokens of decoding sequences: one each, guesses, and more behind forced tokens."""
+        if self.has_guesses:
             return sum(row.num_computed for row in self.rows if not row.is_prefill)
         return sum(row.num_tokens for row in self.rows if not row.is_prefill)
 
@@ -135,7 +135,7 @@ class NeedsCommit(Exception):
     """The step in flight must be committed first, because planning this one would preempt or swap a sequence."""
 
 
-class PlanDraft:
+class PlanBuilder:
     """A plan while it is made. `budget_left` may fall below 0 if a policy runs a prompt longer than the budget.
 
     `ahead`: steps are in flight, and no sequence may be preempted. `num_decode_steps`: those of
@@ -151,7 +151,7 @@ class PlanDraft:
         self.prompting: list[Sequence] | None = None  # running prompts; None: not collected yet
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
-        self.has_drafts = False  # rows were given drafts; they may have been dropped since
+        self.has_guesses = False  # rows were given guesses; they may have been dropped since
         self.is_short_of_blocks = False  # a running sequence was preempted to free blocks for another one
         self.recomputed: list[Sequence] = []
         self.leaving: dict[SwapCopy, SwapCopies] = {}
@@ -210,7 +210,7 @@ class PlanDraft:
             *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
             copies=copies,
             reservations=reservations,
-            has_drafts=self.has_drafts,
+            has_guesses=self.has_guesses,
             jumping=jumping,
         )
 

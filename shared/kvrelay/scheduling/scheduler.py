@@ -16,31 +16,19 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.beams.beam_commit import BeamCommit
-from kvrelay.scheduling.beams.beam_groups import BeamGroups
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
-from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
-from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, SequenceOutput, StepPlan
+from kvrelay.scheduling.memory.swapping import SwapUse
+from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
 from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
-from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
-from kvrelay.scheduling.queue.queue_orders import ORDERS
-from kvrelay.scheduling.queue.remote_kv import RemoteSequences
-from kvrelay.scheduling.queue.sample_groups import SampleGroups
-from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
-from kvrelay.scheduling.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
-from kvrelay.scheduling.speculation.drafter import Drafter
-from kvrelay.scheduling.speculation.forced_tokens import ForcedTokens
 from kvrelay.scheduling.step_commit import StepCommit
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay.scheduling.step_planner import StepPlanner
-from kvrelay.scheduling.tenants import TenantShares
 from kvrelay.step.batch import BeamCandidates, StepResult
 
 
@@ -54,32 +42,9 @@ class Scheduler:
         self.limits = limits
         self.blocks = blocks
         self.settings = settings
-        self.running: dict[SequenceKey, Sequence] = {}
-        self.in_progress = PrefixesInProgress()
-        capacity = ReservedCapacity()
-        order, starvation_bound = ORDERS[settings.queue_order], settings.queue_starvation_bound
-        self.shares = TenantShares(self.running, limits.max_running)
-        self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, self.shares)
-        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, capacity)
-        self.swaps = Swapper(blocks, settings)
-        self.sample_groups = SampleGroups(blocks, limits, capacity)
-        self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
-        self.lifecycle = SequenceLifecycle(
-            limits,
-            blocks,
-            running=self.running,
-            waiting=self.waiting,
-            in_progress=self.in_progress,
-            remote=self.remote,
-            swaps=self.swaps,
-            capacity=capacity,
-            beams=BeamGroups(blocks, self.running, capacity),
-            sample_groups=self.sample_groups,
-            shares=self.shares,
-            new_token_ratio=self.new_token_ratio,
-            drafter=Drafter(settings.speculation),
-            forced=ForcedTokens(settings),
-        )
+        self.lifecycle = SequenceLifecycle(limits, blocks, settings)
+        self.running = self.lifecycle.running
+        self.waiting = self.lifecycle.waiting
         self.chunks = policy.make_chunks(limits, settings)
         self.preemptor = Preemptor(self.lifecycle, settings.retraction)
         self._admission = SequenceAdmission(
@@ -90,8 +55,7 @@ class Scheduler:
         self._planner = StepPlanner(
             self.lifecycle, self._admission, self.preemptor, self.chunks, num_stages=settings.num_stages
         )
-        self._beams = BeamCommit(self.lifecycle)
-        self._commit = StepCommit(self.lifecycle, self._beams)
+        self._commit = StepCommit(self.lifecycle)
         self._step = 0
         self._uncommitted: list[StepPlan] = []  # steps in flight, and one planned behind them
         self._admitted_ahead: list[Sequence] = []  # admitted for a plan without rows: the next plan reports them
@@ -107,12 +71,12 @@ class Scheduler:
 
         A beam search brings the candidates that follow its prompt. Returns its output if they end it.
         """
-        self._beams.check(sequence, candidates)
+        self._commit.forks.check(sequence, candidates)
         if sequence.state is not SequenceState.WAITING_FOR_REMOTE_KV:
             raise ValueError(f"sequence {sequence.key} is {sequence.state}: it receives no KV")
         self.lifecycle.received(sequence)
         if candidates is not None:
-            return self._beams.adopt(sequence, candidates)
+            return self._commit.forks.adopt(sequence, candidates)
         self.lifecycle.publish(sequence)
         self.blocks.adopt(sequence, self.lifecycle.num_reserved_blocks)
         return None
@@ -130,7 +94,7 @@ class Scheduler:
 
     def quarantine(self, sequence: Sequence) -> None:
         """A handoff was dropped while its sender may still write: it keeps its blocks until `release`."""
-        self.remote.quarantine(sequence)
+        self.lifecycle.remote.quarantine(sequence)
 
     def release(self, sequence: Sequence, num_computed: int) -> None:
         """A handoff ends, and its sender no longer writes. The KV of its first `num_computed` tokens is valid."""
@@ -153,9 +117,9 @@ class Scheduler:
         if self._uncommitted:
             raise RuntimeError(f"step {self._uncommitted[0].step} is in flight: only schedule_ahead may plan behind it")
         self._refresh()
-        draft = PlanDraft(self.limits.token_budget)
-        self.policy.fill(self._planner, draft)
-        return self._planned(draft)
+        builder = PlanBuilder(self.limits.token_budget)
+        self.policy.fill(self._planner, builder)
+        return self._planned(builder)
 
     def schedule_ahead(self) -> StepPlan | None:
         """Plans the step behind those in flight. Returns None if one must be committed first. Never preempts."""
@@ -170,17 +134,17 @@ class Scheduler:
         self._refresh()
         # Decodes are the last rows.
         num_decode_steps = sum(bool(plan.rows) and not plan.rows[-1].is_prefill for plan in self._uncommitted)
-        draft = PlanDraft(self.limits.token_budget, ahead=True, num_decode_steps=num_decode_steps)
+        builder = PlanBuilder(self.limits.token_budget, ahead=True, num_decode_steps=num_decode_steps)
         try:
-            self.policy.fill(self._planner, draft)
+            self.policy.fill(self._planner, builder)
         except NeedsCommit:
-            # If sequences were admitted, the draft is used as it is: the policy may not plan them again.
-            if not draft.admitted:
+            # If sequences were admitted, the builder is used as it is: the policy may not plan them again.
+            if not builder.admitted:
                 return None
-        if not draft.rows:
-            self._admitted_ahead += draft.admitted
+        if not builder.rows:
+            self._admitted_ahead += builder.admitted
             return None
-        return self._planned(draft)
+        return self._planned(builder)
 
     def reserve(self) -> Seq[Sequence]:
         """Admits handoffs between steps, as long as a handoff is next and fits.
@@ -189,9 +153,9 @@ class Scheduler:
         """
         if self.waiting.num_remote:
             self.waiting.renew_probes()
-            self.remote.refresh(self.running.values())
-            self._planner.admit_handoffs(PlanDraft(self.limits.token_budget, ahead=True))
-        return self.remote.take_reservations()
+            self.lifecycle.remote.refresh(self.running.values())
+            self._planner.admit_handoffs(PlanBuilder(self.limits.token_budget, ahead=True))
+        return self.lifecycle.remote.take_reservations()
 
     def cancel_plan(self, plan: StepPlan) -> None:
         """A step that was planned ahead does not run. Its sequences are as before the plan; admitted ones stay."""
@@ -212,27 +176,27 @@ class Scheduler:
         if self.settings.num_stages > 1:  # sequences that sample in a step in flight have no row in the next one
             return any(row.sequence.forks is not None for plan in self._uncommitted for row in plan.rows)
         rows = self._uncommitted[0].rows
-        if any(row.drafts is not None or row.sequence.forks is not None for row in rows):
+        if any(row.guesses is not None or row.sequence.forks is not None for row in rows):
             return True
-        return self.lifecycle.forced.are_awaited(rows) or self.lifecycle.drafter.expects_any(self._uncommitted[0])
+        return self.lifecycle.forced.are_awaited(rows) or self.lifecycle.speculator.expects_any(self._uncommitted[0])
 
     def _refresh(self) -> None:
-        self.shares.refresh()
+        self.lifecycle.shares.refresh()
         self.waiting.refresh()
-        self.remote.refresh(self.running.values())
+        self.lifecycle.remote.refresh(self.running.values())
 
-    def _planned(self, draft: PlanDraft) -> StepPlan:
+    def _planned(self, builder: PlanBuilder) -> StepPlan:
         self._step += 1
         if self._admitted_ahead:
             still_here = [sequence for sequence in self._admitted_ahead if sequence.state is SequenceState.RUNNING]
-            draft.admitted = [*still_here, *draft.admitted]
+            builder.admitted = [*still_here, *builder.admitted]
             self._admitted_ahead = []
-        copies = self.blocks.copies.plan(self._blocks_with_copies(draft))
-        swaps = self.swaps.seal(draft)
+        copies = self.blocks.copies.plan(self._blocks_with_copies(builder))
+        swaps = self.lifecycle.swaps.seal(builder)
         jumping = self.lifecycle.forced.jumping
-        plan = draft.finish(self._step, swaps, copies, self.remote.take_reservations(), jumping)
+        plan = builder.finish(self._step, swaps, copies, self.lifecycle.remote.take_reservations(), jumping)
         if self.prefill_gate is not None:
-            self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
+            self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(builder.returning))
         for row in plan.rows:
             sequence = row.sequence
             sequence.num_planned += row.num_tokens
@@ -241,11 +205,11 @@ class Scheduler:
             self._uncommitted.append(plan)
         return plan
 
-    def _blocks_with_copies(self, draft: PlanDraft) -> Iterator[int]:
+    def _blocks_with_copies(self, builder: PlanBuilder) -> Iterator[int]:
         """Yields the blocks that are written and may have to be copied before: those of forks and of prompts with
         tails."""
         tails = self.blocks.tails
-        for row in draft.rows:
+        for row in builder.rows:
             if row.sequence.forks is not None or row.sequence in tails:
                 table, end = row.sequence.table, row.position + row.num_tokens
                 first, stop = row.position // table.block_size, blocks_for(end, table.block_size)
@@ -260,9 +224,9 @@ class Scheduler:
         self._landed(plan)
         self.blocks.copies.done(plan.copies)
         self.chunks.measured(plan, result.forward_s)
-        self.lifecycle.drafter.step_ended(plan, result.forward_s)
-        self.swaps.landed(plan, result.forward_s, result.copy_s)
-        self.new_token_ratio.relax()
+        self.lifecycle.speculator.step_ended(plan, result.forward_s)
+        self.lifecycle.swaps.landed(plan, result.forward_s, result.copy_s)
+        self.lifecycle.new_token_ratio.relax()
         return self._commit.commit_rows(plan.rows, result.rows)
 
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
@@ -281,9 +245,9 @@ class Scheduler:
                 self.lifecycle.leave(sequence)
                 failed.append(sequence)
         if keys is not None:
-            self.swaps.landed(plan, 0.0, 0.0)
+            self.lifecycle.swaps.landed(plan, 0.0, 0.0)
         else:
-            for sequence in self.swaps.failed(plan):
+            for sequence in self.lifecycle.swaps.failed(plan):
                 self.lifecycle.requeue_swapped(sequence)
         return failed
 
@@ -297,9 +261,9 @@ class Scheduler:
     # -- settings and numbers -----------------------------------------------------------------------------------------
 
     def calibrate(self, cost: StepCost) -> None:
-        """Takes the cost of steps that was measured at the start, for drafts and for chunks of equal time."""
+        """Takes the cost of steps that was measured at the start, for guesses and for chunks of equal time."""
         self.chunks.calibrate(cost)
-        self.lifecycle.drafter.calibrate(cost)
+        self.lifecycle.speculator.calibrate(cost)
 
     @property
     def prefill_gate(self) -> PrefillDelayer | None:
@@ -338,12 +302,12 @@ class Scheduler:
     @property
     def swap_use(self) -> SwapUse:
         """Copies to and from the host since the start, and the use of the swap space now."""
-        return self.swaps.use
+        return self.lifecycle.swaps.use
 
     @property
     def num_kept_tokens(self) -> int:
-        """Number of tokens of earlier outputs that are kept for drafts."""
-        return self.lifecycle.drafter.earlier.num_tokens
+        """Number of tokens of earlier outputs that are kept for guesses."""
+        return self.lifecycle.speculator.earlier.num_tokens
 
     @property
     def has_work(self) -> bool:

@@ -34,7 +34,7 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """`method` is for requests that choose none. `num_speculative_tokens`: drafts of a sequence in one step, at most.
+    """`method` is for requests that choose none. `num_speculative_tokens`: guesses for a sequence in one step, at most.
     `prompt_lookup_min`: the shortest n-gram that is looked up, `prompt_lookup_max`: the longest match that is
     distinguished from shorter ones. `suffix_cache_tokens`: tokens of earlier outputs that are kept for the method
     "suffix"."""
@@ -62,7 +62,7 @@ class SchedulerSettings:
     in a step with unconstrained sequences; None: an eighth of the token budget. `samples_behind`: the runner can run a
     step with a constrained sequence behind one that samples a token of it; without, no step is planned behind such
     a one.
-    `speculation`: which sequences have drafts, and how many. `num_stages`: stages of the model's pipeline.
+    `speculation`: which sequences' tokens are guessed, and how many. `num_stages`: stages of the model's pipeline.
     """
 
     queue_order: QueueOrderName = "fcfs"

@@ -100,7 +100,7 @@ class Origin:
     """Who asked for a sequence, and on what terms.
 
     `tenant`: whose share of the worker it uses, with this `weight`. `session`: whose blocks are evicted first once it
-    has ended; empty: none's. `text_owner`: tenant whose earlier outputs its drafts may come from. `sample_group`:
+    has ended; empty: none's. `text_owner`: tenant whose earlier outputs its tokens may be guessed from. `sample_group`:
     sequences that are admitted, preempted and resumed together; empty: none.
     """
 

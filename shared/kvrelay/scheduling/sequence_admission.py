@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
-from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow
+from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, PlannedRow
 from kvrelay.scheduling.policies.chunk_sizes import Chunks
 from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -37,12 +37,12 @@ class SequenceAdmission:
         self._decodes_beside_prompts = decodes_beside_prompts
         self._refused: tuple[SequenceKey, int, int] | None = None  # sequence, available blocks and headroom then
 
-    def admit_next(self, draft: PlanDraft, *, beyond_budget: bool = False, handoffs_only: bool = False) -> str:
+    def admit_next(self, builder: PlanBuilder, *, beyond_budget: bool = False, handoffs_only: bool = False) -> str:
         """Admits the next sequence of the queue and returns "", or returns why it is not admitted.
 
         `beyond_budget`: admit it even if no token budget is left. `handoffs_only`: stop at a local prompt.
         """
-        if draft.is_short_of_blocks:
+        if builder.is_short_of_blocks:
             return "decodes were preempted in this step"
         if not self._waiting:
             return "queue empty"
@@ -58,23 +58,23 @@ class SequenceAdmission:
         followers = self._groups.followers_of(sequence)
         if not has_reserved_capacity:
             num_wanted = sequence.num_slots + len(followers) + self._remote.num_to_come(sequence)
-            if reason := self._why_not_now(sequence, num_slots, num_wanted, draft):
+            if reason := self._why_not_now(sequence, num_slots, num_wanted, builder):
                 return reason
         if sequence.remote is not None:
-            if draft.leaving:
+            if builder.leaving:
                 # Its sender would write at once into blocks that this step copies to the host.
                 return "blocks of preempted sequences are being copied to the host"
             return "" if self._remote.reserve(sequence, self._handoff_headroom(sequence)) else "no blocks"
         if not has_reserved_capacity and len(group := self._groups.lost_with(sequence)) > 1 and sequence in group:
-            if self._admit_group(group, draft):
+            if self._admit_group(group, builder):
                 return ""
             if self._lifecycle.running or self._remote.receiving:
                 return "no room for the whole group"
-            if draft.ahead:
+            if builder.ahead:
                 raise NeedsCommit
         if sequence.state is SequenceState.SWAPPED:
-            return self._admit_swapped(sequence, draft, beyond_budget)
-        return self._admit_prompt(sequence, followers, draft, beyond_budget)
+            return self._admit_swapped(sequence, builder, beyond_budget)
+        return self._admit_prompt(sequence, followers, builder, beyond_budget)
 
     @property
     def may_admit_prompt(self) -> bool:
@@ -84,7 +84,7 @@ class SequenceAdmission:
             return False
         return self._lifecycle.num_slots < self._limits.max_running
 
-    def _why_not_now(self, sequence: Sequence, num_slots: int, num_wanted: int, draft: PlanDraft) -> str:
+    def _why_not_now(self, sequence: Sequence, num_slots: int, num_wanted: int, builder: PlanBuilder) -> str:
         """Returns why a sequence waits whatever blocks are free: too few places among the running sequences for the
         `num_wanted` that it and its group become, or the prefill gate."""
         max_running = self._limits.max_running
@@ -94,24 +94,24 @@ class SequenceAdmission:
         if self.prefill_gate is None or sequence.state is SequenceState.SWAPPED or sequence.remote is not None:
             return ""
         reason = self.prefill_gate.ask(len(self._lifecycle.running))
-        draft.delayed = draft.delayed or bool(reason)
+        builder.delayed = builder.delayed or bool(reason)
         return reason
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     def _admit_prompt(
-        self, sequence: Sequence, followers: Mapping[Sequence, int], draft: PlanDraft, beyond_budget: bool
+        self, sequence: Sequence, followers: Mapping[Sequence, int], builder: PlanBuilder, beyond_budget: bool
     ) -> str:
         position = self._blocks.num_cached_tokens(sequence)
-        num_tokens = self._chunks.size(self._blocks.first_stop(sequence, position) - position, position, draft)
+        num_tokens = self._chunks.size(self._blocks.first_stop(sequence, position) - position, position, builder)
         if not num_tokens and not beyond_budget:
             return "budget spent"
         if not self._give_blocks(sequence, position + num_tokens, followers):
             return "no blocks for the whole group" if followers else "no blocks"
-        self._admitted(sequence, draft)
+        self._admitted(sequence, builder)
         self._reserve(followers)
         if num_tokens:
-            draft.add_chunk(sequence, num_tokens)
+            builder.add_chunk(sequence, num_tokens)
         return ""
 
     def _give_blocks(self, sequence: Sequence, num_next: int, followers: Mapping[Sequence, int]) -> bool:
@@ -133,9 +133,9 @@ class SequenceAdmission:
         self._refused = None if admitted else (sequence.key, available, headroom)
         return admitted
 
-    def _admitted(self, sequence: Sequence, draft: PlanDraft) -> None:
+    def _admitted(self, sequence: Sequence, builder: PlanBuilder) -> None:
         self._lifecycle.admitted(sequence)
-        draft.admitted.append(sequence)
+        builder.admitted.append(sequence)
 
     def _reserve(self, num_blocks_of: Mapping[Sequence, int]) -> None:
         for sequence, num_blocks in num_blocks_of.items():
@@ -157,32 +157,34 @@ class SequenceAdmission:
 
     # -- preempted sequences ------------------------------------------------------------------------------------------
 
-    def _admit_swapped(self, sequence: Sequence, draft: PlanDraft, beyond_budget: bool) -> str:
+    def _admit_swapped(self, sequence: Sequence, builder: PlanBuilder, beyond_budget: bool) -> str:
         """Resumes a sequence whose KV is copied back from the host.
 
         Copies of two steps must not overlap, so this raises NeedsCommit if a step is in flight, and there is room. If
         there is none, steps can still be planned ahead.
         """
         position, headroom = self._swaps.num_tokens(sequence), self._lifecycle.num_headroom_blocks
-        if draft.ahead:
+        if builder.ahead:
             if self._blocks.num_missing(sequence, position) + headroom > self._blocks.num_available:
                 return "no blocks"
             raise NeedsCommit
         num_remaining = sequence.num_tokens - position
         decodes = num_remaining == 1 and sequence.num_output > 0
-        num_tokens = min(1, max(0, draft.budget_left)) if decodes else self._chunks.size(num_remaining, position, draft)
+        num_tokens = (
+            min(1, max(0, builder.budget_left)) if decodes else self._chunks.size(num_remaining, position, builder)
+        )
         if not num_tokens and not beyond_budget:
             return "budget spent"
-        if not self._swaps.resume(sequence, num_tokens, headroom, draft):
+        if not self._swaps.resume(sequence, num_tokens, headroom, builder):
             return "no blocks"
-        self._admitted(sequence, draft)
+        self._admitted(sequence, builder)
         if not decodes and num_tokens:
-            draft.add_chunk(sequence, num_tokens)
+            builder.add_chunk(sequence, num_tokens)
         elif num_tokens and self._decodes_beside_prompts:
-            draft.add_decode(PlannedRow(sequence, position, 1, False, True))
+            builder.add_decode(PlannedRow(sequence, position, 1, False, True))
         return ""
 
-    def _admit_group(self, group: Seq[Sequence], draft: PlanDraft) -> bool:
+    def _admit_group(self, group: Seq[Sequence], builder: PlanBuilder) -> bool:
         """Resumes all samples of a preempted group, whatever the budget, or none. Returns whether it did.
 
         Samples that lack blocks which the first one recomputes wait for them, with reserved capacity. Raises
@@ -196,28 +198,28 @@ class SequenceAdmission:
         # Blocks that these samples find in the cache count as available until the samples hold them.
         if num_blocks + self._groups.num_evictable(back.given) > num_available:
             return False
-        if draft.ahead:
+        if builder.ahead:
             raise NeedsCommit
         for index, sequence in enumerate(back.given):
-            if not self._give_all_blocks(sequence, draft, sum(back.reserved.values())):
+            if not self._give_all_blocks(sequence, builder, sum(back.reserved.values())):
                 for before in reversed(back.given[:index]):
-                    self._swaps.undo(before, draft)
+                    self._swaps.undo(before, builder)
                     self._blocks.free(before)
                 return False
         for sequence in back.given:
-            self._admitted(sequence, draft)
+            self._admitted(sequence, builder)
             if sequence.is_decoding:
-                if self._decodes_beside_prompts and draft.budget_left > 0:
-                    draft.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
-            elif num_tokens := self._chunks.size(sequence.num_remaining, sequence.next_position, draft):
-                draft.add_chunk(sequence, num_tokens)
+                if self._decodes_beside_prompts and builder.budget_left > 0:
+                    builder.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
+            elif num_tokens := self._chunks.size(sequence.num_remaining, sequence.next_position, builder):
+                builder.add_chunk(sequence, num_tokens)
         self._reserve(back.reserved)
         return True
 
-    def _give_all_blocks(self, sequence: Sequence, draft: PlanDraft, num_reserved: int) -> bool:
+    def _give_all_blocks(self, sequence: Sequence, builder: PlanBuilder, num_reserved: int) -> bool:
         """Gives a preempted sequence blocks for all its tokens. `num_reserved` blocks must stay available besides."""
         headroom = self._lifecycle.num_headroom_blocks + num_reserved
         if sequence.state is SequenceState.SWAPPED:
             num_next = sequence.num_tokens - self._swaps.num_tokens(sequence)
-            return self._swaps.resume(sequence, num_next, headroom, draft)
+            return self._swaps.resume(sequence, num_next, headroom, builder)
         return self._blocks.admit(sequence, BlockState.COMPUTING, num_next=sequence.num_tokens, headroom=headroom)

@@ -16,9 +16,9 @@ from kvrelay.step.batch import RowResult
 class StepCommit:
     """Commits the rows of steps to the sequences of one scheduler."""
 
-    def __init__(self, lifecycle: SequenceLifecycle, beams: BeamCommit) -> None:
+    def __init__(self, lifecycle: SequenceLifecycle) -> None:
         self._lifecycle = lifecycle
-        self._beams = beams
+        self.forks = BeamCommit(lifecycle)
         self._block_size = lifecycle.blocks.pool.block_size
 
     def commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
@@ -33,7 +33,7 @@ class StepCommit:
         for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.forks is not None:
-                self._beams.commit_row(row, given)
+                self.forks.commit_row(row, given)
                 continue
             # `SequenceLifecycle.row_ended` without the call, which would be 5% of the whole commit.
             sequence.num_planned -= row.num_tokens
@@ -59,8 +59,8 @@ class StepCommit:
                     finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
                     token_ids, logprobs = token_ids[: end - start], logprobs[: end - start]
                     break
-            if row.drafts is not None and not given.is_late:
-                lifecycle.drafter.verified(sequence, len(row.drafts), given.num_accepted)
+            if row.guesses is not None and not given.is_late:
+                lifecycle.speculator.verified(sequence, len(row.guesses), given.num_accepted)
             if (num_new := end - start) > 1:
                 # The KV of forced tokens, and of the token before them, is computed by the next rows.
                 num_new = min(num_new, len(given.token_ids) - given.num_forced)
@@ -80,7 +80,7 @@ class StepCommit:
             if token_ids or scores or prefilled:
                 index = start - sequence.num_prompt
                 outputs.append(SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled))
-        return outputs + self._beams.advance()
+        return outputs + self.forks.advance()
 
     def _prefilled(self, sequence: Sequence, finish: FinishReason | None) -> FinishReason | None:
         """Called when the KV of the whole prompt is computed. Returns why the sequence ends, or None."""

@@ -89,9 +89,9 @@ class StepTotals:
         self.num_prefill_steps += bool(num_prefill_tokens and not num_decode_tokens)
         self.num_decode_steps += bool(num_decode_tokens and not num_prefill_tokens)
         self.forward_s += result.forward_s
-        for row, given in zip(plan.rows, result.rows, strict=True) if plan.has_drafts else ():
-            if row.drafts is not None:
-                self.num_drafted_tokens += len(row.drafts)
+        for row, given in zip(plan.rows, result.rows, strict=True) if plan.has_guesses else ():
+            if row.guesses is not None:
+                self.num_drafted_tokens += len(row.guesses)
                 self.num_accepted_tokens += given.num_accepted
         if result.grammar_work is not None:
             self.grammar_work.add(result.grammar_work)
@@ -143,8 +143,8 @@ def _worker_row(row: PlannedRow, *, jumps: bool) -> WorkerRow:
     sequence, position = row.sequence, row.position
     has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight samples its token
     token_ids = _PLACEHOLDER if has_placeholder else sequence.tokens.view(position, position + row.num_tokens)
-    if row.drafts is not None:
-        token_ids = np.concatenate((token_ids, row.drafts))
+    if row.guesses is not None:
+        token_ids = np.concatenate((token_ids, row.guesses))
     return WorkerRow(
         key=(sequence.fork_of or sequence).key,
         token_ids=token_ids,
@@ -153,7 +153,7 @@ def _worker_row(row: PlannedRow, *, jumps: bool) -> WorkerRow:
         sample=row.sample,
         is_prefill=row.is_prefill,
         has_placeholder=has_placeholder,
-        num_drafts=0 if row.drafts is None else len(row.drafts),
+        num_drafts=0 if row.guesses is None else len(row.guesses),
         jumps=jumps,
         beam=_beam_row(sequence),
     )

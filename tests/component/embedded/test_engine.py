@@ -277,7 +277,7 @@ def test_drafts_come_from_earlier_outputs(model: Path) -> None:
         for each in (drafted, drafted, salted):
             (answer,) = llm.generate([1, 2, 3], each)
             assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
-        earlier = llm.engine._scheduler.lifecycle.drafter.earlier
+        earlier = llm.engine._scheduler.lifecycle.speculator.earlier
         assert earlier.num_tokens > 40
         check_empty(llm.engine)
 

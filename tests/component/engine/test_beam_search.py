@@ -93,9 +93,9 @@ class Engine:
         rng = self._random
         if rng is None or not self.scheduler.running or rng.random() > 0.4:
             return
-        from kvrelay.scheduling.plan import PlanDraft
+        from kvrelay.scheduling.plan import PlanBuilder
 
-        self.scheduler.preemptor.preempt(rng.choice(list(self.scheduler.running.values())), PlanDraft(1))
+        self.scheduler.preemptor.preempt(rng.choice(list(self.scheduler.running.values())), PlanBuilder(1))
 
 
 def beams(

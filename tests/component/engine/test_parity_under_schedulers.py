@@ -25,7 +25,7 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling, SpeculationMethod
 from kvrelay.scheduling.memory import swapping
-from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import PlanBuilder, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.scheduler_settings import (
@@ -270,12 +270,12 @@ def test_preemption_by_swapping(
         """A fifth of the steps begin with a preemption."""
         fill = self.policy.fill
 
-        def fill_with_one_less(planner: StepPlanner, draft: PlanDraft) -> None:
+        def fill_with_one_less(planner: StepPlanner, builder: PlanBuilder) -> None:
             if self.running and rng.random() < 0.2:
                 victim = rng.choice(list(self.running.values()))
-                self.preemptor.preempt(victim, draft)
-                draft.preempt(victim)
-            fill(planner, draft)
+                self.preemptor.preempt(victim, builder)
+                builder.preempt(victim)
+            fill(planner, builder)
 
         with patch.object(self.policy, "fill", fill_with_one_less):
             return schedule(self)

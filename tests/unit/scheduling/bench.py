@@ -221,7 +221,7 @@ class Bench:
         self.scheduler.waiting.check_integrity()
         copying = any(plan.swaps for plan in self.scheduler._uncommitted)
         if not copying:
-            self.scheduler.swaps.check_integrity()
+            self.scheduler.lifecycle.swaps.check_integrity()
         running = list(self.scheduler.running.values())
         assert self.scheduler.num_slots <= self.scheduler.limits.max_running
         holders = {s for s in [*running, *self.sequences] if s.num_planned} | set(

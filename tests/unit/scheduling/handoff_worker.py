@@ -102,7 +102,7 @@ class HandoffWorker:
         self.admitted.append(sequence)
         if self.scheduler.settings.queue_order != "fcfs" or self.bench.blocks.shares_prefixes:
             return
-        if self.scheduler.remote.receiving and any(
+        if self.scheduler.lifecycle.remote.receiving and any(
             each.origin.sample_group == sequence.origin.sample_group != "" for each in self.open
         ):
             return  # its group may have been admitted before
@@ -144,7 +144,7 @@ class HandoffWorker:
         while self.scheduler.has_work:
             self.bench.step()
         assert self.bench.pool.num_available == self.bench.pool.num_blocks
-        assert not self.scheduler.in_progress
+        assert not self.scheduler.lifecycle.in_progress
         self.scheduler.schedule()  # a pass drops the capacity of groups that are gone
         assert self.scheduler.num_slots == self.scheduler.num_headroom_blocks == 0
 
@@ -181,7 +181,7 @@ class HandoffWorker:
         scheduler.waiting.check_integrity()
         pool.check_integrity()
         receiving = [s for s in self.open if s.state is SequenceState.WAITING_FOR_REMOTE_KV]
-        assert set(receiving) == set(self.lands_at) == set(scheduler.remote.receiving.values())
+        assert set(receiving) == set(self.lands_at) == set(scheduler.lifecycle.remote.receiving.values())
         assert scheduler.num_slots >= len(scheduler.running) + len(receiving)
         assert scheduler.num_slots <= scheduler.limits.max_running
         for state, sequences in ((BlockState.RESERVED, receiving), (BlockState.QUARANTINED, list(self.quarantined))):

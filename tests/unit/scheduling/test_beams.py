@@ -132,7 +132,7 @@ class World:
         assert self.pool.num_available == self.pool.num_blocks
         assert not self.scheduler.running
         assert not len(self.scheduler.blocks.copies)
-        assert not self.scheduler.in_progress
+        assert not self.scheduler.lifecycle.in_progress
 
     def check_plan(self, plan: StepPlan) -> None:
         sources = {copy.source for copy in plan.copies}
@@ -311,10 +311,10 @@ def test_a_preempted_group_computes_what_its_beams_share_once() -> None:
     group = world.add([1] * 16, search_of(4, 12))
     for _ in range(6):
         world.step()
-    from kvrelay.scheduling.plan import PlanDraft
+    from kvrelay.scheduling.plan import PlanBuilder
 
     before = expected_beams([1] * 16, group.sampling, MAX_MODEL_LEN)
-    world.scheduler.preemptor.preempt(group, PlanDraft(1))
+    world.scheduler.preemptor.preempt(group, PlanBuilder(1))
     assert len(world.scheduler.running) == 0
     assert world.pool.num_free == 64
     plan = world.step()

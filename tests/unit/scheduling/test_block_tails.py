@@ -284,5 +284,5 @@ def test_all_prompts_read_their_own_kv_and_end(
                 prompt, each.sampling, num_blocks * BLOCK_SIZE
             )
     assert bench.pool.num_available == num_blocks
-    assert not bench.scheduler.in_progress
+    assert not bench.scheduler.lifecycle.in_progress
     assert not len(bench.blocks.copies)

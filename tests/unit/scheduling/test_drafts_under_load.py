@@ -41,14 +41,14 @@ class Repeating:
         rows = [RowResult(sampled(row) if row.sample else ()) for row in plan.rows]
         self.bench.scheduler.commit(plan, StepResult(plan.step, rows, COST.step_s(num_tokens, num_pairs)))
         self.bench.pool.check_integrity()
-        return sum(len(row.drafts) for row in plan.rows if row.drafts is not None)
+        return sum(len(row.guesses) for row in plan.rows if row.guesses is not None)
 
 
 def sampled(row: PlannedRow) -> tuple[int, ...]:
     """The accepted drafts and the token behind them."""
     end = row.position + row.num_tokens
     found = [next_token(int(row.sequence.tokens.view(end - 1, end)[0]))]
-    for draft in () if row.drafts is None else row.drafts.tolist():
+    for draft in () if row.guesses is None else row.guesses.tolist():
         if draft != found[-1]:
             break
         found.append(next_token(draft))

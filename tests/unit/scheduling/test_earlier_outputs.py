@@ -16,9 +16,8 @@ from kvrelay.kv.hashing import root_hash
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
-from kvrelay.scheduling.speculation.continuations import likeliest
-from kvrelay.scheduling.speculation.drafter import Drafter
 from kvrelay.scheduling.speculation.earlier_outputs import OWNER_TOKENS, EarlierOutputs
+from kvrelay.scheduling.speculation.speculator import Speculator, likeliest
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
 
@@ -29,8 +28,8 @@ AMPLE = 1 << 16
 texts = st.lists(st.integers(1, 3), min_size=1, max_size=12)
 
 
-def drafter_of(method: str = "suffix", **changes: int) -> Drafter:
-    return Drafter(msgspec.convert({"method": method, **changes}, SpeculationSettings))
+def drafter_of(method: str = "suffix", **changes: int) -> Speculator:
+    return Speculator(msgspec.convert({"method": method, **changes}, SpeculationSettings))
 
 
 def sequence_of(tokens: Seq[int], owner: str | None = "", salt: str = "", sampling: Sampling = PLAIN) -> Sequence:
@@ -39,23 +38,23 @@ def sequence_of(tokens: Seq[int], owner: str | None = "", salt: str = "", sampli
     return sequence
 
 
-def joined(drafter: Drafter, tokens: Seq[int], owner: str | None = "", salt: str = "") -> Sequence:
+def joined(speculator: Speculator, tokens: Seq[int], owner: str | None = "", salt: str = "") -> Sequence:
     sequence = sequence_of(tokens, owner, salt)
-    drafter.begin(sequence)
+    speculator.begin(sequence)
     return sequence
 
 
-def output(drafter: Drafter, tokens: Seq[int], owner: str | None = "", salt: str = "") -> None:
+def output(speculator: Speculator, tokens: Seq[int], owner: str | None = "", salt: str = "") -> None:
     """A sequence with this output runs and ends."""
-    sequence = joined(drafter, [9], owner, salt)
+    sequence = joined(speculator, [9], owner, salt)
     sequence.tokens.extend(np.array(tokens, np.int32))
-    drafter.ended(sequence)
+    speculator.ended(sequence)
 
 
-def drafts_of(drafter: Drafter, sequence: Sequence, most: int = 16) -> list[int]:
-    drafter.begin_step(1, 1)
-    drafts = drafter.draft(sequence, most)
-    drafter.measured(1, 0.0, 0.0)
+def drafts_of(speculator: Speculator, sequence: Sequence, most: int = 16) -> list[int]:
+    speculator.begin_step(1, 1)
+    drafts = speculator.draft(sequence, most)
+    speculator.measured(1, 0.0, 0.0)
     return [] if drafts is None else drafts.tolist()
 
 
@@ -86,25 +85,25 @@ def test_the_likeliest_path_is_found_as_by_hand(paths: list[list[int]], count: i
 
 
 def test_the_token_that_followed_most_often_is_drafted() -> None:
-    drafter = drafter_of()
+    speculator = drafter_of()
     for following in (50, 60, 60, 60):
-        output(drafter, [1, 2, 3, following, following + 1])
-    assert drafts_of(drafter, joined(drafter, [7, 1, 2, 3]), 2) == [60, 61]
+        output(speculator, [1, 2, 3, following, following + 1])
+    assert drafts_of(speculator, joined(speculator, [7, 1, 2, 3]), 2) == [60, 61]
 
 
 def test_the_longest_match_counts_and_not_the_most_frequent_text() -> None:
-    drafter = drafter_of()
-    output(drafter, [5, 1, 2, 3, 50, 51])
+    speculator = drafter_of()
+    output(speculator, [5, 1, 2, 3, 50, 51])
     for _ in range(5):
-        output(drafter, [6, 1, 2, 3, 60, 61])
-    assert drafts_of(drafter, joined(drafter, [5, 1, 2, 3]), 2) == [50, 51]
+        output(speculator, [6, 1, 2, 3, 60, 61])
+    assert drafts_of(speculator, joined(speculator, [5, 1, 2, 3]), 2) == [50, 51]
 
 
 def test_drafts_end_where_earlier_outputs_part() -> None:
-    drafter = drafter_of()
+    speculator = drafter_of()
     for number in range(8):
-        output(drafter, [1, 2, 3, 4, 5, 100 + number, 6, 7, 8, 9])
-    drafts = drafts_of(drafter, joined(drafter, [1, 2, 3]), 8)
+        output(speculator, [1, 2, 3, 4, 5, 100 + number, 6, 7, 8, 9])
+    drafts = drafts_of(speculator, joined(speculator, [1, 2, 3]), 8)
     assert drafts[:2] == [4, 5] and len(drafts) <= 3
     alone = drafter_of()
     output(alone, [1, 2, 3, 4, 5, 100, 6, 7, 8, 9])
@@ -112,26 +111,26 @@ def test_drafts_end_where_earlier_outputs_part() -> None:
 
 
 def test_the_own_text_and_earlier_outputs_compete() -> None:
-    drafter = drafter_of()
-    output(drafter, [1, 2, 3, 70, 71, 72, 73, 74])
-    own = joined(drafter, [1, 2, 3, 80, 81, 1, 2, 3])
-    assert own in drafter.sequences
+    speculator = drafter_of()
+    output(speculator, [1, 2, 3, 70, 71, 72, 73, 74])
+    own = joined(speculator, [1, 2, 3, 80, 81, 1, 2, 3])
+    assert own in speculator.sequences
     kinds = set()
     for _ in range(200):
-        drafts = drafts_of(drafter, own, 4)
+        drafts = drafts_of(speculator, own, 4)
         if not drafts:
             continue
         kinds.add(drafts[0])
-        drafter.verified(own, len(drafts), len(drafts) if drafts[0] == 80 else 0)
-    assert drafts_of(drafter, own, 4)[0] == 80, "what was rejected gives way"
+        speculator.verified(own, len(drafts), len(drafts) if drafts[0] == 80 else 0)
+    assert drafts_of(speculator, own, 4)[0] == 80, "what was rejected gives way"
 
 
 def test_no_draft_spans_two_outputs() -> None:
-    drafter = drafter_of()
-    output(drafter, [1, 2, 3, 4, 5])
-    output(drafter, [6, 7, 8, 9])
-    assert drafts_of(drafter, joined(drafter, [1, 2, 3]), 8) == [4, 5]
-    assert drafts_of(drafter, joined(drafter, [1, 4, 5, 6, 7]), 8) == []
+    speculator = drafter_of()
+    output(speculator, [1, 2, 3, 4, 5])
+    output(speculator, [6, 7, 8, 9])
+    assert drafts_of(speculator, joined(speculator, [1, 2, 3]), 8) == [4, 5]
+    assert drafts_of(speculator, joined(speculator, [1, 4, 5, 6, 7]), 8) == []
 
 
 # -- whose text -------------------------------------------------------------------------------------------------------
@@ -151,43 +150,43 @@ def test_drafts_are_those_without_the_outputs_of_others(
             if (owner, salt) == (asking, asking_salt):
                 output(alone, tokens, owner, salt)
         got, expected = (
-            drafts_of(drafter, joined(drafter, prompt, asking, asking_salt)) for drafter in (everyone, alone)
+            drafts_of(speculator, joined(speculator, prompt, asking, asking_salt)) for speculator in (everyone, alone)
         )
         assert got == expected
 
 
 def test_a_request_of_an_older_router_neither_leaves_nor_sees_outputs() -> None:
-    drafter = drafter_of()
-    output(drafter, [1, 2, 3, 4, 5], None)
-    assert not drafter.earlier.num_tokens
-    output(drafter, [1, 2, 3, 4, 5], "")
-    assert drafter.earlier.num_tokens
-    assert drafts_of(drafter, joined(drafter, [1, 2, 3], None)) == []
-    assert drafts_of(drafter, joined(drafter, [1, 2, 3], "")) == [4, 5]
+    speculator = drafter_of()
+    output(speculator, [1, 2, 3, 4, 5], None)
+    assert not speculator.earlier.num_tokens
+    output(speculator, [1, 2, 3, 4, 5], "")
+    assert speculator.earlier.num_tokens
+    assert drafts_of(speculator, joined(speculator, [1, 2, 3], None)) == []
+    assert drafts_of(speculator, joined(speculator, [1, 2, 3], "")) == [4, 5]
 
 
 @pytest.mark.parametrize("method", ["off", "ngram"])
 def test_only_requests_with_this_method_leave_and_see_outputs(method: str) -> None:
-    drafter = drafter_of(method)
-    output(drafter, [1, 2, 3, 4, 5])
-    assert not drafter.earlier.num_tokens
+    speculator = drafter_of(method)
+    output(speculator, [1, 2, 3, 4, 5])
+    assert not speculator.earlier.num_tokens
     suffix = msgspec.structs.replace(PLAIN, speculation="suffix")
     first, second = (sequence_of([1, 2, 3], sampling=suffix) for _ in range(2))
-    drafter.begin(first)
+    speculator.begin(first)
     first.tokens.extend(np.array([4, 1, 2, 3, 5, 6], np.int32))
-    drafter.ended(first)
-    drafter.begin(second)
-    assert drafts_of(drafter, second, 2) == [5, 6]
-    assert not drafts_of(drafter, joined(drafter, [1, 2, 3]))
+    speculator.ended(first)
+    speculator.begin(second)
+    assert drafts_of(speculator, second, 2) == [5, 6]
+    assert not drafts_of(speculator, joined(speculator, [1, 2, 3]))
 
 
 def test_prompts_are_not_kept() -> None:
-    drafter = drafter_of()
-    first = joined(drafter, [1, 2, 3, 4, 5, 6])
+    speculator = drafter_of()
+    first = joined(speculator, [1, 2, 3, 4, 5, 6])
     first.tokens.extend(np.array([7, 8, 9, 10], np.int32))
-    drafter.ended(first)
-    assert drafts_of(drafter, joined(drafter, [1, 2, 3])) == []
-    assert drafts_of(drafter, joined(drafter, [7, 8, 9])) == [10]
+    speculator.ended(first)
+    assert drafts_of(speculator, joined(speculator, [1, 2, 3])) == []
+    assert drafts_of(speculator, joined(speculator, [7, 8, 9])) == [10]
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

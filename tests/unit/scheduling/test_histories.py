@@ -88,12 +88,12 @@ class History:
             assert sequence.num_tokens == min(num_tokens, longest), f"{name} lacks tokens"
             assert sequence.prefill_only or name in self.finished
         assert self.bench.pool.num_available == NUM_BLOCKS
-        assert not self.bench.scheduler.in_progress
+        assert not self.bench.scheduler.lifecycle.in_progress
         assert self.bench.scheduler.swap_use.num_used_slots == 0
 
 
 def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]], num_tenants: int = 1) -> None:
-    bench.scheduler.shares.idle_credit = 16.0
+    bench.scheduler.lifecycle.shares.idle_credit = 16.0
     history = History(bench, num_tenants)
     for prompt, max_tokens, gap, priority, kind in wanted:
         history.arrive(prompt, max_tokens, priority, kind)
@@ -104,8 +104,8 @@ def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]
             break
         history.step()
     history.check_end()
-    assert not bench.scheduler.shares.num_waiting_tenants
-    bench.scheduler.shares.check_integrity()
+    assert not bench.scheduler.lifecycle.shares.num_waiting_tenants
+    bench.scheduler.lifecycle.shares.check_integrity()
 
 
 @pytest.mark.parametrize("kind", [Bench, OverlappedBench])

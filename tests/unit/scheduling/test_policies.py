@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
-from kvrelay.scheduling.plan import PlanDraft, PlannedRow, StepPlan
+from kvrelay.scheduling.plan import PlanBuilder, PlannedRow, StepPlan
 from kvrelay.scheduling.scheduler_settings import Chunking, Retraction, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.scheduling.step_cost import StepCost, pairs
@@ -179,10 +179,10 @@ def test_a_chunk_shrinks_to_the_blocks_there_are_before_anybody_is_preempted() -
 
 def test_a_preempted_sequence_gives_back_its_part_of_the_budget() -> None:
     sequence = make_sequence([1], 5, "x")
-    draft = PlanDraft(8)
-    draft.add_decode(PlannedRow(sequence, 1, 1, is_prefill=False, sample=True))
-    draft.preempt(sequence)
-    assert (draft.budget_left, draft.rows, draft.preempted) == (8, (), [sequence])
+    builder = PlanBuilder(8)
+    builder.add_decode(PlannedRow(sequence, 1, 1, is_prefill=False, sample=True))
+    builder.preempt(sequence)
+    assert (builder.budget_left, builder.rows, builder.preempted) == (8, (), [sequence])
 
 
 def test_dynamic_chunks_shrink_as_the_prompt_grows() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.scheduling.memory.swap_estimate import Estimate, Preempted, estimate, prefers_swap
+from kvrelay.scheduling.memory.swapping import Estimate, Preempted, estimate, prefers_swap
 from kvrelay.scheduling.step_cost import StepCost
 
 pytestmark = pytest.mark.unit

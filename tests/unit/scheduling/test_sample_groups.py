@@ -37,8 +37,8 @@ def step(world: World, groups: list[list[Sequence]]) -> StepPlan:
     scheduler = world.scheduler
     before = {s: s.state for group in groups for s in group}
     preempted = {s: s.num_preemptions for s in before}
-    reserved = {s for s in before if scheduler.sample_groups.has_reserved_capacity(s)}
-    ready = {s for s in reserved if scheduler.blocks.first_missing(s)[1] not in scheduler.in_progress}
+    reserved = {s for s in before if scheduler.lifecycle.sample_groups.has_reserved_capacity(s)}
+    ready = {s for s in reserved if scheduler.blocks.first_missing(s)[1] not in scheduler.lifecycle.in_progress}
     others_ran = [any(s not in group for s in scheduler.running.values()) for group in groups]
     plan = world.step()
     assert plan.has_work or plan.preempted or not scheduler.has_work, plan.held_back
@@ -46,7 +46,7 @@ def step(world: World, groups: list[list[Sequence]]) -> StepPlan:
     passed = [s for s in plan.admitted if s not in reserved]
     assert not passed or ready <= set(plan.admitted), "somebody else was admitted before those that had room set aside"
     for group, others in zip(groups, others_ran, strict=True):
-        now_reserved = {s for s in group if scheduler.sample_groups.has_reserved_capacity(s)}
+        now_reserved = {s for s in group if scheduler.lifecycle.sample_groups.has_reserved_capacity(s)}
         lost = [s for s in group if s.num_preemptions > preempted[s]]
         ran = [s for s in group if before[s] is SequenceState.RUNNING]
         assert not lost or set(lost) >= {s for s in ran if s.state is not SequenceState.FINISHED}, (

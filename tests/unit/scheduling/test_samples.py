@@ -182,7 +182,7 @@ class World:
     def check_end(self, aborted: set[SequenceKey]) -> None:
         assert not self.open
         assert self.pool.num_available == self.num_blocks
-        assert not self.scheduler.in_progress
+        assert not self.scheduler.lifecycle.in_progress
         for sequence in self.ended:
             prompt = sequence.tokens.view(0, sequence.num_prompt).tolist()
             output = sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist()

@@ -16,7 +16,7 @@ from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory import swapping
-from kvrelay.scheduling.plan import PlanDraft, StepPlan
+from kvrelay.scheduling.plan import PlanBuilder, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -52,14 +52,14 @@ class World:
         self._fill = scheduler.policy.fill
         scheduler.policy.fill = self._fill_after_preemptions  # type: ignore[method-assign]
 
-    def _fill_after_preemptions(self, planner: StepPlanner, draft: PlanDraft) -> None:
+    def _fill_after_preemptions(self, planner: StepPlanner, builder: PlanBuilder) -> None:
         """Now and then somebody loses its blocks for no reason; never all of the time, or nothing would end."""
         for sequence in list(self.scheduler.running.values()):
             if self.num_forced < 40 and self.rng.random() < 0.1:
                 self.num_forced += 1
-                self.scheduler.preemptor.preempt(sequence, draft)
-                draft.preempt(sequence)
-        self._fill(planner, draft)
+                self.scheduler.preemptor.preempt(sequence, builder)
+                builder.preempt(sequence)
+        self._fill(planner, builder)
 
     def add(self, prompt: list[int], max_tokens: int) -> None:
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
@@ -124,7 +124,7 @@ class World:
 
     def check(self) -> None:
         self.pool.check_integrity()
-        self.scheduler.swaps.check_integrity()
+        self.scheduler.lifecycle.swaps.check_integrity()
         self.scheduler.waiting.check_integrity()
         assert self.pool.counts()[BlockState.IN_FLIGHT] == 0
 
@@ -138,8 +138,8 @@ class World:
         assert self.pool.num_available == self.pool.num_blocks
         use = self.scheduler.swap_use
         assert (use.num_used_slots, use.num_sequences) == (0, 0)
-        assert not self.scheduler.in_progress
-        assert not self.scheduler.swaps._expected
+        assert not self.scheduler.lifecycle.in_progress
+        assert not self.scheduler.lifecycle.swaps._expected
 
 
 requests = st.lists(st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=24), st.integers(1, 20)), max_size=10)
@@ -277,11 +277,11 @@ def test_samples_of_one_prompt_share_its_slots() -> None:
     sequences = [bench.add([1] * 16 + [number], 8) for number in range(3)]
     for _ in range(4):
         bench.step()
-    draft = PlanDraft(32)
+    builder = PlanBuilder(32)
     for sequence in sequences:
         assert sequence.is_decoding
-        bench.scheduler.preemptor.preempt(sequence, draft)
-    num_blocks = sum(len(copy.slots) for copy in draft.leaving)
+        bench.scheduler.preemptor.preempt(sequence, builder)
+    num_blocks = sum(len(copy.slots) for copy in builder.leaving)
     assert bench.scheduler.swap_use.num_used_slots == num_blocks - 2 * 4  # four blocks of prompt
 
 
@@ -355,8 +355,8 @@ def test_who_left_before_a_plan_could_tell_of_its_admission_is_not_told_of() -> 
     plan = scheduler.schedule()
     late = bench.add([2] * 4, 4)
 
-    def fill(planner: StepPlanner, draft: PlanDraft) -> None:
-        planner.admit_prompts(draft, beyond_budget=True)
+    def fill(planner: StepPlanner, builder: PlanBuilder) -> None:
+        planner.admit_prompts(builder, beyond_budget=True)
 
     admit_only = patch.object(scheduler.policy, "fill", fill)
     with admit_only, patch.object(scheduler.chunks, "size", lambda *_: 0):

@@ -63,7 +63,7 @@ def bench_for(order: QueueOrderName = "fcfs", scheduler: str = "sarathi", **size
         settings=SchedulerSettings(queue_order=order, queue_starvation_bound=4),
         eos=99,
     )
-    bench.scheduler.shares.idle_credit = 0.0
+    bench.scheduler.lifecycle.shares.idle_credit = 0.0
     return bench
 
 
@@ -121,7 +121,7 @@ def test_a_request_beside_a_flood_is_next_although_the_flood_waits_longer_than_t
 
 def test_a_short_prompt_does_not_wait_for_the_rest_of_a_long_one_of_another_tenant() -> None:
     bench = bench_for(num_blocks=200)
-    bench.scheduler.shares.idle_credit = 64.0
+    bench.scheduler.lifecycle.shares.idle_credit = 64.0
     bench.tenant = "long"
     long = [bench.add([7] * 400, 1) for _ in range(2)]
     bench.step()
@@ -139,7 +139,7 @@ def test_a_light_tenant_keeps_its_lead_until_its_credit_is_used_up() -> None:
     def admitted_before(credit: float) -> int:
         """Of ten requests of a light tenant, how many are admitted before the flood's next one."""
         bench = bench_for(max_running=1)
-        bench.scheduler.shares.idle_credit = credit
+        bench.scheduler.lifecycle.shares.idle_credit = credit
         flood = Flood(bench, {"flood": 1.0}, {"flood": [(8, 2)]})
         for _ in range(10):
             flood.fill()
@@ -165,8 +165,8 @@ def test_output_counts_for_sequences_that_leave_and_for_those_that_run() -> None
     running = bench.add([4] * 4, 6)
     while running.num_output < 5:
         bench.step()
-    bench.scheduler.shares.settle()
-    assert bench.scheduler.shares.counter(running) == 4 + 3 * OUTPUT_COST + 4 + 5 * OUTPUT_COST
+    bench.scheduler.lifecycle.shares.settle()
+    assert bench.scheduler.lifecycle.shares.counter(running) == 4 + 3 * OUTPUT_COST + 4 + 5 * OUTPUT_COST
 
 
 def test_nothing_is_counted_per_step_while_one_tenant_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,14 +265,14 @@ def test_tenants_that_are_gone_are_forgotten_beyond_a_limit() -> None:
 def test_while_tenants_wait_none_holds_more_slots_than_its_share() -> None:
     """The flood's short prompts count little when they are admitted, and its long outputs only as they come."""
     bench = bench_for(num_blocks=200, token_budget=64, max_running=8)
-    bench.scheduler.shares.idle_credit = 4096.0
+    bench.scheduler.lifecycle.shares.idle_credit = 4096.0
     flood = Flood(bench, {"long": 3.0, "short": 1.0}, {"long": [(1, 12)], "short": [(24, 1)]})
     for _ in range(40):
         flood.fill()
         bench.step()
         held = [each.origin.tenant for each in bench.scheduler.running.values()]
         assert held.count("long") <= 6 and held.count("short") <= 2
-    bench.scheduler.shares.check_integrity()
+    bench.scheduler.lifecycle.shares.check_integrity()
 
 
 def test_slots_that_no_other_tenant_waits_for_are_used() -> None:

@@ -186,7 +186,7 @@ def test_a_parked_sequence_lets_others_pass_and_goes_on_when_the_prefix_is_publi
     plan, _ = bench.step()
     assert plan.admitted == [twin]
     assert twin.num_cached_tokens == 3 * BLOCK_SIZE
-    assert not bench.scheduler.in_progress  # both go on, and promise nothing any more
+    assert not bench.scheduler.lifecycle.in_progress  # both go on, and promise nothing any more
 
 
 def test_all_that_waited_for_a_prefix_may_be_admitted_in_one_step() -> None:

@@ -25,7 +25,7 @@ from kvrelay.step.batch import RowsFailed, StepResult, WorkerBatch
 from kvrelay.worker.launchers import choose_launcher
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
-from tests.fakes.guessing_drafter import GuessingDrafter
+from tests.fakes.guessing_speculator import GuessingSpeculator
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.queued_runner import QueuedRunner
 from tests.fakes.sequences import new_sequence
@@ -168,7 +168,7 @@ class Service:
         )
         self.cache = PrefixCache(self.pool)
         built = make_scheduler(scheduler, limits, self.pool, self.cache, policy)
-        built.lifecycle.drafter = GuessingDrafter(most_drafts)
+        built.lifecycle.speculator = GuessingSpeculator(most_drafts)
         self.scheduler = built
         launcher = choose_launcher(self.runner, overlap=overlap)
         make_loop = PipelinedStepLoop if num_stages > 1 else StepLoop
@@ -276,7 +276,7 @@ def serve(service: Service) -> Service:
     asyncio.run(service.serve())
     assert service.pool.num_available == service.pool.num_blocks, "blocks were left behind"
     assert service.runner.num_sequences == 0, "sampler state was left behind"
-    assert not service.scheduler.in_progress
+    assert not service.scheduler.lifecycle.in_progress
     assert service.scheduler.swap_use.num_used_slots == 0
     return service
 

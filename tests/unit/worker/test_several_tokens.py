@@ -22,7 +22,7 @@ from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, read_met
 from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.step_loop import worker_batch
 from kvrelay_decode.stream import entry_of
-from tests.fakes.guessing_drafter import GuessingDrafter
+from tests.fakes.guessing_speculator import GuessingSpeculator
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
@@ -86,7 +86,7 @@ class Alone:
         limits = SchedulerLimits(16, 2, 64, frozenset())
         pool = BlockPool(16, 4)
         scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), SchedulerSettings())
-        scheduler.lifecycle.drafter = GuessingDrafter(most_drafts)
+        scheduler.lifecycle.speculator = GuessingSpeculator(most_drafts)
         self.scheduler = scheduler
         self.sequence = new_sequence(("one", 1, 0), [1, 2, 3], sampling, 4)
         self.runner.add_sequence(self.sequence.key, sampling, [1, 2, 3], 3)

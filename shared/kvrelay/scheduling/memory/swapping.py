@@ -13,6 +13,11 @@ Peers may write one-sidedly into blocks that are granted to them. These rules ma
 
 A copy is whole, so a resumed sequence recomputes nothing. On the way back it shares blocks that are still in the prefix
 cache. If the swap space is full, copies of sequences that resume later are dropped, the last one first.
+
+Whether a sequence is swapped is estimated (Kwon et al., SOSP 2023, sections 4.5 and 7.3). Recomputation costs the time
+for tokens whose KV is lost by the time the sequence is resumed. Swapping costs the time to copy the blocks to the host,
+and to copy the lost ones back. Not all KV is lost: blocks that other running sequences hold stay, and the prefix cache
+keeps those that were not needed meanwhile.
 """
 
 from __future__ import annotations
@@ -27,12 +32,16 @@ from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.swap_estimate import COPY_BLOCK_S, Preempted, RunningMean, estimate, prefers_swap
-from kvrelay.scheduling.plan import PlanDraft, StepPlan, SwapCopy, SwapPlan, work_of
-from kvrelay.scheduling.scheduler_settings import SchedulerSettings
+from kvrelay.scheduling.plan import PlanBuilder, StepPlan, SwapCopy, SwapPlan, work_of
+from kvrelay.scheduling.scheduler_settings import Preemption, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.step_cost import CalibratedCost
+from kvrelay.scheduling.step_cost import CalibratedCost, StepCost, pairs
 from kvrelay.step.batch import SwapCopies
+
+COPY_BLOCK_S = 25e-6
+"""Used until a copy was measured: 100 KB at 4 GB/s."""
+WEIGHT = 0.25
+"""Weight of the latest observation in a running mean."""
 
 
 @dataclass(slots=True)
@@ -48,6 +57,65 @@ class SwapUse:
     num_slots: int = 0
     num_used_slots: int = 0
     num_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A sequence about to lose its blocks. `num_computed` and `num_shared` are tokens; `num_shared`: the prefix that
+    other sequences hold."""
+
+    num_computed: int
+    num_shared: int
+    num_new_blocks: int  # blocks without a copy in the swap space
+
+    def num_lost(self, lost_share: float, block_size: int) -> int:
+        """Returns the number of tokens whose KV is lost if `lost_share` of the blocks that only this sequence holds are
+        evicted, the last ones first."""
+        num_own_blocks = self.num_computed // block_size - self.num_shared // block_size
+        return self.num_computed - self.num_shared - int((1 - lost_share) * num_own_blocks) * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Times in seconds."""
+
+    recompute_s: float
+    out_s: float
+    back_s: float
+
+    @property
+    def gain_s(self) -> float:
+        """The time that swapping saves; negative if recomputing is faster."""
+        return self.recompute_s - self.out_s - self.back_s
+
+    @property
+    def gain_of_copy_s(self) -> float:
+        """The time that a copy already made saves."""
+        return self.recompute_s - self.back_s
+
+
+def estimate(preempted: Preempted, cost: StepCost, block_s: float, lost_share: float, block_size: int) -> Estimate:
+    """Estimates the time of recomputing and of swapping. `block_s`: seconds to copy a block one way. The fixed cost of
+    a step counts for neither, as other sequences run in the same steps."""
+    num_lost = preempted.num_lost(lost_share, block_size)
+    position = preempted.num_computed - num_lost
+    recompute_s = cost.token_s * num_lost + cost.pair_s * pairs(position, num_lost)
+    return Estimate(recompute_s, block_s * preempted.num_new_blocks, block_s * blocks_for(num_lost, block_size))
+
+
+def prefers_swap(preemption: Preemption, estimate: Estimate, dropped_s: float) -> bool:
+    """Returns whether to swap. `dropped_s`: the time that is lost with copies which must be dropped to make room."""
+    return preemption == "swap" or (preemption == "auto" and estimate.gain_s > dropped_s)
+
+
+class RunningMean:
+    """An exponentially weighted mean with an initial guess."""
+
+    def __init__(self, guess: float) -> None:
+        self.value = guess
+
+    def observe(self, value: float) -> None:
+        self.value += WEIGHT * (value - self.value)
 
 
 class Swapper:
@@ -73,7 +141,7 @@ class Swapper:
 
     # -- a sequence loses its blocks ----------------------------------------------------------------------------------
 
-    def preempt(self, sequence: Sequence, draft: PlanDraft) -> bool:
+    def preempt(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """Plans the copy of a victim that still has its blocks. Returns False if it is to be recomputed instead."""
         if not self.space.num_slots or sequence.prefill_only or sequence.forks or not sequence.num_computed:
             return False
@@ -91,13 +159,13 @@ class Swapper:
             return False
         for copy in yielding:
             self._drop_copy(copy)
-            draft.recomputed.append(copy.sequence)
+            builder.recomputed.append(copy.sequence)
         stored = self.space.store(hashes)
         copy = SwapCopy(sequence, stored.slots, sequence.num_computed, sequence.block_state, times.gain_of_copy_s)
         self._copies[sequence.key] = copy
         table = sequence.table.ids
         blocks = tuple(self._blocks.copies.origin(int(table[index])) for index in stored.new)
-        draft.leaving[copy] = SwapCopies(blocks, tuple(stored.slots[index] for index in stored.new))
+        builder.leaving[copy] = SwapCopies(blocks, tuple(stored.slots[index] for index in stored.new))
         self._use.num_preemptions += 1
         return True
 
@@ -120,12 +188,12 @@ class Swapper:
         copy.sequence.state = SequenceState.WAITING
         self._use.num_dropped += 1
 
-    def undo(self, sequence: Sequence, draft: PlanDraft) -> bool:
+    def undo(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """If the victim was to be copied back in the step that is being planned, keeps its copy. Returns whether it
         was."""
-        for copy in draft.returning:
+        for copy in builder.returning:
             if copy.sequence is sequence:
-                del draft.returning[copy]
+                del builder.returning[copy]
                 self._copies[sequence.key] = copy
                 return True
         return False
@@ -136,7 +204,7 @@ class Swapper:
         """Returns the number of a swapped sequence's tokens whose KV is on the host."""
         return self._copies[sequence.key].num_tokens
 
-    def resume(self, sequence: Sequence, num_next: int, headroom: int, draft: PlanDraft) -> bool:
+    def resume(self, sequence: Sequence, num_next: int, headroom: int, builder: PlanBuilder) -> bool:
         """Gives a swapped sequence blocks, with room for `num_next` more tokens, and plans the copy back. Returns False
         if there are too few blocks, or its copy out has not ended."""
         copy = self._copies[sequence.key]
@@ -146,7 +214,7 @@ class Swapper:
             return False
         del self._copies[sequence.key]
         start, stop = sequence.num_published, len(copy.slots)
-        draft.returning[copy] = SwapCopies(tuple(sequence.table.ids[start:stop].tolist()), copy.slots[start:])
+        builder.returning[copy] = SwapCopies(tuple(sequence.table.ids[start:stop].tolist()), copy.slots[start:])
         return True
 
     def resumed(self, sequence: Sequence) -> None:
@@ -166,16 +234,16 @@ class Swapper:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def seal(self, draft: PlanDraft) -> SwapPlan | None:
+    def seal(self, builder: PlanBuilder) -> SwapPlan | None:
         """The plan is complete: holds all blocks that its copies read and write."""
-        draft.recomputed += [sequence for sequence in self._lost if sequence.state is not SequenceState.FINISHED]
+        builder.recomputed += [sequence for sequence in self._lost if sequence.state is not SequenceState.FINISHED]
         self._lost.clear()
-        if not draft.leaving and not draft.returning:
+        if not builder.leaving and not builder.returning:
             return None
-        out, back = _joined(draft.leaving.values()), _joined(draft.returning.values())
+        out, back = _joined(builder.leaving.values()), _joined(builder.returning.values())
         held_blocks = tuple(dict.fromkeys((*out.blocks, *back.blocks)))
         self._blocks.pool.hold_or_allocate(held_blocks, BlockState.IN_FLIGHT)
-        return SwapPlan(out, back, tuple(draft.leaving), tuple(draft.returning), held_blocks)
+        return SwapPlan(out, back, tuple(builder.leaving), tuple(builder.returning), held_blocks)
 
     def landed(self, plan: StepPlan, forward_s: float, copy_s: float) -> None:
         """The step has ended and its copies are made."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvrelay.scheduling.plan import PlanDraft, StepPlan, work_of
+from kvrelay.scheduling.plan import PlanBuilder, StepPlan, work_of
 from kvrelay.scheduling.scheduler_settings import Chunking
 from kvrelay.scheduling.step_cost import CalibratedCost, StepCost, pairs
 
@@ -15,8 +15,8 @@ MIN_CHUNK = 16
 class Chunks(Protocol):
     """Decides the sizes of chunks. May learn from the times of steps."""
 
-    def size(self, num_remaining: int, position: int, draft: PlanDraft) -> int:
-        """Returns how many tokens of a prompt, from `position` on, join the draft. 0: none, also of later prompts."""
+    def size(self, num_remaining: int, position: int, builder: PlanBuilder) -> int:
+        """Returns how many tokens of a prompt, from `position` on, join the builder. 0: none, also of later prompts."""
         ...
 
     def measured(self, plan: StepPlan, forward_s: float) -> None:
@@ -31,8 +31,8 @@ class Chunks(Protocol):
 class FixedChunks:
     """Chunks take the rest of the token budget (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4.2)."""
 
-    def size(self, num_remaining: int, position: int, draft: PlanDraft) -> int:
-        return min(num_remaining, max(0, draft.budget_left))
+    def size(self, num_remaining: int, position: int, builder: PlanBuilder) -> int:
+        return min(num_remaining, max(0, builder.budget_left))
 
     def measured(self, plan: StepPlan, forward_s: float) -> None:
         pass
@@ -44,8 +44,8 @@ class FixedChunks:
 class WholePrompts:
     """Prompts are not cut. They fit the token budget together; a prompt longer than the budget is alone in its step."""
 
-    def size(self, num_remaining: int, position: int, draft: PlanDraft) -> int:
-        return num_remaining if num_remaining <= draft.budget_left or not draft.prompts else 0
+    def size(self, num_remaining: int, position: int, builder: PlanBuilder) -> int:
+        return num_remaining if num_remaining <= builder.budget_left or not builder.prompts else 0
 
     def measured(self, plan: StepPlan, forward_s: float) -> None:
         pass
@@ -62,12 +62,12 @@ class DynamicChunks:
         self._token_budget = token_budget
         self.cost = cost or CalibratedCost()
 
-    def size(self, num_remaining: int, position: int, draft: PlanDraft) -> int:
+    def size(self, num_remaining: int, position: int, builder: PlanBuilder) -> int:
         cost = self.cost.current
         target_s = cost.step_s(self._token_budget, pairs(0, self._token_budget))
-        left_s = target_s - cost.step_s(*work_of(draft.rows))
-        least = 0 if draft.prompts else MIN_CHUNK
-        return min(num_remaining, max(0, draft.budget_left), max(least, cost.tokens_within(left_s, position)))
+        left_s = target_s - cost.step_s(*work_of(builder.rows))
+        least = 0 if builder.prompts else MIN_CHUNK
+        return min(num_remaining, max(0, builder.budget_left), max(least, cost.tokens_within(left_s, position)))
 
     def measured(self, plan: StepPlan, forward_s: float) -> None:
         """Corrects the cost model by the step."""

@@ -8,7 +8,7 @@ A handoff joins the decodes as soon as it is complete.
 from __future__ import annotations
 
 from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
-from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.plan import PlanBuilder
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -23,15 +23,15 @@ class FasterTransformerPolicy:
     def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
         return WholePrompts()
 
-    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
+    def fill(self, planner: StepPlanner, builder: PlanBuilder) -> None:
         if not planner.running:
-            planner.admit_prompts(draft, beyond_budget=True)
-            if not draft.prompts:  # the admitted sequences were swapped, and continue their output
-                planner.plan_decodes(draft)
+            planner.admit_prompts(builder, beyond_budget=True)
+            if not builder.prompts:  # the admitted sequences were swapped, and continue their output
+                planner.plan_decodes(builder)
             return
-        planner.admit_rest_of_groups(draft)
-        planner.admit_handoffs(draft)
-        draft.held_back = "a batch is running" if planner.waiting else "queue empty"
-        planner.plan_prompts(draft)
-        if not draft.prompts:
-            planner.plan_decodes(draft)
+        planner.admit_rest_of_groups(builder)
+        planner.admit_handoffs(builder)
+        builder.held_back = "a batch is running" if planner.waiting else "queue empty"
+        planner.plan_prompts(builder)
+        if not builder.prompts:
+            planner.plan_decodes(builder)

@@ -9,7 +9,7 @@ start in one step, except that the first one may be longer.
 from __future__ import annotations
 
 from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
-from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.plan import PlanBuilder
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -24,7 +24,7 @@ class OrcaPolicy:
     def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
         return WholePrompts()
 
-    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
-        planner.plan_decodes(draft)
-        planner.plan_prompts(draft)
-        planner.admit_prompts(draft)
+    def fill(self, planner: StepPlanner, builder: PlanBuilder) -> None:
+        planner.plan_decodes(builder)
+        planner.plan_prompts(builder)
+        planner.admit_prompts(builder)

@@ -7,7 +7,7 @@ two tokens of a stream is bounded by one step of the budget, whatever the length
 from __future__ import annotations
 
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.plan import PlanBuilder
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, make_chunks
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -22,8 +22,8 @@ class SarathiPolicy:
     def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
         return make_chunks(settings.chunking, limits.token_budget)
 
-    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
-        planner.plan_decodes(draft)
-        planner.admit_neglected(draft)
-        planner.plan_prompts(draft)
-        planner.admit_prompts(draft)
+    def fill(self, planner: StepPlanner, builder: PlanBuilder) -> None:
+        planner.plan_decodes(builder)
+        planner.admit_neglected(builder)
+        planner.plan_prompts(builder)
+        planner.admit_prompts(builder)

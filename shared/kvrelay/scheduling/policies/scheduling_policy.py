@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.plan import PlanBuilder
 from kvrelay.scheduling.policies.chunk_sizes import Chunks
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -25,6 +25,6 @@ class SchedulingPolicy(Protocol):
         """Returns how prompts are cut."""
         ...
 
-    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
-        """Fills the draft of a step by the planner's methods."""
+    def fill(self, planner: StepPlanner, builder: PlanBuilder) -> None:
+        """Fills the builder of a step by the planner's methods."""
         ...

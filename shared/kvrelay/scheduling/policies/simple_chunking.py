@@ -6,7 +6,7 @@ every chunk's step is one without decodes.
 from __future__ import annotations
 
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.plan import PlanBuilder
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, make_chunks
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -24,13 +24,13 @@ class SimpleChunkingPolicy:
     def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
         return make_chunks(settings.chunking, limits.token_budget)
 
-    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
+    def fill(self, planner: StepPlanner, builder: PlanBuilder) -> None:
         if self._decodes_are_next:
-            planner.plan_decodes(draft)
-            draft.held_back = "it was the decodes' turn" if draft.decodes else ""
-        if not draft.decodes:
-            planner.plan_prompts(draft)
-            planner.admit_prompts(draft)
-        if not draft.rows:
-            planner.plan_decodes(draft)
-        self._decodes_are_next = bool(draft.prompts)
+            planner.plan_decodes(builder)
+            builder.held_back = "it was the decodes' turn" if builder.decodes else ""
+        if not builder.decodes:
+            planner.plan_prompts(builder)
+            planner.admit_prompts(builder)
+        if not builder.rows:
+            planner.plan_decodes(builder)
+        self._decodes_are_next = bool(builder.prompts)

@@ -7,7 +7,7 @@ decodes wait for as long as the prompts are long.
 from __future__ import annotations
 
 from kvrelay.scheduling.memory.block_manager import BlockManager, OnDemandBlocks
-from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.plan import PlanBuilder
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -22,8 +22,8 @@ class VllmPolicy:
     def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
         return WholePrompts()
 
-    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
-        planner.plan_prompts(draft)
-        planner.admit_prompts(draft)
-        if not draft.prompts:
-            planner.plan_decodes(draft)
+    def fill(self, planner: StepPlanner, builder: PlanBuilder) -> None:
+        planner.plan_prompts(builder)
+        planner.admit_prompts(builder)
+        if not builder.prompts:
+            planner.plan_decodes(builder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.kv.pool import BlockState
-from kvrelay.scheduling.memory.new_token_ratio import RELAX_STEPS, RETRACTION_HORIZON, NewTokenRatio
+from kvrelay.scheduling.memory.headroom import RELAX_STEPS, RETRACTION_HORIZON, NewTokenRatio
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench, make_sequence
@@ -32,7 +32,7 @@ def test_full_care_prevents_every_preemption_and_none_causes_them() -> None:
         bench = bench_with(ratio)
         for number in range(6):
             bench.add([number] * 7, 16)
-        bench.scheduler.new_token_ratio.floor = ratio  # it does not relax here
+        bench.scheduler.lifecycle.new_token_ratio.floor = ratio  # it does not relax here
         bench.run()
         preemptions[ratio] = bench.scheduler.num_preemptions
     assert preemptions[0.0] > 0

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.speculation.drafter import Drafter
+from kvrelay.scheduling.speculation.speculator import Speculator
 from tests.fakes.hash_runner import VOCAB_SIZE, next_token
 
 
-class GuessingDrafter(Drafter):
+class GuessingSpeculator(Speculator):
     """Drafts up to `most_drafts` tokens. It knows what the model samples; a hash of the sequence and its length says
     how many drafts it makes and which of them is wrong."""
 

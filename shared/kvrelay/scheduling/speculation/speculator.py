@@ -2,6 +2,10 @@
 
 Where drafts do not pay, the token that would be the first one is remembered, and compared with the token that comes.
 So the acceptance rates stay true without drafts that cost time.
+
+The continuations of earlier places of one match are the paths below one node of a suffix tree. The likeliest path goes
+from each node to the child that most of them go to, and a token's share of those at its node estimates its probability
+(Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications", 2025).
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.plan import PlannedRow, StepPlan, work_of
 from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.speculation.continuations import Continuation, likeliest
 from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, Pause, kind_of
 from kvrelay.scheduling.speculation.earlier_outputs import EarlierOutputs
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
@@ -41,8 +44,43 @@ class _Guess:
     shares: Seq[float]
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Tokens that may follow a match of this kind. `shares`: of each token, among the places where all before it
+    followed."""
+
+    kind: int
+    token_ids: Seq[int] | NDArray[np.int32]
+    shares: Seq[float]
+
+
+def likeliest(paths: Seq[Seq[int]], count: int) -> tuple[list[int], list[float]]:
+    """Returns the likeliest path through these continuations, at most `count` tokens, and their shares. Of equally
+    frequent tokens the one of the first path is taken. A path that ends counts as one that goes elsewhere."""
+    token_ids: list[int] = []
+    shares: list[float] = []
+    together = paths
+    for at in range(count):
+        if len(together) == 1:
+            rest = together[0][at:count]
+            token_ids += rest
+            shares += [1.0] * len(rest)
+            break
+        counts: dict[int, int] = {}
+        for path in together:
+            if at < len(path):
+                counts[path[at]] = counts.get(path[at], 0) + 1
+        if not counts:
+            break
+        token_id = max(counts, key=counts.__getitem__)
+        token_ids.append(token_id)
+        shares.append(counts[token_id] / len(together))
+        together = [path for path in together if at < len(path) and path[at] == token_id]
+    return token_ids, shares
+
+
 class SequenceDrafts:
-    """The drafter's state of one sequence. `kind` and `shares` describe the latest drafts. `owner`: the tenant whose
+    """The speculator's state of one sequence. `kind` and `shares` describe the latest drafts. `owner`: the tenant whose
     earlier outputs are looked up; None: none are."""
 
     __slots__ = ("guess", "index", "kind", "owner", "pause", "rates", "shares", "with_shares")
@@ -58,7 +96,7 @@ class SequenceDrafts:
         self.shares: Seq[float] = ()
 
 
-class Drafter:
+class Speculator:
     """Makes drafts for the sequences of one scheduler."""
 
     def __init__(self, settings: SpeculationSettings) -> None:
@@ -99,7 +137,7 @@ class Drafter:
             # Half of it, so that many outputs that end at once do not hold up the prompts of those that run.
             self._num_to_index -= self.earlier.index(INDEXED_PER_STEP // 2)
 
-    def add_drafts(
+    def add_guesses(
         self, places: Seq[int], rows: list[PlannedRow], blocks: BlockManager, *, num_spare: int, num_kept: int
     ) -> bool:
         """Adds drafts to the rows at these places, at most `num_spare` tokens together. Returns whether there are any.

@@ -1,12 +1,13 @@
-"""Blocks that admission leaves free for the tokens that running sequences will sample (SGLang's new-token ratio).
+"""What admission leaves free: capacity reserved for sequences that come later, and blocks for the tokens that running
+sequences will sample (SGLang's new-token ratio).
 
-If it leaves too few, sequences are preempted later; if it leaves too many, blocks are idle. So the ratio starts high,
-falls with every step, and is raised to the observed output lengths after a preemption.
+If the ratio leaves too few blocks, sequences are preempted later; if it leaves too many, blocks are idle. So it starts
+high, falls with every step, and is raised to the observed output lengths after a preemption.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.memory.block_manager import BlockManager
@@ -52,3 +53,29 @@ class NewTokenRatio:
             expected = sequence.num_tokens + int(self.value * blocks.remaining_output(sequence))
             num_tokens += max(0, expected - sequence.table.capacity_tokens)
         return blocks_for(num_tokens, blocks.pool.block_size)
+
+
+class ReservedCapacity:
+    """Running slots and blocks that are kept for sequences that come later, the one account of a scheduler: forks,
+    samples and handoffs reserve here, each under keys of its own."""
+
+    def __init__(self) -> None:
+        self.num_slots = 0
+        self.num_blocks = 0
+        self._entries: dict[Hashable, tuple[int, int]] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def reserve(self, key: Hashable, num_slots: int, num_blocks: int) -> None:
+        """Reserves capacity, in place of what was reserved under this key."""
+        self.end(key)
+        self._entries[key] = num_slots, num_blocks
+        self.num_slots += num_slots
+        self.num_blocks += num_blocks
+
+    def end(self, key: Hashable) -> None:
+        """Ends a reservation, if there is one under this key."""
+        num_slots, num_blocks = self._entries.pop(key, (0, 0))
+        self.num_slots -= num_slots
+        self.num_blocks -= num_blocks

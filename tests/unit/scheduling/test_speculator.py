@@ -14,8 +14,8 @@ from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Forks, Sequence, TokenBuffer
 from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, kind_of
-from kvrelay.scheduling.speculation.drafter import INDEXED_PER_STEP, Drafter
 from kvrelay.scheduling.speculation.ngram_index import NgramIndex
+from kvrelay.scheduling.speculation.speculator import INDEXED_PER_STEP, Speculator
 from kvrelay.scheduling.step_cost import StepCost
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
@@ -68,26 +68,26 @@ def sequence_of(tokens: list[int], sampling: Sampling | None = None, *, prefill_
     return new_sequence(("r", 1, 0), tokens, sampling, 8, prefill_only=prefill_only)
 
 
-def drafter_of(method: str = "ngram", **changes: int) -> Drafter:
-    return Drafter(msgspec.convert({"method": method, **changes}, SpeculationSettings))
+def drafter_of(method: str = "ngram", **changes: int) -> Speculator:
+    return Speculator(msgspec.convert({"method": method, **changes}, SpeculationSettings))
 
 
-def drafts_of(drafter: Drafter, sequence: Sequence, most: int = 16, num_sequences: int = 1) -> list[int]:
-    drafter.begin_step(num_sequences, num_sequences)
-    drafts = drafter.draft(sequence, most)
-    drafter.measured(num_sequences, 0.0, 0.0)
+def drafts_of(speculator: Speculator, sequence: Sequence, most: int = 16, num_sequences: int = 1) -> list[int]:
+    speculator.begin_step(num_sequences, num_sequences)
+    drafts = speculator.draft(sequence, most)
+    speculator.measured(num_sequences, 0.0, 0.0)
     return [] if drafts is None else drafts.tolist()
 
 
 def test_what_followed_the_same_tokens_is_drafted_up_to_a_stop_token() -> None:
-    drafter, sequence = drafter_of(), sequence_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
-    drafter.begin(sequence)
-    assert drafts_of(drafter, sequence, 4) == [4, 5, 6, 7]
-    assert drafts_of(drafter, sequence, 0) == []
+    speculator, sequence = drafter_of(), sequence_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+    speculator.begin(sequence)
+    assert drafts_of(speculator, sequence, 4) == [4, 5, 6, 7]
+    assert drafts_of(speculator, sequence, 0) == []
     sequence.stop_tokens = frozenset({6})
-    assert drafts_of(drafter, sequence, 4) == [4, 5]
+    assert drafts_of(speculator, sequence, 4) == [4, 5]
     sequence.stop_tokens = frozenset({4})
-    assert drafts_of(drafter, sequence, 4) == []
+    assert drafts_of(speculator, sequence, 4) == []
 
 
 def test_requests_choose_and_some_have_no_drafts() -> None:
@@ -105,40 +105,42 @@ def test_requests_choose_and_some_have_no_drafts() -> None:
         sequence = sequence_of([1, 2, 3], sampling)
         if sampling.beams is not None:
             sequence.forks = Forks(sequence)
-        drafter = drafter_of(method)
-        drafter.begin(sequence)
-        assert (sequence in drafter.sequences) is expected
+        speculator = drafter_of(method)
+        speculator.begin(sequence)
+        assert (sequence in speculator.sequences) is expected
     prefilling = sequence_of([1, 2, 3], plain, prefill_only=True)
-    drafter = drafter_of()
-    drafter.begin(prefilling)
-    assert not drafter.sequences
+    speculator = drafter_of()
+    speculator.begin(prefilling)
+    assert not speculator.sequences
 
 
 def test_long_prompts_are_indexed_over_several_steps() -> None:
     tokens = [*range(1, INDEXED_PER_STEP + 500), 1, 2, 3]
-    drafter, sequence = drafter_of(), sequence_of(tokens)
-    drafter.begin(sequence)
-    assert drafts_of(drafter, sequence, 2) == []
-    assert drafts_of(drafter, sequence, 2) == [4, 5]
+    speculator, sequence = drafter_of(), sequence_of(tokens)
+    speculator.begin(sequence)
+    assert drafts_of(speculator, sequence, 2) == []
+    assert drafts_of(speculator, sequence, 2) == [4, 5]
 
 
 def test_rejected_drafts_shorten_the_next_ones_and_then_end_them() -> None:
-    drafter, sequence = drafter_of(), sequence_of([1, 2, 3, *range(10, 40), 1, 2, 3])
-    drafter.begin(sequence)
-    first = len(drafts_of(drafter, sequence, 16))
+    speculator, sequence = drafter_of(), sequence_of([1, 2, 3, *range(10, 40), 1, 2, 3])
+    speculator.begin(sequence)
+    first = len(drafts_of(speculator, sequence, 16))
     assert first > 1
     lengths = []
     for _ in range(300):
-        drafts = drafts_of(drafter, sequence, 16)
+        drafts = drafts_of(speculator, sequence, 16)
         lengths.append(len(drafts))
         if drafts:
-            drafter.verified(sequence, len(drafts), 0)
+            speculator.verified(sequence, len(drafts), 0)
     assert lengths[0] <= first
     assert not any(lengths[50:]), "guesses that cost nothing take their place"
     for _ in range(20):
-        drafter._lengths.verified(drafter.sequences[sequence].rates, drafter.sequences[sequence].kind, (1.0,) * 16, 16)
-    drafter.sequences[sequence].pause.end()
-    assert len(drafts_of(drafter, sequence, 16)) == 16
+        speculator._lengths.verified(
+            speculator.sequences[sequence].rates, speculator.sequences[sequence].kind, (1.0,) * 16, 16
+        )
+    speculator.sequences[sequence].pause.end()
+    assert len(drafts_of(speculator, sequence, 16)) == 16
 
 
 def append_all(sequence: Sequence, tokens: list[int]) -> None:
@@ -150,47 +152,47 @@ def append_all(sequence: Sequence, tokens: list[int]) -> None:
 def test_right_guesses_bring_drafts_back(ahead: bool) -> None:
     """With `ahead`, steps are planned behind those in flight as long as no drafts are expected."""
     text = list(range(100, 300))
-    drafter, sequence = drafter_of(), sequence_of([*text, *text[:3]])
-    drafter.begin(sequence)
+    speculator, sequence = drafter_of(), sequence_of([*text, *text[:3]])
+    speculator.begin(sequence)
     for length in (3, 4, 8, 16):
         for _ in range(100):
-            drafter._lengths.verified(drafter.sequences[sequence].rates, kind_of(length), (1.0,), 0)
+            speculator._lengths.verified(speculator.sequences[sequence].rates, kind_of(length), (1.0,), 0)
     num_steps = 0
     while True:
-        drafter.begin_step(1, 1)
-        if (not ahead or drafter.expects(sequence)) and drafter.draft(sequence, 16) is not None:
+        speculator.begin_step(1, 1)
+        if (not ahead or speculator.expects(sequence)) and speculator.draft(sequence, 16) is not None:
             break
         num_steps += 1
-        drafter.measured(1, 0.0, 0.0)
+        speculator.measured(1, 0.0, 0.0)
         append_all(sequence, text[sequence.num_tokens % len(text) :][:1])
     assert num_steps < 100
 
 
 def test_a_long_match_is_drafted_though_short_ones_predict_nothing() -> None:
-    drafter, text = drafter_of(), list(range(100, 300))
+    speculator, text = drafter_of(), list(range(100, 300))
     for _ in range(60):
         wrong = sequence_of([1, 2, 3, 4, *range(10, 40), 1, 2, 3])
-        drafter.begin(wrong)
-        while drafts := drafts_of(drafter, wrong, 16):
-            drafter.verified(wrong, len(drafts), 0)
+        speculator.begin(wrong)
+        while drafts := drafts_of(speculator, wrong, 16):
+            speculator.verified(wrong, len(drafts), 0)
     fresh = sequence_of([1, 2, 3, 4, *range(10, 40), 1, 2, 3])
-    drafter.begin(fresh)
-    assert not drafts_of(drafter, fresh)
+    speculator.begin(fresh)
+    assert not drafts_of(speculator, fresh)
     repeating = sequence_of([*text, *text[:16]])
-    drafter.begin(repeating)
-    assert drafts_of(drafter, repeating)
+    speculator.begin(repeating)
+    assert drafts_of(speculator, repeating)
 
 
 def test_no_step_waits_for_drafts_of_matches_that_never_go_on() -> None:
     """Matches of which none goes on bring no drafts to reject, yet the steps behind were not planned ahead."""
-    drafter, sequence = drafter_of(), sequence_of([1, 2, 3])
-    drafter.begin(sequence)
+    speculator, sequence = drafter_of(), sequence_of([1, 2, 3])
+    speculator.begin(sequence)
     waits = []
     for number in range(400):
         append_all(sequence, [1000 + number, 1, 2, 3])
-        drafter.begin_step(1, 1)
-        waits.append(drafter.expects(sequence))
-        drafter.measured(1, 0.0, 0.0)
+        speculator.begin_step(1, 1)
+        waits.append(speculator.expects(sequence))
+        speculator.measured(1, 0.0, 0.0)
     assert waits[1] and not any(waits[100:])
 
 
@@ -207,20 +209,20 @@ def test_drafts_shrink_as_tokens_cost_more_of_a_step() -> None:
 
 
 def test_nothing_is_looked_up_in_steps_in_which_no_drafts_pay() -> None:
-    drafter, text = drafter_of(), list(range(100, 200))
+    speculator, text = drafter_of(), list(range(100, 200))
     sequence = sequence_of([*text, *text[:16]])
-    drafter.begin(sequence)
+    speculator.begin(sequence)
     with patch.object(NgramIndex, "find", side_effect=AssertionError):
-        assert not drafts_of(drafter, sequence, num_sequences=256)
-        assert not drafter.expects(sequence)
-    assert drafts_of(drafter, sequence)
+        assert not drafts_of(speculator, sequence, num_sequences=256)
+        assert not speculator.expects(sequence)
+    assert drafts_of(speculator, sequence)
 
 
 def test_many_steps_of_one_size_do_not_hide_that_a_token_costs_little() -> None:
     cost = StepCost(8e-3, 2e-5, 0.0)
-    drafter, sequence = drafter_of(), sequence_of([*range(1, 60), *range(1, 20)])
-    drafter.calibrate(cost)
-    drafter.begin(sequence)
+    speculator, sequence = drafter_of(), sequence_of([*range(1, 60), *range(1, 20)])
+    speculator.calibrate(cost)
+    speculator.begin(sequence)
     for _ in range(2000):
-        drafter.measured(64, 6400.0, cost.step_s(64, 0.0))
-    assert drafts_of(drafter, sequence, num_sequences=64)
+        speculator.measured(64, 6400.0, cost.step_s(64, 0.0))
+    assert drafts_of(speculator, sequence, num_sequences=64)

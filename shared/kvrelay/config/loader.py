@@ -185,6 +185,8 @@ def _help(field: FieldInfo) -> str:
     default = ""
     if own := _OWN_DEFAULT.search(text):
         text, default = text[: own.start()], own[1]
+    elif field.is_required():
+        default = "required"
     elif not field.default_factory and field.default not in (None, (), ""):
         default = f"default: {_default(field)}"
     notes = "; ".join(note for note in (limits, default) if note)

@@ -133,6 +133,8 @@ def _sentence(field: FieldInfo) -> str:
 
 def _default(field: FieldInfo) -> str:
     """If the default is computed at start, the description states it."""
+    if field.is_required():
+        return "none: it is required"
     if field.default_factory is not None or field.default in (None, ()):
         return "see above" if "default:" in (field.description or "") else "not set"
     if isinstance(field.default, bool):

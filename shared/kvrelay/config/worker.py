@@ -54,7 +54,7 @@ class WorkerConfig(RankedConfig):
     )
     transfer_checksums: bool = Field(
         default=False,
-        description="send a checksum with each KV block; decode verifies it and requests corrupted blocks again",
+        description="send a checksum with each KV block; decode verifies it, and a corrupted block is a failed handoff",
     )
 
     backend: Literal["auto", "simulated"] = Field(

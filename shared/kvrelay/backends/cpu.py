@@ -217,9 +217,17 @@ class CpuStep:
         num_tokens, num_kv_heads, head_dim = tokens.shape
         element_bytes = tokens.element_size()
         self._kernel.kvrelay_write(
-            *(to, ctypes.byref(self._call.stride), tokens.data_ptr(), tokens.stride(0), tokens.stride(1)),
-            *(self._write_blocks.ctypes.data, self._write_slots.ctypes.data),
-            *(num_tokens, num_kv_heads, head_dim * element_bytes, element_bytes),
+            to,
+            ctypes.byref(self._call.stride),
+            tokens.data_ptr(),
+            tokens.stride(0),
+            tokens.stride(1),
+            self._write_blocks.ctypes.data,
+            self._write_slots.ctypes.data,
+            num_tokens,
+            num_kv_heads,
+            head_dim * element_bytes,
+            element_bytes,
         )
 
 

@@ -112,7 +112,7 @@ class FlashInferStep:
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
         token_rows, token_positions, page_ids, page_starts, last_page_lens = self._written
         self._kernels.append(
-            *(key, value, token_rows, token_positions, (keys, values), page_ids, page_starts, last_page_lens)
+            key, value, token_rows, token_positions, (keys, values), page_ids, page_starts, last_page_lens
         )
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
         if kind not in self._planned:
@@ -158,7 +158,9 @@ class FlashInferStep:
             *_on_host(paged.query_starts, paged.page_starts),
             page_ids,
             *_on_host(paged.last_page_lens),
-            *(kind.num_heads, *self._heads, self._shape.block_size),
+            kind.num_heads,
+            *self._heads,
+            self._shape.block_size,
             causal=causal,
             **plan_options(kind, self._dtype, self._pool.dtype),
         )
@@ -168,7 +170,9 @@ class FlashInferStep:
             *_on_host(paged.page_starts),
             page_ids,
             *_on_host(paged.last_page_lens),
-            *(kind.num_heads, *self._heads, self._shape.block_size),
+            kind.num_heads,
+            *self._heads,
+            self._shape.block_size,
             **plan_options(kind, self._dtype, self._pool.dtype),
         )
 

@@ -116,8 +116,14 @@ class FlashInferFixedStep:
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
         wrapper = self._wrapper(kind)  # its plan also fills the inputs of `append`
         kernels.append(
-            *(key, value, self._rows, self._positions, (keys, values)),
-            *(self._page_ids, self._page_starts, self._last_page_lens),
+            key,
+            value,
+            self._rows,
+            self._positions,
+            (keys, values),
+            self._page_ids,
+            self._page_starts,
+            self._last_page_lens,
         )
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         wrapper.run(query, (keys, values), out=out)
@@ -154,8 +160,13 @@ class FlashInferFixedStep:
         shape = self._shared.shape
         wrapper.plan(
             # The pages are on the device already. From the host, plan would copy them and wait.
-            *(page_starts, self._page_ids[:num_pages], last_page_lens),
-            *(kind.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size),
+            page_starts,
+            self._page_ids[:num_pages],
+            last_page_lens,
+            kind.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
             **plan_options(kind, self._dtype, self._shared.pool.dtype),
         )
 

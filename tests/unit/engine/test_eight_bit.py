@@ -222,7 +222,7 @@ class _SeesItsOwnKeys(TorchBackend):
 
 def test_a_backend_whose_chunks_see_their_own_keys_is_found_out(model_dir: ModelDir) -> None:
     runner = make(model_dir("llama"), "fp8_e4m3")
-    runner._backend = _SeesItsOwnKeys()
+    runner._model.backend = _SeesItsOwnKeys()
     expected = undisturbed(runner, 0)
     sequences = start(runner, make_prompts((61, 1, 33)), GREEDY, NUM_OUTPUT, 1)
     run(runner, sequences, max_chunk=12)

@@ -284,7 +284,7 @@ def test_what_a_worker_loads_on_a_gpu(
     assert isinstance(runner, TransformersRunner)
     assert runner.spec.device == "Pretended GPU (GPU-00000000-0000-0000-0000-000000000002)"
     assert runner.spec.num_swap_slots > 0
-    assert isinstance(runner._backend, FlashInferBackend)
+    assert isinstance(runner._model.backend, FlashInferBackend)
     assert runner._graphs is not None and runner._graphs.sizes[:3] == (1, 2, 4)
     assert runner._graphs.sizes[-1] == 64, "of tokens: rows may have several"
     assert all(sequence.done for sequence in drive(runner, SAMPLINGS[:2]))

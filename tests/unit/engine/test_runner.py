@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -256,17 +256,17 @@ def test_a_step_whose_draws_are_all_dropped_meanwhile_has_copied_its_blocks_when
     runner.execute(WorkerBatch(1, [first.row(5)]))
     row = second.row(5)
     events: list[str] = []
-    copy, logits = runner._copy_blocks, runner._model.logits
+    copy, logits = runner._host.copy, runner._model.logits
 
-    def copy_noted(copies: Sequence[BlockCopy]) -> None:
-        copy(copies)
+    def copy_noted(batch: WorkerBatch) -> float:
         events.append("copies")
+        return copy(batch)
 
     def logits_and_drop(hidden: torch.Tensor) -> torch.Tensor:
         runner.drop_sequence(second.key)
         return logits(hidden)
 
-    monkeypatch.setattr(runner, "_copy_blocks", copy_noted)
+    monkeypatch.setattr(runner._host, "copy", copy_noted)
     monkeypatch.setattr(runner._model, "logits", logits_and_drop)
     monkeypatch.setattr(Moment, "wait", lambda _: events.append("wait"))
     copies = [BlockCopy(int(first.blocks[0]), int(second.blocks[0]))]

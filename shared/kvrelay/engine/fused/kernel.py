@@ -66,8 +66,15 @@ class DecoderKernel:
         self._space = torch.empty(0, dtype=torch.uint8)  # kept between steps: new pages cost more than some layers
         self._layers = (_DecoderLayer * len(weights.layers))(*map(self._layer, weights.layers))
         self._decoder = _Decoder(
-            *(ctypes.addressof(self._layers), len(weights.layers), self._type, weights.hidden_size, weights.num_heads),
-            *(weights.num_kv_heads, weights.head_dim, weights.intermediate_size, weights.norm_eps),
+            ctypes.addressof(self._layers),
+            len(weights.layers),
+            self._type,
+            weights.hidden_size,
+            weights.num_heads,
+            weights.num_kv_heads,
+            weights.head_dim,
+            weights.intermediate_size,
+            weights.norm_eps,
         )
 
     @staticmethod
@@ -78,7 +85,9 @@ class DecoderKernel:
             *map(linear_struct, (layer.qkv, layer.output, layer.gate_up, layer.down)),
             *(None if norm is None else norm.data_ptr() for norm in norms),
             None,  # sinks: `decoder_weights` refuses them
-            *(params.sliding_window or 0, params.scaling, params.softcap or 0.0),
+            params.sliding_window or 0,
+            params.scaling,
+            params.softcap or 0.0,
         )
 
     def add_and_norm(
@@ -86,8 +95,14 @@ class DecoderKernel:
     ) -> None:
         """`hidden += delta`, then `normed = rms_norm(hidden) * norm`; `hidden` is float32 `[tokens, hidden_size]`."""
         self._library.kvrelay_add_and_norm(
-            *(hidden.data_ptr(), None if delta is None else delta.data_ptr(), norm.data_ptr(), normed.data_ptr()),
-            *(*hidden.shape, self._weights.norm_eps, self._type, torch.get_num_threads()),
+            hidden.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            norm.data_ptr(),
+            normed.data_ptr(),
+            *hidden.shape,
+            self._weights.norm_eps,
+            self._type,
+            torch.get_num_threads(),
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -113,8 +128,14 @@ class DecoderKernel:
     def norm_and_rotate(self, layer: int, qkv: torch.Tensor, angles: Angles) -> None:
         """Norms and rotates the queries and keys of `qkv` in place."""
         self._library.kvrelay_norm_and_rotate(
-            *(ctypes.byref(self._decoder), layer, qkv.data_ptr(), len(qkv), angles.rows.data_ptr()),
-            *(angles.cos.data_ptr(), angles.sin.data_ptr(), torch.get_num_threads()),
+            ctypes.byref(self._decoder),
+            layer,
+            qkv.data_ptr(),
+            len(qkv),
+            angles.rows.data_ptr(),
+            angles.cos.data_ptr(),
+            angles.sin.data_ptr(),
+            torch.get_num_threads(),
         )
 
     def layers(

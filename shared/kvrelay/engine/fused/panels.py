@@ -94,7 +94,10 @@ def pack_integers(
     if any(each.zeros is not None for each in weights):
         zeros = order([each.zero_points.t() for each in weights], gated=gated).t().contiguous()
     return PackedLinear(
-        *(panels, _bias(biases, gated=gated), sum(len(each.codes) for each in weights), first.num_in),
+        panels,
+        _bias(biases, gated=gated),
+        sum(len(each.codes) for each in weights),
+        first.num_in,
         gated=gated,
         format=number,
         scales=scales,

@@ -54,8 +54,14 @@ class PanelProducts:
         padded = _with_room(x) if self._needs_room else x.contiguous()  # held until the call returns
         out = torch.empty(len(x), linear.num_out // (1 + linear.gated), dtype=dtype or x.dtype)
         self._library.kvrelay_linear(
-            *(ctypes.byref(linear_struct(linear)), padded.data_ptr(), len(x), out.data_ptr(), mode),
-            *(self._type, self._needs_room, torch.get_num_threads()),
+            ctypes.byref(linear_struct(linear)),
+            padded.data_ptr(),
+            len(x),
+            out.data_ptr(),
+            mode,
+            self._type,
+            self._needs_room,
+            torch.get_num_threads(),
         )
         return out
 
@@ -64,8 +70,12 @@ def linear_struct(linear: PackedLinear) -> LinearStruct:
     """Valid while `linear` is."""
     optional = (linear.scales, linear.zeros, linear.bias)
     return LinearStruct(
-        *(linear.panels.data_ptr(), *(None if each is None else each.data_ptr() for each in optional)),
-        *(linear.num_out, linear.num_in, linear.format, linear.group),
+        linear.panels.data_ptr(),
+        *(None if each is None else each.data_ptr() for each in optional),
+        linear.num_out,
+        linear.num_in,
+        linear.format,
+        linear.group,
         FLOAT32 if linear.scales is None else SCALE_TYPES[linear.scales.dtype],
     )
 

@@ -291,7 +291,8 @@ def _log_cost(name: str, error: float) -> None:
     _log.warning(
         "kv_cache_dtype = %s: logits of random prompts are off by %.2g (relative), and answers suffer: 8 bits do not "
         "hold this model's keys or values",
-        *(name, error),
+        name,
+        error,
     )
 
 

@@ -44,7 +44,11 @@ class QuantizationCost:
             logging.WARNING if not divergence <= _COSTLY else logging.INFO,
             "quantization = %s: over %d tokens of text the KL divergence from the model's own weights is %.4f nats, "
             "perplexity %.4g (own %.4g), and %.1f%% of the most likely tokens are the same",
-            *(quantization, len(self._prompt), divergence, self._perplexity(found), self._perplexity(self._own)),
+            quantization,
+            len(self._prompt),
+            divergence,
+            self._perplexity(found),
+            self._perplexity(self._own),
             100 * same,
         )
 

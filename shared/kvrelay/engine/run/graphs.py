@@ -186,7 +186,9 @@ def try_to_capture(
         log.info(
             "%d CUDA graphs captured in %.1f s. Steps of up to %d tokens run as one of them; larger steps are launched "
             "kernel by kernel",
-            *(len(graphs.sizes), time.perf_counter() - started, graphs.sizes[-1]),
+            len(graphs.sizes),
+            time.perf_counter() - started,
+            graphs.sizes[-1],
         )
     return graphs
 

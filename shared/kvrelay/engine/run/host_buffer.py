@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 
-from kvrelay.step.batch import SwapCopies
+from kvrelay.backends.backend import bits
+from kvrelay.engine.run.device import to_device
+from kvrelay.step.batch import SwapCopies, WorkerBatch
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,16 @@ class HostBuffer:
         except (RuntimeError, OSError) as error:
             num_bytes = shape[0] * shape[1] * pool.element_size()
             raise ValueError(f"swap_space: the host does not give {num_bytes} bytes of memory ({error})") from error
+
+    def copy(self, batch: WorkerBatch) -> float:
+        """Makes all copies of a step, in its order. Returns the seconds of those between pool and host."""
+        copy_s = self.swap(batch.swap_out, batch.swap_in)
+        if batch.copies:  # every source is read before any target is written
+            sources = to_device(np.array([copy.source for copy in batch.copies], np.int64), self._pool.device)
+            targets = to_device(np.array([copy.target for copy in batch.copies], np.int64), self._pool.device)
+            pool = bits(self._pool)
+            pool.index_copy_(0, targets, pool.index_select(0, sources))
+        return copy_s
 
     def swap(self, out: SwapCopies, back: SwapCopies) -> float:
         """Copies the blocks of `out` from the pool to host slots, then those of `back` from host slots into the pool.

@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 
 from kvrelay.engine.run.device import Moment, is_settled, to_device, use_on_this_thread
@@ -41,26 +42,6 @@ class Sampled(NamedTuple):
 
     tokens: PendingTokens
     rows: list[int]
-
-
-class _NewTokens(NamedTuple):
-    """What rows bring, by row: new tokens, one entry for each of them if log-probabilities are asked for, and how many
-    of the last ones a grammar forced. Rows that have none are left out."""
-
-    token_ids: Mapping[int, tuple[int, ...]]
-    logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
-    num_forced: Mapping[int, int]
-
-    def joined(self, other: _NewTokens) -> _NewTokens:
-        """Returns these tokens and those of other rows."""
-        return _NewTokens(
-            {**self.token_ids, **other.token_ids},
-            {**self.logprobs, **other.logprobs},
-            {**self.num_forced, **other.num_forced},
-        )
-
-
-_NO_TOKENS = _NewTokens({}, {}, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +171,13 @@ class StepInFlight:
             if self._is_to_run_again():
                 self._run_again()
             self.sample_later()
-            new, forward_s = self._land_tokens()
+            found, forward_s = self._land_tokens()
         except BaseException as error:
             self._failed(error)
             raise
         # References are dropped so that steps do not keep each other alive.
         asked, self._asked, self._ask, self.took_from = self._asked, Asked(), None, None
-        results = _results(len(self.batch.rows), new, asked)
+        results = _results(len(self.batch.rows), found, asked)
         took_s = forward_s - asked.copy_s if results else 0.0
         return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured, _work(asked))
 
@@ -224,8 +205,8 @@ class StepInFlight:
         rows = self.batch.rows
         self.resampled = frozenset(rows[index].key for sampled in self._asked.sampled for index in sampled.rows)
 
-    def _land_tokens(self) -> tuple[_NewTokens, float]:
-        """Waits for the step, and ends it. Returns its tokens, and the seconds that it took."""
+    def _land_tokens(self) -> tuple[dict[int, RowResult], float]:
+        """Waits for the step, and ends it. Returns its tokens by row, and the seconds that it took."""
         asked = self._asked
         if asked.error is not None:
             raise asked.error
@@ -233,8 +214,8 @@ class StepInFlight:
             self._await()
             with self._steps.lock:
                 ended = self._steps.end(self)
-            return _NO_TOKENS, self._took_s(*ended)
-        new = _NO_TOKENS
+            return {}, self._took_s(*ended)
+        found: dict[int, RowResult] = {}
         with self._steps.lock:
             if len(asked.sampled) > 1:
                 for sampled in asked.sampled:  # nothing is recorded if one of them fails
@@ -245,10 +226,9 @@ class StepInFlight:
                 # finds out now whether they were wrong; a step that takes them from now on finds them on the host.
                 changed = np.flatnonzero(tokens.resampled).tolist()
                 self.resampled |= {self.batch.rows[rows[index]].key for index in changed}
-                some = _by_row(rows, tokens, token_ids, logprobs)
-                new = some if new is _NO_TOKENS else new.joined(some)
+                found |= _by_row(rows, tokens, token_ids, logprobs)
             ended = self._steps.end(self)
-        return new, self._took_s(*ended)
+        return found, self._took_s(*ended)
 
     def _took_s(self, seconds: float, began_behind: bool) -> float:
         """The seconds that the step took: as the host measured them, or as the device did if that is more.
@@ -299,38 +279,35 @@ def _work(asked: Asked) -> GrammarWork | None:
 
 def _by_row(
     rows: list[int], tokens: PendingTokens, token_ids: NDArray[np.int64], logprobs: list[TokenLogprobs | None]
-) -> _NewTokens:
+) -> dict[int, RowResult]:
     """Orders landed tokens, whose rows in the batch are `rows`, by row."""
     if tokens.accepted is None and not tokens.forced and logprobs.count(None) == len(logprobs):
         # Nearly always: one token for each row. `zip` makes them tuples of one.
-        return _NewTokens(dict(zip(rows, zip(token_ids.tolist()), strict=True)), {}, {})
-    by_row: dict[int, tuple[int, ...]] = {}
-    entries: dict[int, tuple[TokenLogprobs, ...]] = {}
+        return dict(zip(rows, map(RowResult, zip(token_ids.tolist())), strict=True))
+    found: dict[int, RowResult] = {}
     # Rows of several tokens come without those behind rejected drafts.
     places = range(len(rows)) if tokens.accepted is None else np.flatnonzero(tokens.accepted).tolist()
     for at, token_id in zip(places, token_ids[places].tolist(), strict=True):
-        row, entry = rows[at], logprobs[at]
-        by_row[row] = (*by_row.get(row, ()), token_id)
-        if entry is not None:
-            entries[row] = (*entries.get(row, ()), entry)
+        before, entry = found.get(rows[at], _NOTHING), logprobs[at]
+        entries = before.logprobs if entry is None else (*before.logprobs, entry)
+        found[rows[at]] = RowResult((*before.token_ids, token_id), entries)
     for at, run in tokens.forced.items():
-        by_row[rows[at]] = (*by_row[rows[at]], *run)
-    return _NewTokens(by_row, entries, {rows[at]: len(run) for at, run in tokens.forced.items()})
+        before = found[rows[at]]
+        found[rows[at]] = RowResult((*before.token_ids, *run), before.logprobs, num_forced=len(run))
+    return found
 
 
-def _results(num_rows: int, new: _NewTokens, asked: Asked) -> list[RowResult]:
+_NOTHING = RowResult()
+
+
+def _results(num_rows: int, found: dict[int, RowResult], asked: Asked) -> list[RowResult]:
     """The results of all rows of a step."""
-    if not (new.logprobs or new.num_forced or asked.prompt_logprobs or asked.candidates or asked.late_rows):
-        # Nearly always: tokens alone. No bytecode for each row.
-        return list(map(RowResult, map(new.token_ids.get, range(num_rows), repeat(()))))
-    return [
-        RowResult(
-            new.token_ids.get(row, ()),
-            new.logprobs.get(row, ()),
-            asked.prompt_logprobs.get(row, ()),
-            asked.candidates.get(row),
-            new.num_forced.get(row, 0),
+    results = list(map(found.get, range(num_rows), repeat(_NOTHING)))  # no bytecode for each row
+    for row in asked.prompt_logprobs.keys() | asked.candidates.keys() | asked.late_rows:
+        results[row] = structs.replace(
+            results[row],
+            prompt_logprobs=asked.prompt_logprobs.get(row, ()),
+            candidates=asked.candidates.get(row),
             is_late=row in asked.late_rows,
         )
-        for row in range(num_rows)
-    ]
+    return results

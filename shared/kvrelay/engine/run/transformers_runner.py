@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import cast
@@ -14,7 +15,7 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from kvrelay.backends.backend import PackedRows, allocate_pool, bits
+from kvrelay.backends.backend import PackedRows, allocate_pool
 from kvrelay.backends.populate import populate_in_background
 from kvrelay.engine.load.causal_model import CausalModel
 from kvrelay.engine.load.model_spec import spec_of
@@ -34,7 +35,7 @@ from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.step.batch import BeamCandidates, BlockCopy, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
+from kvrelay.step.batch import BeamCandidates, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,6 @@ class TransformersRunner:
         """
         layout, source = model.layout, model.source
         self._model = model
-        self._backend = model.backend
         self._device = source.device
         # Other ranks need a step's tokens on the host.
         ahead = source.device.type == "cuda" and not model.is_divided and model.gathered_mlps is None
@@ -74,7 +74,6 @@ class TransformersRunner:
         compiler = partial(make_grammar_compiler, source.name, model.vocab_size, model.eos_token_ids)
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
         self._scored = ScoredPrompts(self._lock)
-        self._gathered_mlps = model.gathered_mlps
         self._lockstep = Lockstep() if model.is_divided else None
         self._spec = spec_of(model, name or source.name, num_blocks, num_swap_slots, self._host.measure())
         self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
@@ -98,13 +97,9 @@ class TransformersRunner:
         flat = self._pool.view(self._spec.num_blocks, -1).view(torch.uint8)
         return cast("NDArray[np.uint8]", flat.numpy())
 
-    @property
-    def pool_memory(self) -> PoolLike:
-        return self.pool_bytes if self._device.type == "cpu" else self._device_pool
-
     @cached_property
-    def _device_pool(self) -> DevicePool:
-        return DevicePool(self._pool)
+    def pool_memory(self) -> PoolLike:
+        return self.pool_bytes if self._device.type == "cpu" else DevicePool(self._pool)
 
     def try_graphs(self, graphs: GraphSettings, *, trial: bool = False) -> None:
         """Captures decoding steps and replays them from now on, or logs why it cannot. The pool must be empty.
@@ -182,8 +177,7 @@ class TransformersRunner:
             DeviceLost: another rank is lost.
         """
         use_on_this_thread(self._device)
-        self._host.swap(batch.swap_out, batch.swap_in)
-        self._copy_blocks(batch.copies)
+        self._host.copy(batch)
         if batch.rows:
             forward = self._follow_rows(batch.rows)
             for hidden in forward.head_inputs() if self._model.has_divided_head else ():
@@ -193,7 +187,7 @@ class TransformersRunner:
         """Runs the backbone over rows without placeholders."""
         packed = pack_rows(rows)
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
-        return StepForward(rows, packed, self._hidden_states(token_ids, None, packed, None))
+        return StepForward(rows, packed, self._hidden_states(token_ids, None, packed))
 
     def populate(self) -> None:
         """Takes the pages of the pool in the background, so that no step waits for them."""
@@ -247,13 +241,10 @@ class TransformersRunner:
 
     def _ask(self, step: StepInFlight, asked: Asked) -> None:
         """Launches all work of a step on the device. If it fails, what other ranks compute of it is computed first."""
-        if self._gathered_mlps is not None:
-            with self._gathered_mlps.step():
-                self._ask_all(step, asked)
-            return
-        lockstep = self._lockstep
+        lockstep, gathered_mlps = self._lockstep, self._model.gathered_mlps
         if lockstep is None:
-            self._ask_all(step, asked)
+            with nullcontext() if gathered_mlps is None else gathered_mlps.step():
+                self._ask_all(step, asked)
             return
         lockstep.begin_step()
         try:
@@ -268,8 +259,7 @@ class TransformersRunner:
 
     def _ask_all(self, step: StepInFlight, asked: Asked) -> None:
         batch, asked.begin = step.batch, Moment(self._device)
-        asked.copy_s = self._host.swap(batch.swap_out, batch.swap_in)
-        self._copy_blocks(batch.copies)
+        asked.copy_s = self._host.copy(batch)
         if batch.rows:
             self._ask_rows(step, asked)
         asked.end = Moment(self._device)
@@ -291,10 +281,9 @@ class TransformersRunner:
         """Runs the backbone over the rows of the step."""
         rows = step.batch.rows
         packed = pack_rows(rows)
-        graphs = self._graphs_for(packed)
-        asked.captured = graphs is not None
+        asked.captured = self._graphs is not None and self._graphs.can_run(packed)
         token_ids, on_device = self._token_ids(step, rows, packed)
-        forward = StepForward(rows, packed, self._hidden_states(token_ids, on_device, packed, graphs))
+        forward = StepForward(rows, packed, self._hidden_states(token_ids, on_device, packed, captured=asked.captured))
         if self._lockstep is not None:
             self._lockstep.set_forward(forward)
         return forward
@@ -308,15 +297,13 @@ class TransformersRunner:
             return
         logits = self._logits(forward.last_hidden(wanted, drafts))
         wait = self._that_wait(step, rows, wanted)
-        if wait.any():
-            later = [index for index, waits in zip(wanted, wait.tolist(), strict=True) if waits]
-            theirs = logits[to_device(np.flatnonzero(wait), self._device)]
-            asked.sample_later = partial(self._sample, rows, later, theirs, None, asked)
-            if wait.all():
-                return
-            wanted = [index for index, waits in zip(wanted, wait.tolist(), strict=True) if not waits]
-            logits = logits[to_device(np.flatnonzero(~wait), self._device)]
-        self._sample(rows, wanted, logits, drafts, asked)
+        if not wait.any():
+            self._sample(rows, wanted, logits, drafts, asked)
+            return
+        later, now = ([wanted[at] for at in np.flatnonzero(each)] for each in (wait, ~wait))
+        asked.sample_later = partial(self._sample, rows, later, self._at(logits, np.flatnonzero(wait)), None, asked)
+        if now:
+            self._sample(rows, now, self._at(logits, np.flatnonzero(~wait)), None, asked)
 
     def _that_wait(self, step: StepInFlight, rows: Sequence[WorkerRow], wanted: Sequence[int]) -> NDArray[np.bool_]:
         """Which rows can only be sampled once the step in flight before this one has landed, `[wanted]`. A step that is
@@ -343,9 +330,8 @@ class TransformersRunner:
             known = self._await_masks(rows, wanted, asked)
             if not known:
                 return
-            if len(known) < len(wanted):
-                logits = logits[to_device(np.array(known, np.int64), self._device)]
-                drafts = drafts.take(known) if drafts is not None else None
+            logits = self._at(logits, known)
+            drafts = None if drafts is None else drafts.take(known)
             sampled_rows = [wanted[at] for at in known]
             sampled = [rows[index] for index in sampled_rows]
             positions = np.array([row.position + len(row.token_ids) for row in sampled], np.int64)
@@ -358,10 +344,9 @@ class TransformersRunner:
 
     def _begin_masks_of_drafts(self, rows: Sequence[WorkerRow]) -> None:
         """Has the masks at drafts computed beside the forward."""
-        drafted = [row for row in rows if row.num_drafts]
-        if drafted:
-            with self._lock:
-                for row in drafted:
+        for row in rows:
+            if row.num_drafts:
+                with self._lock:
                     self._sampler.begin_masks(row.key, row.token_ids[-row.num_drafts :].tolist())
 
     def _await_masks(self, rows: Sequence[WorkerRow], wanted: Sequence[int], asked: Asked) -> Sequence[int]:
@@ -401,13 +386,14 @@ class TransformersRunner:
         token_ids: NDArray[np.int64],
         on_device: TokensOnDevice | None,
         packed: PackedRows,
-        graphs: DecodeGraphs | None,
+        *,
+        captured: bool = False,
     ) -> torch.Tensor:
         """Runs the backbone over the step. Returns `[tokens, hidden]`, valid until the next forward."""
-        if graphs is not None:
-            return graphs.hidden_states(token_ids, packed, on_device)
+        if captured and self._graphs is not None:
+            return self._graphs.hidden_states(token_ids, packed, on_device)
         positions = to_device(packed.token_positions.astype(np.int64), self._device)
-        step, tokens = self._backend.plan(self._pool, packed), to_device(token_ids, self._device)
+        step, tokens = self._model.backend.plan(self._pool, packed), to_device(token_ids, self._device)
         if on_device is not None:
             on_device.put_into(tokens)
         if self._lockstep is not None:
@@ -418,10 +404,6 @@ class TransformersRunner:
         if self._lockstep is not None:
             return self._lockstep.run(lambda: self._model.logits(hidden))
         return self._model.logits(hidden)
-
-    def _graphs_for(self, packed: PackedRows) -> DecodeGraphs | None:
-        """The graphs that replay this step, or None if it is launched kernel by kernel."""
-        return self._graphs if self._graphs is not None and self._graphs.can_run(packed) else None
 
     def _token_ids(
         self, step: StepInFlight, rows: Sequence[WorkerRow], packed: PackedRows
@@ -454,18 +436,13 @@ class TransformersRunner:
             if not known:
                 return {}
             places = [wanted[at] for at in known]
-            if len(known) < len(wanted):
-                logits = logits[to_device(np.array(known, np.int64), self._device)]
+            logits = self._at(logits, known)
             packed = forward.packed
             positions = (packed.positions + packed.query_lens)[places].astype(np.int64)
             keys, beams = zip(*((rows[place].key, rows[place].beam) for place in places), strict=True)
             found = best_candidates(self._sampler, keys, beams, positions, logits)
         return dict(zip(places, found, strict=True))
 
-    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies all blocks at once. Every source is read before any target is written."""
-        if copies:
-            sources = to_device(np.array([copy.source for copy in copies], np.int64), self._device)
-            targets = to_device(np.array([copy.target for copy in copies], np.int64), self._device)
-            pool = bits(self._pool)
-            pool.index_copy_(0, targets, pool.index_select(0, sources))
+    def _at(self, logits: torch.Tensor, places: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
+        """The logits at some of their places, in ascending order."""
+        return logits if len(places) == len(logits) else logits[to_device(np.asarray(places, np.int64), self._device)]

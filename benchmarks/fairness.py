@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrelay.device_profiles import Profile, StepLoad, find_profile
+from kvrelay.device_profiles import Roofline, StepLoad, find_profile
 from kvrelay_bench.traces import HASH_TOKENS, TracedRequest
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
 from kvrelay_simulator.workers import Request, WorkerSettings
@@ -90,38 +90,15 @@ CASES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HalfSpeed:
+class HalfSpeed(Roofline):
     """A profile of half the speed."""
-
-    whole: Profile
-
-    @property
-    def name(self) -> str:
-        return f"half of {self.whole.name}"
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.whole.kv_bytes_per_token
-
-    @property
-    def kv_tokens(self) -> int:
-        return self.whole.kv_tokens
 
     @property
     def transfer_bytes_s(self) -> float:
-        return self.whole.transfer_bytes_s / 2
-
-    @property
-    def num_devices(self) -> int:
-        return self.whole.num_devices
-
-    @property
-    def num_stages(self) -> int:
-        return self.whole.num_stages
+        return super().transfer_bytes_s / 2
 
     def step_s(self, load: StepLoad) -> float:
-        return 2 * self.whole.step_s(load)
+        return 2 * super().step_s(load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +136,10 @@ def measure(
     flood = requests_of(case.flood, "flood", seconds, pieces, seed=2) if flooded else []
     trace = sorted([*light, *flood], key=lambda request: request.arrival_s)
     profile = find_profile(PROFILE)
-    settings = FleetSettings(
-        HalfSpeed(profile) if halved else profile, case.num_prefill, case.num_decode, workers=case.settings
-    )
+    assert isinstance(profile, Roofline)
+    if halved:
+        profile = HalfSpeed(profile.model, profile.device, profile.stage_size, profile.num_stages)
+    settings = FleetSettings(profile, case.num_prefill, case.num_decode, workers=case.settings)
     is_light = [request.tenant == "light" for request in trace]
     fleet = SimulatedFleet(settings)
     done = fleet.run([replace(request, tenant="") for request in trace] if shared else trace)

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 
@@ -56,44 +56,6 @@ class StepLoad:
                 num_decodes += 1
                 context += position
         return cls(num_prompt, num_pairs, num_decodes, context)
-
-
-class Profile(Protocol):
-    """The devices of one worker with a model."""
-
-    @property
-    def name(self) -> str:
-        """The name for `--profile`."""
-        ...
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV per token in all layers."""
-        ...
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that the pool holds."""
-        ...
-
-    @property
-    def transfer_bytes_s(self) -> float:
-        """Bytes per second of the link."""
-        ...
-
-    @property
-    def num_devices(self) -> int:
-        """Devices per worker: those of each stage, by the number of stages."""
-        ...
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the pipeline, which compute different steps at the same time."""
-        ...
-
-    def step_s(self, load: StepLoad) -> float:
-        """Seconds of a step with this load, through all stages. Each stage takes an equal part of them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +97,6 @@ class Roofline:
 
     @property
     def name(self) -> str:
-        """The name for `--profile`."""
         heads = f"-tp{self.stage_size}" if self.stage_size > 1 else ""
         layers = f"-pp{self.num_stages}" if self.num_stages > 1 else ""
         return f"{self.model.name}-{self.device.name}{heads}{layers}"
@@ -150,7 +111,7 @@ class Roofline:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit into the memory left by the weights."""
+        """What fits into the memory left by the weights."""
         free = MEMORY_SHARE * self.device.memory_bytes * self.num_devices - 2 * self.model.num_params
         copies = max(1, self.stage_size // self.model.num_kv_heads)  # per head, if there are more devices
         return max(0, int(free // (copies * self.kv_bytes_per_token)))
@@ -199,6 +160,12 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         decode_s = self.token_s if self.decode_s is None else self.decode_s
         own_s = self.token_s * load.num_prompt_tokens + decode_s * load.num_decodes
         return self.fixed_s + own_s + self.pair_s * (load.num_pairs + load.context_tokens)
+
+
+Profile = Roofline | MeasuredProfile
+"""The devices of one worker with a model. `num_devices` are those of all stages, which compute different steps at the
+same time; `kv_tokens` fit the pool, `kv_bytes_per_token` counts all layers, and `transfer_bytes_s` is the link's speed.
+`step_s` is the time of a step through all stages, of which each takes an equal part."""
 
 
 class UnknownProfile(ValueError):

@@ -292,7 +292,7 @@ class ReceiverDriver:
             sequence,
             deadline_of(body.prompt),
             handoff=handoff,
-            handle=recorded(self._context.events, "receiver", sequence.key, handoff, is_one_sided),
+            handle=recorded(self._context.events, "receiver", sequence.key, handoff.handle, is_one_sided),
             prefill=prefill,
             processes=tuple(body.processes) or ("",),
             transport=transport,

@@ -141,7 +141,7 @@ class PrefillRole:
             return
         arguments = router, body.decode
         handoff = SenderHandoff(*arguments)
-        handle = recorded(self._context.events, "sender", sequence.key, handoff, *arguments)
+        handle = recorded(self._context.events, "sender", sequence.key, handoff.handle, *arguments)
         timings = HandoffTimings(key=sequence.key, trace=sequence.origin.trace)
         deadline, scores = deadline_of(body.prompt), scores_of(body.prompt)
         self._requests.add(

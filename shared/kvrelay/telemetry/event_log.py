@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -25,9 +25,9 @@ from kvrelay.background_writer import BackgroundWriter, open_to_append, write_al
 from kvrelay.protocol.sequence_key import SequenceKey
 
 EventT = TypeVar("EventT")
-EventT_contra = TypeVar("EventT_contra", contravariant=True)
 AnswerT = TypeVar("AnswerT")
-AnswerT_co = TypeVar("AnswerT_co", covariant=True)
+Handle = Callable[[EventT], AnswerT]
+"""Takes an event of a machine, and returns a list of instructions, or one object, or None. Both are plain data."""
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,6 @@ MAX_WAITING_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 5.0
 MAX_FILE_BYTES = 64 << 20
 """Size at which the file of a service is rotated."""
-
-
-class Machine(Protocol[EventT_contra, AnswerT_co]):
-    """What can be recorded: plain data in, plain data out, and nothing else changes the object."""
-
-    def handle(self, event: EventT_contra, /) -> AnswerT_co:
-        """Returns a list of instructions, or one object, or None."""
-        ...
 
 
 class Line(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -67,17 +59,13 @@ def encode_answer(answer: object) -> bytes:
 
 
 def recorded(
-    log: EventLog | None,
-    kind: str,
-    key: SequenceKey,
-    machine: Machine[EventT, AnswerT],
-    *arguments: object,
-) -> Callable[[EventT], AnswerT]:
+    log: EventLog | None, kind: str, key: SequenceKey, handle: Handle[EventT, AnswerT], *arguments: object
+) -> Handle[EventT, AnswerT]:
     """The `handle` to use for a new machine: its own, or with a log one that records every call.
 
     `arguments` are those of the machine's constructor, from which `kvrelay replay` makes it again.
     """
-    return machine.handle if log is None else log.record(kind, key, machine, *arguments)
+    return handle if log is None else log.record(kind, key, handle, *arguments)
 
 
 def open_event_log(path: Path | None, name: str) -> EventLog | None:
@@ -107,18 +95,18 @@ class EventLog:
             self._file.close()
 
     def record(
-        self, kind: str, key: SequenceKey, machine: Machine[EventT, AnswerT], *arguments: object
-    ) -> Callable[[EventT], AnswerT]:
-        """Returns the machine's `handle`, wrapped so that each call becomes a line."""
+        self, kind: str, key: SequenceKey, handle: Handle[EventT, AnswerT], *arguments: object
+    ) -> Handle[EventT, AnswerT]:
+        """Returns a new machine's `handle`, wrapped so that each call becomes a line."""
         number = next(self._numbers)
         self._write(Line(at=time.time(), machine=kind, key=key, number=number, event=BORN, args=_raw(list(arguments))))
 
-        def handle(event: EventT) -> AnswerT:
+        def recording(event: EventT) -> AnswerT:
             line = Line(
                 at=time.time(), machine=kind, key=key, number=number, event=type(event).__name__, args=_raw(event)
             )
             try:
-                answer = machine.handle(event)
+                answer = handle(event)
             except Exception as error:
                 line.raised = type(error).__name__
                 self._write(line)
@@ -127,7 +115,7 @@ class EventLog:
             self._write(line)
             return answer
 
-        return handle
+        return recording
 
     def _write(self, line: Line) -> None:
         if not self._is_broken and not self._writer.put(encoder.encode(line) + b"\n"):

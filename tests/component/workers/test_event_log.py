@@ -36,8 +36,8 @@ def replayed(*paths: Path) -> Replayed:
 def record(log: EventLog, world: World, request: str = "r") -> None:
     """As the dispatcher does it."""
     machine, key = world.machine, (request, 0, 0)
-    machine.handle_event = log.record("attempts", key, machine.attempts, machine.spec)
-    machine.handle_entry = log.record("intake", key, machine.intake, 0, 0, ())
+    machine.handle_event = log.record("attempts", key, machine.attempts.handle, machine.spec)
+    machine.handle_entry = log.record("intake", key, machine.intake.handle, 0, 0, ())
 
 
 @pytest.fixture

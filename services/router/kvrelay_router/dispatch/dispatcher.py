@@ -367,8 +367,8 @@ class RouterDispatcher:
         attempts, given = SequenceAttempts(spec), (spec.sequence, spec.num_scores, spec.opening)
         intake = TokenIntake(*given)
         key = running.record.request_id, 0, spec.sequence
-        handle_event = recorded(self._events, "attempts", key, attempts, spec)
-        handle_entry = recorded(self._events, "intake", key, intake, *given)
+        handle_event = recorded(self._events, "attempts", key, attempts.handle, spec)
+        handle_entry = recorded(self._events, "intake", key, intake.handle, *given)
         history = running.record.sequences[spec.sequence]
         return ActiveSequence(spec.sequence, attempts, intake, handle_event, handle_entry, running, history)
 

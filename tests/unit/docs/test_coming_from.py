@@ -29,13 +29,10 @@ def test_a_flag_of_ours_exists(theirs: str, ours: str) -> None:
     assert flags_in(ours) - known == set()
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"), [row for row in ROWS if "the same:" in row[1]], ids=[t for t, o in ROWS if "the same:" in o]
-)
-def test_a_flag_with_the_same_name_has_it_at_kvrelay_up(theirs: str, ours: str) -> None:
+@pytest.mark.parametrize("theirs", [theirs for theirs, ours in ROWS if ours.startswith("the same")])
+def test_a_flag_with_the_same_name_has_it_at_kvrelay_up(theirs: str) -> None:
     taken = {name for action in up_parser()._actions for name in action.option_strings}
     assert flags_in(theirs) - taken == set()
-    assert flags_in(theirs) - flags_in(ours) == set()
 
 
 def test_kvrelay_up_takes_a_flag_of_theirs_or_says_what_to_use() -> None:

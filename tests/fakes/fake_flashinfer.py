@@ -15,7 +15,6 @@ from tests.fakes.flashinfer_signatures import check_call
 
 __version__ = "0.7.2.post1"
 
-KVPair = tuple[torch.Tensor, torch.Tensor]
 _MAX_THREADS = 1024
 _EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 

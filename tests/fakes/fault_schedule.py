@@ -1,12 +1,11 @@
-"""What goes wrong, where and when: by a script, by a seed, or at once on command; and the log of what did.
+"""What goes wrong, where and when: by a script or by a seed; and the log of what did.
 
 Whatever passes a point of a transport is numbered there, and the schedule says by point and number what becomes of it.
-So a run can be replayed from the log, or from the seed alone.
+So a run can be replayed from the seed alone.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -78,14 +77,13 @@ class Script:
 
 @dataclass(frozen=True)
 class Every:
-    """The same for all that pass a point, up to the `until`th."""
+    """The same for all that pass a point."""
 
     point: Point
     what: Fault
-    until: int = 1 << 30
 
     def fault(self, point: Point, number: int) -> Fault:
-        return self.what if point is self.point and number <= self.until else Fault.NONE
+        return self.what if point is self.point else Fault.NONE
 
 
 @dataclass(frozen=True)
@@ -118,29 +116,10 @@ class Faults:
     stall_s: float = 0.05
     log: list[tuple[Point, int, Fault]] = field(default_factory=list)
     _counts: Counter[Point] = field(default_factory=Counter)
-    _commands: dict[Point, list[Fault]] = field(default_factory=dict)
-
-    def command(self, point: Point, *faults: Fault) -> None:
-        """These become of the next that pass, whatever the schedule says."""
-        self._commands.setdefault(point, []).extend(faults)
 
     def at(self, point: Point) -> Fault:
         self._counts[point] += 1
-        number = self._counts[point]
-        commands = self._commands.get(point)
-        fault = commands.pop(0) if commands else self.schedule.fault(point, number)
+        fault = self.schedule.fault(point, self._counts[point])
         if fault is not Fault.NONE:
-            self.log.append((point, number, fault))
+            self.log.append((point, self._counts[point], fault))
         return fault
-
-    def replay(self) -> Script:
-        """What happened, as a script."""
-        return Script({(point, number): fault for point, number, fault in self.log})
-
-
-def parse_schedule(text: str) -> Schedule:
-    """From JSON: `{"seed": 7, "shares": {"drop": 0.1}}` or `{"faults": [["push", 3, "drop"]]}`. Raises ValueError."""
-    words = json.loads(text)
-    if "seed" in words:
-        return Seeded(words["seed"], {Fault(name): share for name, share in words["shares"].items()})
-    return Script({(Point(point), number): Fault(fault) for point, number, fault in words["faults"]})

@@ -23,11 +23,11 @@ _ROUNDINGS_PER_LAYER = 12
 _MARGIN = 4.0
 
 
-def prompts(count: int, longest: int, seed: int = 0, vocabulary: int = 250) -> list[list[int]]:
+def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     """Random prompts of 1 to `longest` tokens; the last one is the longest."""
     rng = random.Random(seed)
     lengths = [*(rng.randint(1, longest) for _ in range(count - 1)), longest]
-    return [rng.choices(range(4, vocabulary), k=length) for length in lengths]
+    return [rng.choices(range(4, 250), k=length) for length in lengths]
 
 
 def read_model(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -50,12 +50,6 @@ def started(runner: TransformersRunner) -> list[driving.Driven]:
     return sequences
 
 
-def following_row(sequence: driving.Driven, num_drawn: int) -> WorkerRow:
-    """The row behind that many draws, of which the host may not know the last."""
-    position = len(sequence.prompt) + num_drawn - 1
-    return WorkerRow(sequence.key, np.zeros(1, np.int32), position, sequence.blocks, True, False, has_placeholder=True)
-
-
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("resamples", [False, True])

@@ -9,24 +9,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvrelay.handoff.transports.base import Corrupted, Landed, ReceiverEvent, SenderEvent
 from tests.component.transfer.rig import Plan, ReceivingEnd, SendingEnd, scattered
 from tests.component.transfer.transports import (
-    MEMORY,
-    MEMORY_ONE_SIDED,
     WRAPPED,
     Transport,
-    inner_memory,
     source_pool,
     target_pool,
 )
-from tests.fakes.fault_schedule import POSSIBLE, Every, Fault, Faults, Point, Schedule, Script, Seeded, parse_schedule
+from tests.fakes.fault_schedule import POSSIBLE, Every, Fault, Faults, Point, Script, Seeded
 from tests.fakes.faulty_transport import FaultyReceiver, FaultySender, InnerSender
-from tests.fakes.virtual_time import VirtualTimeLoop
-from tests.thoroughness import examples
 
 pytestmark = [pytest.mark.component]
 
@@ -198,40 +191,3 @@ async def test_without_checksums_a_corrupted_block_goes_unnoticed(couple: Builde
         if not np.array_equal(one.target.pool[slot], one.source.pool[origin])
     ]
     assert len(wrong) == 1
-
-
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 1 << 32), one_sided=st.booleans())
-def test_a_run_is_replayed_from_its_log(seed: int, one_sided: bool) -> None:
-    shares = EVERYTHING | {Fault.DIE: 0.01}
-    transport = MEMORY_ONE_SIDED if one_sided else MEMORY
-
-    async def run(schedules: tuple[Schedule, Schedule]) -> tuple[str, tuple[Script, Script], bytes]:
-        faults = [Faults(schedule, delay_s=0.001, stall_s=0.003) for schedule in schedules]
-        one = make_couple(transport, inner_memory, *faults)
-        try:
-            one.push(one.missing)
-            await asyncio.sleep(0.02)
-            await one.source.abort("r")
-            return str(one.source.failures("r")), (faults[0].replay(), faults[1].replay()), one.target.pool.tobytes()
-        finally:
-            close(one)
-
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        outcome, logs, pool = runner.run(run((Seeded(seed, shares), Seeded(seed + 1, shares))))
-        again, same_logs, same_pool = runner.run(run(logs))
-    assert (again, same_logs) == (outcome, logs)
-    assert same_pool == pool
-
-
-def test_a_schedule_is_read_from_json_and_impossible_ones_are_refused() -> None:
-    assert parse_schedule('{"faults": [["push", 3, "drop"]]}') == Script({(Point.PUSH, 3): Fault.DROP})
-    assert parse_schedule('{"seed": 7, "shares": {"delay": 0.5}}') == Seeded(7, {Fault.DELAY: 0.5})
-    with pytest.raises(ValueError, match="not possible"):
-        parse_schedule('{"faults": [["drained", 1, "drop"]]}')
-
-
-def test_a_command_goes_before_the_schedule() -> None:
-    faults = Faults(Script({(Point.PUSH, 1): Fault.DROP, (Point.PUSH, 2): Fault.DELAY}))
-    faults.command(Point.PUSH, Fault.CORRUPT)
-    assert [faults.at(Point.PUSH) for _ in range(3)] == [Fault.CORRUPT, Fault.DELAY, Fault.NONE]

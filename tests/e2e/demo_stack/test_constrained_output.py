@@ -27,7 +27,6 @@ SCHEMA = {
     "required": ["name", "kind", "ages", "wild"],
     "additionalProperties": False,
 }
-FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA}}
 
 
 def check(text: str) -> None:
@@ -57,35 +56,6 @@ def streamed(stack: Stack, prompt: str, **fields: Any) -> tuple[str, str | None]
                 (choice,) = json.loads(line[6:])["choices"]
                 text, reason = text + choice["text"], choice["finish_reason"] or reason
     return text, reason
-
-
-def test_many_outputs_at_once_are_valid_or_cut(demo_stack: Stack) -> None:
-    temperatures = [0.0, 0.7, 1.5]
-
-    def ask(number: int) -> None:
-        for choice in complete(
-            demo_stack,
-            f"Animal {number}:",
-            temperature=temperatures[number % 3],
-            n=2,
-            response_format=FORMAT,
-            seed=number,
-        ):
-            if choice["finish_reason"] == "stop":
-                check(choice["text"])
-            else:
-                assert choice["finish_reason"] == "length"
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(ask, range(24)))
-    demo_stack.wait_until_clean()
-
-
-def test_compact_outputs_end(demo_stack: Stack) -> None:
-    outputs = {"json": SCHEMA, "whitespace_pattern": ""}
-    for choice in complete(demo_stack, "An animal:", n=4, temperature=1.0, structured_outputs=outputs):
-        assert choice["finish_reason"] == "stop"
-        check(choice["text"])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -156,26 +126,11 @@ def stack_usage(stack: Stack, **fields: Any) -> dict[str, Any]:
     return body
 
 
-def test_regex_choice_and_grammar(demo_stack: Stack) -> None:
-    for choice in complete(demo_stack, "Call", n=4, temperature=1.2, guided_regex=r"\d{3}-\d{4}"):
-        assert re.fullmatch(r"\d{3}-\d{4}", choice["text"], re.ASCII)
-    for choice in complete(demo_stack, "Yes?", n=4, temperature=1.2, guided_choice=["yes", "no", "not now"]):
-        assert choice["text"] in ("yes", "no", "not now") and choice["finish_reason"] == "stop"
-    grammar = 'root ::= "(" inner ")"\ninner ::= [a-c]+'
-    for choice in complete(demo_stack, "So", n=4, temperature=1.2, guided_grammar=grammar, max_tokens=12):
-        assert re.fullmatch(r"\([abc]+\)?", choice["text"])
-
-
 def test_logprobs_and_penalties_go_together_with_a_grammar(demo_stack: Stack) -> None:
     fields = {"guided_regex": "(yes|no){1,3}", "logprobs": 3, "presence_penalty": 0.5, "logit_bias": {"5": -1}}
     (choice,) = complete(demo_stack, "Well,", temperature=1.0, **fields)
     assert re.fullmatch("(yes|no){1,3}", choice["text"])
     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"])
-
-
-def test_what_is_cut_says_so(demo_stack: Stack) -> None:
-    (choice,) = complete(demo_stack, "An animal:", temperature=0.0, response_format=FORMAT, max_tokens=4)
-    assert choice["finish_reason"] == "length"
 
 
 def ask_at_random(stack: Stack, seed: int) -> None:

@@ -72,7 +72,7 @@ def read_flags(argv: Sequence[str], environ: Mapping[str, str]) -> BenchPlan:
     if not urls or (given.compare and given.url):
         raise CommandFailed("give one URL, or --compare with two", 2)
     _check_together(given)
-    key = _api_key(given.api_key_file, environ)
+    key = api_key(given.api_key_file, environ)
     names = ["A", "B"] if given.compare else [urls[0]]
     api: Api = given.api or ("completions" if given.prompts is None else "chat")
     wire = Wire(
@@ -256,7 +256,7 @@ def bench_parser() -> FlagParser:
     return parser
 
 
-def _api_key(path: Path | None, environ: Mapping[str, str]) -> str:
+def api_key(path: Path | None, environ: Mapping[str, str]) -> str:
     if path is None:
         return environ.get("KVRELAY_API_KEY") or environ.get("OPENAI_API_KEY") or ""
     try:

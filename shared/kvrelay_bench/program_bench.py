@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from kvrelay.flag_parser import CommandFailed, FlagParser
 from kvrelay.flag_values import result_file, whole
+from kvrelay_bench.flags import api_key
 from kvrelay_bench.report import report_console
 from kvrelay_programs import Endpoint, State
 from kvrelay_programs.workloads import Workload, find_workload, workloads
@@ -170,16 +172,10 @@ def read_plan(argv: Sequence[str]) -> ProgramPlan:
         left_out[f"without {switch}"] = frozenset({switch})
     if len(left_out) > 2:
         left_out["without all of these"] = frozenset(SWITCHES)
-    key = None
-    if given.api_key_file is not None:
-        try:
-            key = given.api_key_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ValueError(f"--api-key-file: {error}") from error
     return ProgramPlan(
         url=given.url,
         model=given.model,
-        api_key=key,
+        api_key=api_key(given.api_key_file, os.environ) or None,
         workloads=[find_workload(name) for name in names],
         left_out=left_out,
         num_programs=given.programs,
@@ -211,6 +207,6 @@ def programs_parser() -> FlagParser:
     add("--without", default="", metavar="SWITCH[,SWITCH]", help=f"also without {' or '.join(SWITCHES)}")
     add("--seed", type=whole(0, 1 << 31), default=0, metavar="N", help="seed of the programs' texts (default: 0)")
     add("--model", metavar="NAME", help="(default: the first one that /v1/models names)")
-    add("--api-key-file", type=Path, metavar="FILE", help="(default: KVRELAY_API_KEY, if set)")
+    add("--api-key-file", type=Path, metavar="FILE", help="(default: KVRELAY_API_KEY or OPENAI_API_KEY, if set)")
     add("--json", type=result_file, metavar="FILE", help="write all figures to this file")
     return parser

@@ -10,6 +10,7 @@ from kvrelay.config.loader import add_config_flag, add_flags
 from kvrelay.config.other_servers import ADVICE
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
+from kvrelay.config.without_effect import DECIDED
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.flag_parser import FlagParser
 
@@ -22,12 +23,10 @@ COMMON_GROUPS: dict[str, tuple[str, ...]] = {
     "logs and configuration": ("detach", "state_dir", "log_level"),
 }
 """Fields that `kvrelay up --help` shows."""
-DECIDED_HERE = frozenset(
-    {"worker_id", "num_workers", "static_workers", "router_id", "port", "host", "advertise_host", "redis_url"}
+OWN_FIELDS = frozenset(
+    {*DECIDED, "static_workers", "port", "host", "redis_url", "http_port", "local_ranks", "metrics_port"}
 )
-"""Fields of services that `up` sets itself."""
-WORKER_PORTS = frozenset({"transfer_port", "http_port", "local_ranks", "rank_host", "rank_port", "data_parallel_rank"})
-ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port"})
+"""Fields of services that `up` sets itself, or that would be the same for all its services."""
 
 
 def parse_up_flags(argv: Sequence[str] | None) -> dict[str, Any]:
@@ -58,9 +57,9 @@ def up_parser() -> FlagParser:
         common |= set(names)
     add_config_flag(group)
     add_flags(parser.add_further_group("services"), UpConfig, frozenset(common))
-    add_flags(parser.add_further_group("all services"), CommonConfig, DECIDED_HERE | common)
+    add_flags(parser.add_further_group("all services"), CommonConfig, OWN_FIELDS | common)
     common |= set(CommonConfig.model_fields)
-    add_flags(parser.add_further_group("every worker"), WorkerConfig, DECIDED_HERE | WORKER_PORTS | common)
-    skip = DECIDED_HERE | ROUTER_PORTS | common | set(WorkerConfig.model_fields)
+    add_flags(parser.add_further_group("every worker"), WorkerConfig, OWN_FIELDS | common)
+    skip = OWN_FIELDS | common | set(WorkerConfig.model_fields)
     add_flags(parser.add_further_group("the router"), RouterConfig, skip)
     return parser

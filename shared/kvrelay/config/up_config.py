@@ -117,8 +117,6 @@ class UpConfig(BaseModel):
         for device in gpus:
             if not _DEVICE.match(device):
                 raise ValueError(f"{device!r} is not a GPU (allowed: a number from 0 on, GPU-UUID or MIG-UUID)")
-        if len(set(gpus)) < len(gpus):
-            raise ValueError("names a GPU twice: name it once, workers share it")
         return gpus
 
     @property

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 
 from kvrelay.engine.model_runner import LaunchedStep, ModelRunner
-from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.plan import StepPlan, worker_batch
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
-from kvrelay.worker.step_loop import StepTotals, worker_batch
+from kvrelay.worker.step_loop import StepTotals
 
 Landed = tuple[StepPlan, StepResult | BaseException]
 

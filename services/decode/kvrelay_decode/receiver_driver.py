@@ -51,9 +51,8 @@ from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import FailureCause, HandoffMeter, HandoffTimings
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.packed_candidates import unpack_candidates
 from kvrelay.worker.requests import OpenRequests, ScoreParts, deadline_of, is_same_process
-from kvrelay.worker.sequences import make_sequence, sequence_key
+from kvrelay.worker.sequences import make_sequence, sequence_key, unpack_candidates
 from kvrelay_decode.reservations import Reservations
 from kvrelay_decode.stream import TokenStream, entry_of, first_entry_of
 

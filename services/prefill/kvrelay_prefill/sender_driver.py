@@ -53,8 +53,8 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import BeamCandidates
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.packed_candidates import pack_candidates
 from kvrelay.worker.requests import OpenRequests, ScoreParts
+from kvrelay.worker.sequences import pack_candidates
 from kvrelay_prefill.pushes import InFlightPushes, TransportOffers
 
 log = logging.getLogger(__name__)

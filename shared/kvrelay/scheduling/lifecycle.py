@@ -209,12 +209,12 @@ class SequenceLifecycle:
 
     @property
     def num_slots(self) -> int:
-        """Number of running sequences, with those that capacity is reserved for: beams, samples and handoffs."""
+        """Number of running sequences, with those that capacity is reserved for: forks, samples and handoffs."""
         return len(self.running) + self.capacity.num_slots
 
     @property
     def num_reserved_blocks(self) -> int:
-        """Number of blocks that are reserved for samples, beams and handoffs."""
+        """Number of blocks that are reserved for samples, forks and handoffs."""
         return self.capacity.num_blocks
 
     @property

@@ -18,7 +18,7 @@ from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_cost import pairs
-from kvrelay.step.batch import BeamCandidates, BlockCopy, SwapCopies
+from kvrelay.step.batch import BeamCandidates, BeamRow, BlockCopy, SwapCopies, WorkerBatch, WorkerRow
 
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):
@@ -233,3 +233,41 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     prefilled: bool = False
     candidates: BeamCandidates | None = None
     beams: Seq[BeamResult] = ()
+
+
+_PLACEHOLDER = np.zeros(1, np.int32)
+
+
+def worker_batch(plan: StepPlan) -> WorkerBatch:
+    """Converts a plan to what a forward needs, as views of the sequences' arrays."""
+    rows, swaps = [_worker_row(row, jumps=row.sequence in plan.jumping) for row in plan.rows], plan.swaps
+    if swaps is None:
+        return WorkerBatch(plan.step, rows, copies=plan.copies)
+    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies)
+
+
+def _beam_row(sequence: Sequence) -> BeamRow | None:
+    if sequence.forks is None or not sequence.forks.num_candidates:
+        return None
+    history = sequence.tokens.view(0, sequence.num_tokens)
+    return BeamRow(sequence.forks.num_candidates, history, sequence.num_prompt)
+
+
+def _worker_row(row: PlannedRow, *, jumps: bool) -> WorkerRow:
+    sequence, position = row.sequence, row.position
+    has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight samples its token
+    token_ids = _PLACEHOLDER if has_placeholder else sequence.tokens.view(position, position + row.num_tokens)
+    if row.guesses is not None:
+        token_ids = np.concatenate((token_ids, row.guesses))
+    return WorkerRow(
+        key=(sequence.fork_of or sequence).key,
+        token_ids=token_ids,
+        position=position,
+        block_ids=sequence.table.ids,
+        sample=row.sample,
+        is_prefill=row.is_prefill,
+        has_placeholder=has_placeholder,
+        num_drafts=0 if row.guesses is None else len(row.guesses),
+        jumps=jumps,
+        beam=_beam_row(sequence),
+    )

@@ -90,7 +90,7 @@ class SequenceAdmission:
         max_running = self._limits.max_running
         if num_slots + num_wanted > max_running:
             is_full = num_slots >= max_running
-            return "max_running reached" if is_full else "max_running leaves no room for all its samples or beams"
+            return "max_running reached" if is_full else "max_running leaves no room for all its samples or forks"
         if self.prefill_gate is None or sequence.state is SequenceState.SWAPPED or sequence.remote is not None:
             return ""
         reason = self.prefill_gate.ask(len(self._lifecycle.running))

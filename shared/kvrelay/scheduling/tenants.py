@@ -140,7 +140,7 @@ class TenantShares:
     def settle(self) -> None:
         """Counts the output of running sequences. O(running)."""
         for key, sequence in self._running.items():
-            if key in self._num_counted:  # of the beams of a search only the leader is
+            if key in self._num_counted:  # of forks only the leader is
                 self._count_output(sequence, self._present[sequence.origin.tenant])
 
     def _count_output(self, sequence: Sequence, share: TenantShare) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 from kvrelay.ranks.lockstep_group import LockstepGroup
 from kvrelay.scheduling.queue.prefill_delay import NO_LOAD, PrefillDelayer, RankLoad
 from kvrelay.step.batch import DeviceLost
-from kvrelay.worker.failed_steps import log_failed_step
-from kvrelay.worker.step_loop import PlannedStep, StepCallbacks, StepLoop
+from kvrelay.worker.step_loop import PlannedStep, StepCallbacks, StepLoop, log_failed_step
 
 
 class LockstepLoop(StepLoop):

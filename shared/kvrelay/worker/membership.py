@@ -1,4 +1,5 @@
-"""A worker's registration in Redis: join, renew, leave. The worker serves on while Redis is away.
+"""A worker in Redis: its registration (join, renew, leave), and its cache in the prefix index. The worker serves on
+while Redis is away.
 
 Two running processes may not have one worker id: the one that finds the id in use ends. An id is in use if its holder's
 process runs on this machine, or its lease was renewed while this worker waited. The lease of a process that has ended
@@ -14,6 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.worker_record import NO_SLOT, WorkerRecord
 from kvrelay.fleet.worker_registry import (
     LeaseLost,
@@ -23,6 +25,7 @@ from kvrelay.fleet.worker_registry import (
     RegistryUnavailable,
     WorkerIdTaken,
 )
+from kvrelay.kv.cache import Cache
 from kvrelay.process import ServiceEnds, StartFailed
 from kvrelay.process_identity import can_be_seen, has_ended
 
@@ -30,6 +33,9 @@ log = logging.getLogger(__name__)
 
 ID_POLL_S = 0.2
 """Interval of attempts to join while the lease of another incarnation has not expired."""
+EVENTS_INTERVAL_S = 0.05
+"""Seconds between batches of events. A shorter interval makes more calls to Redis and finds hardly more prefixes: a
+prompt takes longer to compute."""
 
 
 class WorkerIdInUse(Exception):
@@ -178,3 +184,29 @@ def _in_use(mine: WorkerRecord, taken: WorkerIdTaken) -> str:
         f"worker id {mine.worker_id} is in use by another running worker of model {mine.model}{where} (incarnation "
         f"{taken.incarnation}): give each worker its own --worker-id, and each fleet its own --redis-prefix"
     )
+
+
+class CacheEvents:
+    """Drains the cache's events for the prefix index at an interval on the event loop. The publisher's thread sends
+    them."""
+
+    def __init__(self, cache: Cache, publisher: IndexPublisher) -> None:
+        self._cache = cache
+        self._publisher = publisher
+
+    async def run(self, joined: asyncio.Event) -> None:
+        """Runs until cancelled, once the worker has joined: a second process with its id, which never joins, must not
+        replace the entries of the first."""
+        await joined.wait()
+        self._publisher.start()
+        while True:
+            self._publisher.publish(self._cache.drain_events())
+            await asyncio.sleep(EVENTS_INTERVAL_S)
+
+    async def close(self) -> None:
+        """Removes this worker's blocks from the index if Redis answers."""
+        await asyncio.to_thread(self._publisher.close)
+
+    def totals(self) -> dict[str, float]:
+        """Counters for the worker's status."""
+        return self._publisher.report()

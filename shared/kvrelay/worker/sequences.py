@@ -1,13 +1,16 @@
-"""Turns a prompt message into a sequence, after the checks that a worker makes itself."""
+"""Turns messages into what the scheduler takes: prompts into sequences, after the checks that a worker makes itself,
+and the candidates of a beam search from and to the wire's form."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.table import BlockTable, blocks_for, blocks_for_group
-from kvrelay.protocol.messages import Header, PeerRef, Prompt, unpack_tokens
+from kvrelay.protocol.messages import Header, PackedCandidates, PeerRef, Prompt, unpack_tokens
 from kvrelay.protocol.sampling import BeamSpec
 from kvrelay.scheduling.sequence import Origin, Sequence, TokenBuffer
-from kvrelay.step.batch import ModelSpec
+from kvrelay.step.batch import BeamCandidates, ModelSpec
 
 
 class PromptRefused(ValueError):
@@ -67,3 +70,20 @@ def _check_beams(beams: BeamSpec, num_tokens: int, longest: int, spec: ModelSpec
         raise PromptRefused(
             f"{beams.width} beams may grow to {num_blocks} blocks together, the pool has {spec.num_blocks}"
         )
+
+
+def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:
+    """Returns little-endian int32 token ids and float32 log-probabilities."""
+    return PackedCandidates(
+        candidates.token_ids.astype("<i4").tobytes(),
+        candidates.logprobs.astype("<f4").tobytes(),
+    )
+
+
+def unpack_candidates(packed: PackedCandidates) -> BeamCandidates:
+    """Inverts `pack_candidates`. Raises ValueError if the bytes are not such arrays."""
+    token_ids = np.frombuffer(packed.token_ids, "<i4").astype(np.int32)
+    logprobs = np.frombuffer(packed.logprobs, "<f4").astype(np.float32)
+    if len(token_ids) != len(logprobs) or not len(token_ids):
+        raise ValueError(f"{len(token_ids)} candidates with {len(logprobs)} log-probabilities")
+    return BeamCandidates(token_ids, logprobs)

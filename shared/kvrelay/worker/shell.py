@@ -21,11 +21,9 @@ from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.stages import RecentStages
-from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.lockstep_loop import LockstepLoop
-from kvrelay.worker.membership import Membership, NoMembership
+from kvrelay.worker.reports import status_samples
 from kvrelay.worker.startup import RoleFactory, RunnerFactory, StartedWorker, WorkerStartup
-from kvrelay.worker.worker_samples import status_samples
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class WorkerShell:
             asyncio.create_task(started.membership.run(), name="membership"),
         ]
         if started.cache_events is not None:
-            publishing = _publish_when_joined(started.membership, started.cache_events)
+            publishing = started.cache_events.run(started.membership.joined)
             self._tasks.append(asyncio.create_task(publishing, name="cache-events"))
         if started.ranks is not None:
             self._tasks.append(asyncio.create_task(started.ranks.watch(), name="ranks"))
@@ -259,12 +257,6 @@ class WorkerShell:
             started.role.on_message(event)
             if isinstance(event.body, Prefill | Generate):
                 started.reports.took_request(event.peer)
-
-
-async def _publish_when_joined(membership: Membership | NoMembership, cache_events: CacheEvents) -> None:
-    # A second process with this worker's id must not replace the entries of the first: it never joins.
-    await membership.joined.wait()
-    await cache_events.run()
 
 
 def _report_crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any], crash: asyncio.Future[None]) -> None:

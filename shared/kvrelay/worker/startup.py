@@ -29,7 +29,6 @@ from kvrelay.telemetry.stages import RecentStages
 from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay.worker import factory
-from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.launchers import (
@@ -41,7 +40,7 @@ from kvrelay.worker.launchers import (
     overlaps_steps,
 )
 from kvrelay.worker.lockstep_loop import LockstepLoop
-from kvrelay.worker.membership import Membership, NoMembership
+from kvrelay.worker.membership import CacheEvents, Membership, NoMembership
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop
 from kvrelay.worker.reports import Reports
 from kvrelay.worker.step_loop import StepLoop

@@ -13,6 +13,7 @@ because it may still write into its blocks, and drops its result. Only then is t
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
@@ -21,31 +22,31 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import (
     BeamCandidates,
-    BeamRow,
     DeviceLost,
     GrammarWork,
     RowsFailed,
     StepResult,
     WorkerBatch,
-    WorkerRow,
     failure_kind,
 )
 from kvrelay.telemetry.metrics import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_file import Mark, StepEventName
 from kvrelay.telemetry.step_observer import StepObserver
-from kvrelay.worker.failed_steps import log_failed_step
 from kvrelay.worker.launchers import Flight, MakeLauncher, ThreadLauncher
 from kvrelay.worker.load_report import SpeedMeter
+
+log = logging.getLogger(__name__)
+
+MAX_NAMED = 8
+"""Requests that the line of a failed step names."""
 
 
 @dataclass(slots=True)
@@ -119,44 +120,6 @@ class PlannedStep:
     ahead: bool
     flight: Flight | None = None
     launched_ahead: bool = False
-
-
-_PLACEHOLDER = np.zeros(1, np.int32)
-
-
-def worker_batch(plan: StepPlan) -> WorkerBatch:
-    """Converts a plan to what a forward needs, as views of the sequences' arrays."""
-    rows, swaps = [_worker_row(row, jumps=row.sequence in plan.jumping) for row in plan.rows], plan.swaps
-    if swaps is None:
-        return WorkerBatch(plan.step, rows, copies=plan.copies)
-    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies)
-
-
-def _beam_row(sequence: Sequence) -> BeamRow | None:
-    if sequence.forks is None or not sequence.forks.num_candidates:
-        return None
-    history = sequence.tokens.view(0, sequence.num_tokens)
-    return BeamRow(sequence.forks.num_candidates, history, sequence.num_prompt)
-
-
-def _worker_row(row: PlannedRow, *, jumps: bool) -> WorkerRow:
-    sequence, position = row.sequence, row.position
-    has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight samples its token
-    token_ids = _PLACEHOLDER if has_placeholder else sequence.tokens.view(position, position + row.num_tokens)
-    if row.guesses is not None:
-        token_ids = np.concatenate((token_ids, row.guesses))
-    return WorkerRow(
-        key=(sequence.fork_of or sequence).key,
-        token_ids=token_ids,
-        position=position,
-        block_ids=sequence.table.ids,
-        sample=row.sample,
-        is_prefill=row.is_prefill,
-        has_placeholder=has_placeholder,
-        num_drafts=0 if row.guesses is None else len(row.guesses),
-        jumps=jumps,
-        beam=_beam_row(sequence),
-    )
 
 
 class StepLoop:
@@ -408,3 +371,14 @@ class StepLoop:
     def _note(self, event: StepEventName, plan: StepPlan) -> None:
         if self._trace is not None:
             self._trace.note(event, plan.step)
+
+
+def log_failed_step(step: int, error: Exception) -> None:
+    """Logs the error of a step. It has no traceback, and is no error, if requests caused it that would fail in the same
+    way on any other worker: their clients get 400, and the step runs again without them."""
+    if not isinstance(error, RowsFailed) or not error.kind.recurs:
+        log.error("step %d failed", step, exc_info=error)
+        return
+    names = sorted({request_id for request_id, _, _ in error.keys})
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    log.info("step %d cannot go on with %s%s: %s", step, ", ".join(names[:MAX_NAMED]), more, error)

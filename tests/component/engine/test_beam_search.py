@@ -20,10 +20,10 @@ from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, EarlyStopping, Sampling
+from kvrelay.scheduling.plan import worker_batch
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.worker.step_loop import worker_batch
 from tests.component.engine.beam_reference import reference_beams
 from tests.component.engine.conftest import BLOCK_SIZE
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder

@@ -15,7 +15,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.telemetry.catalogue import METRICS, Service
 from kvrelay.telemetry.metrics import MetricSamples
 from kvrelay.telemetry.prometheus import prometheus_name
-from kvrelay.worker.worker_samples import unknown_totals
+from kvrelay.worker.reports import unknown_totals
 from kvrelay_router.server import RouterServer
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.waiting import until

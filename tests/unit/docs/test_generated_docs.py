@@ -13,7 +13,7 @@ from kvrelay.config import RouterConfig, WorkerConfig, reference
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.protocol.messages import AnyBody
-from kvrelay.worker.worker_samples import TOTALS, TOTALS_WITHOUT_METRIC
+from kvrelay.worker.reports import TOTALS, TOTALS_WITHOUT_METRIC
 from scripts import docs
 
 ROOT = Path(__file__).parents[3]

@@ -19,12 +19,12 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.step.batch import BeamCandidates
-from kvrelay.worker.step_loop import StepLoop, worker_batch
+from kvrelay.worker.step_loop import StepLoop
 from tests.fakes.beam_oracle import Text, expected_beams
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens, next_candidates
 from tests.fakes.sequences import new_sequence
@@ -298,7 +298,7 @@ def test_a_group_is_admitted_when_there_is_room_for_all_of_it() -> None:
     group = world.add([1, 2] * 4, search_of(5, 4))
     plan = world.step()
     assert group.state is SequenceState.WAITING
-    assert "beams" in plan.held_back
+    assert "forks" in plan.held_back
     while world.scheduler.has_work:
         world.step()
         if len(world.scheduler.running) > 2:

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.messages import Header, PeerRef, Prompt, pack_tokens
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.step.batch import StepResult, WorkerBatch
 from kvrelay.worker.sequences import make_sequence
-from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench

@@ -18,12 +18,11 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from kvrelay.step.batch import WorkerBatch
-from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens, next_token
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples

@@ -16,13 +16,12 @@ from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory import swapping
-from kvrelay.scheduling.plan import PlanBuilder, StepPlan
+from kvrelay.scheduling.plan import PlanBuilder, StepPlan, worker_batch
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_planner import StepPlanner
 from kvrelay.step.batch import RowsFailed
-from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, make_sequence

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.make import make_runner
+from kvrelay.scheduling.plan import worker_batch
 from kvrelay.scheduling.policies.chunk_sizes import DynamicChunks
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.step_cost import StepCost, fit, pairs
 from kvrelay.step.batch import StepResult, WorkerBatch
 from kvrelay.worker.calibrate import measure_costs
-from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner
 from tests.tiny_models import build_model
 from tests.unit.scheduling.bench import Bench

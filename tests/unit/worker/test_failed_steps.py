@@ -8,12 +8,12 @@ from kvrelay.engine.masks.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.engine.sample.pending_tokens import BadLogits
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import RowsFailed
-from kvrelay.worker.failed_steps import log_failed_step
+from kvrelay.worker.step_loop import log_failed_step
 
 
 @pytest.mark.parametrize("error", [NoTokenAllowed, GrammarFailed])
 def test_what_a_client_got_wrong_is_one_line(error: type[RowsFailed], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "kvrelay.worker.failed_steps")
+    caplog.set_level("INFO", "kvrelay.worker.step_loop")
     keys: list[SequenceKey] = [("b", 1, 0), ("a", 1, 0), ("a", 1, 1)]
     log_failed_step(7, error("its grammar ends", keys))
     (record,) = caplog.records
@@ -22,7 +22,7 @@ def test_what_a_client_got_wrong_is_one_line(error: type[RowsFailed], caplog: py
 
 
 def test_many_requests_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "kvrelay.worker.failed_steps")
+    caplog.set_level("INFO", "kvrelay.worker.step_loop")
     log_failed_step(7, NoTokenAllowed("none is left", [(f"r{number}", 1, 0) for number in range(10)]))
     assert "r0, r1, r2, r3, r4, r5, r6, r7 and 2 more: none is left" in caplog.text
 

@@ -14,13 +14,12 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.speculation.forced_tokens import SHARED_PART
 from kvrelay.worker.load_report import SpeedMeter, report_load
-from kvrelay.worker.step_loop import worker_batch
 from kvrelay_decode.stream import entry_of
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.sequences import new_sequence

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.scheduling.plan import SequenceOutput
+from kvrelay.scheduling.plan import SequenceOutput, worker_batch
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, read_metrics
 from kvrelay.telemetry.step_observer import StepObserver
-from kvrelay.worker.step_loop import worker_batch
 from kvrelay_decode.stream import entry_of
 from tests.fakes.guessing_speculator import GuessingSpeculator
 from tests.fakes.hash_runner import HashRunner, expected_tokens

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvrelay.backends.backend import AttentionParams
 from kvrelay.engine.fused.angles import FIXED_TYPES
-from kvrelay.engine.fused.weights import NotFusable, require_fusable
+from kvrelay.engine.fused.weights import LayerWeights, NotFusable, OwnModules, layer_weights, require_fusable
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,26 +28,11 @@ class MergedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuLayer:
-    """One decoder layer. `query_norm` and `key_norm` (`[head_dim]`) exist in some families."""
-
-    input_norm: torch.Tensor
-    qkv: MergedLinear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    attention: AttentionParams
-    output: MergedLinear
-    mlp_norm: torch.Tensor
-    gate_up: MergedLinear  # the rows of all gates, then those of all values
-    down: MergedLinear
-
-
-@dataclass(frozen=True, slots=True)
 class GpuWeights:
     """All that a forward needs. `cos` and `sin` are float32 `[positions, head_dim / 2]`."""
 
     embedding: torch.Tensor
-    layers: tuple[GpuLayer, ...]
+    layers: tuple[LayerWeights[MergedLinear], ...]  # `gate_up`: the rows of all gates, then those of all values
     norm: torch.Tensor
     head: MergedLinear
     cos: torch.Tensor
@@ -80,7 +65,10 @@ def merge_weights(model: PreTrainedModel, attention: Sequence[AttentionParams], 
     half = head_dim // 2
     return GpuWeights(
         embedding=backbone.embed_tokens.weight.detach(),
-        layers=tuple(_layer(each, params) for each, params in zip(backbone.layers, attention, strict=True)),
+        layers=tuple(
+            layer_weights(each, params, _pack, torch.Tensor.detach, OwnModules())
+            for each, params in zip(backbone.layers, attention, strict=True)
+        ),
         norm=backbone.norm.weight.detach(),
         head=merge([head]),
         cos=cos[0, :, :half].float().contiguous(),
@@ -92,20 +80,8 @@ def merge_weights(model: PreTrainedModel, attention: Sequence[AttentionParams], 
     )
 
 
-def _layer(layer: Any, attention: AttentionParams) -> GpuLayer:
-    attn, mlp = layer.self_attn, layer.mlp
-    normed = hasattr(attn, "q_norm")
-    return GpuLayer(
-        input_norm=layer.input_layernorm.weight.detach(),
-        qkv=merge([attn.q_proj, attn.k_proj, attn.v_proj]),
-        query_norm=attn.q_norm.weight.detach() if normed else None,
-        key_norm=attn.k_norm.weight.detach() if normed else None,
-        attention=attention,
-        output=merge([attn.o_proj]),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=merge([mlp.gate_proj, mlp.up_proj]),
-        down=merge([mlp.down_proj]),
-    )
+def _pack(*modules: torch.nn.Linear, gated: bool = False, has_bias: bool = True) -> MergedLinear:
+    return merge(modules)
 
 
 def merge(modules: Sequence[torch.nn.Linear]) -> MergedLinear:

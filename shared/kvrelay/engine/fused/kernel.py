@@ -12,6 +12,7 @@ import torch
 from kvrelay.backends.cpu import AttentionCall
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
 from kvrelay.engine.fused.angles import Angles
+from kvrelay.engine.fused.panels import PackedLinear
 from kvrelay.engine.fused.products import LinearStruct, PanelProducts, linear_struct, tokens_with_room
 from kvrelay.engine.fused.weights import DTYPES, DecoderWeights, LayerWeights
 from kvrelay.engine.parallel.shared_memory import RanksInC
@@ -78,7 +79,7 @@ class DecoderKernel:
         )
 
     @staticmethod
-    def _layer(layer: LayerWeights) -> _DecoderLayer:
+    def _layer(layer: LayerWeights[PackedLinear]) -> _DecoderLayer:
         params = layer.attention
         norms = (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
         return _DecoderLayer(

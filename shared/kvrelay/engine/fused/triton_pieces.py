@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.engine.fused.gpu_pieces import TorchPieces
+from kvrelay.engine.fused.gpu_forward import TorchPieces
 
 _HEADS_A_PROGRAM = 8
 _WIDTH_A_PROGRAM = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,7 @@ FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalL
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of activations that the kernels multiply, in the order of their numbers in cpu_vectors.c."""
 
+Linear = TypeVar("Linear")  # what a linear layer, or several of the same input, becomes
 ReadInteger = Callable[[], IntegerWeight]
 
 
@@ -29,18 +30,18 @@ class NotFusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. Norms are float32; `query_norm` and `key_norm` (`[head_dim]`) exist in some families."""
+class LayerWeights(Generic[Linear]):
+    """One decoder layer. `query_norm` and `key_norm` (`[head_dim]`) exist in some families."""
 
     input_norm: torch.Tensor
-    qkv: PackedLinear
+    qkv: Linear
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     attention: AttentionParams
-    output: PackedLinear
+    output: Linear
     mlp_norm: torch.Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class DecoderWeights:
 
     dtype: torch.dtype
     embedding: torch.Tensor | None  # None: the head's weights, which are not rounded, or another rank's
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[PackedLinear], ...]  # with norms in float32
     norm: torch.Tensor | None  # None, as the head: another rank has it
     head: PackedLinear | None
     rotary: torch.nn.Module
@@ -172,7 +173,9 @@ def decoder_weights(
     embedding = backbone.embed_tokens.weight.detach() if own.has_embedding else None
     head: Any = _plain_head(model.lm_head) if own.has_head else None
     tied = head is not None and own.has_embedding and head.weight is backbone.embed_tokens.weight
-    layers = tuple(_layer(each, params, packer, own) for each, params in zip(modules, attention, strict=True))
+    layers = tuple(
+        layer_weights(each, params, packer.pack, _floats, own) for each, params in zip(modules, attention, strict=True)
+    )
     packed_head = None if head is None else packer.pack(head)
     shares_head = tied and packed_head is not None and not packed_head.is_integer
     return DecoderWeights(
@@ -246,19 +249,26 @@ def require_fusable(
         raise NotFusable(f"it rotates {cos.shape[-1]} elements of each head, not all of them")
 
 
-def _layer(layer: Any, attention: AttentionParams, packer: WeightPacker, own: OwnModules) -> LayerWeights:
+def layer_weights(
+    layer: Any,
+    attention: AttentionParams,
+    pack: Callable[..., Linear],
+    norm: Callable[[torch.Tensor], torch.Tensor],
+    own: OwnModules,
+) -> LayerWeights[Linear]:
+    """Returns a layer's weights: of linear modules by `pack`, called as `WeightPacker.pack` is, of norms by `norm`."""
     attn, mlp = layer.self_attn, _plain_mlp(layer.mlp)
     normed = hasattr(attn, "q_norm")
     return LayerWeights(
-        input_norm=_floats(layer.input_layernorm.weight),
-        qkv=packer.pack(attn.q_proj, attn.k_proj, attn.v_proj),
-        query_norm=_floats(attn.q_norm.weight) if normed else None,
-        key_norm=_floats(attn.k_norm.weight) if normed else None,
+        input_norm=norm(layer.input_layernorm.weight),
+        qkv=pack(attn.q_proj, attn.k_proj, attn.v_proj),
+        query_norm=norm(attn.q_norm.weight) if normed else None,
+        key_norm=norm(attn.k_norm.weight) if normed else None,
         attention=attention,
-        output=packer.pack(attn.o_proj, has_bias=own.adds_biases),
-        mlp_norm=_floats(layer.post_attention_layernorm.weight),
-        gate_up=packer.pack(mlp.gate_proj, mlp.up_proj, gated=True),
-        down=packer.pack(mlp.down_proj, has_bias=own.adds_mlp_biases),
+        output=pack(attn.o_proj, has_bias=own.adds_biases),
+        mlp_norm=norm(layer.post_attention_layernorm.weight),
+        gate_up=pack(mlp.gate_proj, mlp.up_proj, gated=True),
+        down=pack(mlp.down_proj, has_bias=own.adds_mlp_biases),
     )
 
 

@@ -185,16 +185,20 @@ def check_paged_forward(
 
 
 def paged_logits(
-    forward: Forward, prompts: list[torch.Tensor], layout: KVLayout, backend: AttentionBackend
+    forward: Forward,
+    prompts: list[torch.Tensor],
+    layout: KVLayout,
+    backend: AttentionBackend,
+    steps: list[list[tuple[int, int, int]]] | None = None,
 ) -> list[torch.Tensor]:
-    """The logits of prompts of a model whose pool has its dtype, each prompt in one chunk."""
+    """The logits of prompts of a model whose pool has its dtype, in `steps` of `(row, start, end)`; None: in one."""
 
     def logits(token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         return forward.logits(forward.hidden_states(token_ids, positions, step))
 
-    whole = [[(row, 0, len(prompt)) for row, prompt in enumerate(prompts)]]
+    steps = steps or [[(row, 0, len(prompt)) for row, prompt in enumerate(prompts)]]
     by = backend if layout.stored is None else TorchBackend()
-    return _paged_logits(logits, prompts, replace(layout, stored=None), by, whole)
+    return _paged_logits(logits, prompts, replace(layout, stored=None), by, steps)
 
 
 class ForwardCheck:
@@ -243,13 +247,8 @@ class ForwardCheck:
         return self._error(self._logits(forward, layout, backend))
 
     def _logits(self, forward: Forward, layout: KVLayout, backend: AttentionBackend) -> list[torch.Tensor]:
-        def logits(token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
-            return forward.logits(forward.hidden_states(token_ids, positions, step))
-
-        exact = replace(layout, stored=None)
-        by = backend if layout.stored is None else TorchBackend()
         steps = _probe_steps([len(prompt) for prompt in self._prompts])
-        return _paged_logits(logits, self._prompts, exact, by, steps)
+        return paged_logits(forward, self._prompts, layout, backend, steps)
 
     def _error(self, found: list[torch.Tensor]) -> float:
         return _furthest(found, self._own) if found[0].shape[-1] else 0.0

@@ -1,10 +1,20 @@
-"""A linear layer's weight as integers with scales, as a checkpoint has it."""
+"""A linear layer's weight as integers with scales, unpacked from GPTQ, AWQ and compressed-tensors checkpoints.
+
+All three pack codes of 4 or 8 bits into 32-bit words, the first code in the lowest bits. They differ in the axis along
+which they pack, and AWQ in the order of the codes of a word. Codes and zero points are signed numbers here: half of the
+codes' range is subtracted from both where a format has unsigned ones.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+_WORD_BITS = 32
+_AWQ_BITS = 4
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ has the columns 0 to 7 of a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +46,45 @@ class IntegerWeight:
         if self.zeros is None:
             return (self.codes * scales).to(dtype)
         return ((self.codes - self.zeros.short()[groups].t()) * scales).to(dtype)
+
+
+def unpack_gptq(
+    weights: torch.Tensor, zeros: torch.Tensor, bits: int, *, zeros_less_one: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns codes `[num_out, num_in]` and zero points `[groups, num_out]` of `qweight`, which packs inputs, and
+    `qzeros`, which packs outputs.
+
+    `zeros_less_one`: the format's first version stores each zero point less one, and 0 as the largest code.
+    """
+    codes = _unpack_last(weights.t().contiguous(), bits)
+    points = _unpack_last(zeros, bits) + int(zeros_less_one)
+    return _signed(codes, bits), _signed(points & (2**bits - 1), bits)
+
+
+def unpack_awq(weights: torch.Tensor, zeros: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns codes `[num_out, num_in]` and zero points `[groups, num_out]` of `qweight` `[num_in, num_out / 8]` and
+    `qzeros` `[groups, num_out / 8]`."""
+    codes, points = (
+        _unpack_last(words, _AWQ_BITS).unflatten(1, (-1, len(_AWQ_ORDER)))[..., _AWQ_ORDER].flatten(1)
+        for words in (weights, zeros)
+    )
+    return _signed(codes.t().contiguous(), _AWQ_BITS), _signed(points, _AWQ_BITS)
+
+
+def unpack_compressed(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Returns `count` signed codes of each row: `weight_packed`, or `weight_zero_point` transposed."""
+    return _signed(_unpack_last(words, bits)[:, :count], bits)
+
+
+def _unpack_last(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The unsigned codes of 32-bit words, along the last axis: int16 `[rows, words * 32 / bits]`."""
+    # `contiguous` keeps odd strides of axes of length 1, which `view` refuses.
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if bits == _WORD_BITS // 4:
+        return octets.short()
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2).short()
+
+
+def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    half: int = 1 << bits - 1
+    return (codes - half).to(torch.int8)

@@ -10,9 +10,8 @@ import torch
 from safetensors import safe_open
 
 from kvrelay.engine.load.model_files import weight_files
-from kvrelay.engine.quantized.integer_weight import IntegerWeight
+from kvrelay.engine.quantized.integer_weight import IntegerWeight, unpack_awq, unpack_compressed, unpack_gptq
 from kvrelay.engine.quantized.stored_format import StoredFormat
-from kvrelay.engine.quantized.unpacking import unpack_awq, unpack_compressed, unpack_gptq
 from kvrelay.engine.run.attention import UnsupportedModel
 
 _PARTS = {

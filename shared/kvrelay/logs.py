@@ -110,26 +110,25 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats `time level logger: message name=value ...`, with the traceback below."""
+    """Formats `time level logger: message name=value ...`, with the traceback below. `fields` are the process's."""
 
     def __init__(self, fields: dict[str, str]) -> None:
         super().__init__()
         self._fields = fields
 
+    def fields_of(self, record: logging.LogRecord) -> dict[str, Any]:
+        """The fields of the process, or of the task, and of the record."""
+        return {**self._fields, **_fields_of_task.get(), **extra_fields(record)}
+
     def format(self, record: logging.LogRecord) -> str:
         """Returns one line, and more for a traceback."""
-        fields = {**self._fields, **_fields_of_task.get(), **extra_fields(record)}
-        suffix = "".join(f" {name}={value}" for name, value in fields.items())
+        suffix = "".join(f" {name}={value}" for name, value in self.fields_of(record).items())
         line = f"{_time(record)} {record.levelname:7} {record.name}: {record.getMessage()}{suffix}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(TextFormatter):
     """Formats an object with time (UTC), level, logger, message, extra fields, and the traceback as `exception`."""
-
-    def __init__(self, fields: dict[str, str]) -> None:
-        super().__init__()
-        self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns exactly one line."""
@@ -138,9 +137,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **self._fields,
-            **_fields_of_task.get(),
-            **extra_fields(record),
+            **self.fields_of(record),
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)

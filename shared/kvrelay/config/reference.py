@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from textwrap import fill
 
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
@@ -100,7 +101,14 @@ def _section(title: str, text: str, config_class: type[BaseModel], skip: frozens
     }
     lines = [f"## {title}", "", text, ""]
     for name, field in fields.items():
-        lines += [f"### {name}", "", *_wrapped(_sentence(field)), "", *_facts(name, field), ""]
+        lines += [
+            f"### {name}",
+            "",
+            _wrapped(_sentence(field)),
+            "",
+            *_facts(name, field),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -144,13 +152,8 @@ def _default(field: FieldInfo) -> str:
     return f"`{field.default:g}`" if isinstance(field.default, float) else f"`{field.default}`"
 
 
-def _wrapped(text: str) -> Sequence[str]:
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > WIDTH:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return lines
+def _wrapped(text: str) -> str:
+    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

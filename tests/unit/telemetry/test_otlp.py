@@ -82,7 +82,6 @@ def every_metric() -> MetricSamples:
 
 def test_the_console_shows_spans_and_metrics() -> None:
     """In a process of its own: the SDK's exporters take its standard output as it is when they are imported."""
-    pytest.importorskip("opentelemetry.sdk.trace.export")
     script = """
 import asyncio
 from kvrelay.telemetry.otlp import open_export
@@ -108,7 +107,6 @@ asyncio.run(main())
 
 
 def test_spans_arrive_as_they_were_recorded() -> None:
-    pytest.importorskip("opentelemetry.sdk.trace.export")
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -143,7 +141,6 @@ def test_spans_arrive_as_they_were_recorded() -> None:
 def test_the_standard_sampler_decides(
     monkeypatch: pytest.MonkeyPatch, sampler: str, root: bool, asked: bool, not_asked: bool
 ) -> None:
-    pytest.importorskip("opentelemetry.sdk.trace.export")
     if sampler:
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
     export = open_export("router", "r", {"OTEL_TRACES_EXPORTER": "console"})

@@ -1,6 +1,7 @@
 """Workers are killed and stopped at chosen moments of a load: every client's output is that of an undisturbed run.
 
-The model is real, in float32; half of the requests are greedy, the others seeded, and some search with beams.
+The model is real, in float32; half of the requests are greedy, the others seeded. Most are drafted, and some search
+with beams.
 """
 
 from __future__ import annotations
@@ -74,5 +75,8 @@ def test_a_worker_stands_still_for_longer_than_its_peers_wait(bench: Bench, name
         await bench.under_load(bench.load(), await bench.jobs(12, num_beam_searches=4), disturb)
         await stack.until_clean()
         assert await stack.incarnations() == old
+        totals = [worker["totals"] for worker in (await stack.workers()).values()]
+        drafted, accepted = (sum(each.get(f"{kind}_tokens", 0) for each in totals) for kind in ("drafted", "accepted"))
+        assert 0 < accepted < drafted
 
     bench.run(scenario())

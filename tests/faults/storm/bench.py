@@ -34,7 +34,8 @@ class Bench:
         return Load(urls, settings.request_timeout_s, self.stack.stood_still_s)
 
     def make_jobs(self, number: int, *, max_tokens: int = 250) -> list[Job]:
-        """Long prompts and long streams; with another salt at each call, so that no cache spares the work."""
+        """Long prompts and long streams, most of them drafted, which their references are not; with another salt at
+        each call, so that no cache spares the work."""
         self._round += 1
         return [_make_job(each, max_tokens, f"round {self._round}") for each in range(number)]
 
@@ -127,8 +128,9 @@ def _make_job(number: int, max_tokens: int, salt: str) -> Job:
         "return_token_ids": True,
         "stream": number % 4 != 3,
         "cache_salt": salt,
+        "speculation": ("ngram", "suffix", "off")[number % 3],
     }
     if number % 5 == 4:
         return Job(number, number, CHAT, body | {"messages": [{"role": "user", "content": "a boat " * 60}]})
-    prompt = rng.choices(range(4, 2048), k=rng.choice([40, 300, 700]))
+    prompt = rng.choices(range(4, 2048), k=rng.choice([8, 60, 140])) * 5  # for drafts
     return Job(number, number, COMPLETIONS, body | {"prompt": prompt})

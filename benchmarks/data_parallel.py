@@ -91,7 +91,7 @@ class Rank:
         if variant.max_delay_passes:
             settings = DelayerSettings(MAX_RUNNING, variant.max_delay_passes, 1.0)
             clock = asyncio.get_running_loop().time
-            self.loop.delayer = self.scheduler.prefill_gate = PrefillDelayer(settings, clock)
+            self.loop.delayer = self.scheduler.admission.prefill_gate = PrefillDelayer(settings, clock)
         group.join(NOBODY, lambda peer, body: None, self.loop.woken)
         self.requests: dict[str, Request] = {}
         self.num_open_tokens = 0

@@ -79,7 +79,7 @@ class DecodeRole:
                 queues[request.handoff.state.value] += 1
         scheduler = self._context.scheduler
         return queues | {
-            "waiting": len(scheduler.waiting) - scheduler.num_pending_handoffs,
+            "waiting": len(scheduler.waiting) - scheduler.waiting.num_remote,
             "swapped": scheduler.swap_use.num_sequences,
             "running": len(scheduler.running),
             "queued_tokens": sum(each.num_tokens for each in scheduler.waiting if each.remote is None),

@@ -22,7 +22,6 @@ from kvrelay.scheduling.memory.swapping import SwapUse
 from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
-from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
@@ -47,13 +46,13 @@ class Scheduler:
         self.waiting = self.lifecycle.waiting
         self.chunks = policy.make_chunks(limits, settings)
         self.preemptor = Preemptor(self.lifecycle, settings.retraction)
-        self._admission = SequenceAdmission(
+        self.admission = SequenceAdmission(
             self.lifecycle,
             self.chunks,
             decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
         self._planner = StepPlanner(
-            self.lifecycle, self._admission, self.preemptor, self.chunks, num_stages=settings.num_stages
+            self.lifecycle, self.admission, self.preemptor, self.chunks, num_stages=settings.num_stages
         )
         self._commit = StepCommit(self.lifecycle)
         self._step = 0
@@ -195,8 +194,8 @@ class Scheduler:
         swaps = self.lifecycle.swaps.seal(builder)
         jumping = self.lifecycle.forced.jumping
         plan = builder.finish(self._step, swaps, copies, self.lifecycle.remote.take_reservations(), jumping)
-        if self.prefill_gate is not None:
-            self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(builder.returning))
+        if self.admission.prefill_gate is not None:
+            self.admission.prefill_gate.passed(len(self.running), len(plan.admitted) - len(builder.returning))
         for row in plan.rows:
             sequence = row.sequence
             sequence.num_planned += row.num_tokens
@@ -266,38 +265,9 @@ class Scheduler:
         self.lifecycle.speculator.calibrate(cost)
 
     @property
-    def prefill_gate(self) -> PrefillDelayer | None:
-        """Asked in each pass with a prompt to admit."""
-        return self._admission.prefill_gate
-
-    @prefill_gate.setter
-    def prefill_gate(self, gate: PrefillDelayer | None) -> None:
-        self._admission.prefill_gate = gate
-
-    @property
-    def may_admit_prompt(self) -> bool:
-        """Returns whether the next sequence of the queue is a prompt, and a slot is free for it."""
-        return self._admission.may_admit_prompt
-
-    @property
     def num_preemptions(self) -> int:
         """Number of preemptions since the start."""
         return self.preemptor.num_preemptions
-
-    @property
-    def num_pending_handoffs(self) -> int:
-        """Number of waiting sequences whose KV comes from another worker."""
-        return self.waiting.num_remote
-
-    @property
-    def num_headroom_blocks(self) -> int:
-        """Number of blocks that admission leaves free, see `SequenceLifecycle`. O(running) unless off."""
-        return self.lifecycle.num_headroom_blocks
-
-    @property
-    def num_slots(self) -> int:
-        """Number of running sequences, with those that capacity is reserved for."""
-        return self.lifecycle.num_slots
 
     @property
     def swap_use(self) -> SwapUse:

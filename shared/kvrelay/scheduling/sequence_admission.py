@@ -26,6 +26,7 @@ class SequenceAdmission:
 
     def __init__(self, lifecycle: SequenceLifecycle, chunks: Chunks, *, decodes_beside_prompts: bool) -> None:
         self.prefill_gate: PrefillDelayer | None = None
+        """Asked in each pass with a prompt to admit."""
         self._lifecycle = lifecycle
         self._limits = lifecycle.limits
         self._blocks = lifecycle.blocks

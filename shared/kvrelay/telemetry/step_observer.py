@@ -233,7 +233,7 @@ def _step_record(
         num_decode_tokens=plan.num_decode_tokens,
         num_chunks=num_chunks,
         num_decodes=len(plan.rows) - num_chunks,
-        num_waiting=len(scheduler.waiting) - scheduler.num_pending_handoffs,
+        num_waiting=len(scheduler.waiting) - scheduler.waiting.num_remote,
         num_running=len(scheduler.running),
         num_preempted=len(plan.preempted),
         num_recomputed=len(plan.recomputed),

@@ -81,7 +81,7 @@ class LockstepLoop(StepLoop):
         if self.delayer is None:
             return NO_LOAD
         scheduler = self.scheduler
-        return self.delayer.load(len(scheduler.running), prefillable=scheduler.may_admit_prompt)
+        return self.delayer.load(len(scheduler.running), prefillable=scheduler.admission.may_admit_prompt)
 
     async def _run_pass(self, callbacks: StepCallbacks) -> None:
         step = self._plan(callbacks)

@@ -100,7 +100,7 @@ class WorkerStartup:
             await asyncio.to_thread(calibrate, scheduler, runner, config.token_budget)
         observer = StepObserver(config.role, self.recent, self.tracer, factory.open_metrics_file(config))
         context = self._make_context(runner, scheduler, observer)
-        delayer = scheduler.prefill_gate = factory.make_delayer(config)
+        delayer = scheduler.admission.prefill_gate = factory.make_delayer(config)
         if isinstance(context.steps, LockstepLoop):
             context.steps.delayer = delayer
             messenger = context.messenger

@@ -220,7 +220,7 @@ class StepLoop:
 
     async def _wait_for_the_gate(self) -> None:
         """Prompts are held back and there is nothing else to do. Waits for an event or the end of the longest delay."""
-        gate = self.scheduler.prefill_gate
+        gate = self.scheduler.admission.prefill_gate
         remaining_delay_s = math.inf if gate is None else gate.remaining_delay_s()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), None if math.isinf(remaining_delay_s) else remaining_delay_s)

@@ -223,7 +223,7 @@ class Bench:
         if not copying:
             self.scheduler.lifecycle.swaps.check_integrity()
         running = list(self.scheduler.running.values())
-        assert self.scheduler.num_slots <= self.scheduler.limits.max_running
+        assert self.scheduler.lifecycle.num_slots <= self.scheduler.limits.max_running
         holders = {s for s in [*running, *self.sequences] if s.num_planned} | set(
             running
         )  # ended ones, until they land

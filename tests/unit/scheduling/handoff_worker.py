@@ -146,7 +146,7 @@ class HandoffWorker:
         assert self.bench.pool.num_available == self.bench.pool.num_blocks
         assert not self.scheduler.lifecycle.in_progress
         self.scheduler.schedule()  # a pass drops the capacity of groups that are gone
-        assert self.scheduler.num_slots == self.scheduler.num_headroom_blocks == 0
+        assert self.scheduler.lifecycle.num_slots == self.scheduler.lifecycle.num_headroom_blocks == 0
 
     @property
     def somebody_moves(self) -> bool:
@@ -182,8 +182,8 @@ class HandoffWorker:
         pool.check_integrity()
         receiving = [s for s in self.open if s.state is SequenceState.WAITING_FOR_REMOTE_KV]
         assert set(receiving) == set(self.lands_at) == set(scheduler.lifecycle.remote.receiving.values())
-        assert scheduler.num_slots >= len(scheduler.running) + len(receiving)
-        assert scheduler.num_slots <= scheduler.limits.max_running
+        assert scheduler.lifecycle.num_slots >= len(scheduler.running) + len(receiving)
+        assert scheduler.lifecycle.num_slots <= scheduler.limits.max_running
         for state, sequences in ((BlockState.RESERVED, receiving), (BlockState.QUARANTINED, list(self.quarantined))):
             expected = {block for sequence in sequences for block in sequence.table.ids.tolist()}
             assert expected == {block for block in range(pool.num_blocks) if pool.num_holds(block, state)}

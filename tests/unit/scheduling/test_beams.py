@@ -153,7 +153,7 @@ class World:
         self.pool.check_integrity()
         self.scheduler.waiting.check_integrity()
         running = self.scheduler.running
-        assert len(running) <= self.scheduler.num_slots <= self.scheduler.limits.max_running
+        assert len(running) <= self.scheduler.lifecycle.num_slots <= self.scheduler.limits.max_running
         for leader in {s.fork_of for s in [*running.values(), *self.scheduler.waiting]} - {None}:
             assert leader is not None
             forks = self.scheduler.lifecycle.forks_of(leader)

@@ -284,4 +284,5 @@ def test_all_prompts_read_their_own_kv_and_end(
             )
     assert bench.pool.num_available == num_blocks
     assert not bench.scheduler.lifecycle.in_progress
+    assert not bench.blocks.tails.computing and not bench.blocks.tails._ends
     assert not len(bench.blocks.copies)

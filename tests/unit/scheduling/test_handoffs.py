@@ -241,7 +241,7 @@ def test_blocks_that_are_reserved_for_samples_to_come_are_nobody_elses() -> None
     worker = HandoffWorker(num_blocks=12, max_running=8, cache=True)
     worker.handoff(9, "group", 3, max_tokens=4)
     worker.reserve()
-    assert worker.scheduler.num_headroom_blocks == 3
+    assert worker.scheduler.lifecycle.num_headroom_blocks == 3
     local = worker.local(25)
     worker.scheduler.schedule()
     assert local.state is SequenceState.WAITING
@@ -311,7 +311,7 @@ def test_samples_that_are_admitted_out_of_their_order_reserve_for_nobody_who_is_
     assert not worker.reserve(), "three places are free, and the group is admitted as a whole"
     worker.cancel(0)
     assert set(worker.reserve()) == set(samples)
-    assert worker.scheduler.num_slots == 4
+    assert worker.scheduler.lifecycle.num_slots == 4
     worker.run()
 
 

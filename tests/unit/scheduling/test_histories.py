@@ -61,7 +61,7 @@ class History:
 
     def arrive_one(self, prompt: list[int], max_tokens: int, priority: int, kind: str, sample: Sample | None) -> None:
         if kind == "adopted":
-            if self.bench.scheduler.num_slots < self.bench.scheduler.limits.max_running:
+            if self.bench.scheduler.lifecycle.num_slots < self.bench.scheduler.limits.max_running:
                 sequence = self.bench.adopt(prompt, max_tokens + 2, sample)
                 if sequence is not None:
                     self.expected[sequence.key] = (sequence, len(prompt) + max_tokens + 2)

@@ -66,7 +66,7 @@ def test_alone_prompts_wait_for_room_for_a_batch_of_them() -> None:
     bench = Bench(num_blocks=64, token_budget=64, max_running=MAX_RUNNING)
     now = iter(range(1000))
     delayer = PrefillDelayer(DelayerSettings(MAX_RUNNING), lambda: float(next(now)))
-    bench.scheduler.prefill_gate = delayer
+    bench.scheduler.admission.prefill_gate = delayer
     for max_tokens in (3, 6, 9):
         bench.add([1, 2, 3], max_tokens)
     assert len(bench.step()[0].admitted) == 3
@@ -86,13 +86,13 @@ def test_alone_prompts_wait_for_room_for_a_batch_of_them() -> None:
 
 def test_allowed_and_yet_nothing_ran() -> None:
     bench = Bench(num_blocks=2, token_budget=64, max_running=MAX_RUNNING, cache=False)
-    bench.scheduler.prefill_gate = delayer = PrefillDelayer(DelayerSettings(MAX_RUNNING))
+    bench.scheduler.admission.prefill_gate = delayer = PrefillDelayer(DelayerSettings(MAX_RUNNING))
     bench.add([1] * 7, 1)
     bench.add([2] * 7, 1)
     bench.scheduler.schedule()
     assert (delayer.totals.num_ran, delayer.totals.num_idle) == (1, 0)
     other = Bench(num_blocks=2, token_budget=64, max_running=MAX_RUNNING, cache=False)
-    other.scheduler.prefill_gate = delayer = PrefillDelayer(DelayerSettings(MAX_RUNNING))
+    other.scheduler.admission.prefill_gate = delayer = PrefillDelayer(DelayerSettings(MAX_RUNNING))
     other.add([1] * 5, 2)
     other.step()
     other.add([2] * 7, 1)
@@ -163,7 +163,7 @@ def run_group(num_ranks: int, seed: int, max_delay_passes: int | None) -> Ran:
     if max_delay_passes is not None:
         delayers = [PrefillDelayer(DelayerSettings(8, max_delay_passes)) for _ in benches]
         for bench, delayer in zip(benches, delayers, strict=True):
-            bench.scheduler.prefill_gate = delayer
+            bench.scheduler.admission.prefill_gate = delayer
     arrivals = [sorted(rng.choices(range(200), k=30)) for _ in benches]
     waits = [0] * num_ranks
     number = 0
@@ -173,7 +173,7 @@ def run_group(num_ranks: int, seed: int, max_delay_passes: int | None) -> Ran:
                 del due[0]
                 bench.add([1 + rng.randrange(7)] * rng.randint(4, 30), rng.randint(2, 40))
         loads = [
-            delayer.load(len(bench.scheduler.running), prefillable=bench.scheduler.may_admit_prompt)
+            delayer.load(len(bench.scheduler.running), prefillable=bench.scheduler.admission.may_admit_prompt)
             for bench, delayer in zip(benches, delayers, strict=bool(delayers))
         ]
         for rank, delayer in enumerate(delayers):
@@ -214,7 +214,7 @@ def test_a_bound_of_one_pass_is_no_delay() -> None:
 def test_what_was_delayed_behind_a_step_is_asked_again_after_it() -> None:
     """All that ran ended in the step in flight: the pass behind it was decided while they still counted."""
     bench = Bench(num_blocks=64, token_budget=64, max_running=3)
-    bench.scheduler.prefill_gate = delayer = PrefillDelayer(DelayerSettings(3))
+    bench.scheduler.admission.prefill_gate = delayer = PrefillDelayer(DelayerSettings(3))
     delayer._state = DelayerState(has_let_through=True)
     for _ in range(2):
         bench.add([1, 2, 3], 2)

@@ -42,7 +42,7 @@ def step(world: World, groups: list[list[Sequence]]) -> StepPlan:
     others_ran = [any(s not in group for s in scheduler.running.values()) for group in groups]
     plan = world.step()
     assert plan.has_work or plan.preempted or not scheduler.has_work, plan.held_back
-    assert scheduler.num_slots <= scheduler.limits.max_running
+    assert scheduler.lifecycle.num_slots <= scheduler.limits.max_running
     passed = [s for s in plan.admitted if s not in reserved]
     assert not passed or ready <= set(plan.admitted), "somebody else was admitted before those that had room set aside"
     for group, others in zip(groups, others_ran, strict=True):
@@ -124,7 +124,7 @@ def test_nobody_else_gets_the_room_that_is_set_aside() -> None:
     group = samples(world, 1, [2] * 12, 4, 4)
     world.step()
     assert [s.state for s in group] == [SequenceState.RUNNING] + [SequenceState.WAITING] * 3
-    assert world.scheduler.num_slots == 4
+    assert world.scheduler.lifecycle.num_slots == 4
     late = world.add([3] * 24, Sampling(temperature=0.0, max_tokens=4, ignore_eos=True))
     assert world.pool.num_available >= 6, "it would fit"
     for _ in range(3):
@@ -190,5 +190,5 @@ def test_a_sample_that_is_aborted_while_room_is_set_aside_gives_it_back() -> Non
     world.step()
     for sample in group[1:]:
         assert world.scheduler.abort(sample.key)
-    assert (world.scheduler.num_slots, world.scheduler.num_headroom_blocks) == (1, 0)
+    assert (world.scheduler.lifecycle.num_slots, world.scheduler.lifecycle.num_headroom_blocks) == (1, 0)
     world.run()

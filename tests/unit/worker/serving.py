@@ -278,6 +278,8 @@ def serve(service: Service) -> Service:
     assert service.runner.num_sequences == 0, "sampler state was left behind"
     assert not service.scheduler.lifecycle.in_progress
     assert service.scheduler.swap_use.num_used_slots == 0
+    forced = service.scheduler.lifecycle.forced
+    assert not forced.jumping and not forced.unsettled, "records of sequences were left behind"
     return service
 
 

@@ -63,7 +63,7 @@ class Rank:
         scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), SchedulerSettings())
         self.pool, self.runner, self.scheduler = pool, runner, scheduler
         self.loop = LockstepLoop(runner, scheduler, group=group)
-        self.loop.delayer = scheduler.prefill_gate = delayer
+        self.loop.delayer = scheduler.admission.prefill_gate = delayer
         group.join(ME, lambda peer, body: None, self.loop.woken)
         self.output: dict[str, list[int]] = {}
         self.finished: set[str] = set()

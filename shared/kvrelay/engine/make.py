@@ -28,9 +28,7 @@ from kvrelay.step.batch import ModelSpec
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_MEMORY_BYTES = 2 * 2**30
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
-"""A worker's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +48,12 @@ def make_runner(
     kv_cache_dtype: str = "auto",
     block_size: int = 16,
     num_blocks: int | None = None,
-    memory_bytes: int = _DEFAULT_MEMORY_BYTES,
+    memory_bytes: int = DEFAULT_KV_MEMORY_BYTES,
     size_pool: PoolSizing | None = None,
     swap_bytes: int | None = 0,
     max_model_len: int | None = None,
     device: str | torch.device = "cpu",
     num_threads: int | None = None,
-    name: str | None = None,
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
     graphs: GraphSettings | None = None,
@@ -106,7 +103,7 @@ def make_runner(
         num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
     num_slots = ranks.least(num_slots)  # stages may have blocks of unequal size
     with ranks.in_agreement():
-        runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
+        runner = TransformersRunner(loaded, num_blocks, num_swap_slots=num_slots, with_scratch=graphs is not None)
     _warn_of_cut(source.max_model_len, runner.spec)
     if graphs is not None:
         runner.try_graphs(graphs)

@@ -40,6 +40,7 @@ from kvrelay.engine.load.causal_model import load_model, make_dummy
 from kvrelay.engine.load.model_files import fingerprint
 from kvrelay.engine.load.model_source import open_source, resolve_dtype
 from kvrelay.engine.load.probe import _check_mask
+from kvrelay.engine.load.support import resolve_max_model_len
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.run.attention import UnsupportedModel, _paged_attention_forward
 from kvrelay.engine.run.transformers_runner import TransformersRunner
@@ -216,8 +217,9 @@ def test_auto_is_the_checkpoints_dtype_where_the_cpu_has_it(
 
 
 def test_the_spec_says_what_the_services_need(model_dir: Callable[[str], Path]) -> None:
-    spec = make_runner(str(model_dir("gemma")), num_blocks=7, block_size=8, name="tiny").spec
-    assert (spec.name, spec.vocab_size, spec.eos_token_ids) == ("tiny", 320, (256,))
+    name = str(model_dir("gemma"))
+    spec = make_runner(name, num_blocks=7, block_size=8).spec
+    assert (spec.name, spec.vocab_size, spec.eos_token_ids) == (name, 320, (256,))
     assert spec.max_model_len == 7 * 8  # what the pool holds, if the model could do more
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 1, 32)
     assert (spec.block_size, spec.num_blocks, spec.dtype) == (8, 7, "float32")
@@ -289,3 +291,23 @@ def test_fingerprints_tell_models_layouts_and_tokenizers_apart(
     monkeypatch.setattr("kvrelay.engine.load.model_files._WHOLE_BYTES", 0)
     seen |= {fingerprint(original, layout), fingerprint(copy, layout)}
     assert len(seen) == 8
+
+
+def test_a_length_beyond_the_models_positions_is_cut_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    config = LlamaConfig(max_position_embeddings=512)
+    assert resolve_max_model_len(config, 512) == 512
+    assert caplog.messages == []
+    assert resolve_max_model_len(config, 600) == 512
+    assert caplog.messages == ["max_model_len is cut from 600 to 512 tokens, the model's max_position_embeddings"]
+
+
+def test_a_length_beyond_the_pool_is_cut_and_reported(
+    model_dir: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = str(model_dir("llama"))
+    assert make_runner(model, num_blocks=128, num_threads=1).spec.max_model_len == 2048
+    assert not [message for message in caplog.messages if "is cut" in message]
+    assert make_runner(model, num_blocks=10, num_threads=1).spec.max_model_len == 160
+    (message,) = [message for message in caplog.messages if "is cut" in message]
+    assert message.startswith("max_model_len is cut from 2048 to 160 tokens, which the pool's 10 blocks of 16 hold")
+    assert "raise kv_memory_bytes" in message

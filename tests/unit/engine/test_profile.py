@@ -22,31 +22,27 @@ from tests.tiny_models import build_model
 MIB = 2**20
 
 
+PROFILE = MemoryProfile(total=1000 * MIB, resting=300 * MIB, step=100 * MIB)
+
+
 def test_the_numbers_add_up() -> None:
-    profile = MemoryProfile(total=1000 * MIB, resting=300 * MIB, step=100 * MIB)
-    assert profile.pool_bytes(0.5) == 100 * MIB
-    assert profile.num_blocks(0.5, block_bytes=MIB, least=10) == 100
+    assert PROFILE.pool_bytes(0.5) == 100 * MIB
+    assert PROFILE.num_blocks(0.5, MIB, 10) == 100
+    assert PROFILE.num_blocks(0.5, MIB, 10, swap_bytes=30 * MIB) == 70
+    assert PROFILE.num_blocks(0.5, MIB, 10, swap_bytes=None) == 80  # and a quarter of it beside
 
 
-def test_the_swap_space_is_part_of_the_share() -> None:
-    profile = MemoryProfile(total=1000 * MIB, resting=300 * MIB, step=100 * MIB)
-    assert profile.num_blocks(0.5, block_bytes=MIB, least=10, swap_bytes=30 * MIB) == 70
-    assert profile.num_blocks(0.5, block_bytes=MIB, least=10, swap_bytes=None) == 80  # and a quarter of it beside
-    with pytest.raises(PoolDoesNotFit, match="the swap space 95 MiB, which leaves 5 MiB"):
-        profile.num_blocks(0.5, block_bytes=MIB, least=10, swap_bytes=95 * MIB)
-
-
-def test_a_share_below_what_the_process_takes_says_by_how_much() -> None:
-    profile = MemoryProfile(total=1000 << 20, resting=400 << 20, step=100 << 20)
-    message = "is 300 MiB too much and leaves nothing for a pool that takes at least 2 MiB .* Raise memory_utilization"
+@pytest.mark.parametrize(
+    ("share", "swap_bytes", "message"),
+    [
+        (0.5, 95 * MIB, "the swap space 95 MiB, which leaves 5 MiB"),
+        (0.1, 0, "is 300 MiB too much and leaves nothing for a pool that takes at least 20 MiB .* Raise memory_util"),
+        (0.41, 0, r"0\.41 of 1000 MiB is 410 MiB.*300 MiB.*100 MiB.*leaves 10 MiB.*20 MiB"),
+    ],
+)
+def test_a_share_that_is_too_small_is_refused_with_the_numbers(share: float, swap_bytes: int, message: str) -> None:
     with pytest.raises(PoolDoesNotFit, match=message):
-        profile.num_blocks(0.2, 1 << 20, 2)
-
-
-def test_a_share_that_is_too_small_is_refused_with_the_numbers() -> None:
-    profile = MemoryProfile(total=1000 * MIB, resting=300 * MIB, step=100 * MIB)
-    with pytest.raises(PoolDoesNotFit, match=r"0\.41 of 1000 MiB is 410 MiB.*300 MiB.*100 MiB.*leaves 10 MiB.*20 MiB"):
-        profile.num_blocks(0.41, block_bytes=MIB, least=20)
+        PROFILE.num_blocks(share, MIB, 20, swap_bytes=swap_bytes)
 
 
 class HungryRunner(HashRunner):

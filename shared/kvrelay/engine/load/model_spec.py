@@ -10,7 +10,7 @@ from kvrelay.step.batch import ModelSpec
 from kvrelay.tokenizer_identity import identity_of_file
 
 
-def spec_of(model: CausalModel, name: str, num_blocks: int, num_swap_slots: int, swap_block_s: float) -> ModelSpec:
+def spec_of(model: CausalModel, num_blocks: int, num_swap_slots: int, swap_block_s: float) -> ModelSpec:
     """Returns the spec of a model with a pool of `num_blocks`. `swap_block_s`: seconds that copying a block to the host
     takes."""
     layout, source = model.layout, model.source
@@ -18,7 +18,7 @@ def spec_of(model: CausalModel, name: str, num_blocks: int, num_swap_slots: int,
     num_stages = 1 if model.part.stage is None else model.part.stage.num_stages
     identity = fingerprint(path, model.whole_layout, source.weights_salt)
     return ModelSpec(
-        name=name,
+        name=source.name,
         vocab_size=model.vocab_size,
         max_model_len=min(source.max_model_len, num_blocks * layout.block_size),
         eos_token_ids=model.eos_token_ids,

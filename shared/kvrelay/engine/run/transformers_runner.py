@@ -47,15 +47,12 @@ class TransformersRunner:
         self,
         model: CausalModel,
         num_blocks: int,
-        name: str | None = None,
         *,
         num_swap_slots: int = 0,
         with_scratch: bool = False,
         launches_ahead: bool | None = None,
     ) -> None:
-        """`name` is the model's name in the spec; by default its path or hub name.
-
-        `with_scratch`: the pool has one more block, for CUDA graphs. `launches_ahead`: see `ModelRunner`; None:
+        """`with_scratch`: the pool has one more block, for CUDA graphs. `launches_ahead`: see `ModelRunner`; None:
         only on GPUs, because on a CPU a step is computed when its launch returns, and with the model in one process.
         """
         layout, source = model.layout, model.source
@@ -75,7 +72,7 @@ class TransformersRunner:
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
         self._scored = ScoredPrompts(self._lock)
         self._lockstep = Lockstep() if model.is_divided else None
-        self._spec = spec_of(model, name or source.name, num_blocks, num_swap_slots, self._host.measure())
+        self._spec = spec_of(model, num_blocks, num_swap_slots, self._host.measure())
         self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
 
     @property

@@ -218,11 +218,8 @@ def test_a_second_one_that_would_share_the_logs_is_refused(tmp_path: Path) -> No
     ("flags", "message"),
     [
         (["--token-budget=0"], "--token-budget = '0': must be a whole number, 1 to 1048576"),
-        (["--prefill", "-1"], "--prefill = '-1'"),
         (["--decode=0"], "--decode = '0'"),
         (["--max-attempts=x"], "--max-attempts = 'x'"),
-        (["--dtype=float64"], "--dtype = 'float64': must be one of auto, float32, bfloat16"),
-        (["--block-size=12"], "--block-size = '12': must be a power of two"),
         (["--max-running=1000"], "max_running (1000) must be at most token_budget (512)"),
         (["--model=/no/such/model"], "there is no directory /no/such/model"),
         (["--model=/"], "/ is not a model directory: it has no config.json"),

@@ -23,8 +23,8 @@ from tests.fakes.waiting import PATIENCE_S
 
 LONGEST_HOLD_S = 0.05
 """On a machine as fast as the reference. Slices are meant to take 5 ms; this is what no single step may exceed."""
-LONGEST_PARSE_S = 0.25
-"""What parsing the largest body may take, which is done at once."""
+LONGEST_PARSE_S = 0.35
+"""What parsing and checking a body may take, which is done at once. Four million ids of one digit take longest."""
 LONGEST_ANSWER_S = 1.5
 """What writing the log-probabilities of an answer may take: 20 alternatives for each of 16,000 tokens at once."""
 ATTEMPTS = 3
@@ -87,26 +87,17 @@ INPUTS: dict[str, Case] = {
     "a long text": (COMPLETION, lambda: body_of(prompt=TEXT * 30_000, max_tokens=1), 200),
     "a list of ids": (COMPLETION, lambda: body_of(prompt=IDS * 200, max_tokens=1), 200),
     "too many ids": (COMPLETION, lambda: repeated(b'"prompt":[', b"7", b"]}"), 400),
-    "many long lists of ids": (
-        COMPLETION,
-        lambda: repeated(b'"max_tokens":1,"prompt":[', b"[" + b",".join([b"7"] * (1 << 16)) + b"]", b"]}"),
-        200,
-    ),
     "a text and many long lists of ids": (
         COMPLETION,
         lambda: repeated(b'"max_tokens":1,"prompt":["x",', b"[" + b",".join([b"7"] * (1 << 16)) + b"]", b"]}"),
         200,
     ),
-    "ids and one text": (COMPLETION, lambda: repeated(b'"prompt":[', b"7", b',"x"]}'), 400),
-    "a thousand lists of ids": (COMPLETION, lambda: body_of(prompt=[IDS[:1500]] * 1024, max_tokens=1), 200),
-    "empty lists": (COMPLETION, lambda: repeated(b'"prompt":[', b"[]", b"]}", MAX_PARTS - 8), 400),
     "too many lists": (COMPLETION, lambda: repeated(b'"prompt":[', b"[]", b"]}"), 400),
     "a thousand prompts": (COMPLETION, lambda: body_of(prompt=["An otter"] * 1024, max_tokens=1), 200),
     "a thousand streams": (COMPLETION, lambda: body_of(prompt=["An otter"] * 1024, max_tokens=1, stream=True), 200),
     "too many prompts": (COMPLETION, lambda: repeated(b'"prompt":[', b'"x"', b"]}", MAX_PARTS - 8), 400),
     "stop strings": (COMPLETION, lambda: repeated(b'"prompt":"x","stop":[', b'"x"', b"]}", NUM_OBJECTS), 400),
     "stop tokens": (COMPLETION, lambda: repeated(b'"prompt":"x","stop_token_ids":[', b"1", b"]}"), 400),
-    "stop tokens that are none": (COMPLETION, lambda: repeated(b'"prompt":"x","stop_token_ids":[', b"-1", b"]}"), 400),
     "biases": (COMPLETION, lambda: body_of(prompt="x", logit_bias={str(n): 1 for n in range(400_000)}), 400),
     "biases of many prompts": (
         COMPLETION,
@@ -156,14 +147,7 @@ INPUTS: dict[str, Case] = {
     "repetitions": (COMPLETION, lambda: body_of(prompt="x", guided_regex="((((a{99}){99}){99}){99}){99}"), 400),
     "brackets": (COMPLETION, lambda: b'{"model":' + b"[" * (BODY_BYTES - 20), 400),
     "a list": (COMPLETION, lambda: b"[" + b"{}," * (MAX_PARTS - 8) + b"{}]", 400),
-    "keys": (COMPLETION, lambda: body_of(**{str(n): 1 for n in range(400_000)}), 400),
     "a schema": (CHAT, lambda: repeated(USER + b'"x"}],' + SCHEMA, b'"x"', b"]}}}}", NUM_OBJECTS), 400),
-    "a schema as text": (COMPLETION, lambda: body_of(prompt="x", guided_json="[" + "{}," * 2_000_000 + "{}]"), 400),
-    "choices to choose from": (
-        COMPLETION,
-        lambda: repeated(b'"prompt":"x","guided_choice":[', b'"x"', b"]}", NUM_OBJECTS),
-        400,
-    ),
     "a long message": (CHAT, lambda: body_of(messages=[{"role": "user", "content": TEXT * 30_000}], max_tokens=1), 200),
     "messages": (CHAT, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}", MAX_MESSAGES), 200),
     "many conversations": (
@@ -173,21 +157,8 @@ INPUTS: dict[str, Case] = {
         ),
         200,
     ),
-    "conversations beside a large schema": (
-        BATCH,
-        lambda: repeated(
-            b'"messages":[' + b",".join([b"[" + MESSAGE + b"]"] * 1024) + b"]," + SCHEMA, b'"x"', b"]}}}}", NUM_OBJECTS
-        ),
-        400,
-    ),
     "too many messages": (CHAT, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}"), 400),
-    "empty messages": (CHAT, lambda: repeated(b'"messages":[', b"{}", b"]}", MAX_PARTS - 8), 400),
     "text parts": (CHAT, lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", MAX_TEXT_PARTS), 200),
-    "too many text parts": (
-        CHAT,
-        lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", NUM_OBJECTS),
-        400,
-    ),
     "too many tools": (
         CHAT,
         lambda: repeated(USER + b'"x"}],"tool_choice":"none","tools":[', TOOL, b"]}", NUM_OBJECTS // 4),
@@ -205,11 +176,6 @@ INPUTS: dict[str, Case] = {
         200,
     ),
     "choices behind a text": (SELECT, lambda: body_of(prompt=TEXT * 250, choices=[f" {n}." for n in range(1024)]), 200),
-    "choices behind two texts": (
-        SELECT,
-        lambda: body_of(prompt="x", choices=[f" {n}." for n in range(1024)], normalization="unconditional"),
-        200,
-    ),
     "long choices": (SELECT, lambda: body_of(prompt="x", choices=[f"{n}{TEXT * 250}" for n in range(1024)]), 200),
     "choices that begin alike": (
         SELECT,
@@ -221,17 +187,14 @@ INPUTS: dict[str, Case] = {
         lambda: body_of(messages=[{"role": "user", "content": TEXT * 250}], choices=[f" {n}." for n in range(1024)]),
         200,
     ),
-    "too many choices": (SELECT, lambda: repeated(b'"prompt":"x","choices":[', b'"x"', b"]}", NUM_OBJECTS), 400),
     "choices behind a text that is too long": (
         SELECT,
         lambda: body_of(prompt=TEXT * 30_000, choices=["a"] * 1024),
         400,
     ),
     "tokenize": ("/tokenize", lambda: body_of(prompt=TEXT * 30_000), 200),
-    "tokenize to strings": ("/tokenize", lambda: body_of(prompt=TEXT * 30_000, return_token_strs=True), 200),
     "tokenize messages": ("/tokenize", lambda: repeated(b'"messages":[', MESSAGE, b"]}", MAX_MESSAGES), 200),
     "detokenize": ("/detokenize", lambda: repeated(b'"tokens":[', b"260", b"]}"), 200),
-    "detokenize what are no ids": ("/detokenize", lambda: repeated(b'"tokens":[', b"-1", b"]}"), 400),
     "turns of one role": (MESSAGES, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}", NUM_OBJECTS), 400),
     "content blocks": (
         MESSAGES,
@@ -243,23 +206,18 @@ INPUTS: dict[str, Case] = {
         lambda: repeated(USER + b'"x"}],"tools":[', b'{"name":"f","input_schema":{}}', b"]}", NUM_OBJECTS // 2),
         400,
     ),
-    "system blocks": (
-        MESSAGES,
-        lambda: repeated(USER + b'"x"}],"system":[', b'{"type":"text","text":"x"}', b"]}", NUM_OBJECTS),
-        400,
-    ),
     "counted content blocks": (
         COUNT,
         lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", MAX_TEXT_PARTS),
         200,
     ),
-    "tokens of a chat": (CHAT, lambda: repeated(b'"prompt_token_ids":[', b"7", b"]}"), 400),
-    "input items": (RESPONSES, lambda: repeated(b'"max_output_tokens":1,"input":[', MESSAGE, b"]}", MAX_MESSAGES), 200),
     "input items to count": (
         f"{RESPONSES}/input_tokens",
         lambda: repeated(b'"input":[', MESSAGE, b"]}", MAX_MESSAGES),
         200,
     ),
+    "tokens of a chat": (CHAT, lambda: repeated(b'"prompt_token_ids":[', b"7", b"]}"), 400),
+    "input items": (RESPONSES, lambda: repeated(b'"max_output_tokens":1,"input":[', MESSAGE, b"]}", MAX_MESSAGES), 200),
     "content parts of an item": (
         RESPONSES,
         lambda: repeated(
@@ -273,7 +231,6 @@ INPUTS: dict[str, Case] = {
         400,
     ),
     "an invocation": ("/invocations", lambda: body_of(prompt=TEXT * 30_000, max_tokens=1), 200),
-    "an unknown path": ("/x", lambda: repeated(b'"tokens":[', b"1", b"]}"), 404),
 }
 
 

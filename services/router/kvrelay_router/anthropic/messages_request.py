@@ -10,7 +10,6 @@ from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.generation_fields import Flag, Stop
 from kvrelay.text.request.other_fields import COMMON, extension_fields, refuse_unsupported
 from kvrelay.text.request.parsing import RequestModel
-from kvrelay_router.openai.tool_fields import MAX_TOOLS
 
 FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")
 """The fields of a message, by those of the chat completion that it is converted to, if they differ."""
@@ -114,8 +113,6 @@ def tool_fields(request: PromptFields) -> dict[str, Any]:
     tools = [] if request.tools is None else request.tools
     if not isinstance(tools, list):
         raise wrong("tools", "it must be a list")
-    if len(tools) > MAX_TOOLS:
-        raise wrong("tools", f"at most {MAX_TOOLS} tools are allowed")
     return {"tools": [_tool(tool, index) for index, tool in enumerate(tools)], **_choice(request.tool_choice)}
 
 

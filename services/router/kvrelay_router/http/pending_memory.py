@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvrelay.telemetry.metrics import MetricSamples, samples_by, single_sample
@@ -33,9 +35,15 @@ class PendingMemory:
             retry_after_s=1,
         )
 
-    def hold(self, num_bytes: int) -> HeldMemory:
-        """Returns a context manager that counts a request. Entering raises 503 beyond the limit."""
-        return HeldMemory(self, num_bytes)
+    @contextmanager
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        """Counts a request while the block runs. Entering raises 503 beyond the limit."""
+        self.check_room(num_bytes)
+        self.requests_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.requests_bytes -= num_bytes
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -54,21 +62,6 @@ class PendingMemory:
         }
 
 
-class HeldMemory:
-    __slots__ = ("_memory", "_num_bytes")
-
-    def __init__(self, memory: PendingMemory, num_bytes: int) -> None:
-        self._memory = memory
-        self._num_bytes = num_bytes
-
-    def __enter__(self) -> None:
-        self._memory.check_room(self._num_bytes)
-        self._memory.requests_bytes += self._num_bytes
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._memory.requests_bytes -= self._num_bytes
-
-
 BODY = "body"
 """The key of a request's `BodyBytes` in its ASGI state."""
 
@@ -76,23 +69,19 @@ BODY = "body"
 class BodyBytes:
     """The bytes of one request's body."""
 
-    __slots__ = ("_memory", "_num_bytes")
+    __slots__ = ("_memory", "num_bytes")
 
     def __init__(self, memory: PendingMemory) -> None:
         self._memory = memory
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
         """Counts bytes that arrived. Raises 503 if there is no room for them."""
         self._memory.check_room(num_bytes)
         self._memory.bodies_bytes += num_bytes
-        self._num_bytes += num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
+        self.num_bytes += num_bytes
 
     def release(self) -> None:
         """The body is no longer needed."""
-        self._memory.bodies_bytes -= self._num_bytes
-        self._num_bytes = 0
+        self._memory.bodies_bytes -= self.num_bytes
+        self.num_bytes = 0

@@ -8,7 +8,13 @@ import msgspec
 
 from kvrelay.text.parsed_text import ParsedText
 from kvrelay.text.request.api_error import ApiError, wrong
-from kvrelay.text.request.validation import ModelLimits, RequestedOutput, check_token_ids, check_tokenized
+from kvrelay.text.request.validation import (
+    ModelLimits,
+    RequestedOutput,
+    allowed_output,
+    check_token_ids,
+    check_tokenized,
+)
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_request import PROMPT_TOKENS, ChatRequest
@@ -70,6 +76,8 @@ async def _prompt(
     text = service.text
     if request.prompt_token_ids:
         token_ids = request.prompt_token_ids
+        if request.truncate_prompt_tokens is None:
+            allowed_output(len(token_ids), fields.output, limits, fields.prompt_param)
         check_token_ids(token_ids, limits, fields.prompt_param)
     else:
         max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None

@@ -90,7 +90,7 @@ async def _tokenize(
         check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")
     else:
         token_ids = item
-        if request.truncate_prompt_tokens is None and len(token_ids) > limits.max_model_len:
+        if request.truncate_prompt_tokens is None:
             allowed_output(len(token_ids), fields.output, limits, "prompt")
         check_token_ids(token_ids, limits, "prompt")
     if not token_ids:

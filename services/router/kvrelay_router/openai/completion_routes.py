@@ -63,8 +63,7 @@ class CompletionRoutes:
         if "messages" in content:
             return await self._chat(http, content)
         if "prompt" in content:
-            if (timings := http.scope["state"][TIMINGS]) is not None:
-                timings.operation = OPERATION_BY_PATH["/v1/completions"]
+            http.scope["state"][TIMINGS].operation = OPERATION_BY_PATH["/v1/completions"]
             return await self._complete(http, content)
         raise ApiError("The body must have 'messages' or 'prompt'", param="messages", code="missing_required_parameter")
 

@@ -44,13 +44,11 @@ class GenerationResponse(Response):
         self._timeout_s = service.settings.request_timeout_s + TIMEOUT_GRACE_S
         self._whole_started = False
         self._wants_route = False
-        self._timings: RequestTimings | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the generation to its end, in one way or another."""
-        self._timings = scope["state"][TIMINGS]
-        if self._timings is not None:
-            self._timings.runs = self._runs
+        self._timings: RequestTimings = scope["state"][TIMINGS]
+        self._timings.runs = self._runs
         self._wants_route = Headers(scope=scope).get(ROUTE_HEADER, "") not in ("", "0", "false")
         stream = EventStream(send)
         try:
@@ -61,7 +59,7 @@ class GenerationResponse(Response):
                     watch.stop()
                     await self._fail(as_api_error(error), scope, receive, send, stream)
         except ClientGone:
-            self._note_error(CLIENT_GONE)
+            self._timings.error = CLIENT_GONE
             return
         except asyncio.CancelledError:
             stopping = ApiError("The server is stopping", status=503, code="stopping")
@@ -89,7 +87,7 @@ class GenerationResponse(Response):
             while not generation.is_over:
                 await generation.wait()
                 self._take(generation)
-            self._note_end()
+            self._timings.last_token = time.monotonic()
             await answer.finish()
             document = answer.document(usage_of(self._runs))
             return json_response(document, headers=self._answer_headers(generation))
@@ -116,7 +114,7 @@ class GenerationResponse(Response):
                 if events:
                     await stream.send(events)
                 events = b""
-            self._note_end()
+            self._timings.last_token = time.monotonic()
             await answer.finish()
             last = answer.end(usage_of(self._runs))
             await self._start(generation, stream)
@@ -132,22 +130,14 @@ class GenerationResponse(Response):
 
     def _take(self, generation: Generation) -> bytes:
         events = generation.take()
-        if generation.has_tokens and self._timings is not None:
+        if generation.has_tokens:
             self._timings.got_tokens()
         return events
-
-    def _note_end(self) -> None:
-        if self._timings is not None:
-            self._timings.last_token = time.monotonic()
-
-    def _note_error(self, error: str) -> None:
-        if self._timings is not None:
-            self._timings.error = error
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
         """Reports the error: as an HTTP status if nothing was sent, as an event in a stream. Another body that was
         sent in part ends with its connection."""
-        self._note_error(error.code or str(error.status))
+        self._timings.error = error.code or str(error.status)
         if self._whole_started:
             return
         if not stream.is_started:

@@ -35,7 +35,7 @@ PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
 
 
 TIMINGS = "timings"
-"""The key of a request's `RequestTimings` in its ASGI state; the value is None if the request is no generation."""
+"""The key of a request's `RequestTimings` in its ASGI state; the value is None if its path is not measured."""
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.engine.fused.gpu_forward import TorchPieces, choose_pieces
-from kvrelay.engine.load.causal_model import load_model
+from kvrelay.engine.fused.gpu_forward import TorchPieces
+from kvrelay.engine.load.causal_model import choose_pieces, load_model
 from kvrelay.engine.load.model_source import open_source
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
 from tests.gpu.reference import errors, own_logits, paged_logits, prompts, read_model, sixteen_bit_backend

@@ -6,8 +6,6 @@ more than its work: in small decoding steps as CUDA graphs, and in steps that th
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
 from kvrelay.backends.backend import StepAttention
@@ -47,15 +45,6 @@ class GpuForward:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits in the model's dtype."""
         return self._weights.head(hidden)
-
-
-def choose_pieces(device: torch.device) -> TorchPieces:
-    """Triton's kernels if Triton is installed and the device is a GPU, else plain torch."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return TorchPieces()
-    from kvrelay.engine.fused.triton_pieces import TritonPieces
-
-    return TritonPieces()
 
 
 class TorchPieces:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,7 +19,7 @@ from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.engine.fused.forward import FusedForward
-from kvrelay.engine.fused.gpu_forward import GpuForward, choose_pieces
+from kvrelay.engine.fused.gpu_forward import GpuForward, TorchPieces
 from kvrelay.engine.fused.gpu_weights import merge_weights
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
 from kvrelay.engine.load.checkpoint import read_integer_model, read_model, read_part
@@ -239,6 +240,15 @@ def _fuse_on_gpu(modules: _Modules) -> GpuForward:
     check.run(fused, modules.layout, modules.backend, model=model)
     log.info("decoder layers: fused kernels (%s)", pieces.name)
     return fused
+
+
+def choose_pieces(device: torch.device) -> TorchPieces:
+    """Triton's kernels if Triton is installed and the device is a GPU, else plain torch."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return TorchPieces()
+    from kvrelay.engine.fused.triton_pieces import TritonPieces
+
+    return TritonPieces()
 
 
 def _log_part(plan: PartPlan) -> None:

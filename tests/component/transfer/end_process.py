@@ -9,8 +9,9 @@ import asyncio
 import hashlib
 import json
 import sys
-from dataclasses import astuple
 from typing import Any
+
+from msgspec.structs import astuple
 
 from kvrelay.handoff.transports.base import BlockPush, ReceiverEvent, SenderEvent
 from kvrelay.handoff.transports.wire import Bytes

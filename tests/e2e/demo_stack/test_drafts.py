@@ -72,7 +72,9 @@ def test_stop_strings_and_limits_end_drafted_outputs_at_the_same_place(demo_stac
         repeating(temperature=temperature, stop=[text[third : third + 2]], include_stop_str_in_output=True),
         repeating(temperature=temperature, stop_token_ids=[token_ids[40]], min_tokens=30),
         repeating(temperature=temperature, logprobs=2, presence_penalty=0.5, repetition_penalty=1.2),
-        repeating(temperature=temperature, n=3),
+        # With seed 0 a random number of the third sample falls within rounding of the limit between two tokens, so that
+        # what is computed together decides.
+        repeating(temperature=temperature, n=3, seed=11),
     ]
     expected = [complete(demo_stack, body, "off") for body in bodies]
     assert {"stop", "length"} == {each["choices"][0]["finish_reason"] for each in expected}

@@ -42,12 +42,12 @@ PATHS = {
     "block in prefill": (
         "kvrelay_prefill/service.py:PrefillRole._committed",
         "kvrelay_prefill/sender_driver.py:SenderDriver._on_transfer",
-        "kvrelay/transfer/sender_thread.py:SenderThread._carry_out",
-        "kvrelay/transfer/zmq_sender.py:_ZmqDriver.send",
+        "kvrelay/handoff/transports/sender_thread.py:SenderThread._carry_out",
+        "kvrelay/handoff/transports/zmq_sender.py:_ZmqDriver.send",
         SEND,
     ),
     "block in decode": (
-        "kvrelay/transfer/receiver_thread.py:ReceiverThread._take",
+        "kvrelay/handoff/transports/receiver_thread.py:ReceiverThread._take",
         "kvrelay_decode/receiver_driver.py:ReceiverDriver._on_transfer",
         "kvrelay_decode/receiver_driver.py:ReceiverDriver.from_prefill",
         HANDED_OVER,
@@ -71,8 +71,8 @@ class Process:
     """What one process did from the request on, but for what it does by itself."""
 
     def __init__(self, path: Path, run: Run) -> None:
-        lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("]]]"))
-        activations: list[list[Call]] = [[(ns, *name) for ns, *name in calls] for _, calls in lines]
+        lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("]]"))
+        activations: list[list[Call]] = [[(ns, *name) for ns, *name in calls] for calls in lines]
         idle = {call[1:] for calls in activations for call in calls if run.idle_from <= call[0] < run.sent}
         self._calls: list[Call] = [
             call
@@ -131,6 +131,9 @@ def trace(processes: dict[str, Process], run: Run) -> dict[str, list[Call]]:
     router, prefill, decode = (processes[name] for name in ("router", "prefill", "decode"))
     stream = run.received[FIRST_EVENT], run.received[-2]
     block = prefill.time_of(COMMIT), decode.time_of(HANDED_OVER)
+    for path, marks in PATHS.items():
+        for mark in marks:
+            processes[path.split()[-1]].time_of(mark)  # a mark that has another name now would count nothing
     return {
         "request": router.between(run.sent, router.time_of(SEND)),
         "token": decode.between(*stream, PATHS["token in decode"]) + router.between(*stream, PATHS["token in router"]),

@@ -24,7 +24,7 @@ Key = tuple[str, str, str]  # file, function, the mark under which it runs
 
 
 class Recorder:
-    """Writes a line of JSON for each activation: the thread, and [ns, file, function, mark] of the first call of each.
+    """Writes a line of JSON for each activation: [ns, file, function, mark] of the first call of each.
 
     A mark is the innermost function of `marks` (file:function) among those that the call is within.
     """
@@ -32,7 +32,7 @@ class Recorder:
     def __init__(self, path: Path, marks: frozenset[str]) -> None:
         self._path = path
         self._marks = marks
-        self._lines: list[tuple[int, list[tuple[int, str, str, str]]]] = []
+        self._lines: list[list[tuple[int, str, str, str]]] = []
         self._names: dict[CodeType, tuple[str, str] | None] = {}
         self._threads = threading.local()
         threading.Thread(target=self._write, daemon=True).start()
@@ -61,7 +61,7 @@ class Recorder:
 
     def _take(self, calls: dict[Key, int]) -> dict[Key, int]:
         if calls:
-            self._lines.append((threading.get_ident(), [(ns, *key) for key, ns in calls.items()]))
+            self._lines.append([(ns, *key) for key, ns in calls.items()])
         return {}
 
     def _name(self, code: CodeType) -> tuple[str, str] | None:

@@ -10,8 +10,7 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +71,7 @@ def _join(one: Any, other: Any) -> Any:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A request. `leave_after_s`, `leave_after_chunks`: when its client goes away; None: it stays. `resets`: it goes
-    with a reset instead of an orderly end. `half_closes`: it ends its side of the connection behind the request."""
+    with a reset instead of an orderly end."""
 
     number: int
     kind: int
@@ -81,7 +80,6 @@ class Job:
     leave_after_s: float | None = None
     leave_after_chunks: int | None = None
     resets: bool = False
-    half_closes: bool = False
 
     @property
     def stays(self) -> bool:
@@ -90,22 +88,13 @@ class Job:
     @property
     def extensions(self) -> dict[str, Any]:
         """For httpx: what is done to the connection of this request."""
-        return {"trace": _treat_socket(self)} if self.resets or self.half_closes else {}
+        return {"trace": _close_with_reset} if self.resets else {}
 
 
-def _treat_socket(job: Job) -> Callable[[str, dict[str, Any]], Awaitable[None]]:
-    opened: list[Any] = []
-
-    async def trace(event: str, info: dict[str, Any]) -> None:
-        if event == "connection.connect_tcp.complete":
-            opened.append(info["return_value"].get_extra_info("socket"))
-            if job.resets:
-                opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        elif event == "http11.send_request_body.complete" and job.half_closes:
-            with suppress(OSError):  # the router was killed just now, which the read will find
-                opened[-1].shutdown(socket.SHUT_WR)
-
-    return trace
+async def _close_with_reset(event: str, info: dict[str, Any]) -> None:
+    if event == "connection.connect_tcp.complete":
+        connection = info["return_value"].get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def make_kind(
@@ -196,8 +185,7 @@ def draw_jobs(
                 leave_after_chunks = rng.randint(0, 15)
             else:
                 leave_after_s = rng.random() * 2
-        resets, half_closes = endings.random() < 0.5, endings.random() < 0.15
-        yield Job(each, kind, path, body | salt, leave_after_s, leave_after_chunks, resets, half_closes)
+        yield Job(each, kind, path, body | salt, leave_after_s, leave_after_chunks, endings.random() < 0.5)
 
 
 class Mismatch(AssertionError):
@@ -327,7 +315,7 @@ class Load:
             if answer.status_code != 200:
                 _check_status(answer.status_code, answer.headers, await answer.aread())
             async for line in answer.aiter_lines():
-                if not line or line.startswith(":"):  # a comment, by which a half-closed connection is tried
+                if not line or line.startswith(":"):  # a comment says that the answer is being worked on
                     continue
                 assert not is_done, "something came after [DONE]"
                 if line == "data: [DONE]":

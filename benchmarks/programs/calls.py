@@ -9,8 +9,7 @@ from typing import Any
 
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay_programs import Endpoint
-from kvrelay_programs.beginnings import num_common
-from kvrelay_programs.content import Content
+from kvrelay_programs.content import Content, num_common
 from kvrelay_programs.endpoint import Caller
 from kvrelay_programs.expressions import Select
 from kvrelay_programs.results import Selected

@@ -7,7 +7,7 @@ from statistics import median
 
 from benchmarks.programs.cpu_time import cpu_s
 from kvrelay_programs import Endpoint, State, gen, program, select
-from kvrelay_programs.workloads.sentences import sentence, text
+from kvrelay_programs.workloads import sentence, text
 from tests.fakes.stack import Stack
 
 NUM_CHOICES = (1, 2, 4, 16, 64)

@@ -6,11 +6,10 @@ The server gets what single calls cannot tell it: which calls share a prefix, an
 from kvrelay_programs.endpoint import Endpoint
 from kvrelay_programs.errors import DeadlineExceeded, EndpointError, ProgramCancelled, ProgramError
 from kvrelay_programs.expressions import assistant, gen, image, select, system, user, video
-from kvrelay_programs.graph import Graph
+from kvrelay_programs.graph import Graph, Trace
 from kvrelay_programs.program import Program, program
 from kvrelay_programs.results import ChoiceScore, Generated, Selected, Usage
 from kvrelay_programs.state import Forks, State
-from kvrelay_programs.tracing import Trace
 
 __all__ = [
     "ChoiceScore",

@@ -16,10 +16,9 @@ from typing import Any, Literal, TypeVar
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Endpoint
 from kvrelay_programs.errors import Location, ProgramError, caller_location
-from kvrelay_programs.graph import Graph, graph_of
+from kvrelay_programs.graph import Graph, Trace, batch_arguments, graph_of, trace, with_unknown
 from kvrelay_programs.run import Run, RunOptions
 from kvrelay_programs.state import State, check_forks, wait_for_calls
-from kvrelay_programs.tracing import Trace, batch_arguments, trace, with_unknown
 
 Function = Callable[..., Any]
 

@@ -21,7 +21,7 @@ from kvrelay_programs.errors import (
     caller_location,
 )
 from kvrelay_programs.graph import Beginnings
-from kvrelay_programs.loop_thread import program_loop
+from kvrelay_programs.program_loop import program_loop
 from kvrelay_programs.results import Usage
 
 ResultT = TypeVar("ResultT")

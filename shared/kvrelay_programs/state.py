@@ -14,9 +14,8 @@ from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, ProgramError, caller_location, wrong_value
 from kvrelay_programs.expressions import Block, Expression, Gen, MessageBlocks, Part, Role, Select, parts_of
 from kvrelay_programs.interpreter import Interpreter
-from kvrelay_programs.results import Generated, Selected, Usage
+from kvrelay_programs.results import Generated, Selected, TextFeed, Usage, Value
 from kvrelay_programs.run import Run
-from kvrelay_programs.value import TextFeed, Value
 
 ReadT = TypeVar("ReadT")
 

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvrelay_programs.beginnings import SentTexts
-from kvrelay_programs.content import Content
+from kvrelay_programs.content import Content, SentTexts
 from kvrelay_programs.endpoint import Caller, Endpoint
 from kvrelay_programs.errors import EndpointError
 from kvrelay_programs.expressions import Select

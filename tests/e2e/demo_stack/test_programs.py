@@ -28,7 +28,7 @@ from kvrelay_programs import (
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller
 from kvrelay_programs.expressions import Select
-from kvrelay_programs.workloads.sentences import sentence, text
+from kvrelay_programs.workloads import sentence, text
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack

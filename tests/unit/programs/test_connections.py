@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from contextlib import AsyncExitStack
 
-from kvrelay_programs.connections import Connections
+from kvrelay_programs.endpoint import Connections
 
 
 async def used(connections: Connections, number: int, held: AsyncExitStack) -> Counter[int]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay_programs import EndpointError, Generated
-from kvrelay_programs.greedy_choice import greedy_choice, top_tokens_of
+from kvrelay_programs.scoring import greedy_choice, top_tokens_of
 
 
 def logprob(text: str) -> float:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_programs.beginnings import MOST_KEPT, SentTexts
+from kvrelay_programs.content import MOST_KEPT, SentTexts
 
 texts = st.text(alphabet="ab", max_size=8)
 

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from kvrelay_programs.errors import EndpointError
-from kvrelay_programs.session_ends import MOST_AT_ONCE, SessionEnds
+from kvrelay_programs.program_loop import MOST_AT_ONCE, SessionEnds
 
 
 class Reports:

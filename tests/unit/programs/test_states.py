@@ -26,7 +26,7 @@ from kvrelay_programs import (
 from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller
 from kvrelay_programs.errors import caller_location
-from kvrelay_programs.loop_thread import program_loop
+from kvrelay_programs.program_loop import program_loop
 from kvrelay_programs.run import Run, RunOptions
 from tests.fakes.program_endpoint import FakeEndpoint
 from tests.fakes.waiting import PATIENCE_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_programs.surplus import Surplus, sampling_of
+from kvrelay_programs.interpreter import Surplus, sampling_of
 
 TOKENS = st.lists(st.text("ab.\n", min_size=1, max_size=3), max_size=12)
 

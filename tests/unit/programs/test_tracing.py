@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrelay_programs import Program, State, assistant, gen, program, select, system, user
 from kvrelay_programs.content import Content
 from kvrelay_programs.errors import EndpointError
-from kvrelay_programs.tracing import equal_arguments
+from kvrelay_programs.graph import equal_arguments
 from tests.fakes.program_endpoint import FakeEndpoint
 
 PIECES = st.lists(st.one_of(st.text("ab", max_size=3), st.sampled_from([None, 0])), max_size=6)

@@ -1,15 +1,41 @@
-"""Reports sessions that have ended, many in one request."""
+"""The event loop on which all programs of a process make their calls, and the report of ended sessions on it, many in
+one request.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from kvrelay_programs.errors import EndpointError
-from kvrelay_programs.loop_thread import begun_loop
+
+
+def program_loop() -> asyncio.AbstractEventLoop:
+    """That of this process. It runs until the process ends, so programs may run in any thread, also in one with a
+    loop of its own, such as a notebook's.
+    """
+    with _lock:
+        pid = os.getpid()
+        if pid not in _loops:
+            _loops.clear()  # of the parent, whose thread did not survive the fork
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="kvrelay-programs", daemon=True).start()
+            _loops[pid] = loop
+        return _loops[pid]
+
+
+def begun_loop() -> asyncio.AbstractEventLoop | None:
+    """That of this process, if a program has used it."""
+    return _loops.get(os.getpid())
+
+
+_lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+
 
 DELAY_S = 0.25
 """From the first end to the request that reports it, which then delays no call of the program that begins meanwhile.

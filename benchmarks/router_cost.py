@@ -31,7 +31,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from kvrelay.config.demo import DEMO_MODEL_NAME
+from kvrelay.config.common import DEMO_MODEL_NAME
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.process import die_with_parent
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from kvrelay.cli.commands import COMMANDS, help_text
+from kvrelay.cli.main import COMMANDS, help_text
 from kvrelay.cli.up_flags import up_parser
 from kvrelay.config import reference
 from kvrelay.flag_parser import FlagParser

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import httpx
 
-from kvrelay.config.demo import demo_model_path
+from kvrelay.config.common import demo_model_path
 from tests.fakes.stack import Stack
 
 Call = tuple[int, str, str, str]  # ns, file, function, the mark within which it ran

@@ -40,7 +40,7 @@ from benchmarks.programs.ablation import (
     running,
     table,
 )
-from kvrelay.config.demo import demo_model_path
+from kvrelay.config.common import demo_model_path
 from kvrelay_programs.workloads import find_workload, workloads
 from tests.fakes.stack import Stack
 

@@ -15,8 +15,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvrelay.flag_parser import CommandFailed
-from kvrelay.own_command import no_answer
+from kvrelay.flag_parser import CommandFailed, no_answer
 from kvrelay.process import event_loop_factory
 from kvrelay_bench.flags import BenchPlan, bench_parser, read_flags
 from kvrelay_bench.http import BadUrl, Client, ConnectionLost

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay.flag_parser import CommandFailed, FlagParser
-from kvrelay.flag_values import list_of, number, objective, result_file, seconds, whole
+from kvrelay.flag_parser import CommandFailed, FlagParser, list_of, number, objective, result_file, seconds, whole
 from kvrelay_bench.conversations import Conversation, read_conversations
 from kvrelay_bench.http import Endpoint
 from kvrelay_bench.load_figures import BenchSlo
@@ -165,6 +164,23 @@ def bench_parser() -> FlagParser:
         usage="kvrelay bench URL [flags]  or  kvrelay bench --compare URL URL [flags]",
         advice=ADVICE,
     )
+    _add_endpoint_flags(parser)
+    _add_load_flags(parser)
+    _add_request_flags(parser)
+    result = parser.add_argument_group("results").add_argument
+    result(
+        "--slo",
+        type=objective("ttft", "tpot", "e2e"),
+        action="append",
+        metavar="NAME=TIME",
+        help="ttft, tpot or e2e, as in ttft=500ms; repeat for several",
+    )
+    result("--json", type=result_file, metavar="FILE", help="write all figures to this file")
+    result("--save-requests", action="store_true", help="also write the times of every request to it")
+    return parser
+
+
+def _add_endpoint_flags(parser: FlagParser) -> None:
     add = parser.add_argument_group("endpoint").add_argument
     add("url", metavar="URL", nargs="?", help="base URL, as in http://127.0.0.1:8000 or .../v1")
     add("--compare", nargs=2, metavar="URL", help="two URLs to compare, measured in turn")
@@ -172,16 +188,21 @@ def bench_parser() -> FlagParser:
     add("--model", default="", metavar="NAME", help="(default: the first one that /v1/models names)")
     add("--api", choices=("completions", "chat"), help="(default: completions; chat with --prompts)")
     add("--api-key-file", type=Path, metavar="FILE", help="(default: KVRELAY_API_KEY or OPENAI_API_KEY, if set)")
+
+
+def _add_load_flags(parser: FlagParser) -> None:
     load = parser.add_argument_group("load").add_argument
     load(
-        *("--rate", "--request-rate"),
+        "--rate",
+        "--request-rate",
         type=list_of(number(1e-6, 1e6)),
         metavar="R[,R...]",
         help="requests per second, one load after the other",
     )
     load("--arrivals", choices=("poisson", "fixed"), default="poisson", help="spacing of arrivals (default: poisson)")
     load(
-        *("--concurrency", "--max-concurrency"),
+        "--concurrency",
+        "--max-concurrency",
         type=list_of(whole(1, 1 << 20)),
         metavar="N[,N...]",
         help=f"concurrent requests, instead of a rate (default: {DEFAULT_CONCURRENCY})",
@@ -192,7 +213,8 @@ def bench_parser() -> FlagParser:
         "--scale", type=number(1e-6, 1e3), default=1.0, metavar="X", help="factor for the trace's lengths (default: 1)"
     )
     load(
-        *("--requests", "--num-prompts"),
+        "--requests",
+        "--num-prompts",
         type=whole(1, 1 << 24),
         metavar="N",
         help="requests per load (default: as many as --duration allows; all of a trace)",
@@ -207,23 +229,29 @@ def bench_parser() -> FlagParser:
     load("--warm-up", type=whole(0, 1 << 20), default=8, metavar="N", help="requests before the loads (default: 8)")
     load("--timeout", type=seconds, default=600.0, metavar="TIME", help="timeout of a request (default: 10min)")
     load("--seed", type=whole(0, 1 << 31), default=1, metavar="N", help="seed of prompts and arrivals (default: 1)")
+
+
+def _add_request_flags(parser: FlagParser) -> None:
     what = parser.add_argument_group("requests").add_argument
     what(
-        *("--prompts", "--dataset-path"),
+        "--prompts",
+        "--dataset-path",
         type=Path,
         metavar="FILE",
         help="conversations as prompts: ShareGPT or Alpaca JSON, MT-Bench JSON lines, or lines with `messages` or "
         "`prompt`; one request per user turn whose history is in the file",
     )
     what(
-        *("--prompt-tokens", "--random-input-len"),
+        "--prompt-tokens",
+        "--random-input-len",
         type=whole(1, 1 << 24),
         default=200,
         metavar="N",
         help="median prompt length (default: 200)",
     )
     what(
-        *("--output-tokens", "--random-output-len"),
+        "--output-tokens",
+        "--random-output-len",
         type=whole(1, 1 << 24),
         metavar="N",
         help=f"median output length (default: {DEFAULT_OUTPUT_TOKENS}; of --prompts, about that of the file's answers)",
@@ -243,17 +271,6 @@ def bench_parser() -> FlagParser:
     )
     parser.set_defaults(ignore_eos=True)
     what("--extra-body", type=_object, metavar="JSON", help="further fields of each request")
-    result = parser.add_argument_group("results").add_argument
-    result(
-        "--slo",
-        type=objective("ttft", "tpot", "e2e"),
-        action="append",
-        metavar="NAME=TIME",
-        help="ttft, tpot or e2e, as in ttft=500ms; repeat for several",
-    )
-    result("--json", type=result_file, metavar="FILE", help="write all figures to this file")
-    result("--save-requests", action="store_true", help="also write the times of every request to it")
-    return parser
 
 
 def api_key(path: Path | None, environ: Mapping[str, str]) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from kvrelay.flag_parser import CommandFailed, FlagParser
-from kvrelay.flag_values import result_file, whole
+from kvrelay.flag_parser import CommandFailed, FlagParser, result_file, whole
 from kvrelay_bench.flags import api_key
 from kvrelay_bench.report import report_console
 from kvrelay_programs import Endpoint, State

@@ -14,13 +14,13 @@ from kvrelay_router.fleet.load import Held, OutstandingLoad
 from kvrelay_router.fleet.view import FleetView
 from kvrelay_router.routing.candidates import Decision
 from kvrelay_router.routing.policy import PolicyName
-from kvrelay_simulator.clock import VirtualClock
 from kvrelay_simulator.workers import (
     FINGERPRINT,
     Request,
     SimulatedDecode,
     SimulatedPrefill,
     SimulatedWorker,
+    VirtualClock,
     WorkerSettings,
 )
 

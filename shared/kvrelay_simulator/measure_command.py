@@ -19,8 +19,7 @@ from kvrelay.config import WorkerConfig
 from kvrelay.config.loader import config_parser, resolve
 from kvrelay.device_profiles import MeasuredProfile
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.flag_parser import CommandFailed, FlagParser
-from kvrelay.flag_values import result_file
+from kvrelay.flag_parser import CommandFailed, FlagParser, result_file
 from kvrelay.handoff.transports.pool_memory import as_pool
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling

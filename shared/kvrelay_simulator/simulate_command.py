@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvrelay.device_profiles import BUILT_IN, Profile, UnknownProfile, find_profile
-from kvrelay.flag_parser import CommandFailed, FlagParser
-from kvrelay.flag_values import number, objective, result_file, whole
+from kvrelay.flag_parser import CommandFailed, FlagParser, number, objective, result_file, whole
 from kvrelay.scheduler_names import check_scheduler_name
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay_bench.traces import TracedRequest, read_trace, scaled
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
-from kvrelay_simulator.result_plots import check_plot, draw_runs
-from kvrelay_simulator.results import RunFigures, RunResult, RunSlo, Times, best_possible_hit_rate, figures
+from kvrelay_simulator.results import (
+    RunFigures,
+    RunResult,
+    RunSlo,
+    Times,
+    best_possible_hit_rate,
+    check_plot,
+    draw_runs,
+    figures,
+)
 from kvrelay_simulator.workers import WorkerSettings
 
 COLUMNS: list[tuple[str, Callable[[RunFigures], str]]] = [
@@ -219,6 +226,23 @@ def simulate_parser() -> FlagParser:
         usage="kvrelay simulate --trace FILE [flags]",
         advice=ADVICE,
     )
+    _add_load_flags(parser)
+    _add_fleet_flags(parser)
+    _add_worker_flags(parser)
+    add = parser.add_argument_group("results").add_argument
+    add(
+        "--slo",
+        type=objective("ttft", "tpot"),
+        action="append",
+        metavar="NAME=TIME",
+        help="bound of a good request: ttft or tpot, as in ttft=2s; repeat for both (default: ttft=2s and tpot=50ms)",
+    )
+    add("--json", type=result_file, metavar="FILE", help="also write the figures to this file")
+    add("--plot", type=result_file, metavar="FILE", help="also draw the figures (.svg, .png, .pdf); needs matplotlib")
+    return parser
+
+
+def _add_load_flags(parser: FlagParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add(
         "--trace",
@@ -236,6 +260,9 @@ def simulate_parser() -> FlagParser:
         help="requests per second of a file of conversations, which has no arrivals (default: 1)",
     )
     add("--seed", type=whole(0, 1 << 31), default=1, metavar="N", help="seed of arrivals of conversations (default: 1)")
+
+
+def _add_fleet_flags(parser: FlagParser) -> None:
     add = parser.add_argument_group("fleet").add_argument
     add("--prefill", type=whole(0, 1 << 16), default=2, metavar="N", help="prefill workers (default: 2)")
     add(
@@ -268,6 +295,9 @@ def simulate_parser() -> FlagParser:
         metavar="N",
         help="prompts up to this length go to decode alone (default: by cost)",
     )
+
+
+def _add_worker_flags(parser: FlagParser) -> None:
     add = parser.add_argument_group("workers").add_argument
     add("--scheduler", default="sarathi", metavar="NAME", help="scheduler of the workers (default: sarathi)")
     add(
@@ -294,23 +324,14 @@ def simulate_parser() -> FlagParser:
         help="maximum tokens of a decode step (default: 512)",
     )
     add(
-        *("--max-running", "--max-num-seqs", "--max-running-requests"),
+        "--max-running",
+        "--max-num-seqs",
+        "--max-running-requests",
         type=tokens,
         default=256,
         metavar="N",
         help="maximum running sequences per worker (default: 256)",
     )
-    add = parser.add_argument_group("results").add_argument
-    add(
-        "--slo",
-        type=objective("ttft", "tpot"),
-        action="append",
-        metavar="NAME=TIME",
-        help="bound of a good request: ttft or tpot, as in ttft=2s; repeat for both (default: ttft=2s and tpot=50ms)",
-    )
-    add("--json", type=result_file, metavar="FILE", help="also write the figures to this file")
-    add("--plot", type=result_file, metavar="FILE", help="also draw the figures (.svg, .png, .pdf); needs matplotlib")
-    return parser
 
 
 def _printable(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Simulated workers: the services' schedulers, pools and caches, with timed steps instead of a device.
+"""Simulated workers: the services' schedulers, pools and caches, with timed steps on a virtual clock instead of a device.
 
 As in the services: prefill asks decode when a prompt's first chunk is scheduled, holds the blocks until decode has
 committed, and its first token does not wait for the transfer; decode queues handoffs in its scheduler, runs them once
@@ -7,6 +7,8 @@ their KV has arrived, and computes whole prompts that the router sends to it.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +29,35 @@ from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.step.batch import RowResult, StepResult
 from kvrelay.worker.load_report import SpeedMeter, report_load
 from kvrelay_bench.traces import Tokens
-from kvrelay_simulator.clock import VirtualClock
+
+
+class VirtualClock:
+    """A clock in seconds since the start of the simulation."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def now(self) -> float:
+        return self.now_s
+
+    def at(self, time_s: float, event: Callable[[], None]) -> None:
+        """Schedules a call at this time, or now if it has passed."""
+        heapq.heappush(self._events, (max(time_s, self.now_s), next(self._numbers), event))
+
+    def after(self, delay_s: float, event: Callable[[], None]) -> None:
+        """Schedules a call after a delay."""
+        self.at(self.now_s + delay_s, event)
+
+    def step(self) -> bool:
+        """Runs the next event; False if there is none."""
+        if not self._events:
+            return False
+        self.now_s, _, event = heapq.heappop(self._events)
+        event()
+        return True
+
 
 FINGERPRINT = "simulated"
 MODEL = "simulated"

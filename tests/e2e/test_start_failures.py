@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cli.stacks import running_stacks
-from kvrelay.config.demo import demo_model_path
+from kvrelay.config.common import demo_model_path
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -71,10 +71,10 @@ def test_it_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     """Everything that is read beside the code is found: scripts of Redis, the demo model."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = """if True:
-        import kvrelay.config.demo, kvrelay.fleet, kvrelay_router, kvrelay_prefill, kvrelay_decode
+        import kvrelay.config.common, kvrelay.fleet, kvrelay_router, kvrelay_prefill, kvrelay_decode
         from kvrelay.cli.launch_plan import make_plan
         kvrelay.fleet.Registry("redis://127.0.0.1:1")
-        print(kvrelay.config.demo.__file__)
+        print(kvrelay.config.common.__file__)
         print(make_plan({}, {}).router.model)
     """
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -13,8 +13,14 @@ import zmq
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds
-from kvrelay.open_files import TooFewOpenFiles, allow_peers, files_for_peers
-from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
+from kvrelay.process import (
+    StartFailed,
+    TooFewOpenFiles,
+    allow_peers,
+    event_loop_factory,
+    files_for_peers,
+    settle_garbage,
+)
 from kvrelay.telemetry.event_log import open_event_log
 from kvrelay.telemetry.metrics import Instruments, MetricSamples, merged, process_samples
 from kvrelay.telemetry.otlp import open_export

@@ -10,8 +10,7 @@ from http.client import HTTPException
 from typing import Any
 
 from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, ask, router_url
-from kvrelay.flag_parser import CommandFailed, FlagParser
-from kvrelay.flag_values import whole
+from kvrelay.flag_parser import CommandFailed, FlagParser, whole
 
 TIMEOUT_S = 600.0
 HELP = "/reset begins a new conversation, /exit or Ctrl-D ends."

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import shtab
 
-from kvrelay.cli.commands import COMMANDS
+from kvrelay.cli.main import COMMANDS
 from kvrelay.flag_parser import FlagParser
 
 SHELLS = ("bash", "zsh", "fish")

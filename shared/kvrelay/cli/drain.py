@@ -13,8 +13,7 @@ from kvrelay.cli.stacks import NO_STACK, STATE_DIR, add_stack_flags, named_stack
 from kvrelay.config.common import CommonConfig
 from kvrelay.config.loader import add_config_flag, add_flags, resolve
 from kvrelay.config.router import RouterConfig
-from kvrelay.flag_parser import CommandFailed, FlagParser
-from kvrelay.flag_values import number
+from kvrelay.flag_parser import CommandFailed, FlagParser, number
 from kvrelay.fleet import Registry, RegistryError
 
 POLL_S = 1.0

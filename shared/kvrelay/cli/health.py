@@ -8,9 +8,7 @@ import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
 
-from kvrelay.flag_parser import CommandFailed, FlagParser
-from kvrelay.flag_values import number
-from kvrelay.own_command import cause
+from kvrelay.flag_parser import CommandFailed, FlagParser, cause, number
 
 DEFAULT_URL = "http://127.0.0.1:8000/ready"
 SHOWN_BYTES = 500

@@ -12,8 +12,7 @@ from http.client import HTTPException
 from typing import Any
 
 from kvrelay.cli.stacks import add_stack_flags, named_stack
-from kvrelay.flag_parser import CommandFailed
-from kvrelay.own_command import no_answer
+from kvrelay.flag_parser import CommandFailed, no_answer
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "KVRELAY_API_KEY"

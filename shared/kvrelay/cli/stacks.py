@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvrelay.config.up_config import UpConfig
-from kvrelay.flag_parser import CommandFailed, FlagParser
-from kvrelay.flag_values import number, whole
+from kvrelay.flag_parser import CommandFailed, FlagParser, number, whole
 from kvrelay.process_identity import has_ended, running_process_id
 
 STATE_DIR = Path(str(UpConfig.model_fields["state_dir"].default))

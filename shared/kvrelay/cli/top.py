@@ -20,8 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, ask, router_url
-from kvrelay.flag_parser import CommandFailed, FlagParser
-from kvrelay.flag_values import number
+from kvrelay.flag_parser import CommandFailed, FlagParser, number
 
 TIMEOUT_S = 10.0
 OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})

@@ -14,15 +14,23 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
 from kvrelay.cli.model_files import longest_sequence
 from kvrelay.cli.preflight import check_plan, find_models, hold_port
 from kvrelay.cli.stacks import DETACHED, InstanceLock, StackState, remove_state, up_detached
-from kvrelay.cli.supervisor import RouterReady, Service, ServiceSpec, Supervisor, WorkerReady
+from kvrelay.cli.supervisor import (
+    DIED,
+    READY,
+    Display,
+    RouterReady,
+    Service,
+    ServiceSpec,
+    Supervisor,
+    WorkerReady,
+    make_display,
+)
 from kvrelay.cli.up_flags import parse_up_flags, up_parser
-from kvrelay.config.common import is_wildcard, mask_password
-from kvrelay.config.demo import DEMO_MODEL_NAME
+from kvrelay.config.common import DEMO_MODEL_NAME, is_wildcard, mask_password
 from kvrelay.config.loader import (
     ConfigError,
     resolve,
@@ -30,10 +38,9 @@ from kvrelay.config.loader import (
 )
 from kvrelay.config.up_config import UpConfig
 from kvrelay.core_leases import SharedLeases
-from kvrelay.flag_parser import CommandFailed
+from kvrelay.flag_parser import CommandFailed, own_command
 from kvrelay.fleet import Registry, RegistryError, RegistryUnavailable
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
-from kvrelay.own_command import own_command
 from kvrelay.process import describe_exit
 from kvrelay.process_identity import own_identity
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from kvrelay.config.common import CommonConfig
 from kvrelay.config.loader import add_config_flag, add_flags
-from kvrelay.config.other_servers import ADVICE
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
-from kvrelay.config.without_effect import DECIDED
+from kvrelay.config.without_effect import ADVICE, DECIDED
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.flag_parser import FlagParser
 

@@ -7,13 +7,60 @@ import logging
 import socket
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from kvrelay.config.demo import DEMO_MODEL_NAME, demo_model_path
 from kvrelay.curve import CurveKey
-from kvrelay.redis_url import check_redis_url
+
+SENTINEL, CLUSTER = "redis+sentinel", "redis+cluster"
+SCHEMES = ("redis", "rediss", "unix", SENTINEL, CLUSTER)
+SENTINEL_PORT = 26379
+
+
+def check_redis_url(url: str) -> str:
+    """Returns the URL. Raises ValueError with the fault."""
+    scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        raise ValueError(f"must start with {', '.join(f'{each}://' for each in SCHEMES[:-1])} or {SCHEMES[-1]}://")
+    if scheme == SENTINEL:
+        sentinels(url)
+    return url
+
+
+def sentinels(url: str) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
+    """Sentinel addresses, the primary's name, and further connection arguments."""
+    parts = urlsplit(url)
+    user_info, _, addresses = parts.netloc.rpartition("@")
+    hosts = []
+    for address in addresses.split(","):
+        host, _, port = address.rpartition(":") if ":" in address else (address, "", str(SENTINEL_PORT))
+        if not host or not port.isdecimal():
+            raise ValueError(f"{address!r} is not a sentinel address: use host:port")
+        hosts.append((host.strip("[]"), int(port)))
+    name, _, database = parts.path.strip("/").partition("/")
+    if not name or (database and not database.isdecimal()):
+        raise ValueError(f"{SENTINEL}://host:port/NAME is needed, or /NAME/DATABASE: the primary's name in sentinel")
+    rest: dict[str, Any] = {"db": int(database or 0)}
+    if user_info:
+        user, _, password = user_info.partition(":")
+        rest |= {"username": unquote(user) or None, "password": unquote(password)}
+    return hosts, name, rest
+
+
+DEMO_MODEL_NAME = "kvrelay-demo"
+
+_PACKAGED = Path(__file__).resolve().parents[1] / "_demo"
+_CHECKOUT = Path(__file__).resolve().parents[3] / "models" / "demo"
+
+
+def demo_model_path() -> Path | None:
+    """The demo model's directory, in the wheel or the checkout; None if neither exists."""
+    for path in (_PACKAGED, _CHECKOUT):
+        if (path / "config.json").is_file():
+            return path
+    return None
+
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]

@@ -21,11 +21,11 @@ from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 
 from kvrelay.config.field_values import allowed, choices, explanations, extra, is_of, sentence, size
-from kvrelay.config.other_servers import ADVICE
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.up_config import UpConfig
 from kvrelay.config.without_effect import (
+    ADVICE,
     ENV_PREFIX,
     UP_FIELDS_OF_ROUTER,
     ignored_variables,

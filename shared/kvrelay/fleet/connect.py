@@ -22,7 +22,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from kvrelay.redis_url import CLUSTER, SENTINEL, check_redis_url, sentinels
+from kvrelay.config.common import CLUSTER, SENTINEL, check_redis_url, sentinels
 
 REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, RedisClusterException, OSError, RuntimeError)
 """Exceptions of calls to a Redis that does not answer. A Cluster without a reachable node raises RedisClusterException,

@@ -10,8 +10,7 @@ from typing import Literal
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.telemetry.metrics import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
 from kvrelay.telemetry.metrics_file import HandoffRecord, MetricsFile
-from kvrelay.telemetry.stages import RecentStages, stage
-from kvrelay.telemetry.tracer import Attributes, Tracer, sampled
+from kvrelay.telemetry.tracer import Attributes, RecentStages, Tracer, sampled, stage
 
 FailureCause = Literal[
     "refused", "released", "transfer", "decode_lost", "prefill_lost", "aborted", "cancelled", "reassigned"

@@ -26,8 +26,7 @@ from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import StepResult
 from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, StepRecord
-from kvrelay.telemetry.stages import RecentStages, stage
-from kvrelay.telemetry.tracer import TraceContext, Tracer, new_trace, sampled
+from kvrelay.telemetry.tracer import RecentStages, TraceContext, Tracer, new_trace, sampled, stage
 
 MAX_CHUNKS = 128
 """Chunks of a sequence that appear as stages of their own. Later chunks are only counted."""

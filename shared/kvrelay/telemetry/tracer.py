@@ -1,8 +1,9 @@
-"""Trace contexts (`traceparent`, https://www.w3.org/TR/trace-context/), and spans by OpenTelemetry's SDK.
+"""Trace contexts (`traceparent`, https://www.w3.org/TR/trace-context/), spans by OpenTelemetry's SDK, and the stages of
+recent sequences for `/requests/{id}/timeline`.
 
-A span is written when a request ends, from times that were noted before. Nothing is recorded per token. A span costs a
-few microseconds on the event loop's thread; a batch processor's thread encodes and sends it. If nothing is exported
-there is no `Tracer` and nothing is noted.
+Spans and stages are written when a request ends, from times that were noted before. Nothing is recorded per token. A
+span costs a few microseconds on the event loop's thread; a batch processor's thread encodes and sends it. If nothing is
+exported there is no `Tracer`.
 
 The router's spans are the parents of all others, so a worker that dies loses only its own spans.
 """
@@ -12,9 +13,13 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
+
+from kvrelay.protocol.messages import Stage
+from kvrelay.protocol.sequence_key import SequenceKey
 
 SpanKind = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | bool | int | float | tuple[str, ...]]
@@ -133,3 +138,43 @@ class Tracer:
     def _context(self, context: TraceContext, *, is_remote: bool = False) -> Any:
         flags = self._api.TraceFlags(int(context.is_sampled))
         return self._api.SpanContext(context.trace_id, context.span_id, is_remote, flags)
+
+
+MAX_REQUESTS = 512
+MAX_STAGES = 512
+"""Maximum stages of one request; stages of further samples and attempts are dropped."""
+
+
+class RecentStages:
+    """Stages of the latest `max_requests` requests that left this worker."""
+
+    def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
+        self._max_requests = max_requests
+        self._requests: OrderedDict[str, list[Stage]] = OrderedDict()
+
+    def add(self, key: SequenceKey, stages: Iterable[Stage]) -> None:
+        """Adds stages; beyond `max_requests`, drops the least recently extended request."""
+        known = self._requests.setdefault(key[0], [])
+        known += list(stages)[: max(0, MAX_STAGES - len(known))]
+        self._requests.move_to_end(key[0])
+        while len(self._requests) > self._max_requests:
+            self._requests.popitem(last=False)
+
+    def of(self, request: str) -> list[Stage]:
+        """Stages of one request; empty if it is unknown or dropped."""
+        return list(self._requests.get(request, ()))
+
+
+def stage(
+    key: SequenceKey, name: str, start: float, end: float | None, detail: dict[str, float | str] | None = None
+) -> Stage:
+    """Makes a stage from monotonic seconds. `end` is None while the stage lasts."""
+    to_epoch = time.time() - time.monotonic()
+    return Stage(
+        attempt=key[1],
+        sequence=key[2],
+        name=name,
+        start=start + to_epoch,
+        end=end + to_epoch if end is not None else None,
+        detail=detail or {},
+    )

@@ -17,8 +17,7 @@ from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.metrics_file import MetricsFile
-from kvrelay.telemetry.stages import RecentStages
-from kvrelay.telemetry.tracer import Tracer
+from kvrelay.telemetry.tracer import RecentStages, Tracer
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 

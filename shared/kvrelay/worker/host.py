@@ -18,8 +18,14 @@ import zmq
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.logs import log_with
-from kvrelay.open_files import TooFewOpenFiles, allow_open_files, allow_peers
-from kvrelay.process import StartFailed, event_loop_factory, leave_at_once
+from kvrelay.process import (
+    StartFailed,
+    TooFewOpenFiles,
+    allow_open_files,
+    allow_peers,
+    event_loop_factory,
+    leave_at_once,
+)
 from kvrelay.ranks.local_ranks import PARENT_VARIABLE
 from kvrelay.ranks.lockstep_group import LocalGroup, LockstepRunner
 from kvrelay.worker.shell import WorkerShell

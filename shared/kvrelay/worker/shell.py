@@ -20,7 +20,7 @@ from kvrelay.telemetry.metrics import Instruments, MetricSample, MetricSamples, 
 from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.prometheus import metrics_page
-from kvrelay.telemetry.stages import RecentStages
+from kvrelay.telemetry.tracer import RecentStages
 from kvrelay.worker.lockstep_loop import LockstepLoop
 from kvrelay.worker.reports import status_samples
 from kvrelay.worker.startup import RoleFactory, RunnerFactory, StartedWorker, WorkerStartup

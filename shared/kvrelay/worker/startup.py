@@ -25,9 +25,8 @@ from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import open_event_log
 from kvrelay.telemetry.metrics import Instruments
-from kvrelay.telemetry.stages import RecentStages
 from kvrelay.telemetry.step_observer import StepObserver
-from kvrelay.telemetry.tracer import Tracer
+from kvrelay.telemetry.tracer import RecentStages, Tracer
 from kvrelay.worker import factory
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.own_command import own_command
+from kvrelay.flag_parser import own_command
 from tests.fakes.command import command
 
 chat = command("chat")

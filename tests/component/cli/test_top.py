@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from kvrelay.cli.top import view
-from kvrelay.own_command import own_command
+from kvrelay.flag_parser import own_command
 from tests.fakes.command import command
 from tests.fakes.waiting import PATIENCE_S
 

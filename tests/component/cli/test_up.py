@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from kvrelay.cli.stacks import InstanceLock
-from kvrelay.config.demo import demo_model_path
+from kvrelay.config.common import demo_model_path
 from kvrelay.flag_parser import CommandFailed
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes.command import command

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from kvrelay.config.demo import DEMO_MODEL_NAME
+from kvrelay.config.common import DEMO_MODEL_NAME
 from kvrelay.fleet import Registry
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.ports import HeldPort

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psutil
 
-from kvrelay.config.demo import DEMO_MODEL_NAME
+from kvrelay.config.common import DEMO_MODEL_NAME
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.messages import Cancel, Reserve
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import redis
 
+from kvrelay.config.common import check_redis_url
 from kvrelay.fleet import Registry, RegistryError, WorkerRecord
 from kvrelay.fleet.embedded import RedisServer
 from kvrelay.fleet.index import IndexFeed, IndexPublisher, IndexReader
 from kvrelay.kv.cache import Stored
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.redis_url import check_redis_url
 from tests.component.fleet.test_index_publisher import chain_of
 from tests.fakes.records import worker_record
 from tests.fakes.redis_servers import ONLY_WHEN_TOLD, ClusterNode, Sentinel

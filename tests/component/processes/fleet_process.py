@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 from kvrelay.fleet import Registry
-from kvrelay.open_files import allow_open_files
+from kvrelay.process import allow_open_files
 from kvrelay.protocol.link import LinkSettings
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker
 

@@ -20,8 +20,7 @@ import zmq
 
 from kvrelay.fleet.worker_registry import MAX_SLOTS, Registry
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.open_files import allow_open_files
-from kvrelay.process import die_with_parent
+from kvrelay.process import allow_open_files, die_with_parent
 from kvrelay.protocol import codec
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import Alive, Generate, Header, PeerRef, Prompt, TokenBatch, pack_tokens

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from kvrelay.config.demo import DEMO_MODEL_NAME
+from kvrelay.config.common import DEMO_MODEL_NAME
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.open_files import allow_open_files
+from kvrelay.process import allow_open_files
 from kvrelay.protocol.link import LinkSettings
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill
 from tests.component.dispatch.test_server import RouterProcess, registered, running

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvrelay.config.demo import demo_model_path
+from kvrelay.config.common import demo_model_path
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.telemetry.catalogue import METRICS, Service

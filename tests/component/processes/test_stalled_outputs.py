@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvrelay.config.demo import DEMO_MODEL_NAME
+from kvrelay.config.common import DEMO_MODEL_NAME
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill
 from tests.component.dispatch.test_server import RouterProcess, registered, running

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.commands import COMMANDS
 from kvrelay.cli.completion import SHELLS, completion, script
+from kvrelay.cli.main import COMMANDS
 
 
 @pytest.fixture(scope="module")

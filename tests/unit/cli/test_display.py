@@ -7,7 +7,7 @@ import os
 
 from rich.console import Console
 
-from kvrelay.cli.display import DIED, READY, STARTING, Display, LiveDisplay, make_display
+from kvrelay.cli.supervisor import DIED, READY, STARTING, Display, LiveDisplay, make_display
 
 
 def test_an_output_that_takes_nothing_ends_no_supervision() -> None:

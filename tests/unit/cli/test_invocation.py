@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.own_command import own_command
+from kvrelay.flag_parser import own_command
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from kvrelay.cli.commands import COMMANDS, Command
-from kvrelay.cli.main import main
+from kvrelay.cli.main import COMMANDS, Command, main
 
 
 @pytest.mark.parametrize("name", ["version", "--version"])

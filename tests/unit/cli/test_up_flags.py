@@ -10,7 +10,7 @@ from kvrelay.cli.launch_plan import make_plan
 from kvrelay.cli.services import decode_parser, router_parser
 from kvrelay.cli.up_flags import COMMON_GROUPS, parse_up_flags, up_parser
 from kvrelay.config import WorkerConfig, load_config
-from kvrelay.config.other_servers import ADVICE
+from kvrelay.config.without_effect import ADVICE
 
 
 def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:

@@ -12,13 +12,12 @@ import pytest
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from kvrelay.cli.commands import COMMANDS
+from kvrelay.cli.main import COMMANDS
 from kvrelay.cli.up_flags import parse_up_flags
 from kvrelay.config.field_values import allowed, choices, is_of
 from kvrelay.config.loader import TABLES, ConfigError, flag_name, load_config, resolve
 from kvrelay.config.up_config import UpConfig
-from kvrelay.flag_parser import FlagParser
-from kvrelay.flag_values import result_file
+from kvrelay.flag_parser import FlagParser, result_file
 from kvrelay_bench.program_bench import programs_parser
 from kvrelay_embedded.settings import SETTINGS, engine_config
 

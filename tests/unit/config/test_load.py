@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
-from kvrelay.config.demo import demo_model_path
+from kvrelay.config.common import demo_model_path
 from kvrelay.config.loader import resolve
 from kvrelay.config.up_config import UpConfig
 from kvrelay.worker.factory import graph_sizes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.commands import COMMANDS
+from kvrelay.cli.main import COMMANDS
 from kvrelay_bench.program_bench import programs_parser
 from tests.document_blocks import KINDS, LANGUAGES, PAGES, ROOT, Block, all_blocks, statements
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvrelay.cli.up_flags import up_parser
-from kvrelay.config.other_servers import ADVICE
+from kvrelay.config.without_effect import ADVICE
 from kvrelay.telemetry.catalogue import METRICS
 from kvrelay.telemetry.prometheus import prometheus_name
 from tests.document_blocks import ROOT

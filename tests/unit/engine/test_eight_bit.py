@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvrelay.backends.backend import KV_DTYPES, AttentionParams, PackedRows, StepAttention, bits
 from kvrelay.backends.torch_sdpa import TorchBackend, TorchStep
-from kvrelay.config.demo import demo_model_path
+from kvrelay.config.common import demo_model_path
 from kvrelay.engine.load import probe
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.run.attention import UnsupportedModel

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvrelay.backends.backend import PackedRows
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.config.demo import demo_model_path
+from kvrelay.config.common import demo_model_path
 from kvrelay.engine import make as make_module
 from kvrelay.engine.load.causal_model import load_model
 from kvrelay.engine.load.model_source import open_source

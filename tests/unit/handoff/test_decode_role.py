@@ -41,7 +41,7 @@ from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.metrics import Instruments
-from kvrelay.telemetry.stages import RecentStages
+from kvrelay.telemetry.tracer import RecentStages
 from kvrelay.worker.context import WorkerContext
 from kvrelay_decode import receiver_driver
 from kvrelay_decode.receiver_driver import BLOCKS_DUE_S

@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.telemetry.stages import MAX_STAGES, RecentStages, stage
+from kvrelay.telemetry.tracer import MAX_STAGES, RecentStages, stage
 
 
 @given(st.lists(st.integers(0, 5)), st.integers(1, 4))

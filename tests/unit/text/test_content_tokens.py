@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from kvrelay.config.demo import demo_model_path
+from kvrelay.config.common import demo_model_path
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.content_tokens import ContentTokens
 from kvrelay.text.service import ChatOptions, TextService

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvrelay.open_files import OTHER_FILES, allow_open_files
+from kvrelay.process import OTHER_FILES, allow_open_files
 from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.http.error_response import error_response
 

@@ -1,4 +1,4 @@
-"""Simulated workers: the services' schedulers, pools and caches, with timed steps on a virtual clock instead of a device.
+"""Simulated workers: the services' schedulers, pools and caches, with steps timed on a virtual clock.
 
 As in the services: prefill asks decode when a prompt's first chunk is scheduled, holds the blocks until decode has
 committed, and its first token does not wait for the transfer; decode queues handoffs in its scheduler, runs them once

@@ -21,8 +21,7 @@ ALLOWED = {
     "shared/kvrelay/telemetry/handoffs.py": "times of stages, to compare processes",
     "shared/kvrelay/telemetry/step_observer.py": "times of lines",
     "shared/kvrelay/telemetry/otlp.py": "times of samples, as OTLP wants them",
-    "shared/kvrelay/telemetry/tracer.py": "times of stages, to compare processes",
-    "shared/kvrelay/telemetry/tracer.py": "times of spans, as OpenTelemetry wants them",
+    "shared/kvrelay/telemetry/tracer.py": "times of spans and stages, to compare processes",
 }
 
 

@@ -5,18 +5,24 @@ Nothing runs between calls. An engine is used by one thread at a time.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import operator
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
+from kvrelay.config.field_values import explanations, sentence
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.kv.pool import BlockPool
 from kvrelay.protocol.messages import Header, PeerRef, pack_tokens
 from kvrelay.protocol.messages import Prompt as PromptMessage
@@ -25,6 +31,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.step.batch import ModelSpec, RowsFailed
+from kvrelay.text.chat_template import ChatTemplateError
 from kvrelay.text.choice import Choice
 from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -38,17 +45,85 @@ from kvrelay.text.request.validation import (
     make_sampling,
     stop_rules,
 )
+from kvrelay.text.service import ChatOptions, TextService
 from kvrelay.worker import factory
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.sequences import make_sequence
 from kvrelay.worker.step_loop import StepTotals
 from kvrelay.worker.worker_main import load_runner
-from kvrelay_embedded.engine_request import EngineRequest
 from kvrelay_embedded.engine_steps import EngineSteps
-from kvrelay_embedded.outputs import CompletionOutput, RequestOutput, StepOutput
+from kvrelay_embedded.outputs import CompletionOutput, EngineRequest, RequestOutput, StepOutput
 from kvrelay_embedded.sampling_params import SamplingParams
-from kvrelay_embedded.settings import engine_config
-from kvrelay_embedded.text import EmbeddedText
+
+SETTINGS = (
+    "dtype", "kv_cache_dtype", "load_format", "device", "cuda_graphs", "cuda_graph_sizes",
+    "fused_layers", "quantization", "threads", "block_size", "num_blocks", "kv_memory_bytes", "memory_utilization",
+    "max_model_len", "prefix_cache", "prefix_lookup", "token_budget", "max_running", "scheduler", "chunking",
+    "queue_order", "retraction", "preemption", "swap_space", "new_token_ratio",
+    "jump_forward", "speculation", "num_speculative_tokens",
+    "tensor_parallel_size",
+    "pipeline_parallel_size", "local_ranks", "rank_host", "rank_port", "rank_timeout_s",
+    "curve_key_file",
+)  # fmt: skip
+"""docs/configuration.md says what each means. The others concern services."""
+
+
+def engine_config(model: str | None, settings: Mapping[str, Any]) -> WorkerConfig:
+    """The configuration of an engine. Raises ValueError for an unknown setting or a wrong value, by name."""
+    for name in settings:
+        if name not in SETTINGS:
+            close = get_close_matches(name, SETTINGS, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"the engine has no setting {name!r}{hint}")
+    named = {} if model is None else {"model": model}
+    try:
+        return WorkerConfig(role="decode", **named, **settings)
+    except ValidationError as error:
+        name, given, fault = next(explanations(WorkerConfig, error))
+        raise ValueError(sentence(f"{name} = {given!r}" if name else "", fault)) from None
+
+
+T = TypeVar("T")
+
+
+class EmbeddedText:
+    """The router's text service, for callers that do not await."""
+
+    def __init__(self, model: str) -> None:
+        self.service = TextService.load(model, num_threads=1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self.service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> list[int]:
+        """Raises ValueError if the template refuses the messages."""
+        options = ChatOptions(template_kwargs=template_kwargs)
+        try:
+            return self._wait(self.service.encode_chat([dict(message) for message in messages], options))
+        except ChatTemplateError as error:
+            raise ValueError(f"The messages cannot be rendered: {error}") from None
+
+    def encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        return self._wait(self.service.encode_bad_words(words)) if words else ()
+
+    def check_grammar(self, grammar: Any) -> None:
+        """Raises ValueError for a grammar that cannot be followed."""
+        if grammar is None:
+            return
+        try:
+            self._wait(self.service.grammars.check(grammar))
+        except GrammarError as error:
+            raise ValueError(f"The output cannot be constrained: {error}") from None
+
+    def close(self) -> None:
+        self.service.close()
+        self._thread.shutdown(wait=True)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """A thread of its own, because a notebook's thread has an event loop that runs."""
+        return self._thread.submit(asyncio.run, work).result()
+
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 """A text, or token ids."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.protocol.sampling import BeamResult, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.plan import SequenceOutput
+from kvrelay.text.choice import Choice
+from kvrelay.text.sequence_delta import SequenceDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +79,69 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs]
     outputs: list[CompletionOutput]
     usage: Usage
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """`choices` are its texts; each of `keys` is a sequence, one for each text or one for a whole beam search."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    choices: list[Choice]
+    keys: list[SequenceKey]
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_ended: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.num_ended == len(self.choices)
+
+    def take(self, output: SequenceOutput) -> list[StepOutput]:
+        """Returns what a step brought, as text."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.sequence.num_cached_tokens
+        if output.sequence.key == self.keys[0]:  # every sample scores the same prompt
+            self.prompt_logprobs += output.prompt_logprobs
+        if output.beams:
+            return [self._beam(*each) for each in zip(self.choices, output.beams, strict=False)]
+        if not output.token_ids and output.finish is None:
+            return []
+        choice = self.choices[output.sequence.key[2]]
+        delta = SequenceDelta(choice.index, list(output.token_ids), list(output.logprobs), finish=output.finish)
+        choice.feed(delta)
+        return [self._told(choice)]
+
+    def recomputed(self, key: SequenceKey) -> None:
+        """The sequence's prompt is computed again from its beginning, and so are its log-probabilities."""
+        if key == self.keys[0]:
+            self.prompt_logprobs.clear()
+
+    def ended(self, key: SequenceKey, reason: str, error: str = "") -> list[StepOutput]:
+        """The texts of a sequence end without being finished."""
+        choices = [self.choices[key[2]]] if len(self.keys) == len(self.choices) else self.choices
+        open_choices = [choice for choice in choices if choice.finish_reason is None]
+        for choice in open_choices:
+            choice.finish_reason = reason
+        return [self._told(choice, error) for choice in open_choices]
+
+    def output(self, texts: Sequence[CompletionOutput]) -> RequestOutput:
+        """The answer, of the texts that were collected. A text that was cut short says why."""
+        for choice, text in zip(self.choices, texts, strict=True):
+            text.finish_reason = choice.finish_reason
+        num_tokens = sum(choice.num_tokens for choice in self.choices)
+        usage = Usage(len(self.prompt_ids), num_tokens, self.num_cached_tokens or 0)
+        return RequestOutput(self.request_id, self.prompt, self.prompt_ids, self.prompt_logprobs, list(texts), usage)
+
+    def _beam(self, choice: Choice, beam: BeamResult) -> StepOutput:
+        choice.feed_beam(beam)
+        return self._told(choice, beam_score=beam.score)
+
+    def _told(self, choice: Choice, error: str = "", beam_score: float | None = None) -> StepOutput:
+        self.num_ended += choice.finish_reason is not None
+        records = choice.take_records()
+        return StepOutput(
+            self.request_id, choice.index, choice.take_text(), records.token_ids, records.logprobs,
+            choice.finish_reason, choice.stop_reason, error, beam_score,
+        )  # fmt: skip

@@ -12,7 +12,7 @@ from kvrelay_bench.traces import TracedRequest
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, Work, work_of
 from kvrelay_router.fleet.load import Held, OutstandingLoad
 from kvrelay_router.fleet.view import FleetView
-from kvrelay_router.routing.candidates import Decision
+from kvrelay_router.routing.estimates import Decision
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.workers import (
     FINGERPRINT,

@@ -61,7 +61,7 @@ def family_of(stack: Stack) -> Iterator[list[psutil.Process]]:
     root = psutil.Process(stack.process.pid)
 
     def has_compiler() -> bool:
-        return any("kvrelay.text.grammar_process" in each.cmdline() for each in root.children(recursive=True))
+        return any("kvrelay.text.grammar_check" in each.cmdline() for each in root.children(recursive=True))
 
     wait_until(has_compiler)  # the router starts it while it serves
     family = [root, *root.children(recursive=True)]

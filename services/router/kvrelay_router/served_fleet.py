@@ -23,8 +23,7 @@ from kvrelay.telemetry.tracer import Tracer
 from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import DispatchSettings
-from kvrelay_router.fleet.static_workers import StaticWorkers
-from kvrelay_router.fleet.watch import ListWorkers
+from kvrelay_router.fleet.watch import ListWorkers, StaticWorkers
 from kvrelay_router.openai.settings import ApiSettings
 
 log = logging.getLogger(__name__)

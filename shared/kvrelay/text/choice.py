@@ -11,12 +11,11 @@ from typing import Any
 import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
-from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.output_parsing.dialect import TokenCounter
 from kvrelay.text.output_parsing.events import ContentText, Event
-from kvrelay.text.parsed_text import ParsedText, TokenKind
+from kvrelay.text.parsed_text import ParsedText, StopMatcher, TokenKind
 from kvrelay.text.sequence_delta import SequenceDelta
-from kvrelay.text.stop_strings import StopMatcher
+from kvrelay.text.tokenizer import Detokenizer
 
 TOOL_CALLS = "tool_calls"
 """The finish reason of a text with calls that was not cut."""

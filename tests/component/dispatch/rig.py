@@ -16,7 +16,7 @@ from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import DispatchSettings, GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
-from kvrelay_router.fleet.static_workers import StaticWorkers
+from kvrelay_router.fleet.watch import StaticWorkers
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill, FakeWorker
 from tests.fakes.delta_reader import read_batches
 from tests.fakes.waiting import PATIENCE_S, until

@@ -13,7 +13,7 @@ import pytest
 
 from kvrelay.fleet.worker_record import RECORD_PAGE, WorkerRecord, record_as_json
 from kvrelay.telemetry.pages import Page, Pages
-from kvrelay_router.fleet.static_workers import MAX_ANSWER_BYTES, StaticWorker, StaticWorkers
+from kvrelay_router.fleet.watch import MAX_ANSWER_BYTES, StaticWorker, StaticWorkers
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker, true_tokens
 from tests.component.dispatch.rig import Rig, pair, read
 from tests.fakes.records import worker_record

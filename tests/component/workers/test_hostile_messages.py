@@ -44,7 +44,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.worker import requests
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import DispatchSettings, GenerateRequest, NoWorkerReady, RequestFailed
-from kvrelay_router.fleet.static_workers import StaticWorkers
+from kvrelay_router.fleet.watch import StaticWorkers
 from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.traffic import with_changed_bytes, with_changed_field

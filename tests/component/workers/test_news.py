@@ -9,7 +9,7 @@ from kvrelay.protocol.messages import PeerRef, Status, StatusQuery
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.fleet.load import OutstandingLoad
 from kvrelay_router.fleet.view import FleetView
-from kvrelay_router.routing.candidates import Candidate
+from kvrelay_router.routing.estimates import Candidate
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until

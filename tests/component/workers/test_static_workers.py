@@ -16,7 +16,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import DispatchSettings, GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
-from kvrelay_router.fleet.static_workers import StaticWorkers
+from kvrelay_router.fleet.watch import StaticWorkers
 from tests.component.workers.rig import prompt_of, run
 from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import HashRunner, expected_tokens

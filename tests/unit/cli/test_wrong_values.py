@@ -19,7 +19,7 @@ from kvrelay.config.loader import TABLES, ConfigError, flag_name, load_config, r
 from kvrelay.config.up_config import UpConfig
 from kvrelay.flag_parser import FlagParser, result_file
 from kvrelay_bench.program_bench import programs_parser
-from kvrelay_embedded.settings import SETTINGS, engine_config
+from kvrelay_embedded.engine import SETTINGS, engine_config
 
 KINDS = ("up", "prefill", "decode", "router", "rank")
 NEEDED = {"rank": {"engine": "h:1", "rank": "1"}}

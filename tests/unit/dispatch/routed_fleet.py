@@ -12,7 +12,7 @@ from kvrelay.scheduling.step_cost import StepCost
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, work_of
 from kvrelay_router.fleet.load import Held, OutstandingLoad
 from kvrelay_router.fleet.view import FleetView
-from kvrelay_router.routing.candidates import Decision
+from kvrelay_router.routing.estimates import Decision
 from kvrelay_router.routing.policy import PolicyName
 
 COST = StepCost(5e-3, 5e-5, 5e-9)

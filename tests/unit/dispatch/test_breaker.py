@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrelay_router.dispatch import breaker
 from kvrelay_router.dispatch.breaker import Breakers, BreakerState
 from kvrelay_router.fleet.load import worker_key
-from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
+from kvrelay_router.routing.estimates import Candidate, CandidateWorkers
 from tests.unit.dispatch.world import peer
 
 BAD, GOOD = (Candidate(peer(name), "decode", "m") for name in ("bad", "good"))

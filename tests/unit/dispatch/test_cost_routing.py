@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay_router.fleet.load import Held, OutstandingLoad, worker_key
-from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Decision, Demand, Role
+from kvrelay_router.routing.estimates import Candidate, CandidateWorkers, Decision, Demand, Role
 from kvrelay_router.routing.policy import PolicyName, decide
 from tests.unit.dispatch.routed_fleet import BLOCK, COST, names
 from tests.unit.dispatch.world import peer

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrelay.protocol.messages import Status
 from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.placement import PromptPrefixes
-from kvrelay_router.routing.candidates import Decision
+from kvrelay_router.routing.estimates import Decision
 from kvrelay_router.routing.policy import PolicyName
 from tests.unit.dispatch.routed_fleet import Fleet, chosen_prefill, names, peer_of
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay_router.dispatch.placement import PromptPrefixes, work_of
 from kvrelay_router.routing import expected_prefixes
-from kvrelay_router.routing.candidates import Decision
+from kvrelay_router.routing.estimates import Decision
 from kvrelay_router.routing.expected_prefixes import FORGET_S, HALF_LIFE_S, ExpectedPrefixes, PrefixPopularity
 from tests.unit.dispatch.routed_fleet import BLOCK, Fleet
 

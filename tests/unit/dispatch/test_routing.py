@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Decision, Demand, NoPlacement, Role
+from kvrelay_router.routing.estimates import Candidate, CandidateWorkers, Decision, Demand, NoPlacement, Role
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
 from tests.unit.dispatch.world import peer
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import Status
 from kvrelay_router.fleet.load import OutstandingLoad
-from kvrelay_router.fleet.static_workers import StaticWorker, merged
 from kvrelay_router.fleet.view import FleetView
+from kvrelay_router.fleet.watch import StaticWorker, merged
 from tests.fakes.records import worker_record
 
 STEPS = st.sampled_from(["start", "end", "lease", "lease ends", "page", "silence", "heard", "lost", "look"])

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 from kvrelay.protocol.messages import Stage
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.dispatch.interface import GenerateRequest
-from kvrelay_router.dispatch.records import AttemptRecord, RequestRecord, RequestRecords
-from kvrelay_router.dispatch.timeline import PERCENTILES, latency_of, percentiles, timeline_of
+from kvrelay_router.dispatch.records import (
+    PERCENTILES,
+    AttemptRecord,
+    RequestRecord,
+    RequestRecords,
+    latency_of,
+    percentiles,
+    timeline_of,
+)
 
 
 def record(name: str = "r", num_sequences: int = 1) -> RequestRecord:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.text.detokenizer import (
+from kvrelay.text.tokenizer import (
     MAX_WITHHELD_TOKENS,
     ByteLevelDetokenizer,
     Detokenizer,
+    Tokenizer,
     WindowedDetokenizer,
     make_detokenizer,
 )
-from kvrelay.text.tokenizer import Tokenizer
 from tests.fakes.text_model import byte_level_tokenizer
 
 TEXTS = st.text(

@@ -16,9 +16,8 @@ import tokenizers
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.text import grammar_process
-from kvrelay.text.grammar_check import GrammarCheck
-from kvrelay.text.grammar_process import TOO_LARGE, TOO_LONG, CompilerSpec, GrammarProcess
+from kvrelay.text import grammar_check
+from kvrelay.text.grammar_check import TOO_LARGE, TOO_LONG, CompilerSpec, GrammarCheck, GrammarProcess
 from kvrelay.text.tokenizer import Tokenizer
 from tests.fakes.hostile_grammars import ENDLESS
 from tests.fakes.waiting import PATIENCE_S
@@ -150,7 +149,7 @@ COMPILERS = {
 SCRIPT = """
 import os, sys
 from kvrelay.grammar.grammar_compiler import GrammarError
-from kvrelay.text.grammar_process import CompilerSpec, _verdict_of_fork
+from kvrelay.text.grammar_check import CompilerSpec, _verdict_of_fork
 def raise_(error): raise error
 class Unprintable(Exception):
     def __str__(self): raise MemoryError
@@ -174,10 +173,10 @@ async def test_a_grammar_is_compiled_once_for_all_who_wait_for_it(monkeypatch: p
     may_go_on = threading.Event()
 
     class Counted(GrammarProcess):
-        def verdict(self, grammar: Grammar) -> grammar_process.Verdict:
+        def verdict(self, grammar: Grammar) -> grammar_check.Verdict:
             asked.append(grammar)
             assert may_go_on.wait(PATIENCE_S)
-            return grammar_process.Verdict("wrong" if grammar == BAD else "")
+            return grammar_check.Verdict("wrong" if grammar == BAD else "")
 
     monkeypatch.setattr("kvrelay.text.grammar_check.GrammarProcess", Counted)
     check = GrammarCheck(TOKENIZER)
@@ -202,11 +201,11 @@ async def test_grammars_whose_clients_have_all_gone_are_not_compiled(monkeypatch
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     class Slow(GrammarProcess):
-        def verdict(self, grammar: Grammar) -> grammar_process.Verdict:
+        def verdict(self, grammar: Grammar) -> grammar_check.Verdict:
             asked.append(grammar.text)
             has_begun.set()
             assert may_go_on.wait(PATIENCE_S)
-            return grammar_process.Verdict()
+            return grammar_check.Verdict()
 
     monkeypatch.setattr("kvrelay.text.grammar_check.GrammarProcess", Slow)
     check = GrammarCheck(TOKENIZER)

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
 from kvrelay.text.choice import Choice, StopRules
-from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.output_parsing.dialect import find_dialect
 from kvrelay.text.output_parsing.events import ContentText, Event
-from kvrelay.text.parsed_text import ParsedText, TokenKind
+from kvrelay.text.parsed_text import ParsedText, StopMatcher, TokenKind
 from kvrelay.text.sequence_delta import SequenceDelta
-from kvrelay.text.stop_strings import StopMatcher
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import Detokenizer, Tokenizer
 from kvrelay_router.responses.output_items import OutputItems, TokenScores
 from tests.fakes.call_families import FAMILIES, TOOLS, Call
 from tests.fakes.parsed_output import calls_of, content_of, reasoning_of

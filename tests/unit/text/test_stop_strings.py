@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.text.stop_strings import StopMatcher
+from kvrelay.text.parsed_text import StopMatcher
 
 ALPHABET = "ab🦦\u0301"  # few letters, so that matches and near misses are frequent
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=6), min_size=1, max_size=4)

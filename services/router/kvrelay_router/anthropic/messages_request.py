@@ -8,8 +8,7 @@ from pydantic import Field
 
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.generation_fields import Flag, Stop
-from kvrelay.text.request.other_fields import COMMON, extension_fields, refuse_unsupported
-from kvrelay.text.request.parsing import RequestModel
+from kvrelay.text.request.parsing import COMMON, RequestModel, extension_fields, refuse_unsupported
 
 FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")
 """The fields of a message, by those of the chat completion that it is converted to, if they differ."""

@@ -34,12 +34,12 @@ from kvrelay_router.dispatch.events import (
 from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
+from kvrelay_router.dispatch.records import AttemptTracing
 from kvrelay_router.dispatch.running_request import ActiveSequence, ExpectedCacheHit, RunningRequest, Search
-from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.dispatch.worker_waits import WorkerWaits
 from kvrelay_router.fleet.load import OutstandingLoad, worker_key
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.routing.candidates import Decision
+from kvrelay_router.routing.estimates import Decision
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrelay_router.fleet.load import WorkerKey, worker_key
-from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
+from kvrelay_router.routing.estimates import Candidate, CandidateWorkers
 
 
 class BreakerState(StrEnum):

@@ -37,15 +37,12 @@ from kvrelay_router.dispatch.interface import (
     session_key,
 )
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
-from kvrelay_router.dispatch.records import RequestCounts, RequestRecords
+from kvrelay_router.dispatch.records import AttemptTracing, RequestCounts, RequestRecords, latency_of, timeline_of
 from kvrelay_router.dispatch.running_request import ActiveSequence, PushQueue, RunningRequest, own_figures
-from kvrelay_router.dispatch.timeline import latency_of, timeline_of
-from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.fleet.load import OutstandingLoad
-from kvrelay_router.fleet.static_workers import StaticWorkers
 from kvrelay_router.fleet.view import FleetView, KnownWorker, WorkerState
-from kvrelay_router.fleet.watch import FleetWatch, ListWorkers
-from kvrelay_router.routing.candidates import NoPlacement
+from kvrelay_router.fleet.watch import FleetWatch, ListWorkers, StaticWorkers
+from kvrelay_router.routing.estimates import NoPlacement
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from kvrelay_router.dispatch.breaker import Breakers
 from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.fleet.load import WorkerKey, worker_key
 from kvrelay_router.fleet.view import FleetView
-from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Decision, Demand, NoPlacement
+from kvrelay_router.routing.estimates import Candidate, CandidateWorkers, Decision, Demand, NoPlacement
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes, PrefixPopularity, PrefixView
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
 

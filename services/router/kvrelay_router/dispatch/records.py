@@ -1,9 +1,13 @@
-"""The history of running and recently finished requests: attempts, workers, reasons, times and block counters."""
+"""The history of running and recently finished requests: attempts, workers, reasons, times and block counters.
+
+Timelines, latency percentiles, and the spans of attempts are made of it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -11,9 +15,10 @@ from typing import Any
 import msgspec
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import PeerRef, SequenceUsage
+from kvrelay.protocol.messages import PeerRef, SequenceUsage, Stage
+from kvrelay.telemetry.tracer import Attributes, Tracer, parse_traceparent
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
-from kvrelay_router.routing.candidates import Decision
+from kvrelay_router.routing.estimates import Decision
 
 FAILED = "abort"
 """`finish` of a sequence that failed."""
@@ -223,3 +228,129 @@ def _usage_as_json(usage: SequenceUsage | None) -> dict[str, int] | None:
     if usage is None:
         return None
     return msgspec.structs.asdict(usage)
+
+
+PERCENTILES = (50, 90, 99)
+
+
+def timeline_of(record: RequestRecord, stages: Mapping[str, list[Stage]]) -> dict[str, Any]:
+    """JSON-ready. `stages` are the workers' own records.
+
+    Times are milliseconds since the request was submitted. Times of workers come from the clocks of their machines.
+    """
+    events = [event for index, sequence in enumerate(record.sequences) for event in _of_router(index, sequence)]
+    for worker, found in stages.items():
+        events += [_of_worker(worker, each, record.submitted_unix_s) for each in found]
+    events.sort(key=lambda event: (event["start_ms"], event["sequence"]))
+    return {
+        **record.summary(),
+        "now_ms": record.elapsed_ms(),
+        "workers_asked": sorted(record.workers()),
+        "workers_answered": sorted(stages),
+        "events": events,
+    }
+
+
+def _of_router(index: int, sequence: SequenceHistory) -> Iterable[dict[str, Any]]:
+    for each in sequence.attempts:
+        detail = {"prefill": each.prefill, "decode": each.decode, "reasons": list(each.reasons)}
+        detail |= {name: text for name, text in (("retry_of", each.cause), ("failed", each.failure)) if text}
+        yield _event("router", "attempt", index, each.attempt, each.placed_ms, each.ended_ms, detail)
+        for change in each.reassigned:
+            yield _event("router", "reassigned", index, each.attempt, change["at_ms"], change["at_ms"], dict(change))
+    if sequence.first_token_ms is not None:
+        attempt = sequence.attempts[-1].attempt if sequence.attempts else 0
+        yield _event("router", "first token", index, attempt, sequence.first_token_ms, sequence.first_token_ms, {})
+
+
+def _of_worker(worker: str, stage: Stage, submitted_unix_s: float) -> dict[str, Any]:
+    start_ms = (stage.start - submitted_unix_s) * 1000
+    end_ms = (stage.end - submitted_unix_s) * 1000 if stage.end is not None else None
+    return _event(worker, stage.name, stage.sequence, stage.attempt, start_ms, end_ms, dict(stage.detail))
+
+
+def _event(
+    lane: str, name: str, sequence: int, attempt: int, start_ms: float, end_ms: float | None, detail: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "lane": lane,
+        "name": name,
+        "sequence": sequence,
+        "attempt": attempt,
+        "start_ms": round(start_ms, 3),
+        "end_ms": round(end_ms, 3) if end_ms is not None else None,
+        "detail": detail,
+    }
+
+
+def latency_of(records: Iterable[RequestRecord]) -> dict[str, Any]:
+    """Percentiles over the successful requests, from their submission. JSON-ready."""
+    first_tokens, per_token, num_requests = [], [], 0
+    for record in records:
+        first_ms, finished_ms = record.first_token_ms(), record.finished_ms()
+        if record.state != "finished" or first_ms is None or finished_ms is None:
+            continue
+        num_requests += 1
+        first_tokens.append(first_ms)
+        num_tokens = max(sequence.num_output_tokens for sequence in record.sequences)
+        if num_tokens > 1:
+            per_token.append((finished_ms - first_ms) / (num_tokens - 1))
+    return {"requests": num_requests, "ttft_ms": percentiles(first_tokens), "tpot_ms": percentiles(per_token)}
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """By nearest rank: the smallest value that p percent of all values do not exceed. Empty without values."""
+    ordered = sorted(values)
+    return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1], 3) for p in PERCENTILES} if ordered else {}
+
+
+class AttemptTracing:
+    """Records one span per attempt."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def begin(self, request_trace: str) -> str:
+        """Returns the trace context for an attempt's messages. An invalid request context is returned unchanged."""
+        context = parse_traceparent(request_trace)
+        return str(context.child()) if context is not None else request_trace
+
+    def ended(self, record: RequestRecord, request_trace: str) -> None:
+        parent = parse_traceparent(request_trace)
+        if parent is None or not parent.is_sampled:
+            return
+        for index, sequence in enumerate(record.sequences):
+            for attempt in sequence.attempts:
+                context = parse_traceparent(attempt.trace)
+                if context is None:
+                    continue
+                ended_ms = attempt.ended_ms if attempt.ended_ms is not None else record.elapsed_ms()
+                self._tracer.record(
+                    "kvrelay.attempt",
+                    context,
+                    parent,
+                    record.submitted + attempt.placed_ms / 1000,
+                    record.submitted + ended_ms / 1000,
+                    kind="client",
+                    attributes=_attributes(record, index, attempt),
+                    error=attempt.failure or None,
+                )
+
+
+def _attributes(record: RequestRecord, sequence: int, attempt: AttemptRecord) -> Attributes:
+    attributes: dict[str, str | int | tuple[str, ...]] = {
+        "kvrelay.request": record.request_id,
+        "kvrelay.attempt": attempt.attempt,
+        "kvrelay.sequence": sequence,
+        "kvrelay.route.policy": attempt.policy,
+        "kvrelay.route.reasons": attempt.reasons,
+        "kvrelay.outcome": record.state,
+        "kvrelay.reassigned": len(attempt.reassigned),
+    }
+    if attempt.prefill is not None:
+        attributes["kvrelay.worker.prefill"] = attempt.prefill
+    if attempt.decode is not None:
+        attributes["kvrelay.worker.decode"] = attempt.decode
+    if attempt.cause:
+        attributes["kvrelay.retry.cause"] = attempt.cause
+    return attributes

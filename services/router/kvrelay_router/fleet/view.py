@@ -24,7 +24,7 @@ from kvrelay.protocol.messages import PeerRef, Status
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay.text.request.validation import ModelLimits
 from kvrelay_router.fleet.load import OutstandingLoad, WorkerLoad, worker_key
-from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
+from kvrelay_router.routing.estimates import Candidate, CandidateWorkers
 
 REGISTRY_GRACE_S = 10.0
 """Time that a record may be missing, for example after Redis was emptied, before its worker counts as draining."""

@@ -11,11 +11,12 @@ from kvrelay.text.chat_template import RESERVED_NAMES, Message
 from kvrelay.text.request.api_error import ApiError, wrong
 from kvrelay.text.request.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
 from kvrelay.text.request.grammar_fields import GenerationFields
-from kvrelay.text.request.other_fields import CHAT, refuse_unsupported
 from kvrelay.text.request.parsing import (
+    CHAT,
     NaturalNumbers,
     invalid,
     parse,
+    refuse_unsupported,
     wrong_type,
 )
 from kvrelay.text.service import ChatOptions

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from kvrelay.text.request.api_error import ApiError, wrong
 from kvrelay.text.request.generation_fields import MAX_LOGPROBS, Flag, FlagOn, or_default
-from kvrelay.text.request.other_fields import COMMON, extension_fields, refuse_unsupported
-from kvrelay.text.request.parsing import RequestModel, parse
+from kvrelay.text.request.parsing import COMMON, RequestModel, extension_fields, parse, refuse_unsupported
 from kvrelay_router.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
 
 FIELD_NAMES = {"response_format": "text.format", "response_format.json_schema": "text.format", "messages": "input"}

@@ -33,8 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvrelay_router.routing.candidates import Candidate, ExpectedLatency
-from kvrelay_router.routing.estimates import Estimates
+from kvrelay_router.routing.estimates import Candidate, Estimates, ExpectedLatency
 
 T = TypeVar("T")
 

@@ -1,32 +1,44 @@
 """Places a request: a pure function of the request, the fleet and the cached prefixes.
 
 This file decides which workers are eligible, in the same way for all policies: prefill and decode must have the same
-fingerprint, and workers on which an attempt failed are avoided. The policies in `cost.py` and `baselines.py` choose
-among the eligible workers.
+fingerprint, and workers on which an attempt failed are avoided. The policy `cost` (`cost.py`) chooses among the
+eligible workers, or one of these, which are for comparison and for special fleets:
+
+- `random` uses the request's id as its seed.
+- `round_robin` takes turns.
+- `least_loaded` takes the prefill worker with the fewest queued prompt tokens, and the decode worker with the fewest
+  sequences, then with the most free blocks.
+- `prefix_only` takes the worker with the longest cached prefix, however long its queue is. Equal workers take turns.
+- `sticky` sends requests of one session, user or prompt beginning to one worker by rendezvous hashing (Thaler and
+  Ravishankar, 1998): if a worker joins or leaves, only its own share moves.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Literal, get_args
 
 import msgspec
 
-from kvrelay_router.routing import baselines
-from kvrelay_router.routing.candidates import (
+from kvrelay_router.routing.cost import better_alone, in_turn, pick_decode, pick_prefill
+from kvrelay_router.routing.estimates import (
     Candidate,
     CandidateWorkers,
     Decision,
     Demand,
+    Estimates,
     ExpectedLatency,
     NoPlacement,
+    TypicalSpeeds,
 )
-from kvrelay_router.routing.cost import better_alone, pick_decode, pick_prefill
-from kvrelay_router.routing.estimates import Estimates, TypicalSpeeds
 
 PolicyName = Literal["cost", "least_loaded", "round_robin", "random", "prefix_only", "sticky"]
 Picker = Callable[[Sequence[Candidate], Estimates], tuple[Candidate, str]]
 NOTHING_CACHED: Mapping[str, int] = {}
+AFFINITY_SHOWN = 64
+"""Reasons show this many characters of an affinity: clients choose it, and reasons are sent in headers."""
 
 
 def decide(
@@ -138,11 +150,55 @@ def _unavoided(candidates: Sequence[Candidate], avoid: frozenset[str]) -> Sequen
     return [candidate for candidate in candidates if candidate.worker_id not in avoid] or candidates
 
 
+def _least_loaded(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
+    turns = in_turn(candidates, estimates.demand.ordinal)
+    if candidates[0].role == "prefill":
+        chosen = min(turns, key=lambda candidate: candidate.queued_tokens)
+        return chosen, f"{chosen.worker_id} has the fewest prompt tokens ahead, {chosen.queued_tokens}"
+    chosen = min(turns, key=lambda candidate: (candidate.num_sequences, -candidate.num_free_blocks))
+    return chosen, (
+        f"{chosen.worker_id} has the fewest sequences, {chosen.num_sequences}, and {chosen.num_free_blocks} free blocks"
+    )
+
+
+def _round_robin(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
+    turn = estimates.demand.ordinal % len(candidates)
+    return candidates[turn], f"{candidates[turn].worker_id} is next, number {turn + 1} of {len(candidates)}"
+
+
+def _random(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
+    demand = estimates.demand
+    seed = f"{demand.request_id}/{demand.ordinal}/{candidates[0].role}"
+    draw = random.Random(seed).randrange(len(candidates))
+    return candidates[draw], f"{candidates[draw].worker_id} was chosen at random out of {len(candidates)}"
+
+
+def _prefix_only(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
+    turns = in_turn(candidates, estimates.demand.ordinal)
+    chosen = max(turns, key=estimates.cached_tokens)
+    return chosen, f"{chosen.worker_id} holds {estimates.cached_tokens(chosen)} tokens of the prompt, the most of all"
+
+
+def _sticky(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
+    affinity = estimates.demand.affinity or estimates.demand.request_id
+    chosen = max(candidates, key=lambda candidate: _weight(affinity, candidate.worker_id))
+    return chosen, f"{chosen.worker_id} has the highest hash with {affinity[:AFFINITY_SHOWN]!r}"
+
+
+def _weight(affinity: str, worker_id: str) -> bytes:
+    digest = blake2b(digest_size=8)
+    for part in (affinity, worker_id):
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.digest()
+
+
 _PICKERS: dict[PolicyName, Picker] = {
-    "least_loaded": baselines.least_loaded,
-    "round_robin": baselines.round_robin,
-    "random": baselines.random,
-    "prefix_only": baselines.prefix_only,
-    "sticky": baselines.sticky,
+    "least_loaded": _least_loaded,
+    "round_robin": _round_robin,
+    "random": _random,
+    "prefix_only": _prefix_only,
+    "sticky": _sticky,
 }
 assert {*_PICKERS, "cost"} == set(get_args(PolicyName))

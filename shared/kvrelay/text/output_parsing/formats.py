@@ -15,9 +15,12 @@ from kvrelay.text.output_parsing.call_grammar import (
     CallSyntax,
     Format,
     MarkerOf,
+    bare_value,
     json_arguments,
     json_value,
     marked,
+    optional,
+    parameters_of,
     sequence,
     tag,
     text,
@@ -31,7 +34,6 @@ from kvrelay.text.output_parsing.json_calls import (
     MistralParser,
 )
 from kvrelay.text.output_parsing.parameter_calls import Glm45Parser, Qwen3CoderParser
-from kvrelay.text.output_parsing.parameter_grammar import bare_value, optional, parameters_of
 
 SUFFIX = ".py"
 """Of the file with a tool format of the operator's."""

@@ -14,16 +14,18 @@ from kvrelay.text.output_parsing.call_grammar import (
     CallSyntax,
     Format,
     MarkerOf,
+    Parameter,
     Unconstrainable,
     either,
     json_value,
+    optional,
+    parameters_of,
     sequence,
     tag,
     text,
 )
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.output_parsing.parameter_calls import ParameterReader
-from kvrelay.text.output_parsing.parameter_grammar import Parameter, optional, parameters_of
 from kvrelay.text.output_parsing.text_parser import Malformed, Markers, Steps, Write
 
 START, END = "<|python_start|>", "<|python_end|>"

@@ -9,10 +9,11 @@ from pydantic import BeforeValidator, Field, SkipValidation
 from kvrelay.text.request.api_error import ApiError, wrong
 from kvrelay.text.request.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
 from kvrelay.text.request.grammar_fields import GenerationFields
-from kvrelay.text.request.other_fields import COMPLETION, refuse_unsupported
 from kvrelay.text.request.parsing import (
+    COMPLETION,
     invalid,
     parse,
+    refuse_unsupported,
     wrong_type,
 )
 

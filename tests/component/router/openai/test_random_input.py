@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.text.request.completion_request import CompletionRequest
-from kvrelay.text.request.other_fields import CHAT, COMPLETION
+from kvrelay.text.request.parsing import CHAT, COMPLETION
 from kvrelay_router.openai.chat_request import ChatRequest
 from kvrelay_router.openai.select_endpoint import SelectChat, SelectText
 from tests.component.router.one_connection import OneConnection, one_connection

@@ -11,9 +11,8 @@ import pytest
 
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.text.choice import Choice, StopRules
-from kvrelay.text.detokenizer import make_detokenizer
 from kvrelay.text.sequence_delta import SequenceDelta
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import Tokenizer, make_detokenizer
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.dispatch.placement import PromptPrefixes

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
 from kvrelay.text.choice import Choice, StopRules
-from kvrelay.text.detokenizer import make_detokenizer
 from kvrelay.text.request.completion_request import parse_completion
 from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay.text.service import DecodedPrompt
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import Tokenizer, make_detokenizer
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.openai.answers.answer_format import AnswerFormat, EventFormat, usage_of

@@ -230,7 +230,7 @@ async def test_the_last_of_several_failures_names_the_kind(rig: Rig) -> None:
 
 async def test_a_request_waits_for_a_worker_and_goes_on_where_it_stopped(rig: Rig) -> None:
     _, handle = await decode_dies(rig, "token 3", max_tokens=8)
-    await until(lambda: rig.dispatcher._driver.num_waiting == 1)
+    await until(lambda: len(rig.dispatcher._driver.waits) == 1)
     fleet = await rig.dispatcher.fleet()
     assert fleet["requests"]["sequences_waiting_for_worker"] == 1
     rig.add(FakeDecode("d9"))
@@ -249,7 +249,7 @@ async def test_waiting_for_a_worker_is_bounded(rig: Rig) -> None:
 async def test_what_was_computed_waits_for_a_decode_worker_to_come_back(rig: Rig) -> None:
     """The only one dies before it commits; its next start takes the handoff, and nothing is computed again."""
     prefill, handle = await decode_dies(rig, "commit")
-    await until(lambda: rig.dispatcher._driver.num_waiting == 1)
+    await until(lambda: len(rig.dispatcher._driver.waits) == 1)
     rig.add(FakeDecode("d0"))
     assert await read(handle) == {0: true_tokens(0, 6)}
     assert rig.record(handle)["num_attempts"] == 1
@@ -266,16 +266,16 @@ async def test_waiting_for_a_decode_worker_is_bounded(rig: Rig) -> None:
 
 async def test_a_client_that_leaves_while_its_handoff_waits_leaves_nothing(rig: Rig) -> None:
     prefill, handle = await decode_dies(rig, "commit")
-    await until(lambda: rig.dispatcher._driver.num_waiting == 1)
+    await until(lambda: len(rig.dispatcher._driver.waits) == 1)
     handle.cancel()
-    await until(lambda: rig.dispatcher._driver.num_waiting == 0)
+    await until(lambda: len(rig.dispatcher._driver.waits) == 0)
     await until(lambda: bool(prefill.got(Cancel)))
     await rig.nothing_is_left()
 
 
 async def test_prefill_that_dies_while_its_handoff_waits_costs_the_client_nothing(rig: Rig) -> None:
     prefill, handle = await decode_dies(rig, "commit")
-    await until(lambda: rig.dispatcher._driver.num_waiting == 1)
+    await until(lambda: len(rig.dispatcher._driver.waits) == 1)
     prefill.kill()
     await until(lambda: rig.record(handle)["num_attempts"] == 1 and not rig.states())
     rig.add(FakePrefill("p1"))

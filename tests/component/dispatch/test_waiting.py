@@ -10,8 +10,8 @@ import pytest
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef, Prompt, SequenceUsage
+from kvrelay_router.dispatch.attempt_driver import PLACED_PER_TURN
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
-from kvrelay_router.dispatch.worker_waits import PLACED_PER_TURN
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, Key, true_tokens
 from tests.component.dispatch.rig import Rig, pair, read
 from tests.fakes.waiting import until
@@ -72,9 +72,9 @@ async def test_a_waiting_request_keeps_its_deadline(rig: Rig) -> None:
 async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing(rig: Rig) -> None:
     await without_decode(rig)
     handle = rig.submit(num_sequences=3)
-    assert rig.dispatcher._driver.num_waiting == 3
+    assert len(rig.dispatcher._driver.waits) == 3
     handle.cancel()
-    assert rig.dispatcher._driver.num_waiting == 0
+    assert len(rig.dispatcher._driver.waits) == 0
     await rig.nothing_is_left()
 
 

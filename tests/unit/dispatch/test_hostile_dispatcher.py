@@ -122,7 +122,7 @@ class Scene:
             handle.cancel()
         await asyncio.sleep(0)
         assert not self.dispatcher.num_running and self.dispatcher.load.is_empty
-        assert not self.dispatcher._sequences and not self.dispatcher._driver.num_waiting
+        assert not self.dispatcher._sequences and not self.dispatcher._driver.waits
         await self.dispatcher.close()
 
 

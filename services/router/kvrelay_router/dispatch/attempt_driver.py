@@ -1,4 +1,9 @@
-"""Carries out what the attempt machines return: sends, places, waits for workers, and delivers tokens."""
+"""Carries out what the attempt machines return: sends, places, and waits for workers.
+
+Waits are not polled: the fleet watch calls `place_waiting` after each event that may have made a worker ready. At most
+one suspect has an unproven attempt at a time. A suspect is a sequence that was lost with several workers, each time
+together with others. So the one that crashes workers exhausts its retry budget without those of the others.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvrelay.logs import LimitedLog
+from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.state_machine import IllegalEvent
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay.text.sequence_delta import SequenceDelta
@@ -28,15 +33,12 @@ from kvrelay_router.dispatch.events import (
     Instruction,
     PlacementFailed,
     Send,
-    TokensArrived,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
 from kvrelay_router.dispatch.records import AttemptTracing
 from kvrelay_router.dispatch.running_request import ActiveSequence, ExpectedCacheHit, RunningRequest, Search
-from kvrelay_router.dispatch.worker_waits import WorkerWaits
 from kvrelay_router.fleet.load import OutstandingLoad, worker_key
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.routing.estimates import Decision
@@ -45,37 +47,88 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_FOR_LOST_S = 30.0
 """For lost workers that may only be stopped, once the retry budget is exhausted."""
+PLACED_PER_TURN = 16
+"""A placement takes 0.1 to 0.3 ms."""
+
+
+class WorkerWaits:
+    """The sequences that wait for a ready worker, in their order of arrival. Thousands may wait when a worker comes
+    back, so they are placed in slices, with a turn of the event loop between two.
+
+    `is_possible` returns whether a search may succeed, at no cost. `look` then searches; if that succeeds, it calls
+    `remove`."""
+
+    def __init__(
+        self, is_possible: Callable[[ActiveSequence, Search], bool], look: Callable[[ActiveSequence, Search], None]
+    ) -> None:
+        self._is_possible = is_possible
+        self._look = look
+        self._waiting: dict[ActiveSequence, None] = {}
+        self._left: list[ActiveSequence] = []  # those that the present round has not reached
+        self.suspect: ActiveSequence | None = None  # the one whose attempt is not proven
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: ActiveSequence, search: Search, timeout_s: float, on_timeout: Callable[[], None]) -> None:
+        """The sequence waits. After `timeout_s` seconds `on_timeout` is called; it must end the wait."""
+        sequence.waiting_for = search
+        sequence.waiting_timer = asyncio.get_running_loop().call_later(timeout_s, on_timeout)
+        self._waiting[sequence] = None
+        sequence.running.worker_awaited(sequence.index)
+
+    def pause(self, sequence: ActiveSequence, delay_s: float, then: Callable[[], None]) -> None:
+        """Calls `then` after the delay. A worker that becomes ready does not end it."""
+        sequence.waiting_timer = asyncio.get_running_loop().call_later(delay_s, then)
+
+    def remove(self, sequence: ActiveSequence) -> None:
+        """Ends the wait or the pause, if any."""
+        if sequence.waiting_timer is not None:
+            sequence.waiting_timer.cancel()
+        sequence.waiting_timer = None
+        if sequence.waiting_for is not None:
+            sequence.waiting_for = None
+            del self._waiting[sequence]
+            sequence.running.worker_found(sequence.index)
+
+    def look_again(self) -> None:
+        """Looks for workers for all that wait."""
+        if self._waiting:
+            is_running, self._left = bool(self._left), list(reversed(self._waiting))
+            if not is_running:
+                self._look_for_some()
+
+    def _look_for_some(self) -> None:
+        num_tried = 0
+        while self._left and num_tried < PLACED_PER_TURN:
+            sequence = self._left.pop()
+            search = sequence.waiting_for
+            if search is not None and self._is_possible(sequence, search):
+                num_tried += 1
+                self._look(sequence, search)
+        if self._left:
+            asyncio.get_running_loop().call_soon(self._look_for_some)
+
+    def may_try(self, sequence: ActiveSequence) -> bool:
+        """Returns whether a suspect may start its attempt now."""
+        return self.suspect in (None, sequence)
+
+    def suspect_got_tokens(self) -> None:
+        """With enough tokens the suspect is cleared, and the next one may start."""
+        if self.suspect is not None and self.suspect.is_proven:
+            self.attempt_ended(self.suspect)
+
+    def attempt_ended(self, sequence: ActiveSequence) -> None:
+        """The sequence's attempt is over. If it was a suspect's, the next one may start."""
+        if sequence is self.suspect:
+            self.suspect = None
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self.look_again)
 
 
 def first_search() -> FindPlacement:
     """Objects that every new request needs."""
     return FindPlacement(1, "", frozenset())
-
-
-@dataclass(slots=True)
-class CacheTally:
-    """Tokens of computed prompts: how many the router expected in a cache, and how many were found there."""
-
-    num_prompt: int = 0
-    num_predicted: int = 0
-    num_found: int = 0
-
-    def add(self, expected: ExpectedCacheHit, num_found: int) -> None:
-        self.num_prompt += expected.num_prompt
-        self.num_predicted += min(expected.num_cached, expected.num_prompt)
-        self.num_found += num_found
-
-    def as_json(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.num_prompt,
-            "predicted_tokens": self.num_predicted,
-            "found_tokens": self.num_found,
-        }
-
-
-class SendMessage(Protocol):
-    def __call__(self, peer: PeerRef, body: AnyBody, *, request: str, attempt: int, sequence: int, trace: str) -> None:
-        """Sends, or reports the peer lost."""
 
 
 class AttemptDriver:
@@ -86,7 +139,7 @@ class AttemptDriver:
 
     def __init__(
         self,
-        send: SendMessage,
+        messenger: Messenger,
         placement: Placement,
         load: OutstandingLoad,
         on_ended: Callable[[ActiveSequence, RequestFailed | None], None],
@@ -96,8 +149,7 @@ class AttemptDriver:
     ) -> None:
         self.num_illegal = 0
         self.num_retries = 0
-        self.cache = CacheTally()
-        self._send = send
+        self._send = messenger.send
         self._placement = placement
         self._load = load
         self._on_ended = on_ended
@@ -105,12 +157,7 @@ class AttemptDriver:
         self._max_wait_for_worker_s = max_wait_for_worker_s
         self._tracing = tracing
         self._log = LimitedLog(log)
-        self._waits = WorkerWaits(self._may_succeed, self._look)
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of sequences that wait for a worker."""
-        return len(self._waits)
+        self.waits = WorkerWaits(self._may_succeed, self._look)
 
     def feed(self, sequence: ActiveSequence, event: Event) -> None:
         """Gives an event to the attempt machine and carries out its instructions."""
@@ -124,33 +171,6 @@ class AttemptDriver:
         for instruction in instructions:
             self._carry_out(sequence, instruction)
         self._move_load(sequence)
-
-    def receive(self, sequence: ActiveSequence, worker: PeerRef, entry: TokenEntry, from_prefill: bool = False) -> None:
-        """Delivers the tokens of an entry, once the tokens before them have come."""
-        if sequence.attempts.accepts_tokens(worker, entry.attempt, from_prefill):
-            self._deliver(sequence, sequence.handle_entry(entry), from_prefill)
-
-    def receive_scores(self, sequence: ActiveSequence, worker: PeerRef, scores: ScoresReceived) -> None:
-        """Keeps log-probabilities of the prompt until all of them have come."""
-        if sequence.attempts.accepts_scores(worker, scores.attempt):
-            delta = sequence.handle_entry(scores)
-            if delta is not None:  # tokens of decode waited for them
-                self._deliver(sequence, delta, from_prefill=True)
-
-    def _deliver(self, sequence: ActiveSequence, delta: SequenceDelta | None, from_prefill: bool) -> None:
-        attempts = sequence.attempts
-        has_events = not attempts.is_streaming
-        if delta is not None:
-            has_events = has_events or delta.finish is not None
-            sequence.record.num_output_tokens += len(delta.token_ids)
-            if has_events or delta.cached_tokens is not None or delta.usage is not None:
-                self._record_details(sequence, delta)
-            sequence.running.deliver(delta)
-            if sequence is self._waits.suspect:
-                self._waits.suspect_got_tokens()
-        if has_events:
-            is_last = delta is not None and delta.finish is not None
-            self.feed(sequence, TokensArrived(from_prefill, delta is not None, is_last))
 
     def place_all(self, sequences: Iterable[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
         """Sends an attempt of each sequence to the chosen workers, in slices with turns of the event loop in between.
@@ -223,11 +243,11 @@ class AttemptDriver:
         failed = PlacementFailed(f"{reason}, for {timeout_s:g} s")
         for sequence in sequences:
             if sequence.attempts.state is AttemptState.WAITING:
-                self._waits.add(sequence, search, timeout_s, partial(self.feed, sequence, failed))
+                self.waits.add(sequence, search, timeout_s, partial(self.feed, sequence, failed))
 
     def place_waiting(self) -> None:
         """Looks for workers again for all sequences that wait for one."""
-        self._waits.look_again()
+        self.waits.look_again()
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -245,54 +265,38 @@ class AttemptDriver:
             case FindPlacement():
                 self._retry(sequence, instruction)
             case AwaitLostWorkers(cause=cause):
-                self._waits.attempt_ended(sequence)
-                self._waits.remove(sequence)
+                self.waits.attempt_ended(sequence)
+                self.waits.remove(sequence)
                 timeout_s = min(MAX_WAIT_FOR_LOST_S, self._max_wait_for_worker_s)
                 reason = f"{cause}; none of the lost workers came back within {timeout_s:g} s"
                 failed = PlacementFailed(reason, FailureKind.WORKER_LOST)
-                self._waits.add(sequence, instruction, timeout_s, partial(self.feed, sequence, failed))
+                self.waits.add(sequence, instruction, timeout_s, partial(self.feed, sequence, failed))
             case FindDecode():
                 self._find_decode(sequence, instruction)
             case Ended(error=error, finish=finish, kind=kind):
                 if finish is not None:
                     delta = SequenceDelta(sequence.index, [], finish=finish)
-                    self._record_details(sequence, delta)
+                    sequence.record_details(delta)
                     sequence.running.deliver(delta)
-                self._waits.attempt_ended(sequence)
-                self._waits.remove(sequence)
+                self.waits.attempt_ended(sequence)
+                self.waits.remove(sequence)
                 sequence.running.record.attempt_ended(sequence.index, error or "")
                 failure = RequestFailed(error, kind or FailureKind.INTERNAL_ERROR) if error is not None else None
                 self._on_ended(sequence, failure)
 
-    def _record_details(self, sequence: ActiveSequence, delta: SequenceDelta) -> None:
-        """Records what few deltas bring beside their tokens."""
-        record = sequence.record
-        if record.first_token_ms is None:
-            record.first_token_ms = sequence.running.record.elapsed_ms()
-        if delta.cached_tokens is not None:
-            record.cached_tokens = delta.cached_tokens
-            if sequence.expected is not None:
-                self.cache.add(sequence.expected, delta.cached_tokens)
-                sequence.expected = None
-        if delta.usage is not None:
-            record.usage = delta.usage
-        if delta.finish is not None:
-            record.finish = str(delta.finish)
-            record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.beams)
-
     def _retry(self, sequence: ActiveSequence, search: FindPlacement) -> None:
-        self._waits.attempt_ended(sequence)
-        self._waits.remove(sequence)  # the failed attempt may still wait for a decode worker
+        self.waits.attempt_ended(sequence)
+        self.waits.remove(sequence)  # the failed attempt may still wait for a decode worker
         self.num_retries += 1
         log.warning("attempt %d: %s", search.attempt, search.cause, extra=_log_fields(sequence))
         sequence.running.record.attempt_ended(sequence.index, search.cause)
         if not search.delay_s:
             self._find_placement(sequence, search)
             return
-        self._waits.pause(sequence, search.delay_s, partial(self._find_placement, sequence, search))
+        self.waits.pause(sequence, search.delay_s, partial(self._find_placement, sequence, search))
 
     def _find_placement(self, sequence: ActiveSequence, search: FindPlacement) -> None:
-        if search.is_suspect and not self._waits.may_try(sequence):
+        if search.is_suspect and not self.waits.may_try(sequence):
             self._await_placement(sequence, search, "another request is tried first")
             return
         num_output = len(sequence.intake.output)
@@ -310,17 +314,17 @@ class AttemptDriver:
         siblings = sequence.running.sequences.values()
         found = [each for each in siblings if each is sequence or each.waiting_for is search]
         for each in found:
-            self._waits.remove(each)
+            self.waits.remove(each)
             if search.is_suspect:
-                self._waits.try_suspect(each)
+                self.waits.suspect = each
         self.place_all(found, decision, search)
 
     def _await_placement(self, sequence: ActiveSequence, search: FindPlacement, reason: str) -> None:
         if sequence.waiting_for is None:
             timeout_s = self._max_wait_for_worker_s
-            self._waits.remove(sequence)  # the pause before the search
+            self.waits.remove(sequence)  # the pause before the search
             failed = PlacementFailed(f"{search.cause}; then {reason}, for {timeout_s:g} s")
-            self._waits.add(sequence, search, timeout_s, partial(self.feed, sequence, failed))
+            self.waits.add(sequence, search, timeout_s, partial(self.feed, sequence, failed))
 
     def _find_decode(self, sequence: ActiveSequence, search: FindDecode) -> None:
         """While no decode worker is ready at all, prefill keeps the KV and the sequence waits.
@@ -335,12 +339,12 @@ class AttemptDriver:
             self._decode_chosen(sequence, search, decode, returned=has_waited)
         elif not has_waited:
             give_up = partial(self._decode_chosen, sequence, search, None, returned=False)
-            self._waits.add(sequence, search, self._max_wait_for_worker_s, give_up)
+            self.waits.add(sequence, search, self._max_wait_for_worker_s, give_up)
 
     def _decode_chosen(
         self, sequence: ActiveSequence, search: FindDecode, decode: PeerRef | None, *, returned: bool
     ) -> None:
-        self._waits.remove(sequence)
+        self.waits.remove(sequence)
         sequence.running.record.reassigned(sequence.index, decode, search.cause)
         sequence.running.served_by.decode = decode.peer_id if decode is not None else None
         self.feed(sequence, DecodeChosen(decode, returned and decode is None))
@@ -351,7 +355,7 @@ class AttemptDriver:
         match search:
             case FindPlacement(is_suspect=is_suspect):
                 needs_decode = sequence.attempts.needs_decode(len(sequence.intake.output))
-                may_try = not is_suspect or self._waits.may_try(sequence)
+                may_try = not is_suspect or self.waits.may_try(sequence)
                 return may_try and self._placement.is_possible(needs_decode=needs_decode)
             case FindDecode():
                 return self._placement.has_decode(sequence.fingerprint)

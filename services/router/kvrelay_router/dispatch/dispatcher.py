@@ -87,15 +87,7 @@ class RouterDispatcher:
         self._counts = RequestCounts()
         self._num_opening_tokens = 0
         self._pushes = PushQueue()
-        self._inbox = Inbox(
-            self._sequences,
-            self._driver,
-            self._placement,
-            self.view,
-            self.messenger.send,
-            self.watch.on_status,
-            self._records.usage_came_late,
-        )
+        self._inbox = Inbox(self._sequences, self._driver, self._placement, self.messenger, self.watch, self._records)
         self._is_accepting = True
         self._is_closed = False
 
@@ -111,7 +103,7 @@ class RouterDispatcher:
 
     def _make_driver(self) -> AttemptDriver:
         return AttemptDriver(
-            self.messenger.send,
+            self.messenger,
             self._placement,
             self.load,
             self._sequence_ended,
@@ -262,7 +254,7 @@ class RouterDispatcher:
             figures = {
                 "running": len(self._running),
                 "running_sequences": len(self._sequences),
-                "sequences_waiting_for_worker": self._driver.num_waiting,
+                "sequences_waiting_for_worker": len(self._driver.waits),
                 "retries": self._driver.num_retries,
             }
         return figures | {"protocol_errors": self._driver.num_illegal} | self._counts.of(owner)
@@ -278,7 +270,7 @@ class RouterDispatcher:
             },
             "placements": self._placement.num_placed,
             "opening_tokens": self._num_opening_tokens,
-            "cache": self._driver.cache.as_json(),
+            "cache": dict(self._inbox.cache),
             "prefix_index": self._index.describe() if self._index is not None else {"state": "off"},
         }
 

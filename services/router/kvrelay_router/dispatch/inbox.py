@@ -1,13 +1,15 @@
-"""Distributes what workers send, and their losses, to the sequences in progress, the fleet view and the breakers."""
+"""Distributes what workers send, and their losses, to the sequences in progress, the fleet view and the breakers.
+Delivers tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kvrelay.logs import LimitedLog
+from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
 from kvrelay.protocol.messages import (
     Cancel,
@@ -17,46 +19,44 @@ from kvrelay.protocol.messages import (
     NeedDecode,
     PeerRef,
     PromptLogprobs,
-    SequenceUsage,
     Status,
     TokenBatch,
     TokenEntry,
 )
-from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
-from kvrelay_router.dispatch.events import FromWorker, WorkerLost
+from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay_router.dispatch.attempt_driver import AttemptDriver
+from kvrelay_router.dispatch.events import FromWorker, TokensArrived, WorkerLost
 from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.placement import Placement
+from kvrelay_router.dispatch.records import RequestRecords
 from kvrelay_router.dispatch.retry import PROVEN_TOKENS
 from kvrelay_router.dispatch.running_request import ActiveSequence
 from kvrelay_router.fleet.load import worker_key
-from kvrelay_router.fleet.view import FleetView
+from kvrelay_router.fleet.watch import FleetWatch
 
 log = logging.getLogger(__name__)
 
 
 class Inbox:
-    """`sequences` is the dispatcher's table of those in progress, by request and index. The inbox never changes it.
-
-    `on_status` gets the status of workers, and `on_late_usage` block counters of sequences that are already over.
-    """
+    """`sequences` is the dispatcher's table of those in progress, by request and index. The inbox never changes it."""
 
     def __init__(
         self,
         sequences: Mapping[tuple[str, int], ActiveSequence],
         driver: AttemptDriver,
         placement: Placement,
-        view: FleetView,
-        send: SendMessage,
-        on_status: Callable[[PeerRef, Status], None],
-        on_late_usage: Callable[[str, int, SequenceUsage], None],
+        messenger: Messenger,
+        watch: FleetWatch,
+        records: RequestRecords,
     ) -> None:
+        self.cache = {"prompt_tokens": 0, "predicted_tokens": 0, "found_tokens": 0}
+        """Of computed prompts: their tokens, how many the router expected in a cache, and how many were found there."""
         self._sequences = sequences
         self._driver = driver
         self._placement = placement
-        self._view = view
-        self._send = send
-        self._on_status = on_status
-        self._on_late_usage = on_late_usage
+        self._send = messenger.send
+        self._watch = watch
+        self._records = records
         self._log = LimitedLog(log)
         self._lost: list[tuple[PeerRef, str, bool]] = []  # worker, reason, whether it is alive
 
@@ -66,10 +66,10 @@ class Inbox:
             case Delivered():
                 self._on_message(event)
             case PeerLost(peer=peer, reason=reason, is_alive=is_alive):
-                self._view.lost(peer, reason, time.monotonic())
+                self._watch.view.lost(peer, reason, time.monotonic())
                 self._report_lost_soon(peer, reason, is_alive)
             case PeerRefused(peer=peer, reason=reason):
-                self._view.refused(peer, reason, time.monotonic())
+                self._watch.view.refused(peer, reason, time.monotonic())
                 self._report_lost_soon(peer, reason, False)
 
     def _on_message(self, message: Delivered) -> None:
@@ -81,13 +81,13 @@ class Inbox:
                 self._on_first_token(message, body)
             case PromptLogprobs():
                 if (sequence := self._sequence_of(message)) is not None:
-                    self._driver.receive_scores(sequence, peer, ScoresReceived(message.header.attempt, body))
+                    self._on_scores(sequence, peer, ScoresReceived(message.header.attempt, body))
             case NeedDecode():
                 self._on_need_decode(message, body)
             case Failed():
                 self._on_failed(message, body)
             case Status():
-                self._on_status(peer, body)
+                self._watch.on_status(peer, body)
             case _:
                 self._log.warning(
                     "kind", "%s sent a %s, which a router does not take", peer.peer_id, type(body).__name__
@@ -106,14 +106,50 @@ class Inbox:
             if has_failures and _is_success(entry, sequence):
                 breakers.succeeded(worker_key(peer))
             if sequence is not None:
-                self._driver.receive(sequence, peer, entry)
+                self._receive(sequence, peer, entry)
             elif entry.usage is not None:
-                self._on_late_usage(entry.request, entry.sequence, entry.usage)
+                self._records.usage_came_late(entry.request, entry.sequence, entry.usage)
 
     def _on_first_token(self, message: Delivered, body: FirstToken) -> None:
         self._placement.breakers.succeeded(worker_key(message.peer))
         if (sequence := self._sequence_of(message)) is not None:
-            self._driver.receive(sequence, message.peer, _entry_of(message.header, body), from_prefill=True)
+            self._receive(sequence, message.peer, _entry_of(message.header, body), from_prefill=True)
+
+    def _receive(self, sequence: ActiveSequence, peer: PeerRef, entry: TokenEntry, from_prefill: bool = False) -> None:
+        """Delivers the tokens of an entry, once the tokens before them have come."""
+        if sequence.attempts.accepts_tokens(peer, entry.attempt, from_prefill):
+            self._deliver(sequence, sequence.handle_entry(entry), from_prefill)
+
+    def _on_scores(self, sequence: ActiveSequence, peer: PeerRef, scores: ScoresReceived) -> None:
+        """Keeps log-probabilities of the prompt until all of them have come."""
+        if sequence.attempts.accepts_scores(peer, scores.attempt):
+            delta = sequence.handle_entry(scores)
+            if delta is not None:  # tokens of decode waited for them
+                self._deliver(sequence, delta, from_prefill=True)
+
+    def _deliver(self, sequence: ActiveSequence, delta: SequenceDelta | None, from_prefill: bool) -> None:
+        has_events = not sequence.attempts.is_streaming
+        if delta is not None:
+            has_events = has_events or delta.finish is not None
+            sequence.record.num_output_tokens += len(delta.token_ids)
+            if has_events or delta.cached_tokens is not None or delta.usage is not None:
+                sequence.record_details(delta)
+                self._count_cached(sequence, delta)
+            sequence.running.deliver(delta)
+            if sequence is self._driver.waits.suspect:
+                self._driver.waits.suspect_got_tokens()
+        if has_events:
+            is_last = delta is not None and delta.finish is not None
+            self._driver.feed(sequence, TokensArrived(from_prefill, delta is not None, is_last))
+
+    def _count_cached(self, sequence: ActiveSequence, delta: SequenceDelta) -> None:
+        """Counts the prompt of an attempt once, with the delta that says how much was cached."""
+        expected = sequence.expected
+        if expected is not None and delta.cached_tokens is not None:
+            self.cache["prompt_tokens"] += expected.num_prompt
+            self.cache["predicted_tokens"] += min(expected.num_cached, expected.num_prompt)
+            self.cache["found_tokens"] += delta.cached_tokens
+            sequence.expected = None
 
     # -- handoffs and failures ----------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -40,19 +40,6 @@ class AttemptRecord:
     failure: str = ""  # the cause if it failed
     reassigned: list[dict[str, Any]] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "attempt": self.attempt,
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "policy": self.policy,
-            "reasons": list(self.reasons),
-            "cause": self.cause,
-            "placed_ms": self.placed_ms,
-            "ended_ms": self.ended_ms,
-            "reassigned": self.reassigned,
-        }
-
 
 @dataclass(slots=True)
 class SequenceHistory:
@@ -73,17 +60,8 @@ class SequenceHistory:
         self.error, self.failure_kind = str(error), error.kind
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "attempts": [attempt.as_json() for attempt in self.attempts],
-            "num_output_tokens": self.num_output_tokens,
-            "cached_tokens": self.cached_tokens,
-            "usage": _usage_as_json(self.usage),
-            "finish": self.finish,
-            "error": self.error,
-            "failure_kind": self.failure_kind,
-            "first_token_ms": self.first_token_ms,
-            "finished_ms": self.finished_ms,
-        }
+        usage = msgspec.structs.asdict(self.usage) if self.usage is not None else None
+        return asdict(self) | {"usage": usage}
 
 
 class RequestRecord:
@@ -158,15 +136,9 @@ class RequestRecord:
         }
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "request_id": self.request_id,
-            "session": self.session or None,
-            "state": self.state,
+        return self.summary() | {
             "error": self.error,
             "failure_kind": self.failure_kind,
-            "submitted_unix_s": self.submitted_unix_s,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_attempts": max((len(sequence.attempts) for sequence in self.sequences), default=0),
             "sequences": [sequence.as_json() for sequence in self.sequences],
         }
 
@@ -210,24 +182,18 @@ class RequestCounts:
     """Counts since the start. There are as many owners as API keys."""
 
     def __init__(self) -> None:
-        self._of_owners: dict[str, Counter[str]] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, outcome: str, owner: str) -> None:
-        counter = self._of_owners.get(owner)
-        if counter is None:
-            counter = self._of_owners[owner] = Counter()
-        counter[outcome] += 1
+        self._counts[outcome, owner] += 1
 
     def of(self, owner: str | None) -> dict[str, int]:
         """The number of requests of an owner (None: of all) by outcome."""
-        counters = [counter for each, counter in self._of_owners.items() if owner in (None, each)]
-        return {outcome: sum(counter[outcome] for counter in counters) for outcome in OUTCOMES}
-
-
-def _usage_as_json(usage: SequenceUsage | None) -> dict[str, int] | None:
-    if usage is None:
-        return None
-    return msgspec.structs.asdict(usage)
+        counts = dict.fromkeys(OUTCOMES, 0)
+        for (outcome, each), count in self._counts.items():
+            if owner in (None, each):
+                counts[outcome] += count
+        return counts
 
 
 PERCENTILES = (50, 90, 99)

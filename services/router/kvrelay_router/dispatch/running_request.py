@@ -104,6 +104,19 @@ class ActiveSequence:
         """True if the current attempt brought so many tokens that its request cannot be why a worker fails."""
         return len(self.intake.output) - self.attempts.num_resumed >= PROVEN_TOKENS
 
+    def record_details(self, delta: SequenceDelta) -> None:
+        """Records what few deltas bring beside their tokens."""
+        record = self.record
+        if record.first_token_ms is None:
+            record.first_token_ms = self.running.record.elapsed_ms()
+        if delta.cached_tokens is not None:
+            record.cached_tokens = delta.cached_tokens
+        if delta.usage is not None:
+            record.usage = delta.usage
+        if delta.finish is not None:
+            record.finish = str(delta.finish)
+            record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.beams)
+
 
 class RunningRequest:
     """`on_stop` and `on_cancel` belong to the dispatcher, whose requests share one `queue`.

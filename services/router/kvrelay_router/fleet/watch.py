@@ -197,7 +197,7 @@ class FleetWatch:
         status_interval_s: float = 1.0,
     ) -> None:
         self.registry_is_away = ""  # the reason
-        self._view = view
+        self.view = view
         self._list_workers = list_workers
         self._static = static
         self._registered: list[WorkerRecord] = []  # last answer of the registry
@@ -229,7 +229,7 @@ class FleetWatch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def on_status(self, peer: PeerRef, status: Status) -> None:
-        self._view.answered(peer, status, time.monotonic())
+        self.view.answered(peer, status, time.monotonic())
         question = self._questions.get(status.query)
         if question is not None:
             awaited, answered, complete = question
@@ -241,16 +241,16 @@ class FleetWatch:
     async def met(self) -> None:
         """Waits until the registry was read and each of its workers has answered or is lost."""
         await self._has_looked.wait()
-        while self._view.has_joining(time.monotonic()):
+        while self.view.has_joining(time.monotonic()):
             await asyncio.sleep(MEETING_POLL_S)
 
     async def ask_all(self, timeout_s: float) -> frozenset[str]:
         """Queries every worker now; returns the ids of those that answered in time."""
-        return frozenset(await self._ask(self._view.peers(), "", timeout_s))
+        return frozenset(await self._ask(self.view.peers(), "", timeout_s))
 
     async def ask_about(self, request: str, worker_ids: Collection[str], timeout_s: float) -> dict[str, list[Stage]]:
         """Stages of a request on these workers, without workers that did not answer in time."""
-        peers = [peer for peer in self._view.peers() if peer.peer_id in worker_ids]
+        peers = [peer for peer in self.view.peers() if peer.peer_id in worker_ids]
         answered = await self._ask(peers, request, timeout_s)
         return {peer_id: status.stages for peer_id, status in answered.items()}
 
@@ -303,14 +303,14 @@ class FleetWatch:
     def _merge(self) -> None:
         """Updates the view from the last registry answer and static workers."""
         static = self._static.found() if self._static is not None else []
-        records = merged(self._registered, static, self._view.is_gone)
-        self._view.registered(records, time.monotonic())
+        records = merged(self._registered, static, self.view.is_gone)
+        self.view.registered(records, time.monotonic())
         self._ask_the_new()
         self._on_change()
 
     def _ask_the_new(self) -> None:
         """Queries new workers at once, since a worker is ready only after its first answer."""
-        peers = self._view.peers()
+        peers = self.view.peers()
         for peer in peers:
             if self._asked.get(peer.peer_id) != peer.incarnation:
                 self._send(peer, StatusQuery(query=self._next_query()))
@@ -329,7 +329,7 @@ class FleetWatch:
         while not await self._pause(self._status_interval_s):
             query = StatusQuery(query=self._next_query(), ended_sessions=self._ended_sessions)
             self._ended_sessions = []
-            for peer in self._view.peers():
+            for peer in self.view.peers():
                 self._send(peer, query)
 
     async def _pause(self, seconds: float) -> bool:

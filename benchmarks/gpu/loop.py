@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.gpu.scale import BLOCK_SIZE
 from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.kv.ablations import NullCache
+from kvrelay.kv.cache import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.scheduling.plan import SequenceOutput

@@ -56,11 +56,11 @@ from kvrelay_embedded.outputs import CompletionOutput, EngineRequest, RequestOut
 from kvrelay_embedded.sampling_params import SamplingParams
 
 SETTINGS = (
-    "dtype", "kv_cache_dtype", "load_format", "device", "cuda_graphs", "cuda_graph_sizes",
+    "dtype", "kv_cache_dtype", "load_format", "device", "cuda_graphs",
     "fused_layers", "quantization", "threads", "block_size", "num_blocks", "kv_memory_bytes", "memory_utilization",
-    "max_model_len", "prefix_cache", "prefix_lookup", "token_budget", "max_running", "scheduler", "chunking",
+    "max_model_len", "prefix_cache", "token_budget", "max_running", "scheduler", "chunking",
     "queue_order", "retraction", "preemption", "swap_space", "new_token_ratio",
-    "jump_forward", "speculation", "num_speculative_tokens",
+    "jump_forward", "speculation",
     "tensor_parallel_size",
     "pipeline_parallel_size", "local_ranks", "rank_host", "rank_port", "rank_timeout_s",
     "curve_key_file",

@@ -41,7 +41,7 @@ class TwoFleets:
     def start_router(self, port: int, *more: str, name: str = "router") -> None:
         fleets = self._directory / "fleets.toml"
         fleets.write_text(f'[[fleet]]\nmodel = "{self._models[TINY]}"\nserved_model_name = "{TINY}, alias"\n')
-        flags = ("--fleets-file", str(fleets), "--local-prefill-tokens", "0", "--metrics-on-api-port")
+        flags = ("--fleets-file", str(fleets), "--local-prefill-tokens", "0", "--metrics-port", str(port))
         self._start(name, DEMO, "router", "--port", str(port), *flags, *more)
 
     def start_worker(self, role: str, model: str, *more: str) -> None:

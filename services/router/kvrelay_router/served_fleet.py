@@ -50,7 +50,6 @@ async def load_text(config: RouterConfig, closing: contextlib.AsyncExitStack) ->
     text = await asyncio.to_thread(
         TextService.load,
         config.model,
-        content_special_tokens=config.content_special_tokens,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
     )

@@ -90,7 +90,7 @@ class RouterServer:
         limits = _limits(config)
         self._closing.push_async_callback(limits.close)
         metrics = RequestMetrics(config.model_name, self._instruments, export.tracer)
-        page = self._metrics_page if config.metrics_on_api_port else None
+        page = self._metrics_page if config.has_metrics_on_api_port else None
         first, *others = self._fleets
         further = [FurtherModel(each.config.model_names, each.dispatcher, each.text) for each in others]
         app = create_app(
@@ -138,7 +138,7 @@ class RouterServer:
 
     async def _open_pages(self) -> None:
         config = self.config
-        if config.metrics_port is None:
+        if config.metrics_port is None or config.has_metrics_on_api_port:
             return
         self.pages = pages = Pages(
             {

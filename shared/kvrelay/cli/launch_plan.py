@@ -89,7 +89,7 @@ def make_plan(
         if size is not None:
             values["tensor_parallel_size"] = size
         workers.append(resolve(WorkerConfig, values, environ, role=role))
-    lending = () if own.cores != "dynamic" else tuple(each.worker_id for each in workers if _computes_here(each))
+    lending = tuple(each.worker_id for each in workers if _computes_here(each))
     workers = _with_threads(workers)
     placed: dict[str, AssignedGpus] = {}
     if own.places_workers:

@@ -273,7 +273,7 @@ def cores_note(plan: LaunchPlan) -> str | None:
     count = threads.pop()
     text = f"{len(plan.workers)} workers of {count} thread{'s' if count > 1 else ''} each"
     if plan.lending:
-        text += ", more while others have nothing to do (--cores dynamic)"
+        text += ", more while others have nothing to do"
     return text
 
 

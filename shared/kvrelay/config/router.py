@@ -21,6 +21,8 @@ from kvrelay.config.table_files import LEAST_PER_MINUTE, OwnKeyLimits, read_flee
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[^/?#@\s\[\]:]+)(:[0-9]{1,5})?")
 """The `Origin` header as browsers send it."""
+MAX_BODY_BYTES = 16 << 20
+"""The largest request body. Parsing it holds the event loop for 20 ms as one text, for 0.3 s as many small values."""
 
 
 class RouterConfig(CommonConfig):
@@ -52,11 +54,8 @@ class RouterConfig(CommonConfig):
         default=None,
         ge=0,
         le=65535,
-        description="port of /metrics for Prometheus, /health and /ready; 0: any free one (default: none)",
-    )
-    metrics_on_api_port: bool = Field(
-        default=False,
-        description="serve /metrics on port as well; if API keys are set, it needs one",
+        description="port of /metrics for Prometheus, /health and /ready; 0: any free one; the same as port: /metrics "
+        "on the API's port, where it needs an API key if there are any (default: none)",
     )
 
     api_keys: tuple[SecretStr, ...] = Field(
@@ -75,11 +74,6 @@ class RouterConfig(CommonConfig):
     )
     admin_api_keys_file: Path | None = Field(
         default=None, description="file with one such key per line, as in api_keys_file"
-    )
-    content_special_tokens: bool = Field(
-        default=False,
-        description="special tokens that message contents spell out become control tokens, so a content can end its "
-        "turn and begin another; off: they are text, and only the chat template writes control tokens",
     )
     tool_parser: str = Field(
         default="auto",
@@ -102,9 +96,6 @@ class RouterConfig(CommonConfig):
         "flag for several (default: none)",
         json_schema_extra={"flags": ["--allowed-origin"], "list": True},
     )
-    max_body_bytes: ByteSize = Field(
-        default=ByteSize(8 << 20), ge=1024, le=16 << 20, description="largest request body, as in 8MiB"
-    )
     response_store_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=0,
@@ -115,15 +106,9 @@ class RouterConfig(CommonConfig):
     )
     max_pending_bytes: ByteSize = Field(
         default=ByteSize(512 << 20),
-        ge=1 << 20,
+        ge=MAX_BODY_BYTES,
         le=1 << 40,
         description="bytes of unfinished bodies and of requests in progress per process, as in 512MiB; more get 503",
-    )
-    max_connections: int = Field(
-        default=4096,
-        ge=1,
-        le=1 << 20,
-        description="client connections per process; more are refused with 503",
     )
     request_timeout_s: float = Field(
         default=600.0, gt=0, le=86400, description="seconds that a request may take from its arrival"
@@ -204,12 +189,6 @@ class RouterConfig(CommonConfig):
     )
 
     @model_validator(mode="after")
-    def _bodies_fit(self) -> Self:
-        if self.max_pending_bytes < self.max_body_bytes:
-            raise ValueError("max_pending_bytes must be at least max_body_bytes, or no such body could be received")
-        return self
-
-    @model_validator(mode="after")
     def _fleets_have_ports(self) -> Self:
         if self.message_port and self.message_port + len(self.fleets()) > 65536:
             raise ValueError("message_port and the ports after it, one for each fleet, must be 65535 at most")
@@ -234,6 +213,16 @@ class RouterConfig(CommonConfig):
                     )
                 owners[name] = fleet.model
         return self
+
+    @property
+    def max_connections(self) -> int:
+        """Client connections per process. A connection of a request in progress is busy; the others are idle ones that
+        clients keep, which are cheap."""
+        return max(4096, 4 * self.max_queued_requests)
+
+    @property
+    def has_metrics_on_api_port(self) -> bool:
+        return bool(self.port) and self.metrics_port == self.port
 
     @property
     def pages_host(self) -> str:

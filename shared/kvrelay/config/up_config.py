@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -77,11 +77,6 @@ class UpConfig(BaseModel):
         ge=1,
         le=MAX_RANKS,
         description="tensor_parallel_size of each decode worker (default: as tensor_parallel_size says)",
-    )
-    cores: Literal["dynamic", "split"] = Field(
-        default="dynamic",
-        description="how the workers get the cores, unless threads is set: split gives each an equal number of "
-        "threads; dynamic also gives a step the cores of workers that have nothing to do",
     )
     state_dir: Path = Field(
         default=Path(".kvrelay"),

@@ -93,13 +93,6 @@ class WorkerConfig(RankedConfig):
         description="on a decode worker's GPU, capture decoding steps in CUDA graphs at start and replay them; off: "
         "launch every kernel of every step",
     )
-    cuda_graph_sizes: tuple[int, ...] = Field(
-        default=(),
-        description="numbers of tokens, 1 to token_budget, for which decoding steps are captured; a step is padded "
-        "to the next size (default: 1, 2, 4, multiples of 8 up to 128, of 16 up to 256, of 32 up to 512 and so on, up "
-        "to max_running; or up to 256 if that is more, and steps may have drafts or forced tokens)",
-        json_schema_extra={"list": True},
-    )
     fused_layers: bool = Field(
         default=True,
         description="on a CPU, run the decoder layers of Llama, Mistral, Qwen2 and Qwen3 models through fused C "
@@ -151,10 +144,6 @@ class WorkerConfig(RankedConfig):
         default=True,
         description="keep the blocks of finished sequences for prompts with the same prefix",
         json_schema_extra={"flags": ["--enable-prefix-caching"]},
-    )
-    prefix_lookup: Literal["tree", "table"] = Field(
-        default="tree",
-        description="tree: prompts share any prefix of blocks; table: only complete sequences, for comparison",
     )
 
     token_budget: int = Field(
@@ -221,13 +210,6 @@ class WorkerConfig(RankedConfig):
         description="drafts of decoding sequences for requests that choose none: ngram guesses that the output repeats "
         "earlier text of its own sequence, suffix that it repeats this text or earlier outputs of the same tenant, and "
         "the next step verifies that; outputs are the same. No effect on prefill workers",
-    )
-    num_speculative_tokens: int = Field(
-        default=16,
-        ge=1,
-        le=64,
-        description="maximum drafts of a sequence in a step; fewer, or none, if they are often rejected or the step is "
-        "large",
     )
 
     prefill_delayer: bool = Field(
@@ -303,7 +285,7 @@ class WorkerConfig(RankedConfig):
     @property
     def publishes_prefixes(self) -> bool:
         """Returns whether this worker publishes its cache to the prefix index."""
-        return self.uses_redis and self.prefix_cache and self.prefix_lookup == "tree"
+        return self.uses_redis and self.prefix_cache
 
     @property
     def num_stages(self) -> int:
@@ -355,13 +337,6 @@ class WorkerConfig(RankedConfig):
             raise ValueError(
                 f"max_running ({self.max_running}) must be at most token_budget ({self.token_budget}): each running "
                 f"decode takes one token of every step"
-            )
-        if self.cuda_graph_sizes and not self.cuda_graphs:
-            raise ValueError("cuda_graph_sizes need cuda_graphs, which is off")
-        wrong = [size for size in self.cuda_graph_sizes if not 1 <= size <= self.token_budget]
-        if wrong:
-            raise ValueError(
-                f"cuda_graph_sizes = {wrong[0]} (allowed: 1 to token_budget, which is {self.token_budget})"
             )
         return self
 

@@ -94,3 +94,41 @@ class Cache(Protocol):
     def check_integrity(self) -> None:
         """Recounts everything from first principles. O(pool). Raises IntegrityError."""
         ...
+
+
+class NullCache:
+    """Caches nothing: every prompt is computed completely. It reports no events, so the fleet's prefix
+    index has nothing of this worker."""
+
+    num_cached = 0
+    num_evictable = 0
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        return []
+
+    def peek(self, hashes: Sequence[BlockHash]) -> int:
+        return 0
+
+    def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
+        return list(blocks)
+
+    def extend(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
+        return list(blocks)
+
+    def evict(self, num_blocks: int) -> list[int]:
+        return []
+
+    def demote(self, hashes: Sequence[BlockHash]) -> None:
+        pass
+
+    def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
+        return []
+
+    def clear(self) -> list[int]:
+        return []
+
+    def drain_events(self) -> list[CacheEvent]:
+        return []
+
+    def check_integrity(self) -> None:
+        pass  # there is nothing to recount

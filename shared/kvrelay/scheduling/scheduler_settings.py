@@ -32,15 +32,18 @@ class SchedulerLimits:
             )
 
 
+NUM_SPECULATIVE_TOKENS = 16
+"""Maximum drafts of a sequence in one step. Below it the number adapts to how many are accepted."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """`method` is for requests that choose none. `num_speculative_tokens`: guesses for a sequence in one step, at most.
+    """`method` is for requests that choose none.
     `prompt_lookup_min`: the shortest n-gram that is looked up, `prompt_lookup_max`: the longest match that is
     distinguished from shorter ones. `suffix_cache_tokens`: tokens of earlier outputs that are kept for the method
     "suffix"."""
 
     method: SpeculationMethod = "off"
-    num_speculative_tokens: int = 16
     prompt_lookup_min: int = 3
     prompt_lookup_max: int = 16
     suffix_cache_tokens: int = 1 << 18

@@ -79,13 +79,11 @@ class TextService:
         *,
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
         num_threads: int = 2,
-        content_special_tokens: bool = False,
         tokenizer_identity: str = "",
         max_grammar_cpu_s: float = MAX_CPU_S,
         dialect: Dialect = NO_DIALECT,
     ) -> None:
-        """`content_special_tokens`: control tokens that message contents spell out are control tokens.
-        `max_grammar_cpu_s`: to compile a grammar."""
+        """`max_grammar_cpu_s`: to compile a grammar."""
         self.dialect = dialect
         self._markers = tokenizer.special_ids_of(dialect.markers)
         self.tokenizer = tokenizer
@@ -95,7 +93,7 @@ class TextService:
         self.sampling_defaults = defaults
         self.grammars = GrammarCheck(tokenizer, max_grammar_cpu_s)
         self._contents = None
-        if template is not None and not content_special_tokens:
+        if template is not None:
             self._contents = _content_tokens(tokenizer, template)
         self._short = ThreadPoolExecutor(num_threads, "text-short")
         self._long = ThreadPoolExecutor(num_threads, "text-long")
@@ -106,7 +104,6 @@ class TextService:
         model: str,
         *,
         num_threads: int = 2,
-        content_special_tokens: bool = False,
         max_grammar_cpu_s: float = MAX_CPU_S,
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
@@ -132,7 +129,6 @@ class TextService:
             template,
             defaults=source.sampling_defaults,
             num_threads=num_threads,
-            content_special_tokens=content_special_tokens,
             tokenizer_identity=source.identity,
             max_grammar_cpu_s=max_grammar_cpu_s,
             dialect=find_dialect(

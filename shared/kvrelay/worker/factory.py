@@ -11,8 +11,7 @@ from kvrelay.engine.run.graph_sizes import default_sizes, largest_size
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.fleet.worker_registry import Registry
-from kvrelay.kv.ablations import NullCache, TableCache
-from kvrelay.kv.cache import Cache
+from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process_identity import own_identity
@@ -20,7 +19,12 @@ from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef
 from kvrelay.scheduling.policies import scheduler_registry
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
 from kvrelay.scheduling.scheduler import Scheduler
-from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings, SpeculationSettings
+from kvrelay.scheduling.scheduler_settings import (
+    NUM_SPECULATIVE_TOKENS,
+    SchedulerLimits,
+    SchedulerSettings,
+    SpeculationSettings,
+)
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.metrics_file import MetricsFile
 from kvrelay.worker.membership import Membership, NoMembership
@@ -30,11 +34,9 @@ MAX_DELAY_S = 1.0
 
 
 def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
-    """The prefix cache, or what the configuration compares it with."""
+    """The prefix cache, or none."""
     if not config.prefix_cache:
         return NullCache()
-    if config.prefix_lookup == "table":
-        return TableCache(pool)
     return PrefixCache(pool, record_events=config.publishes_prefixes)
 
 
@@ -48,7 +50,7 @@ def scheduler_settings(config: WorkerConfig) -> SchedulerSettings:
         preemption=config.preemption,
         jump_forward=config.jump_forward,
         num_stages=config.num_stages,
-        speculation=SpeculationSettings(config.speculation, config.num_speculative_tokens),
+        speculation=SpeculationSettings(config.speculation),
     )
 
 
@@ -57,9 +59,9 @@ def graph_sizes(config: WorkerConfig) -> tuple[int, ...]:
     if not config.cuda_graphs or config.role == "prefill":
         return ()
     has_runs = config.jump_forward or config.speculation != "off"
-    row_tokens = 1 + config.num_speculative_tokens if has_runs else 1
+    row_tokens = 1 + NUM_SPECULATIVE_TOKENS if has_runs else 1
     largest = largest_size(config.max_running, row_tokens, config.token_budget)
-    return tuple(sorted(set(config.cuda_graph_sizes))) or default_sizes(largest)
+    return default_sizes(largest)
 
 
 def make_scheduler(

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STREAMS = 10_000
 NUM_STARTING = 64
 MAX_BYTES_PER_STREAM = 64 << 10
-FLAGS = ("--max-connections", str(NUM_STREAMS + 100), "--max-queued-requests", str(NUM_STREAMS + 100))
+FLAGS = ("--max-queued-requests", str(NUM_STREAMS + 100))
 LASTING = LinkSettings(alive_interval_s=2.0, peer_timeout_s=120.0)
 PATIENT = ("--peer-timeout-s", "120", "--request-timeout-s", "900")
 

@@ -35,13 +35,13 @@ MAX_FACTOR = 1.5
 NUM_PROMPT_TOKENS = 20_000
 LASTING = LinkSettings(alive_interval_s=2.0, peer_timeout_s=120.0)
 FLAGS: tuple[str, ...] = (
-    "--max-connections",
-    str(NUM_CONNECTIONS + 100),
     "--max-pending-bytes",
     str(LIMIT),
-    "--max-body-bytes",
+    "--max-queued-requests",
+    "4000",
+    "--peer-timeout-s",
+    "120",
 )
-FLAGS += ("8MiB", "--max-queued-requests", "4000", "--peer-timeout-s", "120")
 
 
 class Measured:

@@ -27,7 +27,6 @@ def test_cores_are_split_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> N
         ({}, ("prefill-0", "decode-0")),
         ({"prefill": "0"}, ()),  # nobody to lend to
         ({"threads": "1"}, ()),
-        ({"cores": "split"}, ()),
         ({"backend": "simulated"}, ()),
         ({"prefill": "2", "prefill_tensor_parallel_size": "2", "decode": "2"}, ("decode-0", "decode-1")),
     ],
@@ -38,7 +37,7 @@ def test_workers_that_lend_each_other_cores(flags: dict[str, str], lending: tupl
 
 def test_the_note_on_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    dynamic = "2 workers of 4 threads each, more while others have nothing to do (--cores dynamic)"
+    dynamic = "2 workers of 4 threads each, more while others have nothing to do"
     assert cores_note(make_plan({}, ENVIRON)) == dynamic
     assert cores_note(make_plan({"threads": "1"}, ENVIRON)) == "2 workers of 1 thread each"
     assert cores_note(make_plan({"prefill": "0"}, ENVIRON)) is None

@@ -217,12 +217,6 @@ def test_all_bad_values_are_named_at_once() -> None:
     [
         (["--max-running=600"], ("max_running (600)", "token_budget (512)")),
         (["--preemption=swap", "--swap-space=0"], ("preemption = swap", "swap_space above 0")),
-        (
-            ["--cuda-graph-sizes=4,40", "--max-running=8", "--token-budget=32"],
-            ("cuda_graph_sizes = 40", "1 to token_budget, which is 32"),
-        ),
-        (["--cuda-graph-sizes=4,0"], ("cuda_graph_sizes = 0", "1 to token_budget, which is")),
-        (["--no-cuda-graphs", "--cuda-graph-sizes=4"], ("cuda_graph_sizes need cuda_graphs", "which is off")),
     ],
 )
 def test_values_that_do_not_fit_together_are_both_named(argv: list[str], names: tuple[str, str]) -> None:
@@ -232,19 +226,16 @@ def test_values_that_do_not_fit_together_are_both_named(argv: list[str], names: 
 
 
 def test_which_sizes_are_captured() -> None:
-    assert graph_sizes(worker(["--cuda-graph-sizes=8,2,8"])) == (2, 8)
     assert graph_sizes(worker(["--max-running=20", "--no-jump-forward"])) == (1, 2, 4, 8, 16, 20)
     assert graph_sizes(worker(["--max-running=300"]))[-2:] == (288, 300)
-    few = ["--max-running=2", "--num-speculative-tokens=4"]
-    assert graph_sizes(worker(few)) == (1, 2, 4, 8, 10)
-    assert graph_sizes(worker([*few, "--no-jump-forward", "--speculation=ngram"])) == (1, 2, 4, 8, 10)
+    few = ["--max-running=2"]
+    assert graph_sizes(worker(few)) == (1, 2, 4, 8, 16, 24, 32, 34)
+    assert graph_sizes(worker([*few, "--no-jump-forward", "--speculation=ngram"])) == (1, 2, 4, 8, 16, 24, 32, 34)
     assert graph_sizes(worker([*few, "--no-jump-forward"])) == (1, 2)
     assert graph_sizes(worker(["--max-running=20"]))[-1] == 256
     assert graph_sizes(worker(["--max-running=20", "--token-budget=64"]))[-1] == 64
     assert graph_sizes(worker(["--no-cuda-graphs"])) == ()
     assert graph_sizes(worker(role="prefill")) == ()
-    with pytest.raises(ConfigError, match="--cuda-graph-sizes = 'many'"):
-        worker(["--cuda-graph-sizes=1,many"])
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.block_index import BlockIndex
-from kvrelay.kv.cache import Cache, Removed, Stored
+from kvrelay.kv.cache import Cache, NullCache, Removed, Stored
 from kvrelay.kv.errors import BlockError, IntegrityError
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
@@ -263,82 +262,11 @@ def test_no_cache_keeps_nothing(pool: BlockPool) -> None:
     assert pool.num_free == 16
 
 
-class TestTableCache:
-    """The cache without a tree."""
-
-    @pytest.fixture
-    def table(self, pool: BlockPool) -> TableCache:
-        return TableCache(pool)
-
-    def test_only_whole_sequences_are_found(self, pool: BlockPool, table: TableCache) -> None:
-        blocks = publish(pool, table, "abc")
-        assert table.match(chain("abcd")) == blocks
-        assert table.match(chain("abx")) == []
-        assert table.match(chain("ab")) == []
-
-    def test_a_conversation_grows_its_entry(self, pool: BlockPool, table: TableCache) -> None:
-        publish(pool, table, "abc")
-        blocks = publish(pool, table, "abcde")
-        assert table.num_cached == 5
-        assert table.match(chain("abcdef")) == blocks
-        assert table.match(chain("abcx")) == []
-
-    def test_a_common_beginning_is_kept_twice(self, pool: BlockPool, table: TableCache) -> None:
-        publish(pool, table, "abc")
-        publish(pool, table, "abd")
-        assert table.num_cached == 6
-
-    def test_chains_can_be_published_in_pieces(self, pool: BlockPool, table: TableCache) -> None:
-        hashes = chain("abcd")
-        blocks = pool.allocate(4, BlockState.RUNNING)
-        assert table.extend(None, hashes[:2], blocks[:2]) == blocks[:2]
-        assert table.extend(hashes[1], hashes[2:], blocks[2:]) == blocks[2:]
-        pool.check_integrity()
-        assert table.match(hashes) == blocks
-        assert table.extend(hashes[1], hashes[2:], blocks[2:]) == blocks[2:]  # its parent ends no entry any more
-        assert table.num_cached == 4
-        duplicate = pool.allocate(4, BlockState.RUNNING)
-        assert table.insert(hashes, duplicate) == blocks
-        pool.check_integrity()
-
-    def test_the_least_recently_used_sequence_goes_whole(self, pool: BlockPool, table: TableCache) -> None:
-        for text in ("abc", "de", "xyz"):
-            publish(pool, table, text)
-        table.match(chain("abc"))
-        table.evict(1)
-        assert cached_texts(table, ["abc", "de", "xyz"]) == ["abc", "", "xyz"]
-        assert pool.num_free == 10
-        pool.allocate(11, BlockState.RUNNING)
-        assert cached_texts(table, ["abc", "xyz"]) == ["abc", ""]
-        pool.check_integrity()
-
-    def test_a_held_block_keeps_its_sequence(self, pool: BlockPool, table: TableCache) -> None:
-        blocks = publish(pool, table, "abc")
-        pool.hold(blocks[1:2], BlockState.IN_FLIGHT)
-        assert (table.num_evictable, pool.num_available) == (0, 13)
-        assert table.evict(1) == []
-        pool.check_integrity()
-        pool.release(blocks[1:2], BlockState.IN_FLIGHT)
-        assert table.num_evictable == 3
-
-    def test_removal_and_clearing_leave_holds(self, pool: BlockPool, table: TableCache) -> None:
-        blocks = publish(pool, table, "abc")
-        publish(pool, table, "xyz")
-        pool.hold(blocks[:1], BlockState.RUNNING)
-        assert sorted(table.remove(chain("a"))) == sorted(blocks)
-        assert pool.num_free == 12
-        assert len(table.clear()) == 3
-        pool.release(blocks[:1], BlockState.RUNNING)
-        assert pool.num_free == 16
-        pool.check_integrity()
-
-
-@pytest.mark.parametrize("kind", ["prefix", "table"])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_cache_survives_a_busy_pool(kind: str, seed: int) -> None:
+def test_the_cache_survives_a_busy_pool(seed: int) -> None:
     random_ = random.Random(seed)
     pool = BlockPool(24, 1)
-    cache: Cache = PrefixCache(pool) if kind == "prefix" else TableCache(pool)
+    cache = PrefixCache(pool)
     running: list[tuple[list[BlockHash], list[int]]] = []
     for _ in range(300):
         text = "".join(random_.choices("ab", k=random_.randint(1, 9)))

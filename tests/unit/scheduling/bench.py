@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvrelay.kv.ablations import NullCache
-from kvrelay.kv.cache import Cache
+from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kv.ablations import NullCache, TableCache
-from kvrelay.kv.cache import Cache
+from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
@@ -153,7 +152,7 @@ faults = st.lists(st.sampled_from(["", "", "", "abort", "not executed", "rows fa
     num_blocks=st.integers(11, 20),
     num_slots=st.sampled_from([0, 2, 6, 12, 60]),
     retraction=st.sampled_from(["latest", "least_progress"]),
-    cache=st.sampled_from([PrefixCache, PrefixCache, NullCache, TableCache]),
+    cache=st.sampled_from([PrefixCache, PrefixCache, NullCache]),
     seed=st.integers(0, 1 << 16),
 )
 def test_tokens_are_those_of_an_undisturbed_run_whatever_is_preempted_and_how(

@@ -90,7 +90,8 @@ class Model:
         self.template = ChatTemplate(source, {})
         self.tokenizer = RouterTokenizer(backend)
         self.safe = TextService(self.tokenizer, self.template)
-        self.parsing = TextService(self.tokenizer, self.template, content_special_tokens=True)
+        self.parsing = TextService(self.tokenizer, self.template)
+        self.parsing._contents = None
         turn_markers = {backend.token_to_id(each) for each in SPECIAL[1:]} - {None}
         self.control = self.tokenizer.special_ids | turn_markers
 

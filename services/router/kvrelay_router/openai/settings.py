@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.config.router import RouterConfig
+from kvrelay.config.router import MAX_BODY_BYTES, RouterConfig
 from kvrelay.config.table_files import OwnKeyLimits
 from kvrelay.fleet.key_limits import KeyLimits
 from kvrelay_router.access.identity import Tenants
@@ -21,7 +21,7 @@ class ApiSettings:
     router_id: str = "router"
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*" allows all
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = MAX_BODY_BYTES
     max_answer_bytes: int = 64 << 20
     request_timeout_s: float = 600.0
     max_requests: int = 1024  # maximum requests in progress; further ones get 429
@@ -38,7 +38,6 @@ class ApiSettings:
             router_id=config.router_id,
             api_keys=tuple(key.get_secret_value() for key in (*config.api_keys, *config.admin_api_keys)),
             allowed_origins=config.allowed_origins,
-            max_body_bytes=int(config.max_body_bytes),
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_queued_requests,
             key_rules=KeyRules(

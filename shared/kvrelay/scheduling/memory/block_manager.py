@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from kvrelay.kv.ablations import NullCache
-from kvrelay.kv.cache import Cache
+from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.session_blocks import SessionBlocks

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.plan import PlannedRow, StepPlan, work_of
-from kvrelay.scheduling.scheduler_settings import SpeculationSettings
+from kvrelay.scheduling.scheduler_settings import NUM_SPECULATIVE_TOKENS, SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, Pause, kind_of
 from kvrelay.scheduling.speculation.earlier_outputs import EarlierOutputs
@@ -109,7 +109,7 @@ class Speculator:
         self._step = 0
         shortest, longest = settings.prompt_lookup_min, settings.prompt_lookup_max
         self.earlier = EarlierOutputs(settings.suffix_cache_tokens, shortest, longest)
-        self._certain = (1.0,) * settings.num_speculative_tokens
+        self._certain = (1.0,) * NUM_SPECULATIVE_TOKENS
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence joins. Prefill workers, forks and prompts that are only scored have no drafts."""
@@ -173,7 +173,7 @@ class Speculator:
         known = self.sequences.get(sequence)
         if known is None:
             return None
-        most = min(most, self._settings.num_speculative_tokens)
+        most = min(most, NUM_SPECULATIVE_TOKENS)
         found = self._find(sequence, known, most)
         if found is None:
             return None

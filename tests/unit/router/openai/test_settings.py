@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import ByteSize, SecretStr
+from pydantic import SecretStr
 
 from kvrelay.config.router import RouterConfig
 from kvrelay_router.openai.settings import ApiSettings
@@ -12,11 +12,10 @@ def test_settings_come_from_the_config() -> None:
     config = RouterConfig(
         model="org/name",
         api_keys=(SecretStr("one"), SecretStr("two")),
-        max_body_bytes=ByteSize(2048),
         request_timeout_s=7.0,
         max_queued_requests=5,
     )
     settings = ApiSettings.from_config(config)
     assert settings.model_name == "org/name"
     assert settings.api_keys == ("one", "two")
-    assert (settings.max_body_bytes, settings.request_timeout_s, settings.max_requests) == (2048, 7.0, 5)
+    assert (settings.request_timeout_s, settings.max_requests) == (7.0, 5)

@@ -19,7 +19,6 @@ from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.asgi.operations import TIMELINES_AT_ONCE
 from kvrelay_router.loop_share import SLICE_S
 from tests.component.router.rig import MODEL, Router
-from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import PATIENCE_S
 
 LONG = "x" * (LONG_TEXT_CHARS + 1)
@@ -138,22 +137,6 @@ async def test_records_of_many_prompts_are_made_in_slices(router: Router, monkey
     count_turns()
     found += (await router.http.get(f"/requests/{request_id}")).json()["requests"]
     assert made_in.total() == 100 and max(made_in.values()) <= 2
-
-
-async def test_two_hundred_streams_at_once(router: Router) -> None:
-    """Each gets its own text, whole."""
-    router.dispatcher.script = lambda request, sequence: Script(
-        [*router.tokens("An otter, " * 5), *request.prompt_ids, 2], pause_s=0.005
-    )
-
-    async def one(number: int) -> str:
-        messages: list[Any] = [{"role": "user", "content": f"{number}"}]
-        stream = await router.openai.chat.completions.create(model=MODEL, messages=messages, stream=True)
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    texts = await asyncio.gather(*[one(number) for number in range(200)])
-    for number, text in enumerate(texts):
-        assert text == "An otter, " * 5 + f"user\n{number}\nassistant\n"
 
 
 async def test_tokenizing_a_long_prompt_does_not_hold_up_the_loop(router: Router) -> None:

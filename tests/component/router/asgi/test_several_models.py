@@ -29,13 +29,6 @@ GENERATIONS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {**CHAT, "max_tokens": 5}),
     ("/v1/responses", {"input": "otter"}),
 ]
-OTHERS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/messages/count_tokens", CHAT),
-    ("/v1/responses/input_tokens", {"input": "otter"}),
-    ("/tokenize", {"prompt": "otter"}),
-    ("/tokenize", CHAT),
-    ("/detokenize", {"tokens": [1]}),
-]
 
 
 @pytest.fixture(scope="module")
@@ -109,19 +102,6 @@ async def test_a_prompt_is_rendered_and_tokenized_for_its_model(pair: Pair) -> N
         assert counted.json()["input_tokens"] == len(expected)
         prompts.append(expected)
     assert prompts[0] != prompts[1]
-
-
-@pytest.mark.parametrize(("path", "body"), GENERATIONS + OTHERS)
-async def test_an_unknown_model_is_not_found(pair: Pair, path: str, body: dict[str, Any]) -> None:
-    answer = await pair.router.post(path, **body, model="third")
-    assert answer.status_code == 404
-    error = answer.json()["error"]
-    if path.startswith("/v1/messages"):
-        assert error["type"] == "not_found_error"
-    else:
-        assert (error["code"], error["param"]) == ("model_not_found", "model")
-    assert pair.num_requests == (0, 0)
-    assert (await pair.router.http.get("/v1/models/third")).status_code == 404
 
 
 async def test_a_fleet_without_workers_leaves_the_other_served(pair: Pair) -> None:

@@ -15,7 +15,6 @@ import httpx
 import openai
 import pytest
 
-from kvrelay.text.request.validation import ModelLimits
 from kvrelay_router.http import body
 from kvrelay_router.http.http_server import bind
 from tests.component.router.rig import MODEL, Router
@@ -67,24 +66,6 @@ async def test_a_client_that_goes_away_cancels_all_its_prompts(router: Router) -
     await until(lambda: len(router.dispatcher.handles) == 3)
     writer.close()
     await until(lambda: all(handle.cancelled_at for handle in router.dispatcher.handles))
-
-
-async def test_a_client_that_does_not_read_holds_nobody_up(router: Router) -> None:
-    """Its answer waits in its own connection; when it goes, its request is cancelled."""
-    router.answers("otter " * 60, per_delta=1)
-    script = router.dispatcher.script
-    endless = Script([5] * 400_000, per_delta=500)
-    router.dispatcher.script = lambda request, sequence: endless if request.prompt_ids == [9] else script(request, 0)
-    router.dispatcher.model_limits = ModelLimits(10**6, 400)
-    _, writer = await send_raw(
-        router, "/v1/completions", {"model": MODEL, "prompt": [9], "stream": True, "max_tokens": 400_000}
-    )
-    await until(lambda: len(router.dispatcher.handles) == 1)
-    answer = await router.post("/v1/completions", prompt="x", max_tokens=300)
-    assert answer.json()["choices"][0]["text"] == "otter " * 60
-    assert router.dispatcher.handles[0].cancelled_at is None
-    writer.close()
-    await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
 
 
 async def test_a_finished_request_is_not_cancelled(router: Router) -> None:

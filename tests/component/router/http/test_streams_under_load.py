@@ -65,14 +65,15 @@ async def unread_stream(router: Router) -> tuple[BoundedConnection, asyncio.Stre
 
 
 async def test_a_thousand_streams_at_once(router: Router) -> None:
+    """Each gets its own text, whole."""
     assert allowed_connections(2500) == 2500
-    text = "An otter is a mammal of rivers."
-    router.answers(text)
+    text, end = " otters are mammals of rivers.", router.tokens("<|im_end|>")
+    router.dispatcher.script = lambda asked, sequence: Script([*asked.prompt_ids, *router.tokens(text), *end])
     ends = [await connect(router) for _ in range(1000)]
-    for _, writer in ends:
-        writer.write(request(max_tokens=100))
+    for number, (_, writer) in enumerate(ends):
+        writer.write(request(prompt=f"{number}", max_tokens=100))
     answers = await asyncio.gather(*(read_answer(reader) for reader, _ in ends))
-    assert answers == [text] * 1000
+    assert answers == [f"{number}{text}" for number in range(1000)]
     assert len(connections(router)) == 1000
     for _, writer in ends:
         writer.close()

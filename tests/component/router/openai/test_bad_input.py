@@ -161,6 +161,14 @@ COMMON: list[tuple[dict[str, Any], str, str | None]] = [
     ({"logits_processors": ["x"]}, "logits_processors", "unsupported_parameter"),
     ({"cache_salt": 7}, "cache_salt", "invalid_type"),
     ({"priority": "high"}, "priority", "invalid_type"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "invalid_value"),
+    ({"truncation_side": "middle"}, "truncation_side", "invalid_value"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "invalid_value"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
+    ({"prompt_logprobs": True}, "prompt_logprobs", "invalid_type"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "invalid_value"),
+    ({"prompt_logprobs": 0, "use_beam_search": True, "n": 2}, "prompt_logprobs", "invalid_value"),
 ]
 
 COMPLETION: list[tuple[dict[str, Any], str, str | None]] = [

@@ -102,17 +102,6 @@ async def test_what_is_echoed_is_the_truncated_prompt(router: Router) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", "middle")],
-)
-async def test_truncations_that_make_no_sense(router: Router, path: str, field: str, value: Any) -> None:
-    answer = await router.post(path, prompt="x", messages=HELLO, **{field: value})
-    assert answer.status_code == 400
-    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (field, "invalid_value")
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
     ("field", "value", "harmless"),
     [
         ("grammar", 'root ::= "a"', ""),
@@ -205,15 +194,6 @@ async def test_no_stop_trim_keeps_the_stop_string(router: Router, path: str) -> 
         assert choice["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_no_budget_for_reasoning(router: Router, path: str) -> None:
-    for none in (-1, None):
-        assert (await router.post(path, prompt="x", messages=HELLO, thinking_token_budget=none)).status_code == 200
-    for wrong in (-2, True, 0.5):
-        answer = await router.post(path, prompt="x", messages=HELLO, thinking_token_budget=wrong)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
-
-
 @pytest.mark.parametrize("num_top", [0, 1, 3])
 @pytest.mark.parametrize("echo", [{}, {"echo": True, "logprobs": 2}])
 async def test_scores_of_prompts(router: Router, num_top: int, echo: dict[str, Any]) -> None:
@@ -241,65 +221,6 @@ async def test_scores_of_a_conversation(router: Router) -> None:
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert answer["prompt_logprobs"][0] is None and all(answer["prompt_logprobs"][1:])
     assert all("prompt_logprobs" not in choice for choice in answer["choices"])
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
-        ({"prompt_logprobs": -1}, "invalid_value"),
-        ({"prompt_logprobs": 21}, "invalid_value"),
-        ({"prompt_logprobs": True}, "invalid_type"),
-        ({"prompt_logprobs": 0, "stream": True}, "invalid_value"),
-        ({"prompt_logprobs": 0, "use_beam_search": True, "n": 2}, "invalid_value"),
-    ],
-)
-async def test_scores_of_prompts_that_make_no_sense(
-    router: Router, path: str, fields: dict[str, Any], code: str
-) -> None:
-    answer = await router.post(path, prompt="x", messages=HELLO, **fields)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
-    assert answer.json()["error"]["code"] == code
-
-
-LOAD_GENERATORS: dict[str, dict[str, Any]] = {
-    "vLLM's benchmark": {
-        "temperature": 0.0,
-        "repetition_penalty": 1.0,
-        "logprobs": None,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-        "top_k": -1,
-        "min_p": 0.0,
-    },
-    "GuideLLM": {
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        "ignore_eos": True,
-        "stop": None,
-        "min_tokens": 8,
-    },
-    "AIPerf": {"stream_options": {"include_usage": True}, "ignore_eos": True, "min_tokens": 8, "n": 1},
-    "LangChain": {
-        "n": 1,
-        "presence_penalty": 0,
-        "frequency_penalty": 0,
-        "logit_bias": None,
-        "seed": None,
-        "user": None,
-    },
-}
-
-
-@pytest.mark.parametrize("sender", LOAD_GENERATORS)
-@pytest.mark.parametrize("path", PATHS)
-async def test_requests_as_well_known_clients_send_them(router: Router, path: str, sender: str) -> None:
-    prompt = {"messages": HELLO, "max_completion_tokens": 8} if "chat" in path else {"prompt": "x", "max_tokens": 8}
-    answer = await router.http.post(path, json={"model": MODEL, "stream": True, **prompt, **LOAD_GENERATORS[sender]})
-    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
-    sampling = router.dispatcher.requests[0].sampling
-    assert sampling.max_tokens == 8
-    assert sampling.ignore_eos is LOAD_GENERATORS[sender].get("ignore_eos", False)
-    assert sampling.min_tokens == LOAD_GENERATORS[sender].get("min_tokens", 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -53,29 +53,6 @@ async def test_a_stream_says_what_the_whole_answer_says(router: Router) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "tool_calls"
 
 
-async def test_the_client_collects_the_calls_of_a_stream(router: Router) -> None:
-    router.answers(CALL)
-    async with router.openai.chat.completions.stream(**options()) as stream:
-        final = await stream.get_final_completion()
-    (call,) = final.choices[0].message.tool_calls or []
-    assert json.loads(call.function.arguments) == {"city": 'Zürich "🦦"'}
-
-
-@pytest.mark.parametrize("fields", [{}, {"logprobs": True, "extra_body": {"return_token_ids": True}}])
-@pytest.mark.parametrize("per_delta", [1, 1000])
-@pytest.mark.parametrize("calls", [1, 2])
-async def test_the_client_reports_calls_however_many_tokens_arrive_together(
-    router: Router, calls: int, per_delta: int, fields: dict[str, Any]
-) -> None:
-    router.answers(CALL * calls, per_delta=per_delta)
-    async with router.openai.chat.completions.stream(**options(**fields)) as stream:
-        events = [event async for event in stream]
-        final = await stream.get_final_completion()
-    reported = [event.arguments for event in events if event.type == "tool_calls.function.arguments.done"]
-    assert reported == [ARGUMENTS] * calls
-    assert final.choices[0].finish_reason == "tool_calls"
-
-
 async def test_only_the_first_call_if_they_must_not_be_parallel(router: Router) -> None:
     router.answers(CALL + CALL)
     answer = await router.openai.chat.completions.create(**options(parallel_tool_calls=False))

@@ -72,13 +72,6 @@ async def test_a_stream_has_all_events_in_their_order(router: Router) -> None:
     assert plain == completed["response"]
 
 
-async def test_the_client_collects_a_stream(router: Router) -> None:
-    async with router.openai.responses.stream(model=MODEL, input=QUESTION) as stream:
-        deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
-        response = await stream.get_final_response()
-    assert "".join(deltas) == response.output_text == "An otter is a mammal."
-
-
 class Animal(BaseModel):
     name: str
     legs: int

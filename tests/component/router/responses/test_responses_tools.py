@@ -63,16 +63,6 @@ async def test_a_stream_says_what_the_whole_answer_says(router: Router) -> None:
                 assert event.arguments == texts[event.output_index] == ARGUMENTS
 
 
-async def test_the_client_collects_the_calls_of_a_stream(router: Router) -> None:
-    router.answers(CALL)
-    async with router.openai.responses.stream(**BODY) as stream:
-        async for _ in stream:
-            pass
-        final = await stream.get_final_response()
-    (call,) = final.output
-    assert call.type == "function_call" and call.arguments == ARGUMENTS
-
-
 async def test_a_result_continues_a_stored_response(router: Router) -> None:
     router.answers(f"{THINKING}{CALL}")
     first = await router.openai.responses.create(**BODY)

@@ -165,18 +165,6 @@ async def test_one_router_continues_what_another_answered(
             await one.openai.responses.retrieve(first.id)
 
 
-async def test_routers_share_no_response_of_another_key(redis: EmbeddedRedis, text: TextService) -> None:
-    async with routers_with(redis, text, api_keys=("one", "two")) as routers:
-        mine, other = (each.openai.with_options(api_key=key) for each, key in zip(routers, ("one", "two"), strict=True))
-        created = await mine.responses.create(model=MODEL, input=QUESTION)
-        for call in (other.responses.retrieve(created.id), other.responses.delete(created.id)):
-            with pytest.raises(openai.NotFoundError):
-                await call
-        with pytest.raises(openai.BadRequestError):
-            await other.responses.create(model=MODEL, input="Where?", previous_response_id=created.id)
-        assert (await mine.responses.retrieve(created.id)).id == created.id
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_redis_responses_are_served_and_say_that_they_are_not_stored(
     redis: EmbeddedRedis, text: TextService, stream: bool

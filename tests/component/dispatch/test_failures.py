@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import PeerLost
-from kvrelay.protocol.messages import Cancel, Failed, NeedDecode, Prefill, Reassign
+from kvrelay.protocol.messages import Cancel, Failed, NeedDecode, Prefill
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.dispatch.interface import Ending, RequestFailed
 from kvrelay_router.dispatch.running_request import RunningRequest
@@ -58,19 +58,6 @@ async def test_a_worker_that_dies_costs_the_client_nothing(rig: Rig, victim: str
     assert await read(handle) == {sequence: true_tokens(sequence, 8) for sequence in range(2)}
     await rig.nothing_is_left()
     await until(lambda: name not in rig.states())
-
-
-async def test_prefills_death_after_the_commit_costs_no_attempt(rig: Rig) -> None:
-    prefill, decode = pair()
-    gate = decode.hold("token 3")
-    await rig.start(prefill, decode)
-    handle = rig.submit()
-    await gate.reached.wait()
-    prefill.kill()
-    await until(lambda: "p0" not in rig.states())
-    gate.open.set()
-    assert await read(handle) == {0: true_tokens(0, 6)}
-    assert rig.record(handle)["num_attempts"] == 1
 
 
 async def test_workers_that_are_lost_together_cost_one_attempt(rig: Rig) -> None:
@@ -157,17 +144,6 @@ async def test_a_resumed_attempt_carries_the_tokens_already_sent(rig: Rig) -> No
     assert resumed[0].prompt.sampling.max_tokens == 8
 
 
-async def test_a_decode_worker_that_refuses_is_passed_over(rig: Rig) -> None:
-    prefill, refusing, other = FakePrefill("p0"), FakeDecode("d0"), FakeDecode("d1")
-    refusing.refusal = "no common transport"
-    await rig.start(prefill, refusing, other)
-    for _ in range(4):
-        assert await read(rig.submit()) == {0: true_tokens(0, 6)}
-    assert refusing.got(Cancel)
-    assert all(isinstance(body, Reassign) and body.decode is not None for _, body in prefill.got(Reassign))
-    await rig.nothing_is_left()
-
-
 async def test_where_every_decode_worker_refuses_the_request_fails_after_all_attempts(rig: Rig) -> None:
     prefill, decode = pair()
     decode.refusal = "it is too long"
@@ -178,16 +154,6 @@ async def test_where_every_decode_worker_refuses_the_request_fails_after_all_att
     assert len(prefill.got(Prefill)) == 2
     assert rig.record(handle)["state"] == "failed"
     await rig.nothing_is_left()
-
-
-async def test_a_failing_worker_is_avoided_by_the_next_attempt(rig: Rig) -> None:
-    await rig.start(*two_pairs())
-    rig.workers["p0"].failure = Failed(failure=FailureKind.ENGINE_ERROR, cause="a step failed", retriable=True)
-    for _ in range(4):
-        assert await read(rig.submit()) == {0: true_tokens(0, 6)}
-    await rig.nothing_is_left()
-    requests = (await rig.dispatcher.fleet())["requests"]
-    assert requests["retries"] >= 1 and requests["failed"] == 0
 
 
 async def test_a_failure_that_would_repeat_itself_ends_the_request_and_its_siblings(rig: Rig) -> None:
@@ -217,17 +183,6 @@ async def test_what_a_worker_failed_for_reaches_the_client_and_the_request_page(
     await rig.nothing_is_left()
 
 
-async def test_the_last_of_several_failures_names_the_kind(rig: Rig) -> None:
-    prefill, decode = pair()
-    prefill.failure = Failed(failure=FailureKind.BAD_LOGITS, cause="a step failed", retriable=True)
-    await rig.start(prefill, decode, max_attempts=2)
-    handle = rig.submit()
-    with pytest.raises(RequestFailed) as failed:
-        await read(handle)
-    assert failed.value.kind is FailureKind.BAD_LOGITS
-    await rig.nothing_is_left()
-
-
 async def test_a_request_waits_for_a_worker_and_goes_on_where_it_stopped(rig: Rig) -> None:
     _, handle = await decode_dies(rig, "token 3", max_tokens=8)
     await until(lambda: len(rig.dispatcher._driver.waits) == 1)
@@ -236,13 +191,6 @@ async def test_a_request_waits_for_a_worker_and_goes_on_where_it_stopped(rig: Ri
     rig.add(FakeDecode("d9"))
     assert await read(handle) == {0: true_tokens(0, 8)}
     assert handle.served_by.decode == "d9"
-    await rig.nothing_is_left()
-
-
-async def test_waiting_for_a_worker_is_bounded(rig: Rig) -> None:
-    _, handle = await decode_dies(rig, "token 3", max_tokens=8, max_wait_for_worker_s=0.2)
-    with pytest.raises(RequestFailed, match="no decode worker is ready"):
-        await read(handle)
     await rig.nothing_is_left()
 
 
@@ -290,16 +238,6 @@ async def test_a_worker_replaced_behind_the_same_name_takes_over(rig: Rig) -> No
     assert await read(handle) == {0: true_tokens(0, 8)}
     assert rig.record(handle)["num_attempts"] == 2
     await rig.nothing_is_left()
-
-
-async def test_workers_of_another_model_are_never_paired(rig: Rig) -> None:
-    alien = FakeDecode("d0", fingerprint="another")
-    await rig.start(FakePrefill("p0"), alien, FakeDecode("d1"))
-    for _ in range(4):
-        handle = rig.submit()
-        assert await read(handle) == {0: true_tokens(0, 6)}
-        assert handle.served_by.decode == "d1"
-    assert alien.received == []
 
 
 async def test_prefill_that_asks_for_a_decode_worker_after_the_end_is_told_to_let_go(rig: Rig) -> None:

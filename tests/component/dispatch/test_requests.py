@@ -15,7 +15,7 @@ from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.dispatcher import LONG_PROMPT_TOKENS
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
 from tests.component.dispatch.fake_workers import CACHED_TOKENS, FakeDecode, FakePrefill, true_tokens
-from tests.component.dispatch.rig import PROMPT, Rig, pair, read, read_deltas, two_pairs
+from tests.component.dispatch.rig import PROMPT, Rig, pair, read, read_deltas
 from tests.fakes.waiting import until
 
 
@@ -51,62 +51,6 @@ async def test_the_record_says_who_did_it_when_and_why(rig: Rig) -> None:
     assert (sequence["usage"]["prompt_blocks"], sequence["usage"]["received_blocks"]) == (1, 1)
     assert 0 <= attempt["placed_ms"] <= sequence["first_token_ms"] <= sequence["finished_ms"]
     assert rig.dispatcher.recent_request("unknown") is None
-
-
-async def test_sequences_share_the_placement_and_keep_their_tokens_apart(rig: Rig) -> None:
-    await rig.start(*two_pairs())
-    handle = rig.submit(max_tokens=9, num_sequences=4)
-    assert await read(handle) == {sequence: true_tokens(sequence, 9) for sequence in range(4)}
-    attempts = [sequence["attempts"][0] for sequence in rig.record(handle)["sequences"]]
-    assert len({(attempt["prefill"], attempt["decode"]) for attempt in attempts}) == 1
-    await rig.nothing_is_left()
-
-
-async def test_many_requests_at_once_are_spread_over_all_workers(rig: Rig) -> None:
-    await rig.start(*two_pairs())
-    handles = [rig.submit(max_tokens=20) for _ in range(40)]
-    for handle in handles:
-        assert await read(handle) == {0: true_tokens(0, 20)}
-    assert {len(rig.workers[name].got(Prefill)) for name in ("p0", "p1")} == {20}
-    assert {handle.served_by.decode for handle in handles} == {"d0", "d1"}
-    await rig.nothing_is_left()
-
-
-async def test_new_requests_go_where_less_is_outstanding(rig: Rig) -> None:
-    await rig.start(*two_pairs())
-    gates = {name: rig.workers[name].hold("start") for name in ("p0", "p1")}
-    stuck = rig.submit()
-    await gates[str(stuck.served_by.prefill)].reached.wait()
-    others = {"p0": "p1", "p1": "p0", "d0": "d1", "d1": "d0"}
-    idle = others[str(stuck.served_by.prefill)], others[str(stuck.served_by.decode)]
-    gates[idle[0]].open.set()
-    for _ in range(4):
-        handle = rig.submit()
-        assert await read(handle) == {0: true_tokens(0, 6)}
-        assert (handle.served_by.prefill, handle.served_by.decode) == idle
-    stuck.cancel()
-    await rig.nothing_is_left()
-
-
-async def test_one_token_is_prefills_alone_and_decode_never_hears_of_it(rig: Rig) -> None:
-    prefill, decode = pair()
-    await rig.start(prefill, decode)
-    handle = rig.submit(max_tokens=1)
-    assert await read(handle) == {0: true_tokens(0, 1)}
-    assert (handle.served_by.prefill, handle.served_by.decode) == ("p0", None)
-    assert decode.received == []
-
-
-async def test_scoring_gives_the_prompts_logprobs_and_no_token(rig: Rig) -> None:
-    await rig.start(*pair())
-    (delta,) = await read_deltas(rig.submit(max_tokens=0, prompt_logprobs=0))
-    assert (delta.token_ids, delta.finish, len(delta.prompt_logprobs)) == ([], FinishReason.LENGTH, len(PROMPT) - 1)
-
-
-async def test_prompt_logprobs_come_with_the_first_delta(rig: Rig) -> None:
-    await rig.start(*pair())
-    deltas = await read_deltas(rig.submit(max_tokens=6, prompt_logprobs=0))
-    assert [len(delta.prompt_logprobs) for delta in deltas] == [len(PROMPT) - 1] + [0] * (len(deltas) - 1)
 
 
 async def test_without_prefill_decode_works_alone_and_the_fleet_says_so(rig: Rig) -> None:

@@ -17,9 +17,8 @@ from kvrelay.config.common import DEMO_MODEL_NAME
 from kvrelay.fleet import Registry
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.ports import HeldPort
-from kvrelay.protocol.messages import Cancel
 from tests.component.dispatch.fake_workers import PATIENT, FakeDecode, FakePrefill, FakeWorker
-from tests.fakes.waiting import PATIENCE_S, until
+from tests.fakes.waiting import PATIENCE_S
 
 
 class RouterProcess:
@@ -125,21 +124,6 @@ async def test_running_streams_finish_after_sigterm(redis_server: EmbeddedRedis)
         assert events[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in "".join(events)
         assert await router.exit_status() == 0
-
-
-async def test_a_client_that_leaves_its_stream_frees_both_workers(redis_server: EmbeddedRedis) -> None:
-    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
-    gate = decode.hold("token 3")
-    async with (
-        registered(redis_server.url, "left", prefill, decode),
-        running(redis_server.url, "left") as router,
-    ):
-        await router.ready({"prefill": 1, "decode": 1})
-        async with router.stream(max_tokens=6):
-            await gate.reached.wait()
-        await until(lambda: prefill.got(Cancel) and decode.got(Cancel) and not (decode.tasks or prefill.tasks))
-        requests = (await router.client.get("/fleet")).json()["requests"]
-        assert (requests["running"], requests["cancelled"]) == (0, 1)
 
 
 async def test_what_comes_on_open_connections_after_sigterm_is_answered(redis_server: EmbeddedRedis) -> None:

@@ -80,16 +80,6 @@ async def fleet(server: EmbeddedRedis) -> AsyncIterator[Fleet]:
     await fleet.close()
 
 
-async def test_what_workers_store_and_remove_is_found(fleet: Fleet) -> None:
-    chain = chain_of(2500)
-    one, two = fleet.worker("one"), fleet.worker("two")
-    one.publish(stored(chain))
-    two.publish(stored(chain[:700]))
-    await fleet.until_matches(chain, {"one": 2500, "two": 700})
-    one.publish([Removed(tuple(reversed(chain[10:])))])
-    await fleet.until_matches(chain, {"one": 10, "two": 700})
-
-
 async def test_a_worker_that_leaves_is_withdrawn_and_its_slot_is_used_again(fleet: Fleet) -> None:
     chain = chain_of(50)
     one, two = fleet.worker("one"), fleet.worker("two")
@@ -116,19 +106,6 @@ async def test_a_worker_that_dies_expires(fleet: Fleet) -> None:
     await fleet.until_matches(chain, {"silent": 50})
     silent.abandon()
     await fleet.until_matches(chain, {})
-
-
-async def test_a_worker_that_starts_again_replaces_its_range(fleet: Fleet) -> None:
-    chain = chain_of(50)
-    before = fleet.worker("w")
-    before.publish(stored(chain))
-    await fleet.until_matches(chain, {"w": 50})
-    after = fleet.worker("w")
-    after.publish(stored(chain[:3]))
-    await fleet.until_matches(chain, {"w": 3})
-    before.publish(stored(chain_of(1), chain[-1]))
-    await until(lambda: before.report()["index_open"] == 0.0)
-    await fleet.until_matches(chain, {"w": 3})
 
 
 async def test_a_redis_that_comes_back_empty_is_filled_again(fleet: Fleet) -> None:

@@ -13,10 +13,13 @@ import httpx
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.fleet.worker_record import RECORD_PAGE
+from kvrelay.ports import HeldPort
 from kvrelay.telemetry.pages import Page, Pages
+from kvrelay_router.fleet.watch import StaticWorkers
 from tests.fakes.command import command
 from tests.fakes.hash_runner import HashRunner
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, until
 from tests.fakes.workers import LocalWorker
 
 health = command("health")
@@ -90,6 +93,26 @@ async def test_a_worker_is_ready_between_its_joining_and_its_drain(redis_server:
         await worker.stop()
         with pytest.raises(httpx.ConnectError):
             await http.get("/health")
+
+
+async def test_a_worker_tells_by_its_page_who_it_is_once_it_can_serve() -> None:
+    with HeldPort() as held:
+        worker = LocalWorker("none", "decode", HashRunner(), worker_id="decode-0", http_port=held.port)
+        assert worker.shell._record_page().status == 503
+        await worker.start()
+        try:
+            assert worker.shell._readiness().status == 200
+            static = StaticWorkers([f"http://127.0.0.1:{held.port}"], "hash-model", 0.05)
+            static.start(lambda: None)
+            await until(static.found)
+            (found,) = static.found()
+            assert found.record is not None
+            assert (found.record.worker_id, found.record.role) == ("decode-0", "decode")
+            assert (found.record.incarnation, found.record.address) == (worker.me.incarnation, worker.me.address)
+            assert RECORD_PAGE == "/worker"
+            await static.close()
+        finally:
+            await worker.stop()
 
 
 def test_health_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

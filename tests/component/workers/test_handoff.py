@@ -14,7 +14,7 @@ from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import Reassign, Status, StatusQuery
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.telemetry.metrics_file import StepRecord, read_metrics
-from tests.component.workers.rig import cancel_and_stop_at_any_moment, fleet, prompt_of, run
+from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.waiting import PATIENCE_S, until
 from tests.fakes.workers import Received, StubRouter
@@ -266,15 +266,6 @@ def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_t
     assert sum(s.num_swapped_out_blocks for s in steps) == sum(each["swapped_out_blocks"] for each in totals)
     assert sum(s.num_swapped_in_blocks for s in steps) == sum(each["swapped_in_blocks"] for each in totals)
     assert max(s.num_used_swap_slots for s in steps) <= num_swap_slots
-
-
-def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) -> None:
-    async def test() -> None:
-        runners = [HashRunner(step_s=0.001) for _ in range(2)]
-        async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
-            await cancel_and_stop_at_any_moment(f, num_requests=150, max_tokens=60)
-
-    run(test)
 
 
 def test_prefill_keeps_the_kv_until_commit_and_serves_another_decode_worker(redis_url: str) -> None:

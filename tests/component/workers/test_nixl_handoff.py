@@ -21,7 +21,7 @@ from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill import sender_driver
 from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import NO_NIXL
-from tests.component.workers.rig import Fleet, cancel_and_stop_at_any_moment, fleet, prompt_of, run
+from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until
 from tests.fakes.workers import LocalWorker
@@ -73,16 +73,6 @@ def test_a_pair_takes_nixl_when_both_have_it_and_says_so_once(
     said = [record.getMessage() for record in caplog.records if "come by" in record.getMessage()]
     assert len(said) == 1
     assert f"come by {taken}:" in said[0]
-
-
-def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) -> None:
-    async def test() -> None:
-        runners = [HashRunner(step_s=0.001) for _ in range(2)]
-        settings = {"token_budget": 32, "max_running": 16, "transfer": "nixl"}
-        async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
-            await cancel_and_stop_at_any_moment(f, num_requests=100, max_tokens=40)
-
-    run(test)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

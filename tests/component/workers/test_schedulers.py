@@ -1,15 +1,20 @@
-"""Every scheduler in real prefill and decode services: pools too small, tokens exact, nothing left behind."""
+"""Every scheduler in real prefill and decode services: pools too small, tokens exact, nothing left behind. And workers
+whose devices have a queue: steps are launched while others run, beside cancels, stops and handoffs."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Iterator
 
 import pytest
 
+from kvrelay.protocol.messages import AnyBody, Cancel, Stop
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN
-from tests.component.workers.rig import fleet, prompt_of, run
+from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.queued_runner import QueuedRunner
 from tests.fakes.workers import Received
 
 pytestmark = pytest.mark.component
@@ -79,5 +84,69 @@ def test_a_decode_worker_with_a_prefill_delayer_delays_prompts_and_serves_all(re
             assert totals["prefill_delayed_passes"] > 0
             assert totals["prefill_delay_s"] > 0
             assert totals["prefill_allowed_ran"] > 1
+
+    run(test)
+
+
+# -- devices with a queue ---------------------------------------------------------------------------------------------
+
+
+async def cancel_and_stop_at_any_moment(f: Fleet, num_requests: int, max_tokens: int) -> None:
+    """All but every fifth of so many requests; those get their tokens, and nothing is left behind."""
+    rng = random.Random(11)
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    kept: list[tuple[list[int], Received]] = []
+    for number in range(num_requests):
+        name, prompt = f"r{number}", prompt_of(rng.randint(1, 120), number)
+        got = f.router.prefill(f.prefill[0].me, f.decode[0].me, name, prompt, sampling)
+        if number % 5 == 0:
+            kept.append((prompt, got))
+            continue
+        await asyncio.sleep(rng.random() * 0.02)
+        bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
+        body = rng.choice(bodies)
+        for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
+            f.router.send(worker, name, body)
+    for prompt, got in kept:
+        assert (await got.finished()).output == expected_tokens(prompt, sampling, 512)
+    await f.until_clean()
+
+
+@pytest.fixture
+def runners() -> Iterator[list[HashRunner]]:
+    """Of a prefill and a decode worker, whose devices run what they are asked for; some draws change on landing."""
+    made = [QueuedRunner(64, 16, 512, mistakes=9) for _ in range(2)]
+    for runner in made:
+        runner.let_run.release(1_000_000)
+    yield list(made)
+    for runner in made:
+        runner.close()
+
+
+def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str, runners: list[HashRunner]) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
+            await cancel_and_stop_at_any_moment(f, num_requests=100, max_tokens=40)
+
+    run(test)
+
+
+def test_prompts_that_share_prefixes_are_handed_over(redis_url: str, runners: list[HashRunner]) -> None:
+    """A prompt of several chunks is launched chunk behind chunk, and its blocks are sent as each lands."""
+    rng, shared = random.Random(1), prompt_of(60)
+    prompts = [shared[: rng.randint(0, 60)] + prompt_of(rng.randint(1, 90), number) for number in range(20)]
+    sampling = Sampling(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+    async def test() -> None:
+        async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=8) as f:
+            started = [
+                f.router.prefill(f.prefill[0].me, f.decode[0].me, f"{number}", prompt, sampling)
+                for number, prompt in enumerate(prompts)
+            ]
+            for prompt, got in zip(prompts, started, strict=True):
+                assert (await got.finished()).output == expected_tokens(prompt, sampling, 512)
+            await f.until_clean()
+            for worker in (*f.prefill, *f.decode):
+                assert worker.context.steps.totals.num_steps_launched_ahead > 0
 
     run(test)

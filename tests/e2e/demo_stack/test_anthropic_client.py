@@ -35,28 +35,3 @@ def test_messages_are_the_chat_completions_of_the_same_conversation(client: Any,
         assert "".join(stream.text_stream) == plain.content[0].text
         whole = stream.get_final_message()
     assert (whole.stop_reason, whole.usage.output_tokens) == (plain.stop_reason, plain.usage.output_tokens)
-
-
-def test_the_second_turn_finds_the_first_in_the_cache(client: Any, demo_stack: Stack) -> None:
-    def turn(number: int, *more: Any) -> Any:
-        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={number:05x};"}
-        system = [header, {"type": "text", "text": "You know many words and what they mean. " * 20}]
-        messages = [{"role": "user", "content": QUESTION}, *more]
-        return client.messages.create(model=demo_stack.model, system=system, messages=messages, max_tokens=8)
-
-    first = turn(1)
-    answer = {"role": "assistant", "content": first.content[0].text}
-    second = turn(2, answer, {"role": "user", "content": "And of river?"})
-    prompt = first.usage.input_tokens + first.usage.cache_read_input_tokens
-    assert prompt - second.usage.cache_read_input_tokens < 64
-
-
-def test_errors_are_those_of_the_api(client: Any, demo_stack: Stack) -> None:
-    hello = [{"role": "user", "content": "hi"}]
-    with pytest.raises(anthropic.NotFoundError) as caught:
-        client.messages.create(model="other", messages=hello, max_tokens=8)
-    assert caught.value.body["error"]["type"] == "not_found_error"
-    with pytest.raises(anthropic.BadRequestError, match="context"):
-        client.messages.create(
-            model=demo_stack.model, messages=[{"role": "user", "content": "otter " * 9000}], max_tokens=8
-        )

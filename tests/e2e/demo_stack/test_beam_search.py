@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -74,14 +73,6 @@ def test_chat_with_a_text_that_ends(demo_stack: Stack) -> None:
     assert all(choice["text"] and choice["finish_reason"] == "stop" for choice in choices)
 
 
-def test_one_token_is_decided_by_prefill_alone(demo_stack: Stack) -> None:
-    prompt = prompt_of(70, seed=5)
-    answer = post(demo_stack, "/v1/completions", prompt=prompt, n=6, max_tokens=1)
-    sampling = Sampling(max_tokens=1, beams=BeamSpec(width=6, num_returned=6))
-    check(answer["choices"], prompt, sampling, ignore_eos=False)
-    demo_stack.wait_until_clean()
-
-
 def test_many_searches_at_once_beside_others(demo_stack: Stack) -> None:
 
     def search(number: int) -> None:
@@ -100,23 +91,6 @@ def test_many_searches_at_once_beside_others(demo_stack: Stack) -> None:
         for job in jobs:
             job.result()
     demo_stack.wait_until_clean()
-
-
-def test_a_stream_brings_all_texts_at_the_end(demo_stack: Stack) -> None:
-    prompt = prompt_of(40)
-    body = {"prompt": prompt, "n": 3, "max_tokens": 12}
-    whole = post(demo_stack, "/v1/completions", **body)["choices"]
-    streamed = httpx.post(
-        demo_stack.base_url + "/v1/completions",
-        json={"model": demo_stack.model, "use_beam_search": True, "stream": True, **body},
-        timeout=2 * PATIENCE_S,
-    )
-    events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
-    assert events.pop() == "[DONE]"
-    choices = [json.loads(event)["choices"][0] for event in events]
-    assert [each["text"] for each in choices] == [each["text"] for each in whole]
-    # The two runs may have batched the beams differently, which changes the last bits of a sum.
-    assert [each["score"] for each in choices] == pytest.approx([each["score"] for each in whole], abs=1e-4)
 
 
 def test_several_prompts_and_a_stop_token(demo_stack: Stack) -> None:

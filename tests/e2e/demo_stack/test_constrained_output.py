@@ -110,22 +110,6 @@ def test_a_stop_string_within_forced_tokens_ends_the_text(demo_stack: Stack, sto
     assert cut["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8])
-def test_max_tokens_cut_a_run(demo_stack: Stack, max_tokens: int) -> None:
-    fields: dict[str, Any] = {"temperature": 0.0, "guided_choice": ["a choice of many forced tokens"]}
-    answer = stack_usage(demo_stack, max_tokens=max_tokens, **fields)
-    assert answer["usage"]["completion_tokens"] == max_tokens
-    (choice,) = answer["choices"]
-    assert choice["finish_reason"] == "length" and "a choice of many forced tokens".startswith(choice["text"])
-
-
-def stack_usage(stack: Stack, **fields: Any) -> dict[str, Any]:
-    answer = stack.http.post("/v1/completions", json={"model": stack.model, "prompt": "So", **fields})
-    assert answer.status_code == 200, answer.text
-    body: dict[str, Any] = answer.json()
-    return body
-
-
 def test_logprobs_and_penalties_go_together_with_a_grammar(demo_stack: Stack) -> None:
     fields = {"guided_regex": "(yes|no){1,3}", "logprobs": 3, "presence_penalty": 0.5, "logit_bias": {"5": -1}}
     (choice,) = complete(demo_stack, "Well,", temperature=1.0, **fields)

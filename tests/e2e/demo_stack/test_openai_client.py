@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 from openai.types import Completion
@@ -99,68 +97,6 @@ def test_a_chat_is_the_same_streamed_or_not_and_counts_its_tokens(client: OpenAI
     assert len({c.id for c in chunks}) == 1
 
 
-def test_the_asynchronous_client_streams_several_answers_at_once(stack: Stack) -> None:
-    async def run() -> list[str]:
-        async with async_client(stack) as client:
-
-            async def one(max_tokens: int) -> str:
-                stream = await client.completions.create(
-                    model=stack.model,
-                    prompt="A river is",
-                    max_tokens=max_tokens,
-                    temperature=0,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                return "".join([chunk.choices[0].text async for chunk in stream])
-
-            return await asyncio.gather(*(one(n) for n in (1, 2, 5, 9, 17)))
-
-    texts = asyncio.run(run())
-    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
-    assert len(set(texts)) > 1
-
-
-def test_logprobs_of_a_completion_are_of_the_tokens_that_came(client: OpenAI, stack: Stack) -> None:
-    answer = complete(client, stack, temperature=0, logprobs=3, extra_body=EVERY_TOKEN)
-    given = answer.choices[0].logprobs
-    assert given is not None
-    assert given.tokens is not None
-    assert given.token_logprobs is not None
-    assert given.top_logprobs is not None
-    assert given.text_offset is not None
-    assert len(given.tokens) == len(given.token_logprobs) == len(given.top_logprobs) == 12
-    assert "".join(given.tokens) == answer.choices[0].text
-    assert given.text_offset == [len("".join(given.tokens[:n])) for n in range(12)]
-    for token, logprob, top in zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True):
-        assert logprob <= 0
-        assert max(top.values()) == top[token] == logprob  # greedy takes the most likely one
-
-
-def test_logprobs_of_a_chat_are_the_same_streamed_or_not(client: OpenAI, stack: Stack) -> None:
-    parameters: dict[str, Any] = {"model": stack.model, "messages": HELLO, "temperature": 0, "max_tokens": 8}
-    parameters |= {"logprobs": True, "top_logprobs": 4, "extra_body": EVERY_TOKEN}
-    plain: ChatCompletion = client.chat.completions.create(**parameters)
-    chunks = list(client.chat.completions.create(**parameters, stream=True))
-    assert plain.choices[0].logprobs is not None
-    content = plain.choices[0].logprobs.content or []
-    pieces = [c.choices[0].logprobs.content or [] for c in chunks if c.choices[0].logprobs is not None]
-    streamed_content = [entry for piece in pieces for entry in piece]
-    for ours, theirs in zip(streamed_content, content, strict=True):
-        # The second request finds the prompt in the cache, which changes the last bits of a sum.
-        assert (ours.token, ours.bytes) == (theirs.token, theirs.bytes)
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-        theirs_of = {top.token: top.logprob for top in theirs.top_logprobs}
-        assert {top.token: top.logprob for top in ours.top_logprobs} == pytest.approx(theirs_of, abs=1e-4)
-    assert len(content) == 8
-    assert b"".join(bytes(entry.bytes or []) for entry in content).decode(errors="replace") == (
-        plain.choices[0].message.content
-    )
-    for entry in content:
-        assert len(entry.top_logprobs) == 4
-        assert entry.top_logprobs[0].logprob == entry.logprob
-
-
 def test_a_stop_string_ends_the_text_wherever_it_falls_among_tokens(client: OpenAI, stack: Stack) -> None:
     long = {"temperature": 0, "max_tokens": 40, "extra_body": EVERY_TOKEN}
     whole = complete(client, stack, logprobs=0, **long).choices[0]
@@ -225,29 +161,6 @@ def test_every_seed_of_64_bits_gives_a_text_of_its_own(client: OpenAI, stack: St
             complete(client, stack, **parameters, seed=beyond)
 
 
-def test_a_prompt_is_scored_without_generating(client: OpenAI, stack: Stack) -> None:
-    answer = complete(client, stack, prompt=MULTI_BYTE, max_tokens=0, echo=True, logprobs=2)
-    (choice,) = answer.choices
-    assert choice.text == MULTI_BYTE
-    assert choice.logprobs is not None
-    assert choice.logprobs.token_logprobs is not None
-    first, *others = choice.logprobs.token_logprobs
-    assert first is None
-    assert answer.usage is not None
-    assert len(others) == answer.usage.prompt_tokens - 1
-    assert all(logprob <= 0 for logprob in others)
-    assert answer.usage.completion_tokens == 0
-    stack.wait_until_clean()
-
-
-@pytest.mark.parametrize("text", ["An otter is", MULTI_BYTE, " \n\t ", "<|im_start|>user\nhi<|im_end|>", "\x00é\u202e"])
-def test_tokenizing_and_back_gives_the_text(stack: Stack, text: str) -> None:
-    answer = stack.http.post("/tokenize", json={"model": stack.model, "prompt": text}).json()
-    assert answer["count"] == len(answer["tokens"]) > 0
-    back = stack.http.post("/detokenize", json={"model": stack.model, "tokens": answer["tokens"]}).json()
-    assert back["prompt"] == text
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_broken_characters_come_out_the_same_streamed_or_not(client: OpenAI, stack: Stack, seed: int) -> None:
     """Single bytes are made likely, so that the text is full of characters that are never completed."""
@@ -260,22 +173,6 @@ def test_broken_characters_come_out_the_same_streamed_or_not(client: OpenAI, sta
     with_logprobs = streamed(client, stack, **parameters, logprobs=1)
     assert text_of(with_logprobs) == plain
     assert text_of(streamed(client, stack, **parameters, stop=["never comes"])) == plain
-
-
-def test_errors_raise_the_exceptions_that_the_client_has_for_them(client: OpenAI, stack: Stack) -> None:
-    with pytest.raises(openai.NotFoundError) as missing:
-        complete(client, stack, model="gpt-otter")
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as long:
-        complete(client, stack, prompt=[5] * 9000)
-    assert long.value.code == "context_length_exceeded"
-    assert "8192" in str(long.value)
-    assert "9000" in str(long.value)
-    with pytest.raises(openai.BadRequestError) as wrong:
-        complete(client, stack, temperature=-1)
-    assert wrong.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model=stack.model, messages=[])
 
 
 def test_nothing_is_left_after_all_of_this(stack: Stack, num_failed_before: int) -> None:

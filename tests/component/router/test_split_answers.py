@@ -37,8 +37,9 @@ async def chat(router: Router) -> Any:
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [TOOL]}
     whole = (await router.openai.chat.completions.create(**asked)).choices[0]
     found = []
-    for more in ({}, {"logprobs": True, "extra_body": {"return_token_ids": True}}):
-        async with router.openai.chat.completions.stream(**asked, **more) as stream:
+    scored: Any = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+    for fields in (asked, asked | scored):
+        async with router.openai.chat.completions.stream(**fields) as stream:
             done = [event.to_dict() async for event in stream if event.type.endswith(".done")]
             choice = (await stream.get_final_completion()).choices[0]
         assert _bare_choice(choice) == _bare_choice(whole)

@@ -26,7 +26,6 @@ class Request:
     prompt: NDArray[np.int32]
     num_output: int
     token_times_s: list[float] = field(default_factory=list)
-    num_cached: int = 0
     failed: str = ""
 
     @property
@@ -61,7 +60,6 @@ async def run_load(base_url: str, model: str, requests: list[Request], done: Cal
     for request, record in zip(requests, outcome.records, strict=True):
         for at_s, num_tokens in zip(record.pieces_s, record.piece_ids, strict=True):
             request.token_times_s += [at_s] * num_tokens
-        request.num_cached = record.num_cached or 0
         request.failed = record.error
         if not request.failed and len(request.token_times_s) != request.num_output:
             request.failed = f"{len(request.token_times_s)} of {request.num_output} tokens came"

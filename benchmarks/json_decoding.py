@@ -1,59 +1,208 @@
-"""Constrained output: what jump-forward saves. What masks cost is in `mask_cost.py`.
+"""Answers under JSON schemas over HTTP, by kvrelay with jump-forward and with masks alone, and by other servers of the
+same model, in turns within one run.
 
-Programs are answers under a JSON schema by the demo model, on a worker's step loop without the services around it. The
-model is small and knows no JSON, so free strings and numbers are bounded, as a schema for extraction bounds them.
+A round asks each server for the same programs, `concurrency` at a time, in an order that turns from round to round. All
+servers run during the whole run, and idle but the one that is asked. Whitespace between the tokens of JSON is off on
+all of them, since a model with random weights would write it without end. Free strings and numbers are bounded, as a
+schema for extraction bounds them. Each answer is checked against its schema; cut and invalid ones do not count.
 
-- Steps per token: answers to `SCHEMAS` with jump-forward and with masks alone, in turns on the same prompts, which must
-  be equal. Steps are counted for each sequence, so the figure does not depend on the machine.
-- Programs per CPU second: their ratio in each pair of turns. CPU time of the process, with the threads for masks: on a
-  machine that others use too, it varies less than wall time.
-
-- With `--against`: programs per second over HTTP, of this server with jump-forward and with masks alone and of other
-  servers, on another model and with the same schemas (`json_programs.py`).
-
-Usage: python -m benchmarks.json_decoding [--model DIR] [--repeats 5] [--write benchmarks/results/json_decoding.md]
-           [--against NAME=URL | vllm-xgrammar | vllm-guidance]... [--served-model DIR] [--venv vllm=DIR]
+Usage: python -m benchmarks.json_decoding --model DIR [--against NAME=URL | vllm-xgrammar | vllm-guidance]...
+           [--venv vllm=DIR] [--rounds 4] [--write benchmarks/results/json_decoding.md]
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import http.client
 import json
 import os
 import platform
+import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
+from jsonschema import Draft202012Validator
 
-from benchmarks.json_programs import HEAD, compare, running, variants_of
 from benchmarks.peers.machine import package_versions
-from benchmarks.peers.servers import Setting
-from benchmarks.sequences import sampled_sequence
-from kvrelay.engine.make import make_runner
-from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.process import event_loop_factory
-from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import FinishReason
-from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduler_names import DEFAULT_SCHEDULER
-from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
-from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.sequence import Sequence
-from kvrelay.worker.step_loop import StepCallbacks, StepLoop, StepTotals
+from benchmarks.peers.order import turns
+from benchmarks.peers.running_server import RunningServer
+from benchmarks.peers.servers import Server, Setting, Variant, make_server
 
-DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
-BLOCK_SIZE = 16
-PROMPT_TOKENS = 32
-BATCH = 32
+MAX_RUNNING = 32
 MAX_TOKENS = 400
+COMPACT_VLLM = '{{"backend":"{backend}","disable_any_whitespace":true}}'
+START_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 300.0
+JUMPS, MASKS = "jump-forward", "masks alone"
+
+
+@dataclass(slots=True)
+class Answers:
+    """What one server gave in one round."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    num_valid: int = 0
+    num_cut: int = 0
+    invalid: list[str] = field(default_factory=list)
+
+    @property
+    def programs_per_s(self) -> float:
+        return self.num_valid / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One request. The schema's name is in the prompt, so that all servers get the same text."""
+
+    name: str
+    schema: Mapping[str, Any]
+    number: int
+
+    def body(self, model: str, max_tokens: int) -> dict[str, Any]:
+        described = {"name": "answer", "strict": True, "schema": self.schema}
+        return {
+            "model": model,
+            "messages": [{"role": "user", "content": f"Case {self.number}: describe a {self.name} as JSON."}],
+            "response_format": {"type": "json_schema", "json_schema": described},
+            "guided_whitespace_pattern": "",  # other servers are started without whitespace
+            "temperature": 1.0,
+            "seed": self.number,
+            "max_tokens": max_tokens,
+        }
+
+
+def variants_of(against: Sequence[str]) -> list[Variant]:
+    """Both ways of kvrelay, and others as NAME=URL, `vllm-xgrammar` or `vllm-guidance`."""
+    found = [Variant(JUMPS, "kvrelay"), Variant(MASKS, "kvrelay", ("--no-jump-forward",))]
+    for text in against:
+        name, _, url = text.partition("=")
+        if url:
+            found.append(Variant(name, url))
+            continue
+        backend = name.removeprefix("vllm-")
+        arguments = ("--structured-outputs-config", COMPACT_VLLM.format(backend=backend))
+        found.append(Variant(name, "vllm", arguments))
+    return found
+
+
+@contextmanager
+def running(variants: Sequence[Variant], setting: Setting) -> Iterator[dict[str, Server]]:
+    """All servers, which serve until the context ends. Raises NotInstalled, ServerFailed."""
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        servers = {}
+        for number, variant in enumerate(variants):
+            state_dir = Path(place) / str(number)
+            state_dir.mkdir()
+            servers[variant.name] = server = make_server(variant, setting, state_dir)
+            stack.enter_context(RunningServer(server, Path(place), START_TIMEOUT_S))
+        yield servers
+
+
+def ask_all(server: Server, programs: Sequence[Program], concurrency: int, max_tokens: int) -> Answers:
+    """Each of the threads asks over a connection of its own, for the next program once it has an answer."""
+    answers, url, own = Answers(), urlsplit(server.url), threading.local()
+    model = server.model or _first_model(url.netloc)
+
+    def connect() -> None:
+        own.connection = http.client.HTTPConnection(url.netloc, timeout=ANSWER_TIMEOUT_S)
+
+    def ask(program: Program) -> Any:
+        body = json.dumps(program.body(model, max_tokens)).encode()
+        own.connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        response = own.connection.getresponse()
+        text = response.read()
+        if response.status != 200:
+            raise RuntimeError(f"{server.name}: status {response.status}: {text[:300]!r}")
+        return json.loads(text)
+
+    with ThreadPoolExecutor(concurrency, initializer=connect) as threads:
+        started = time.perf_counter()
+        replies = list(threads.map(ask, programs))
+        answers.seconds = time.perf_counter() - started
+    for program, reply in zip(programs, replies, strict=True):
+        _check(program, reply, answers)
+    return answers
+
+
+def _check(program: Program, reply: Mapping[str, Any], answers: Answers) -> None:
+    choice = reply["choices"][0]
+    answers.num_tokens += reply["usage"]["completion_tokens"]
+    if choice["finish_reason"] == "length":
+        answers.num_cut += 1
+        return
+    try:
+        errors = [error.message for error in Draft202012Validator(program.schema).iter_errors(_loads(choice))]
+    except ValueError as error:
+        errors = [str(error)]
+    if errors:
+        answers.invalid.append(f"{program.name}: {errors[0]}"[:200])
+    else:
+        answers.num_valid += 1
+
+
+def _loads(choice: Mapping[str, Any]) -> Any:
+    return json.loads(choice["message"]["content"] or "")
+
+
+def _first_model(netloc: str) -> str:
+    connection = http.client.HTTPConnection(netloc, timeout=ANSWER_TIMEOUT_S)
+    connection.request("GET", "/v1/models")
+    return str(json.loads(connection.getresponse().read())["data"][0]["id"])
+
+
+def compare(
+    servers: Mapping[str, Server],
+    schemas: Mapping[str, Mapping[str, Any]],
+    *,
+    concurrency: int,
+    rounds: int,
+    per_schema: int,
+    max_tokens: int,
+) -> list[str]:
+    """The lines of a table. Raises RuntimeError if a server refuses a request."""
+    found: dict[str, list[Answers]] = {name: [] for name in servers}
+    for number, names in enumerate(turns(list(servers), rounds + 1, "abba", 0)):
+        made = [
+            Program(name, schema, 1000 * number + each)
+            for each in range(per_schema)
+            for name, schema in schemas.items()
+        ]
+        for name in names:
+            answers = ask_all(servers[name], made, concurrency, max_tokens)
+            print(
+                f"  round {number}, {name}: {answers.programs_per_s:.2f} programs/s", *answers.invalid[:1], flush=True
+            )
+            if number:  # the first round is for compiled grammars and warm caches
+                found[name].append(answers)
+    base = np.array([answers.programs_per_s for answers in found[MASKS]])
+    return [_line(name, concurrency, answers, base) for name, answers in found.items()]
+
+
+def _line(name: str, concurrency: int, answers: Sequence[Answers], base: np.ndarray) -> str:
+    rates = np.array([each.programs_per_s for each in answers])
+    low, middle, high = np.quantile(rates / base, [0.0, 0.5, 1.0])
+    num_programs = sum(each.num_valid + each.num_cut + len(each.invalid) for each in answers)
+    num_tokens, seconds = sum(each.num_tokens for each in answers), sum(each.seconds for each in answers)
+    num_valid, num_cut = sum(each.num_valid for each in answers), sum(each.num_cut for each in answers)
+    return (
+        f"| {name} | {concurrency} | {np.median(rates):.2f} | {middle:.2f} ({low:.2f} to {high:.2f}) | "
+        f"{num_tokens / num_programs:.0f} | {num_tokens / seconds:.0f} | {num_valid} of {num_programs} | {num_cut} |"
+    )
+
+
+HEAD = (
+    "| server | at once | programs/s | over masks alone | tokens per answer | tokens/s | valid | cut |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|",
+)
 
 
 def record(**properties: Any) -> dict[str, Any]:
@@ -100,139 +249,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """`tokens` and `steps`: of all answers. A sequence's step is a token sampled."""
-
-    cpu_s: float
-    tokens: int
-    steps: int
-    num_complete: int
-    outputs: dict[SequenceKey, list[int]]
-    totals: StepTotals
-
-
-class Run:
-    """Sequences on a step loop, from their arrival to their ends. `grammars`: None for an unconstrained sequence."""
-
-    def __init__(
-        self,
-        runner: TransformersRunner,
-        grammars: list[Grammar | None],
-        seed: int,
-        max_tokens: int,
-        *,
-        jumps: bool,
-    ) -> None:
-        spec = runner.spec
-        pool = BlockPool(spec.num_blocks, BLOCK_SIZE)
-        limits = SchedulerLimits(512, BATCH, spec.max_model_len, frozenset(spec.eos_token_ids))
-        settings = SchedulerSettings(jump_forward=jumps)
-        self.scheduler = make_scheduler(DEFAULT_SCHEDULER, limits, pool, PrefixCache(pool), settings)
-        self.loop = StepLoop(runner, self.scheduler, overlap=False)
-        self.grammars = grammars
-        self.seed = seed
-        self.max_tokens = max_tokens
-        self.steps = self.num_complete = 0
-        self.outputs: dict[SequenceKey, list[int]] = {}
-
-    def committed(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            self.outputs.setdefault(output.sequence.key, []).extend(output.token_ids)
-            self.steps += bool(output.token_ids)
-            if output.finish is not None:
-                self.num_complete += output.finish is FinishReason.STOP_TOKEN
-                self.loop.forget(output.sequence.key)
-        if not self.scheduler.has_work:
-            self.loop.stop()
-
-    def failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
-        raise RuntimeError(cause)
-
-    async def serve(self) -> Outcome:
-        rng = np.random.default_rng(self.seed)
-        for number, grammar in enumerate(self.grammars):
-            prompt = rng.integers(5, 2000, PROMPT_TOKENS)
-            seed = self.seed * 1000 + number
-            self.loop.add(sampled_sequence(number, prompt, self.max_tokens, BLOCK_SIZE, seed, grammar))
-        started = time.process_time()
-        await self.loop.run(StepCallbacks(lambda plan: None, self.committed, self.failed))
-        spent = time.process_time() - started
-        tokens = sum(map(len, self.outputs.values()))
-        return Outcome(spent, tokens, self.steps, self.num_complete, self.outputs, self.loop.totals)
-
-
-def measure(
-    runner: TransformersRunner,
-    grammars: list[Grammar | None],
-    seed: int = 1,
-    max_tokens: int = MAX_TOKENS,
-    *,
-    jumps: bool = False,
-) -> Outcome:
-    """One run on an event loop of its own."""
-    with asyncio.Runner(loop_factory=event_loop_factory()) as loop:
-        return loop.run(Run(runner, grammars, seed, max_tokens, jumps=jumps).serve())
-
-
-def grammar_of(schema: dict[str, Any]) -> Grammar:
-    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema), whitespace="")
-
-
-def steps_per_token(runner: TransformersRunner, repeats: int) -> list[str]:
-    """A line for each schema, and one for all: both ways in turns, on the same prompts and with the same outputs."""
-    lines, ratios = [], []
-    sums = np.zeros(4)
-    for name, schema in SCHEMAS.items():
-        grammars: list[Grammar | None] = [grammar_of(schema)] * 8
-        measure(runner, grammars[:1])  # compiles the schema
-        own = np.zeros(4)
-        for repeat in range(repeats):
-            order = (True, False) if repeat % 2 else (False, True)
-            runs = {jumps: measure(runner, grammars, repeat, jumps=jumps) for jumps in order}
-            if runs[True].outputs != runs[False].outputs:
-                raise RuntimeError(f"{name}: outputs with jump-forward are others than with masks alone")
-            own += [runs[True].steps, runs[False].steps, runs[True].tokens, runs[True].num_complete]
-            ratios.append(runs[False].cpu_s / runs[True].cpu_s)
-        sums += own
-        lines.append(line(name, own))
-        print(lines[-1], flush=True)
-    low, high = np.quantile(ratios, [0.25, 0.75])
-    return [
-        *lines,
-        line("all", sums),
-        "",
-        f"Programs per CPU second, with jump-forward over without: {np.median(ratios):.2f} (median of {len(ratios)} "
-        f"pairs; quartiles {low:.2f} to {high:.2f}). Outputs were equal, token for token, in all pairs.",
-    ]
-
-
-def line(name: str, sums: np.ndarray) -> str:
-    steps, masked_steps, tokens, complete = sums
-    return f"| {name} | {tokens / complete:.0f} | {steps / tokens:.2f} | {masked_steps / tokens:.2f} |"
-
-
-def on_a_step_loop(model: str, repeats: int) -> list[str]:
-    """The page's first part."""
-    load = os.getloadavg()[0]
-    runner = make_runner(model, dtype="float32", num_threads=1, num_blocks=1200)
-    return [
-        "## On a step loop",
-        "",
-        f"{platform.machine()} with {os.cpu_count()} cores (load {load:.0f} when it began), one thread for the demo "
-        f"model, CPython {platform.python_version()}, {repeats} repeats.",
-        "",
-        "| schema | tokens per answer | steps per token, jump-forward | masks alone |",
-        "|---|---:|---:|---:|",
-        *steps_per_token(runner, repeats),
-        "",
-    ]
-
-
-def over_http(given: argparse.Namespace) -> list[str]:
-    """The page's second part."""
+def measured(given: argparse.Namespace) -> list[str]:
+    """The page."""
     cores = sorted(os.sched_getaffinity(0))
-    setting = Setting(given.served_model, cores, 1, max_model_len=2048, max_running=BATCH, venvs=dict(given.venv))
+    setting = Setting(given.model, cores, 1, max_model_len=2048, max_running=MAX_RUNNING, venvs=dict(given.venv))
     with running(variants_of(given.against), setting) as servers:
         load, rows = os.getloadavg()[0], []
         for concurrency in given.concurrency:
@@ -247,10 +267,12 @@ def over_http(given: argparse.Namespace) -> list[str]:
         versions = [package_versions(server.python, server.packages) for server in servers.values()]
     names = {f"{name} {version}" for each in versions for name, version in each.items() if name in ("vllm", "torch")}
     return [
-        "## Over HTTP, beside other servers",
+        "# JSON decoding",
+        "",
+        "Repeat with `python -m benchmarks.json_decoding`; the script's head says what is measured.",
         "",
         f"{platform.machine()} with {len(cores)} cores for the servers and the client (load {load:.0f} when it began), "
-        f"the model of {given.served_model.name} in {setting.dtype} with random weights; {', '.join(sorted(names))}. "
+        f"the model of {given.model.name} in {setting.dtype} with random weights; {', '.join(sorted(names))}. "
         f"{given.rounds} rounds; medians, and the least and the most of the ratios within a round. All servers get "
         "the same requests, without whitespace between the tokens of JSON. Strings are sampled at temperature 1, so "
         "answers differ between servers in their length; tokens/s compare without that. `jump-forward` and `masks "
@@ -269,28 +291,14 @@ def _venv(text: str) -> tuple[str, Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(DEMO))
-    parser.add_argument("--repeats", type=int, default=5, help="0: only the servers of --against")
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--against", action="append", default=[], metavar="NAME=URL")
-    parser.add_argument("--served-model", type=Path, help="the model of --against")
     parser.add_argument("--venv", type=_venv, action="append", default=[], metavar="PEER=DIR")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--concurrency", type=lambda text: list(map(int, text.split(","))), default=[1, 8])
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    if arguments.against and arguments.served_model is None:
-        parser.error("--against needs --served-model")
-    lines = [
-        "# JSON decoding",
-        "",
-        "Repeat with `python -m benchmarks.json_decoding`; the script's head says what is measured.",
-        "",
-    ]
-    if arguments.repeats:
-        lines += on_a_step_loop(arguments.model, arguments.repeats)
-    if arguments.against:
-        lines += over_http(arguments)
-    written = "\n".join(lines).rstrip() + "\n"
+    written = "\n".join(measured(arguments)).rstrip() + "\n"
     print(written)
     if arguments.write:
         arguments.write.write_text(written)

@@ -13,11 +13,7 @@ while a prompt of 1,000 to 8,000 tokens arrives.
 - Waste: token slots in the running sequences' blocks that hold nothing, as a share of all of theirs, in the mean over
   steps weighted by their time (of the workers' metrics files).
 
-With `--ablation` the cases are the prefix cache's instead: none, a table instead of the tree, and the order of the
-queue; the hit rate (cached prompt tokens as usage reports them, over prompt tokens) beside the best that a cache
-without end could reach on the trace, and a plot with `--plot FILE` (needs matplotlib: `pip install -e '.[bench]'`).
-
-Usage: python -m benchmarks.serving [--trace FILE --speed 2] [--requests 150] [--repeats 3] [--ablation]
+Usage: python -m benchmarks.serving [--trace FILE --speed 2] [--requests 150] [--repeats 3]
     [--write benchmarks/results/serving.md]
 """
 
@@ -38,22 +34,13 @@ import numpy as np
 from benchmarks.client import Request, long_prompt_load, run_load, synthetic_load, traced_load
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN
 from kvrelay.telemetry.metrics_file import StepRecord, read_metrics
-from kvrelay_simulator.results import best_possible_hit_rate
 from tests.fakes.stack import Stack
 
-BLOCK_SIZE = 16
 MODES = {
     "colocated": ("--prefill", "0", "--decode", "1"),
     "disaggregated": ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0"),
 }
 LONG_PROMPTS = (1000, 2000, 4000, 8000)
-ABLATIONS: dict[str, tuple[str, ...]] = {
-    "no cache": ("--no-prefix-cache",),
-    "tree, random": ("--queue-order", "random"),
-    "tree, fcfs": ("--queue-order", "fcfs"),
-    "tree, lpm": ("--queue-order", "lpm"),
-    "tree, dfs_weight": ("--queue-order", "dfs_weight"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +66,6 @@ class Outcome:
         return sum(len(request.prompt) for request in self.requests)
 
     @property
-    def hit_rate(self) -> float:
-        """Cached prompt tokens over prompt tokens."""
-        return sum(request.num_cached for request in self.requests) / self.num_prompt
-
-    @property
     def tokens_per_s(self) -> float:
         return (self.num_prompt + sum(len(request.token_times_s) for request in self.requests)) / self.seconds
 
@@ -105,11 +87,6 @@ def scheduler_cases() -> list[ServingCase]:
     ]
 
 
-def ablation_cases() -> list[ServingCase]:
-    """The cache's parts, on one worker that does both phases."""
-    return [ServingCase((name,), (*MODES["colocated"], *flags)) for name, flags in ABLATIONS.items()]
-
-
 def run_case(case: ServingCase, load: list[Request], arguments: argparse.Namespace) -> Outcome:
     """Starts the case's stack and runs the loads on it."""
     with tempfile.TemporaryDirectory() as directory:
@@ -121,7 +98,7 @@ def run_case(case: ServingCase, load: list[Request], arguments: argparse.Namespa
             asyncio.run(run_load(stack.base_url, stack.model, synthetic_load(4, 20.0, seed=1), lambda _: None))
             requests = [request.fresh() for request in load]
             seconds = asyncio.run(run_load(stack.base_url, stack.model, requests, progress(len(load))))
-            long = {} if arguments.ablation else run_long_prompts(stack)
+            long = run_long_prompts(stack)
         steps = [record for path in metrics.iterdir() for record in read_metrics(path)]
     failed = [request.failed for request in requests if request.failed]
     if failed:
@@ -218,52 +195,6 @@ def scheduler_report(results: dict[ServingCase, list[Outcome]], arguments: argpa
     return [*lines, *table(header, rows), ""]
 
 
-def ablation_report(results: dict[ServingCase, list[Outcome]], load: list[Request], plot: Path | None) -> list[str]:
-    """Hit rates and what they are worth."""
-    best = best_possible_hit_rate((request.prompt for request in load), BLOCK_SIZE)
-    rows = []
-    for case, outcomes in results.items():
-        ttft = [[r.ttft_s for r in outcome.requests] for outcome in outcomes]
-        rates = [outcome.hit_rate for outcome in outcomes]
-        rows.append(
-            [
-                *case.names,
-                spread(rates, 100, 1),
-                f"{np.median(rates) / best:.0%}" if best else "-",
-                spread([float(np.median(values)) for values in ttft]),
-                spread([float(np.quantile(values, 0.99)) for values in ttft]),
-                spread([outcome.tokens_per_s for outcome in outcomes], 1),
-            ]
-        )
-    if plot is not None:
-        draw(results, best, plot)
-    header = ["cache, queue order", "hit rate, %", "share of the best", "TTFT p50", "p99", "tokens/s"]
-    text = f"Best possible hit rate of this trace with a cache without end: {best:.1%}."
-    return ["## What the cache is worth", "", text, "", *table(header, rows), ""]
-
-
-def draw(results: dict[ServingCase, list[Outcome]], best: float, path: Path) -> None:
-    """Hit rate and median TTFT of each case, in one picture."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    names = [" ".join(case.names) for case in results]
-    rates = [100 * float(np.median([o.hit_rate for o in outcomes])) for outcomes in results.values()]
-    medians = [[np.median([r.ttft_s for r in o.requests]) for o in outcomes] for outcomes in results.values()]
-    ttft = [1e3 * float(np.median(each)) for each in medians]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
-    left.barh(names, rates, color="#3b6ea5")
-    left.axvline(100 * best, color="#b5482a", linestyle="--", label="best possible")
-    left.set_xlabel("hit rate, % of prompt tokens")
-    left.legend(loc="lower right")
-    right.barh(names, ttft, color="#6a9a58")
-    right.set_xlabel("median TTFT, ms")
-    left.invert_yaxis()
-    figure.savefig(path)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
@@ -277,8 +208,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, default=256)
     parser.add_argument("--only", nargs="+", help="cases one of whose names is among these")
     parser.add_argument("--flag", action="append", default=[], help="one more argument of `kvrelay up`; repeatable")
-    parser.add_argument("--ablation", action="store_true")
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--write", type=Path)
     return parser.parse_args()
 
@@ -286,7 +215,7 @@ def parse_arguments() -> argparse.Namespace:
 def head(load: list[Request], arguments: argparse.Namespace) -> list[str]:
     name = f"{arguments.trace.name}, {arguments.speed:g} times as fast" if arguments.trace else "synthetic"
     return [
-        f"# {'The prefix cache' if arguments.ablation else 'Schedulers'} through the whole system",
+        "# Schedulers through the whole system",
         "",
         f"{platform.machine()} with {os.cpu_count()} cores, {arguments.threads} thread(s) for each worker's model, "
         f"CPython {platform.python_version()}.",
@@ -306,7 +235,7 @@ def main() -> None:
         load = traced_load(arguments.trace, arguments.requests, arguments.speed)
     else:
         load = synthetic_load(arguments.requests, arguments.rate)
-    cases = ablation_cases() if arguments.ablation else scheduler_cases()
+    cases = scheduler_cases()
     if arguments.only:
         cases = [case for case in cases if set(case.names) & set(arguments.only)]
     results: dict[ServingCase, list[Outcome]] = {case: [] for case in cases}
@@ -314,10 +243,7 @@ def main() -> None:
         for case in cases:
             print(f"repeat {repeat + 1} of {arguments.repeats}: {' '.join(case.names)}", file=sys.stderr, flush=True)
             results[case].append(run_case(case, load, arguments))
-    body = (
-        ablation_report(results, load, arguments.plot) if arguments.ablation else scheduler_report(results, arguments)
-    )
-    text = "\n".join([*head(load, arguments), *body])
+    text = "\n".join([*head(load, arguments), *scheduler_report(results, arguments)])
     print(text)
     if arguments.write:
         arguments.write.write_text(text, encoding="utf-8")

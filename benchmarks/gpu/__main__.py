@@ -38,7 +38,7 @@ from benchmarks.gpu.scale import SCALES
 from kvrelay.engine.run.device import find_device
 
 LIMITS_S = {"parity": 600, "floors": 60, "decode": 240, "prefill": 180, "kernels": 60, "gaps": 260}
-LIMITS_S |= {"throughput": 180, "limits": 120, "transfer": 120, "handoff": 300, "peers": 360}
+LIMITS_S |= {"throughput": 180, "transfer": 120, "handoff": 300, "peers": 360}
 """Seconds that a part may take. Parity includes the compilation of kernels that are not there yet."""
 TITLES = {
     "parity": "Parity",
@@ -48,7 +48,6 @@ TITLES = {
     "kernels": "What kernels take",
     "gaps": "Between steps",
     "throughput": "256 requests at once",
-    "limits": "Preemption and shared prefixes",
     "transfer": "Blocks between two processes",
     "handoff": "What of a handoff is exposed",
     "peers": "Beside transformers' continuous batching",

@@ -10,14 +10,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.gpu.scale import BLOCK_SIZE
-from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.kv.cache import NullCache
+from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.sequence import Origin, TokenBuffer
 from kvrelay.scheduling.sequence import Sequence as Running
 from kvrelay.worker.launchers import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
@@ -77,3 +81,19 @@ def serve(
     for sequence, job in zip(sequences, jobs, strict=True):
         job.tokens = sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist()
     return Course(jobs, wall_s, loop)
+
+
+ROOT = root_hash(model="benchmark")
+
+
+def greedy_sequence(number: int, prompt: np.ndarray, max_tokens: int, block_size: int) -> Running:
+    """One of a prompt [tokens], drawn greedily for `max_tokens` whatever they are; `number` names it."""
+    return Running(
+        key=(str(number), 1, 0),
+        tokens=TokenBuffer(prompt.astype(np.int32)),
+        num_prompt=len(prompt),
+        sampling=Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+        root=ROOT,
+        table=BlockTable(block_size),
+        origin=Origin(PeerRef("router", "1", "tcp://nowhere")),
+    )

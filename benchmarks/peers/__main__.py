@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from benchmarks.interrupts import interruptible
 from benchmarks.peers.cases import Disaggregation, PeerCase, Throughput
 from benchmarks.peers.machine import commit, machine
 from benchmarks.peers.order import turns
-from benchmarks.peers.page import page, write_page
-from benchmarks.peers.plots import draw
+from benchmarks.peers.page import page
 from benchmarks.peers.results import BadResults, Result, ResultFile, Run, read_run
 from benchmarks.peers.runner import Limits, MakeServer, Runner, say
 from benchmarks.peers.servers import KINDS, NotInstalled, Setting, Variant, make_server
@@ -97,14 +95,12 @@ def _run_rounds(runner: Runner, rounds: Sequence[Sequence[str]]) -> bool:
 
 
 def _show(runs: Sequence[Run], path: Path | None) -> None:
-    """Prints the page, or writes it with its plots if matplotlib is installed."""
+    """Prints the page, or writes it."""
     if path is None:
         print(page(runs))
         return
-    can_draw = find_spec("matplotlib") is not None
-    write_page(runs, path, draw if can_draw else None)
-    if not can_draw:
-        say("no plots: matplotlib is not installed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(runs), encoding="utf-8")
     say(f"wrote {path}")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from benchmarks.peers.cases import FIGURES, Figure
 from benchmarks.peers.results import Measurement, Run
@@ -36,8 +35,6 @@ def _run_lines(run: Run) -> list[str]:
         lines += [f"### {load[0].upper()}{load[1:]}", "", *_load_table(run, load), ""]
     if not _is_busy(run):
         lines += _best_lines(run)
-    if about.get("plot"):
-        lines += [f"![Throughput against latency]({about['plot']})", ""]
     lines += _failure_lines(run)
     lines += _note_lines(run)
     return [*lines, *_origin_lines(run)]
@@ -145,14 +142,3 @@ def _origin_lines(run: Run) -> list[str]:
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = ["| " + " | ".join(titles) + " |", "|---|" + "--:|" * (len(titles) - 1)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
-
-
-def write_page(runs: Sequence[Run], path: Path, draw: Callable[[Run, Path], None] | None) -> None:
-    """Writes the page, and with `draw` a plot of each run beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for number, run in enumerate(runs):
-        if draw is not None and run.measurements:
-            plot = path.with_name(f"{path.stem}_{number + 1}.svg")
-            draw(run, plot)
-            run.about["plot"] = plot.name
-    path.write_text(page(runs), encoding="utf-8")

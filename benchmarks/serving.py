@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.client import Request, long_prompt_load, run_load, synthetic_load, traced_load
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN
+from kvrelay.scheduling.policies import BUILT_IN
 from kvrelay.telemetry.metrics_file import StepRecord, read_metrics
 from tests.fakes.stack import Stack
 

@@ -54,7 +54,6 @@ VARIANTS = (
     Variant(ALL_ON, "all on"),
     Variant("traced prefix computed first", "all on", has_prefetch=True),
     Variant("no cache", "no cache"),
-    Variant("table in place of the tree", "table"),
     Variant("queue in order of arrival (fcfs)", "fcfs"),
     Variant("queue in random order", "random"),
     Variant("no fork hint", "all on", has_hint=False),

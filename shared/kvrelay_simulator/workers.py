@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvrelay.device_profiles import Profile, StepLoad
+from kvrelay.device_profiles import Profile, StageClock, StepLoad
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.hashing import BlockHash, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
@@ -22,10 +22,9 @@ from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Origin, RemoteKV, Sequence, TokenBuffer
-from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.step.batch import RowResult, StepResult
 from kvrelay.worker.load_report import SpeedMeter, report_load
 from kvrelay_bench.traces import Tokens

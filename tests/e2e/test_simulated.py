@@ -16,8 +16,7 @@ import httpx
 import pytest
 
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.simulated.model_facts import read_facts
-from kvrelay.simulated.token_hash import continuation
+from kvrelay.simulated.simulated_model import continuation, read_facts
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S

@@ -22,8 +22,7 @@ import redis
 
 from kvrelay.fleet.embedded import RedisServer
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.simulated.model_facts import read_facts
-from kvrelay.simulated.token_hash import continuation
+from kvrelay.simulated.simulated_model import continuation, read_facts
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.redis_servers import ONLY_WHEN_TOLD, Sentinel
 from tests.fakes.stack import Stack

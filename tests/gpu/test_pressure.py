@@ -37,14 +37,16 @@ def expected(device: torch.device, model_dir: Path) -> Expected:
 
 
 def test_by_recomputation_while_steps_overlap(model: CausalModel, expected: Expected) -> None:
-    settings = SchedulerSettings(retraction="least_progress")
-    scheduler = parity.check(model, expected, "sarathi", settings, with_cache=True, overlap=True, launches_ahead=False)
+    scheduler = parity.check(
+        model, expected, "sarathi", SchedulerSettings(), with_cache=True, overlap=True, launches_ahead=False
+    )
     assert scheduler.num_preemptions > 0
 
 
 def test_by_recomputation_while_steps_are_launched_ahead(model: CausalModel, expected: Expected) -> None:
-    settings = SchedulerSettings(retraction="least_progress")
-    scheduler = parity.check(model, expected, "sarathi", settings, with_cache=True, overlap=True, launches_ahead=True)
+    scheduler = parity.check(
+        model, expected, "sarathi", SchedulerSettings(), with_cache=True, overlap=True, launches_ahead=True
+    )
     assert scheduler.num_preemptions > 0
 
 

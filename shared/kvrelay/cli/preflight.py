@@ -15,10 +15,10 @@ from kvrelay.config.loader import ConfigError
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.handoff.transports.nixl_agent import PACKAGES
-from kvrelay.kv.swap_space import SWAP_PART
 from kvrelay.machine_memory import available_memory_bytes
 from kvrelay.ports import HeldPort
 from kvrelay.ranks.model_division import why_not_divided
+from kvrelay.scheduling.memory.swapping import SWAP_PART
 
 DEFAULT_POOL_BYTES = 1 << 30
 

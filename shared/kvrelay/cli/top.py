@@ -121,8 +121,12 @@ def _head(fleet: Mapping[str, Any]) -> RenderableType:
     registry = fleet["router"]["registry"]
     grid.add_row("router", fleet["router"]["router_id"], "registry", registry, "index", fleet["prefix_index"]["state"])
     grid.add_row(
-        *("running", str(requests["running"]), "finished", str(requests["finished"])),
-        *("failed", f"{requests['failed']}, {requests['retries']} retries"),
+        "running",
+        str(requests["running"]),
+        "finished",
+        str(requests["finished"]),
+        "failed",
+        f"{requests['failed']}, {requests['retries']} retries",
     )
     grid.add_row("first token", _three(latency["ttft_ms"]), "per token", _three(latency["tpot_ms"]))
     found, predicted = (_share(cache[f"{view}_tokens"], cache["prompt_tokens"]) for view in ("found", "predicted"))

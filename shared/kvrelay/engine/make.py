@@ -22,8 +22,8 @@ from kvrelay.engine.parallel.part_plan import ONE_PROCESS, RankGroups
 from kvrelay.engine.run.device import use_on_this_thread
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.kv.swap_space import SWAP_PART
 from kvrelay.kv.table import blocks_for
+from kvrelay.scheduling.memory.swapping import SWAP_PART
 from kvrelay.step.batch import ModelSpec
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,7 @@
-"""The interface of prefix caches, and the events that report their changes."""
+"""The interface of prefix caches, the events that report their changes, and errors of block bookkeeping.
+
+An operation that raises has changed nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,32 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.kv.hashing import BlockHash
+
+
+class BlockError(Exception):
+    """An operation that the state of its blocks does not allow: holding a free one, releasing what isn't held."""
+
+
+class OutOfBlocks(BlockError):
+    """An allocation asked for more than the free and the evictable blocks together."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} blocks needed, {available} available")
+        self.needed = needed
+        self.available = available
+
+
+class OutOfSlots(BlockError):
+    """The swap space has fewer free slots than a copy takes."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} slots needed, {free} free")
+        self.needed = needed
+        self.free = free
+
+
+class IntegrityError(AssertionError):
+    """The bookkeeping contradicts itself: a defect in this package, never in its caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +126,7 @@ class Cache(Protocol):
 
 
 class NullCache:
-    """Caches nothing: every prompt is computed completely. It reports no events, so the fleet's prefix
-    index has nothing of this worker."""
+    """Caches nothing: every prompt is computed completely, and requests are routed by load alone."""
 
     num_cached = 0
     num_evictable = 0

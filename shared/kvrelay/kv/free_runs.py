@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 
-from kvrelay.kv.errors import IntegrityError
+from kvrelay.kv.cache import IntegrityError
 
 _NONE = -1
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.kv.errors import BlockError, IntegrityError, OutOfBlocks
+from kvrelay.kv.cache import BlockError, IntegrityError, OutOfBlocks
 from kvrelay.kv.free_runs import FreeRuns
 
 BlockIds = Sequence[int] | NDArray[np.int32]

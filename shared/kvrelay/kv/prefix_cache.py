@@ -22,8 +22,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvrelay.kv.block_index import BlockIndex
-from kvrelay.kv.cache import CacheEvent, Removed, Stored
-from kvrelay.kv.errors import BlockError, IntegrityError
+from kvrelay.kv.cache import BlockError, CacheEvent, IntegrityError, Removed, Stored
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool
 

@@ -7,9 +7,9 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_groups import BeamGroups
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.headroom import NewTokenRatio, ReservedCapacity
+from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.memory.swapping import Swapper
-from kvrelay.scheduling.plan import PlannedRow
-from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, PlannedRow
 from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
@@ -43,6 +43,7 @@ class SequenceLifecycle:
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
         self.speculator = Speculator(settings.speculation)
         self.forced = ForcedTokens(settings)
+        self.num_preemptions = 0
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._ended_in_flight: set[Sequence] = set()  # a step may still write into their blocks
 
@@ -132,7 +133,66 @@ class SequenceLifecycle:
             self._ended_in_flight.remove(sequence)
             self.blocks.free(sequence)
 
-    def lose_blocks(self, sequence: Sequence) -> None:
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self.running[sequence.key]
+        self.waiting.prefixes_changed(self.in_progress.withdraw(sequence.key))
+
+    # -- lose blocks --------------------------------------------------------------------------------------------------
+
+    def make_room(self, sequence: Sequence, num_tokens: int, builder: PlanBuilder) -> bool:
+        """Gives a running sequence blocks for `num_tokens` tokens, by preemption if none are left. Returns False if it
+        was preempted itself.
+
+        Raises NeedsCommit instead of preempting if the builder is for a step behind the one in flight.
+        """
+        while not self.blocks.grow(sequence, num_tokens):
+            if builder.ahead:
+                raise NeedsCommit
+            builder.is_short_of_blocks = True
+            self._preempt_group(self._victim(), builder)
+            if sequence.state is not SequenceState.RUNNING:
+                return False
+        return True
+
+    def _victim(self) -> Sequence:
+        """Returns the latest admitted sequence, if several tenants are here, of the one that was served most."""
+        latest_first = reversed(self.running.values())
+        return max(latest_first, key=self.shares.counter) if self.shares.is_contested else next(latest_first)
+
+    def _preempt_group(self, sequence: Sequence, builder: PlanBuilder) -> None:
+        """Preempts a sequence together with the samples of its group."""
+        for reserved in reversed(self.sample_groups.lose_reserved(sequence)):
+            self.waiting.remove(reserved)
+            self.waiting.resume(reserved)
+        for victim in reversed(self.sample_groups.running_with(sequence)):
+            self.preempt(victim, builder)
+
+    def preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
+        """Takes a sequence's blocks and queues it again. Its KV is swapped to the host or recomputed later.
+
+        A recomputed sequence computes its output along with its prompt; blocks that it published may still be cached.
+        Forks are preempted together, and their common prefix is recomputed.
+        """
+        sequence = sequence.fork_of or sequence
+        if self.swaps.undo(sequence, builder):
+            builder.preempt(sequence)
+            self.requeue_swapped(sequence)
+            return
+        is_swapped = self.swaps.preempt(sequence, builder)
+        for each in self.forks_of(sequence):
+            builder.drop_row(each)
+        self._lose_blocks(sequence)
+        builder.preempted.append(sequence)
+        sequence.state = SequenceState.SWAPPED if is_swapped else SequenceState.WAITING
+        if not is_swapped:
+            builder.recomputed.append(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.resume(sequence)
+        if builder.is_short_of_blocks:
+            self.new_token_ratio.retracted(self.running.values())
+
+    def _lose_blocks(self, sequence: Sequence) -> None:
         """A running sequence stops, with its forks, and its blocks are released. The caller queues it again."""
         for each in self.forks_of(sequence):
             self._stop_running(each)
@@ -143,13 +203,9 @@ class SequenceLifecycle:
 
     def requeue_swapped(self, sequence: Sequence) -> None:
         """A sequence was to be copied back from the host, and was not: it waits again, its KV still on the host."""
-        self.lose_blocks(sequence)
+        self._lose_blocks(sequence)
         sequence.state = SequenceState.SWAPPED
         self.waiting.resume(sequence)
-
-    def _stop_running(self, sequence: Sequence) -> None:
-        del self.running[sequence.key]
-        self.waiting.prefixes_changed(self.in_progress.withdraw(sequence.key))
 
     # -- leave --------------------------------------------------------------------------------------------------------
 

@@ -207,7 +207,14 @@ class PlanBuilder:
         jumping: Collection[Sequence] = (),
     ) -> StepPlan:
         return StepPlan(
-            *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
+            step,
+            self.rows,
+            admitted=self.admitted,
+            preempted=self.preempted,
+            held_back=self.held_back,
+            recomputed=self.recomputed,
+            swaps=swaps,
+            delayed=self.delayed,
             copies=copies,
             reservations=reservations,
             has_guesses=self.has_guesses,

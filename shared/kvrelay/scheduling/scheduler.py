@@ -1,9 +1,9 @@
 """The scheduler: plans steps and commits their results. Composed of a policy and the collaborators it works with.
 
-- `SchedulingPolicy` (policies/) decides what a step contains, out of the parts that `StepPlanner` plans.
-- `StepPlanner` plans rows, `SequenceAdmission` admits waiting sequences, `Preemptor` frees blocks.
+- `SchedulingPolicy` (`policies.py`) decides what a step contains, out of the parts that `StepPlanner` plans.
+- `StepPlanner` plans rows, `SequenceAdmission` admits waiting sequences.
 - `StepCommit` appends new tokens and ends sequences.
-- `SequenceLifecycle` has the sequences, the queue, and every transition between their states.
+- `SequenceLifecycle` has the sequences, the queue, and every transition between their states, preemption among them.
 
 At most two steps are uncommitted: one in flight, and one planned behind it. With a pipeline of N stages there may be N
 in flight and one behind them; no decode is in two of them.
@@ -14,14 +14,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
+from kvrelay.kv.cache import Cache
+from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.chunk_sizes import WholePrompts, make_chunks
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.swapping import SwapUse
 from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
-from kvrelay.scheduling.preemptor import Preemptor
+from kvrelay.scheduling.policies import SchedulingPolicy, find_policy
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
@@ -44,16 +46,13 @@ class Scheduler:
         self.lifecycle = SequenceLifecycle(limits, blocks, settings)
         self.running = self.lifecycle.running
         self.waiting = self.lifecycle.waiting
-        self.chunks = policy.make_chunks(limits, settings)
-        self.preemptor = Preemptor(self.lifecycle, settings.retraction)
+        self.chunks = make_chunks(settings.chunking, limits.token_budget) if policy.cuts_prompts else WholePrompts()
         self.admission = SequenceAdmission(
             self.lifecycle,
             self.chunks,
             decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
-        self._planner = StepPlanner(
-            self.lifecycle, self.admission, self.preemptor, self.chunks, num_stages=settings.num_stages
-        )
+        self._planner = StepPlanner(self.lifecycle, self.admission, self.chunks, num_stages=settings.num_stages)
         self._commit = StepCommit(self.lifecycle)
         self._step = 0
         self._uncommitted: list[StepPlan] = []  # steps in flight, and one planned behind them
@@ -267,7 +266,7 @@ class Scheduler:
     @property
     def num_preemptions(self) -> int:
         """Number of preemptions since the start."""
-        return self.preemptor.num_preemptions
+        return self.lifecycle.num_preemptions
 
     @property
     def swap_use(self) -> SwapUse:
@@ -283,3 +282,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Returns whether a sequence is known, or one that was ended is still in a step in flight."""
         return self.lifecycle.has_work
+
+
+def make_scheduler(
+    name: str, limits: SchedulerLimits, pool: BlockPool, cache: Cache, settings: SchedulerSettings
+) -> Scheduler:
+    """Returns a scheduler with a policy and a block manager of its own. Raises UnknownScheduler."""
+    policy = find_policy(name)()
+    return Scheduler(policy, limits, policy.block_manager(pool, cache, limits.max_model_len), settings)

@@ -9,7 +9,6 @@ from kvrelay.protocol.sampling import SpeculationMethod
 
 QueueOrderName = Literal["fcfs", "lpm", "dfs_weight", "priority", "sjf", "random"]
 Chunking = Literal["fixed", "dynamic"]
-Retraction = Literal["latest", "least_progress"]
 Preemption = Literal["auto", "recompute", "swap"]
 
 
@@ -58,11 +57,10 @@ class SchedulerSettings:
 
     `queue_starvation_bound`: admissions that a waiting sequence lets pass before it is next, whatever the order.
     `new_token_ratio`: share of the tokens that running sequences may still draw for which admission leaves room, at
-    first; 0 leaves none. `retraction`: who goes when blocks run out. `preemption`: what becomes of its K/V: computed
+    first; 0 leaves none. `preemption`: what becomes of its K/V: computed
     again later, copied to the host and back, or what is estimated to take less time. `num_swap_slots`: blocks that fit
     the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
-    `jump_forward`: steps may bring tokens that grammars force. `max_shared_forced_tokens`: so many of them are computed
-    in a step with unconstrained sequences; None: an eighth of the token budget. `samples_behind`: the runner can run a
+    `jump_forward`: steps may bring tokens that grammars force. `samples_behind`: the runner can run a
     step with a constrained sequence behind one that samples a token of it; without, no step is planned behind such
     a one.
     `speculation`: which sequences' tokens are guessed, and how many. `num_stages`: stages of the model's pipeline.
@@ -71,13 +69,11 @@ class SchedulerSettings:
     queue_order: QueueOrderName = "fcfs"
     queue_starvation_bound: int = 64
     chunking: Chunking = "fixed"
-    retraction: Retraction = "latest"
     new_token_ratio: float = 0.0
     preemption: Preemption = "auto"
     num_swap_slots: int = 0
     swap_block_s: float = 0.0
     jump_forward: bool = False
-    max_shared_forced_tokens: int | None = None
     samples_behind: bool = False
     speculation: SpeculationSettings = NO_SPECULATION
     num_stages: int = 1

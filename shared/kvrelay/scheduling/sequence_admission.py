@@ -11,9 +11,9 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.chunk_sizes import Chunks
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, PlannedRow
-from kvrelay.scheduling.policies.chunk_sizes import Chunks
 from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 

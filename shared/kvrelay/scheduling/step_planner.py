@@ -8,10 +8,9 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.chunk_sizes import Chunks
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import PlanBuilder, PlannedRow
-from kvrelay.scheduling.policies.chunk_sizes import Chunks
-from kvrelay.scheduling.preemptor import Preemptor
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
 
@@ -26,7 +25,6 @@ class StepPlanner:
         self,
         lifecycle: SequenceLifecycle,
         admission: SequenceAdmission,
-        preemptor: Preemptor,
         chunks: Chunks,
         *,
         num_stages: int = 1,
@@ -39,7 +37,6 @@ class StepPlanner:
         self._blocks = lifecycle.blocks
         self._shares = lifecycle.shares
         self._admission = admission
-        self._preemptor = preemptor
         self._chunks = chunks
         self._forced_tokens = lifecycle.forced
         self._num_stages = num_stages
@@ -97,7 +94,7 @@ class StepPlanner:
             short = self._blocks.grow_each(short)
         for sequence in dict.fromkeys((*short, *runs)):
             if sequence.state is SequenceState.RUNNING:
-                self._preemptor.make_room(sequence, sequence.next_position + runs.get(sequence, 1), builder)
+                self._lifecycle.make_room(sequence, sequence.next_position + runs.get(sequence, 1), builder)
         # What follows tokens of a step in flight cannot be guessed yet: `schedule_ahead` waits for these if it matters.
         if speculating and (not builder.ahead or self._num_stages > 1):
             builder.has_guesses = self._add_guesses(speculating, rows, builder)
@@ -166,7 +163,7 @@ class StepPlanner:
         num_available_tokens = self._blocks.num_available * table.block_size
         room = table.capacity_tokens + num_available_tokens - position
         num_tokens = min(num_tokens, max(room, 1))
-        return num_tokens if self._preemptor.make_room(sequence, position + num_tokens, builder) else 0
+        return num_tokens if self._lifecycle.make_room(sequence, position + num_tokens, builder) else 0
 
     # -- waiting sequences --------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A `ModelRunner` without a model. It does a step's bookkeeping at once and returns how long the device would take.
 
-The caller waits for that time (`worker.launch`). See `token_hash` for K/V and how tokens follow from it. All rows of a
+The caller waits for that time. See `simulated_model` for KV and how tokens follow from it. All rows of a
 step are computed together. Penalties, biases and truncation have no effect. Log-probabilities are those of a
 distribution in which each token is half as likely as the one before it.
 """
@@ -19,20 +19,21 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.device_profiles import Profile, StepLoad, find_profile
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.handoff.transports.pool_memory import PoolLike
-from kvrelay.kv.swap_space import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.simulated.model_facts import ModelFacts, read_facts
-from kvrelay.simulated.token_hash import (
+from kvrelay.scheduling.memory.swapping import SWAP_PART
+from kvrelay.simulated.simulated_model import (
     END_EVERY,
     MISPLACED,
     SUM_BITS,
     SUM_MASK,
+    ModelFacts,
     Vocabulary,
     Words,
     contributions,
     mixed,
+    read_facts,
     salt_of,
 )
 from kvrelay.step.batch import BeamCandidates, ModelSpec, RowResult, StepResult, SwapCopies, WorkerBatch, WorkerRow

@@ -105,7 +105,10 @@ _METRICS = (
     Metric("kvrelay.prefill_delay.time", "counter", "s", DECODE, "Time with prompts held back by the delayer"),
     Metric("kvrelay.prefill_delay.passes", "counter", "{pass}", DECODE, "Passes by result of the delayer", ("result",)),
     Metric(
-        *("kvrelay.prefill_delay.outcomes", "counter", "{pass}", DECODE),
+        "kvrelay.prefill_delay.outcomes",
+        "counter",
+        "{pass}",
+        DECODE,
         "Decisions, by the ranks that had a prompt (all, mixed, none)",
         ("prompts", "reason"),
     ),

@@ -16,7 +16,7 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef
-from kvrelay.scheduling.policies import scheduler_registry
+from kvrelay.scheduling import scheduler as scheduling
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.scheduler_settings import (
@@ -34,7 +34,7 @@ MAX_DELAY_S = 1.0
 
 
 def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
-    """The prefix cache, or none."""
+    """The prefix cache, or one that caches nothing."""
     if not config.prefix_cache:
         return NullCache()
     return PrefixCache(pool, record_events=config.publishes_prefixes)
@@ -45,7 +45,6 @@ def scheduler_settings(config: WorkerConfig) -> SchedulerSettings:
     return SchedulerSettings(
         queue_order=config.queue_order,
         chunking=config.chunking,
-        retraction=config.retraction,
         new_token_ratio=config.new_token_ratio,
         preemption=config.preemption,
         jump_forward=config.jump_forward,
@@ -76,7 +75,7 @@ def make_scheduler(
         swap_block_s=spec.swap_block_s,
         samples_behind=samples_behind,
     )
-    return scheduler_registry.make_scheduler(config.scheduler, limits, pool, cache, settings)
+    return scheduling.make_scheduler(config.scheduler, limits, pool, cache, settings)
 
 
 def make_delayer(config: WorkerConfig) -> PrefillDelayer | None:

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Protocol
 
 from kvrelay.core_leases import CoreLeases
+from kvrelay.device_profiles import StageClock
 from kvrelay.engine.model_runner import LaunchedStep, ModelRunner
 from kvrelay.ranks.lockstep_group import LockstepGroup
-from kvrelay.simulated.stage_clock import StageClock
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
 from kvrelay.telemetry.metrics_file import StepEventName, StepTrace
 

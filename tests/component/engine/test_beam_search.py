@@ -21,7 +21,8 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, EarlyStopping, Sampling
 from kvrelay.scheduling.plan import worker_batch
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.policies import BUILT_IN
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from tests.component.engine.beam_reference import reference_beams
@@ -95,7 +96,7 @@ class Engine:
             return
         from kvrelay.scheduling.plan import PlanBuilder
 
-        self.scheduler.preemptor.preempt(rng.choice(list(self.scheduler.running.values())), PlanBuilder(1))
+        self.scheduler.lifecycle.preempt(rng.choice(list(self.scheduler.running.values())), PlanBuilder(1))
 
 
 def beams(

@@ -24,7 +24,7 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, ReasoningSpan, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence as Running
 from kvrelay.step.batch import WorkerBatch, WorkerRow

@@ -19,10 +19,10 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import FinishReason, Sampling, SpeculationMethod, TokenLogprobs
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings, SpeculationSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.speculation.draft_length import DraftLength
+from kvrelay.scheduling.speculation.speculator import DraftLength
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.component.engine.conftest import BLOCK_SIZE
 from tests.fakes.sequences import new_sequence

@@ -22,7 +22,7 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence as Running
 from kvrelay.worker.launchers import AheadLauncher

@@ -25,8 +25,8 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling, SpeculationMethod
 from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanBuilder, SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
-from kvrelay.scheduling.scheduler import Scheduler
+from kvrelay.scheduling.policies import BUILT_IN
+from kvrelay.scheduling.scheduler import Scheduler, make_scheduler
 from kvrelay.scheduling.scheduler_settings import (
     QueueOrderName,
     SchedulerLimits,
@@ -34,7 +34,7 @@ from kvrelay.scheduling.scheduler_settings import (
     SpeculationSettings,
 )
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.speculation.draft_length import DraftLength
+from kvrelay.scheduling.speculation.speculator import DraftLength
 from kvrelay.scheduling.step_planner import StepPlanner
 from kvrelay.worker.launchers import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
@@ -225,8 +225,7 @@ def test_every_queue_order(
 
 @pytest.mark.parametrize("steps", list(STEPS))
 def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], steps: str) -> None:
-    settings = SchedulerSettings(retraction="least_progress")
-    scheduler = check(model, expected, "sarathi", settings, with_cache=True, **STEPS[steps])
+    scheduler = check(model, expected, "sarathi", SchedulerSettings(), with_cache=True, **STEPS[steps])
     assert scheduler.num_preemptions > 0
 
 
@@ -272,7 +271,7 @@ def test_preemption_by_swapping(
         def fill_with_one_less(planner: StepPlanner, builder: PlanBuilder) -> None:
             if self.running and rng.random() < 0.2:
                 victim = rng.choice(list(self.running.values()))
-                self.preemptor.preempt(victim, builder)
+                self.lifecycle.preempt(victim, builder)
                 builder.preempt(victim)
             fill(planner, builder)
 

@@ -25,8 +25,7 @@ from kvrelay.protocol import codec
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import Alive, Generate, Header, PeerRef, Prompt, TokenBatch, pack_tokens
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.simulated.model_facts import read_facts
-from kvrelay.simulated.token_hash import continuation
+from kvrelay.simulated.simulated_model import continuation, read_facts
 from tests.component.dispatch.fake_workers import true_tokens
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.waiting import PATIENCE_S, until, wait_until

@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.protocol.messages import AnyBody, Cancel, Stop
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN
+from kvrelay.scheduling.policies import BUILT_IN
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.queued_runner import QueuedRunner
@@ -24,7 +24,7 @@ Policy = tuple[str, str, dict[str, object]]
 POLICIES: list[Policy] = [
     *((name, "fcfs", {}) for name in BUILT_IN),
     ("sarathi", "lpm", {"chunking": "dynamic"}),
-    ("vllm", "sjf", {"retraction": "least_progress", "new_token_ratio": 0.5}),
+    ("vllm", "sjf", {"new_token_ratio": 0.5}),
     ("orca", "dfs_weight", {}),
 ]
 

@@ -19,8 +19,8 @@ from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.simulated.simulated_model import SUM_MASK, Vocabulary, contributions, digest
 from kvrelay.simulated.simulated_runner import SimulatedRunner
-from kvrelay.simulated.token_hash import SUM_MASK, Vocabulary, contributions, digest
 from kvrelay.step.batch import ModelSpec, RowResult, StepResult, WorkerBatch, WorkerRow
 from tests.fakes.scripted.script import Script
 

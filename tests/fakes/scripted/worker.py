@@ -16,7 +16,7 @@ from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.worker import Role
 from kvrelay.engine.masks.model_grammars import make_grammar_compiler
 from kvrelay.process import service_main
-from kvrelay.simulated.model_facts import read_facts
+from kvrelay.simulated.simulated_model import read_facts
 from kvrelay.simulated.simulated_runner import make_simulated_runner
 from kvrelay.worker.host import run_workers
 from kvrelay_decode.__main__ import make_role as make_decode_role

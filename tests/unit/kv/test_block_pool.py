@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.kv.errors import BlockError, IntegrityError, OutOfBlocks
+from kvrelay.kv.cache import BlockError, IntegrityError, OutOfBlocks
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable, CopyInstruction, copy_on_write, finish_copy

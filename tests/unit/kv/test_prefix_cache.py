@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from kvrelay.kv.block_index import BlockIndex
-from kvrelay.kv.cache import Cache, NullCache, Removed, Stored
-from kvrelay.kv.errors import BlockError, IntegrityError
+from kvrelay.kv.cache import BlockError, Cache, IntegrityError, NullCache, Removed, Stored
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache

@@ -12,14 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrelay.kv.cache import Removed, Stored
-from kvrelay.kv.errors import BlockError, OutOfBlocks, OutOfSlots
+from kvrelay.kv.cache import BlockError, OutOfBlocks, OutOfSlots, Removed, Stored
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import BlockTable, copy_on_write, finish_copy
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies
+from kvrelay.scheduling.memory.swapping import SwapSpace
 from tests.thoroughness import examples
 from tests.unit.kv.cache_oracle import BLOCK_SIZE, KINDS, Oracle, Sequence, Step, Swapped
 

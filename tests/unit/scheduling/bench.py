@@ -12,9 +12,8 @@ from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.sarathi import SarathiPolicy
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
-from kvrelay.scheduling.scheduler import Scheduler
+from kvrelay.scheduling.policies import BUILT_IN, SarathiPolicy
+from kvrelay.scheduling.scheduler import Scheduler, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from kvrelay.step.batch import RowResult, StepResult

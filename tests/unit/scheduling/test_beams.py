@@ -19,7 +19,7 @@ from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.step.batch import BeamCandidates
@@ -189,7 +189,6 @@ arrivals = st.lists(st.tuples(kinds, prompts, searches, st.integers(0, 3)), min_
 policies = st.builds(
     SchedulerSettings,
     chunking=st.sampled_from(["fixed", "dynamic"]),
-    retraction=st.sampled_from(["latest", "least_progress"]),
     new_token_ratio=st.sampled_from([0.0, 0.3]),
 )
 
@@ -313,7 +312,7 @@ def test_a_preempted_group_computes_what_its_beams_share_once() -> None:
     from kvrelay.scheduling.plan import PlanBuilder
 
     before = expected_beams([1] * 16, group.sampling, MAX_MODEL_LEN)
-    world.scheduler.preemptor.preempt(group, PlanBuilder(1))
+    world.scheduler.lifecycle.preempt(group, PlanBuilder(1))
     assert len(world.scheduler.running) == 0
     assert world.pool.num_free == 64
     plan = world.step()

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
 from kvrelay.scheduling.plan import PlanBuilder, PlannedRow, StepPlan
-from kvrelay.scheduling.scheduler_settings import Chunking, Retraction, SchedulerSettings
+from kvrelay.scheduling.scheduler_settings import Chunking, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.scheduling.step_cost import StepCost, pairs
 from tests.unit.scheduling.bench import SCHEDULERS, SENDER, Bench, make_sequence
@@ -151,11 +151,9 @@ def test_a_pool_too_small_for_the_load_slows_down_and_all_end(scheduler: str) ->
     assert all(sequence.num_output == 20 for sequence in sequences)
 
 
-@pytest.mark.parametrize(("retraction", "victim"), [("latest", 1), ("least_progress", 0)])
-def test_who_is_retracted_when_blocks_run_out(retraction: Retraction, victim: int) -> None:
+def test_the_latest_sequence_is_preempted_when_blocks_run_out() -> None:
     """Two decode; the earlier one has drawn less, as the later one was adopted in the middle of its output."""
-    settings = SchedulerSettings(retraction=retraction)
-    bench = Bench(num_blocks=6, token_budget=16, max_running=4, cache=False, settings=settings)
+    bench = Bench(num_blocks=6, token_budget=16, max_running=4, cache=False)
     pair = [bench.add([1] * 8, 16)]
     bench.step()
     adopted = bench.adopt([2] * 8, 16)
@@ -165,7 +163,7 @@ def test_who_is_retracted_when_blocks_run_out(retraction: Retraction, victim: in
     preempted: list[Sequence] = []
     while not preempted:
         preempted += bench.step()[0].preempted
-    assert preempted == [pair[victim]]
+    assert preempted == [pair[1]]
 
 
 def test_a_chunk_shrinks_to_the_blocks_there_are_before_anybody_is_preempted() -> None:

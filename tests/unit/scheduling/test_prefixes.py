@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP, WaitingQueue
 from kvrelay.scheduling.scheduler_settings import QueueOrderName

@@ -12,10 +12,9 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.scheduler_names import BUILT_IN_SCHEDULERS, ENTRY_POINT_GROUP, UnknownScheduler, scheduler_names
-from kvrelay.scheduling.policies import scheduler_registry as registry
-from kvrelay.scheduling.policies.sarathi import SarathiPolicy
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
-from kvrelay.scheduling.scheduler import Scheduler
+from kvrelay.scheduling import policies as registry
+from kvrelay.scheduling.policies import SarathiPolicy
+from kvrelay.scheduling.scheduler import Scheduler, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.worker.factory import scheduler_settings
 
@@ -88,12 +87,8 @@ def test_the_configuration_reaches_the_policy() -> None:
         "dynamic",
         "--new-token-ratio",
         "0.4",
-        "--retraction",
-        "least_progress",
     )
-    expected = SchedulerSettings(
-        "lpm", chunking="dynamic", retraction="least_progress", new_token_ratio=0.4, jump_forward=True
-    )
+    expected = SchedulerSettings("lpm", chunking="dynamic", new_token_ratio=0.4, jump_forward=True)
     assert scheduler_settings(config(*flags)) == expected
     assert scheduler_settings(config()) == SchedulerSettings(jump_forward=True)
 
@@ -104,7 +99,6 @@ def test_the_configuration_reaches_the_policy() -> None:
         (("--scheduler", "fifo"), r"--scheduler = 'fifo': must be one of sarathi, .*faster_transformer"),
         (("--queue-order", "lifo"), r"--queue-order = 'lifo': must be one of fcfs, lpm, dfs_weight, priority, sjf"),
         (("--chunking", "odd"), r"--chunking = 'odd': must be one of fixed, dynamic"),
-        (("--retraction", "all"), r"--retraction = 'all': must be one of latest, least_progress"),
         (("--new-token-ratio", "1.5"), r"--new-token-ratio = '1.5': must be a number, 0 to 1"),
         (("--scheduler", "orca", "--chunking", "dynamic"), "chunking = dynamic needs a scheduler that cuts prompts"),
     ],

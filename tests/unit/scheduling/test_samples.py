@@ -19,7 +19,7 @@ from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from kvrelay.step.batch import WorkerBatch
@@ -206,7 +206,6 @@ events = st.one_of(
 policies = st.builds(
     SchedulerSettings,
     chunking=st.sampled_from(["fixed", "dynamic"]),
-    retraction=st.sampled_from(["latest", "least_progress"]),
     preemption=st.sampled_from(["recompute", "swap"]),
     num_swap_slots=st.sampled_from([0, 6, 40]),
 )

@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.scheduling.scheduler_settings import SpeculationSettings
 from kvrelay.scheduling.sequence import Forks, Sequence, TokenBuffer
-from kvrelay.scheduling.speculation.draft_length import AcceptanceRates, DraftLength, kind_of
-from kvrelay.scheduling.speculation.ngram_index import NgramIndex
-from kvrelay.scheduling.speculation.speculator import INDEXED_PER_STEP, Speculator
+from kvrelay.scheduling.speculation.earlier_outputs import NgramIndex
+from kvrelay.scheduling.speculation.speculator import (
+    INDEXED_PER_STEP,
+    AcceptanceRates,
+    DraftLength,
+    Speculator,
+    kind_of,
+)
 from kvrelay.scheduling.step_cost import StepCost
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples

@@ -16,7 +16,7 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanBuilder, StepPlan, worker_batch
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_planner import StepPlanner
@@ -55,7 +55,7 @@ class World:
         for sequence in list(self.scheduler.running.values()):
             if self.num_forced < 40 and self.rng.random() < 0.1:
                 self.num_forced += 1
-                self.scheduler.preemptor.preempt(sequence, builder)
+                self.scheduler.lifecycle.preempt(sequence, builder)
                 builder.preempt(sequence)
         self._fill(planner, builder)
 
@@ -151,15 +151,14 @@ faults = st.lists(st.sampled_from(["", "", "", "abort", "not executed", "rows fa
     course=faults,
     num_blocks=st.integers(11, 20),
     num_slots=st.sampled_from([0, 2, 6, 12, 60]),
-    retraction=st.sampled_from(["latest", "least_progress"]),
     cache=st.sampled_from([PrefixCache, PrefixCache, NullCache]),
     seed=st.integers(0, 1 << 16),
 )
 def test_tokens_are_those_of_an_undisturbed_run_whatever_is_preempted_and_how(
     name: str, wanted: list[tuple[list[int], int]], course: list[str], num_blocks: int, num_slots: int,
-    retraction: str, cache: type[Cache], seed: int,
+    cache: type[Cache], seed: int,
 ) -> None:  # fmt: skip
-    policy = SchedulerSettings(num_swap_slots=num_slots, retraction=retraction)  # type: ignore[arg-type]
+    policy = SchedulerSettings(num_swap_slots=num_slots)
     world = World(name, policy, num_blocks, cache, seed)
     with patch.object(swapping, "prefers_swap", lambda *_: world.rng.random() < 0.7):
         for prompt, max_tokens in wanted:
@@ -278,7 +277,7 @@ def test_samples_of_one_prompt_share_its_slots() -> None:
     builder = PlanBuilder(32)
     for sequence in sequences:
         assert sequence.is_decoding
-        bench.scheduler.preemptor.preempt(sequence, builder)
+        bench.scheduler.lifecycle.preempt(sequence, builder)
     num_blocks = sum(len(copy.slots) for copy in builder.leaving)
     assert bench.scheduler.swap_use.num_used_slots == num_blocks - 2 * 4  # four blocks of prompt
 

@@ -24,13 +24,12 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN as SCHEDULERS
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.policies import BUILT_IN as SCHEDULERS
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.simulated.model_facts import ModelFacts, read_facts
+from kvrelay.simulated.simulated_model import ModelFacts, Vocabulary, continuation, read_facts, salt_of
 from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
-from kvrelay.simulated.token_hash import Vocabulary, continuation, salt_of
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 from kvrelay.worker.launchers import PipelinedTimedLauncher, TimedLauncher
 from kvrelay.worker.pipelined_loop import PipelinedStepLoop

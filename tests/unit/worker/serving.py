@@ -18,7 +18,7 @@ from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import RowsFailed, StepResult, WorkerBatch

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.make import make_runner
+from kvrelay.scheduling.chunk_sizes import DynamicChunks
 from kvrelay.scheduling.plan import worker_batch
-from kvrelay.scheduling.policies.chunk_sizes import DynamicChunks
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.step_cost import StepCost, fit, pairs
 from kvrelay.step.batch import StepResult, WorkerBatch

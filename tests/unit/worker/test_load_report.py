@@ -13,7 +13,7 @@ from kvrelay.protocol.codec import decode_body, encode_body
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import PlannedRow, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Origin, Sequence, TokenBuffer
 from kvrelay.worker.load_report import PushClock, SpeedMeter, report_load

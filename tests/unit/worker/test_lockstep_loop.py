@@ -18,8 +18,8 @@ from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.ranks.lockstep_group import LocalGroup, LocalRank
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch

@@ -17,8 +17,8 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
-from kvrelay.scheduling.scheduler import Scheduler
+from kvrelay.scheduling.policies import BUILT_IN
+from kvrelay.scheduling.scheduler import Scheduler, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.step.batch import StepResult, WorkerBatch
 from kvrelay.telemetry.metrics_file import (

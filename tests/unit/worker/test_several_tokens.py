@@ -16,7 +16,8 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.plan import SequenceOutput, worker_batch
-from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.policies import BUILT_IN
+from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, read_metrics
 from kvrelay.telemetry.step_observer import StepObserver

@@ -27,7 +27,12 @@ def apply_masks(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[Token
     where = np.array(rows, np.int64)
     addresses = np.array([address_of(mask) for mask in masks], np.uintp)
     kernel.kvrelay_forbid_tokens(
-        *(logits.data_ptr(), logits.stride(0), where.ctypes.data, addresses.ctypes.data, len(rows), logits.shape[1])
+        logits.data_ptr(),
+        logits.stride(0),
+        where.ctypes.data,
+        addresses.ctypes.data,
+        len(rows),
+        logits.shape[1],
     )
 
 
@@ -49,8 +54,13 @@ def most_likely(
         addresses[row] = address_of(mask)
     token_ids, peaks = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
     kernel.kvrelay_most_likely(
-        *(logits.data_ptr(), logits.stride(0), addresses.ctypes.data, *logits.shape),
-        *(token_ids.ctypes.data, peaks.ctypes.data, torch.get_num_threads()),
+        logits.data_ptr(),
+        logits.stride(0),
+        addresses.ctypes.data,
+        *logits.shape,
+        token_ids.ctypes.data,
+        peaks.ctypes.data,
+        torch.get_num_threads(),
     )
     return torch.from_numpy(token_ids), torch.from_numpy(peaks)
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from kvrelay.engine.memory.gauges import MemoryGauge, PoolDoesNotFit
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.kv.swap_space import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.memory.swapping import SWAP_PART
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 
 _MIB = 2**20

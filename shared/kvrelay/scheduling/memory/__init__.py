@@ -1,1 +1,1 @@
-"""Blocks for sequences: admission, growth, copy-on-write, swapping, preemption."""
+"""Blocks for sequences: who holds which, and what is copied where."""

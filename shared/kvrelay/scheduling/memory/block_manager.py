@@ -15,8 +15,8 @@ from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.session_blocks import SessionBlocks
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.memory.block_tails import BlockTails
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies
+from kvrelay.scheduling.memory.prefixes_in_progress import BlockTails
 from kvrelay.scheduling.sequence import Sequence
 
 

@@ -197,7 +197,11 @@ class PrefillDelayer:
             verdict = "admit" if decision.allowed else "delay"
             log.debug(
                 "prefill delayer: %s ranks have a prompt: %s (%s), %d passes delayed; %d admitted here",
-                *(decision.estimation, verdict, decision.reason, self._state.num_delayed, num_admitted),
+                decision.estimation,
+                verdict,
+                decision.reason,
+                self._state.num_delayed,
+                num_admitted,
             )
         self._decision = self._own = None
 

@@ -34,7 +34,7 @@ from itertools import count, islice
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import QueueOrder, depth_first
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.tenants import TenantShare, TenantShares

@@ -15,8 +15,7 @@ from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
 SHARED_PART = 8
-"""The part of the token budget that forced tokens take, at most, if unconstrained rows share the step and the settings
-name no number."""
+"""The part of the token budget that forced tokens take, at most, if unconstrained rows share the step."""
 
 
 @dataclass(slots=True)
@@ -37,7 +36,6 @@ class ForcedTokens:
         """The sequences here whose steps may bring tokens that their grammars force, beside the sampled one."""
         self.unsettled: dict[Sequence, Unsettled] = {}
         self._is_used = settings.jump_forward
-        self._most_shared = settings.max_shared_forced_tokens
         self._samples_behind = settings.samples_behind
 
     def begin(self, sequence: Sequence) -> None:
@@ -102,7 +100,7 @@ class ForcedTokens:
         """
         num_spare = budget_left - num_running
         if has_others:
-            num_spare = min(num_spare, budget_left // SHARED_PART if self._most_shared is None else self._most_shared)
+            num_spare = min(num_spare, budget_left // SHARED_PART)
         runs: dict[Sequence, int] = {}
         for place in places:
             row, num_remaining = rows[place], rows[place].sequence.num_remaining

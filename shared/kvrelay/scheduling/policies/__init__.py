@@ -1,1 +1,0 @@
-"""Scheduling policies: the contents of a step, the cutting of prompts, and policies by name."""

@@ -14,14 +14,14 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from kvrelay.cli.launch_plan import up_parser
 from kvrelay.cli.main import COMMANDS, help_text
-from kvrelay.cli.up_flags import up_parser
 from kvrelay.config import reference
 from kvrelay.flag_parser import FlagParser
 from kvrelay.handoff.receiver import ReceiverState
 from kvrelay.handoff.sender import SenderState
 from kvrelay.telemetry.catalogue import ALL, METRICS
-from kvrelay.telemetry.prometheus import prometheus_name
+from kvrelay.telemetry.metrics import prometheus_name
 from kvrelay_bench.program_bench import programs_parser
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

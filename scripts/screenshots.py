@@ -22,7 +22,7 @@ import httpx
 from rich.console import Console
 
 from kvrelay.cli.top import fleet_of, view
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from scripts.browser import Browser, find_chromium
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers import nixl_proxy
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from kvrelay_bench.workload import Wire
 
 LOOPBACK = "127.0.0.1"

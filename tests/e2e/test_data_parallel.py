@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvrelay.ports import HeldPort
-from kvrelay.process import die_with_parent
+from kvrelay.process import HeldPort, die_with_parent
 from tests.e2e import reference
 from tests.e2e.prompts import prompt_of
 from tests.e2e.test_ranks import FLAGS, LENGTHS, check_growth, check_samples, check_together, kill_a_rank, ranks_of

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.failing_worker import FailingToken
 from tests.fakes.waiting import PATIENCE_S, wait_until

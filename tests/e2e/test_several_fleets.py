@@ -15,8 +15,7 @@ import httpx
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.ports import HeldPort
-from kvrelay.process import die_with_parent
+from kvrelay.process import HeldPort, die_with_parent
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
 from tests.e2e.prompts import prompt_of

@@ -8,7 +8,7 @@ from typing import Any
 import redis
 
 from kvrelay.fleet.embedded import RedisServer
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from tests.fakes.waiting import wait_until
 
 ONLY_WHEN_TOLD = 'save ""'

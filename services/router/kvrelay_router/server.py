@@ -22,10 +22,9 @@ from kvrelay.process import (
     settle_garbage,
 )
 from kvrelay.telemetry.event_log import open_event_log
-from kvrelay.telemetry.metrics import Instruments, MetricSamples, merged, process_samples
+from kvrelay.telemetry.metrics import Instruments, MetricSamples, merged, metrics_page, process_samples
 from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
-from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.text.chat_template import ChatTemplateError
 from kvrelay.text.sources import TokenizerNotFound
 from kvrelay_router.asgi.app import create_app

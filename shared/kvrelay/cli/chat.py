@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from http.client import HTTPException
 from typing import Any
 
-from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, ask, router_url
+from kvrelay.cli.stacks import KEY_VARIABLE, add_router_arguments, ask, router_url
 from kvrelay.flag_parser import CommandFailed, FlagParser, whole
 
 TIMEOUT_S = 600.0

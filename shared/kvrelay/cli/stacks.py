@@ -1,5 +1,5 @@
 """The stacks of `kvrelay up` on this machine. Each writes `PORT/stack.json` in its state directory while it runs, by
-which `kvrelay status`, `stop` and other commands find it."""
+which `kvrelay status`, `stop` and other commands find it; and requests to the router that a command names or finds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 from kvrelay.config.up_config import UpConfig
-from kvrelay.flag_parser import CommandFailed, FlagParser, number, whole
+from kvrelay.flag_parser import CommandFailed, FlagParser, no_answer, number, whole
 from kvrelay.process_identity import has_ended, running_process_id
 
 STATE_DIR = Path(str(UpConfig.model_fields["state_dir"].default))
@@ -261,3 +265,56 @@ def _wait_ready(process: subprocess.Popen[bytes], state_dir: Path) -> StackState
                 return stack
         time.sleep(2 * POLL_S)
     return None
+
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "KVRELAY_API_KEY"
+
+
+def add_router_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the URL and the flags that name a stack."""
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        nargs="?",
+        type=_url,
+        help=f"the router (default: the stack that runs here, or {DEFAULT_URL})",
+    )
+    add_stack_flags(parser)
+
+
+def router_url(arguments: argparse.Namespace) -> str:
+    """The URL without a slash at its end. Raises CommandFailed."""
+    if arguments.url is not None:
+        return str(arguments.url)
+    stack = named_stack(arguments)
+    return DEFAULT_URL if stack is None else stack.url
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} must start with http:// or https://")
+    return text.rstrip("/")
+
+
+def ask(url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
+    """Sends GET, or POST with a body, with the key of `KEY_VARIABLE`. Returns the open answer, to be read and closed.
+    Raises CommandFailed if the router refuses or does not answer."""
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(KEY_VARIABLE):
+        headers["authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return urllib.request.urlopen(urllib.request.Request(f"{url}{path}", data, headers), timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        hint = f"; set {KEY_VARIABLE}" if error.code == 401 else ""
+        raise CommandFailed(f"{url}{path} answers {error.code}: {_message(error.read())}{hint}") from None
+    except (OSError, HTTPException, ValueError) as error:
+        raise CommandFailed(no_answer(url, error)) from None
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:200].decode("utf-8", "replace")

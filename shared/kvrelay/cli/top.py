@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cli.router_url import KEY_VARIABLE, add_router_arguments, ask, router_url
+from kvrelay.cli.stacks import KEY_VARIABLE, add_router_arguments, ask, router_url
 from kvrelay.flag_parser import CommandFailed, FlagParser, number
 
 TIMEOUT_S = 10.0

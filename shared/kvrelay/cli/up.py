@@ -14,9 +14,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan
-from kvrelay.cli.model_files import longest_sequence
-from kvrelay.cli.preflight import check_plan, find_models, hold_port
+from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan, parse_up_flags, up_parser
+from kvrelay.cli.preflight import check_plan, find_models, hold_port, longest_sequence
 from kvrelay.cli.stacks import DETACHED, InstanceLock, StackState, remove_state, up_detached
 from kvrelay.cli.supervisor import (
     DIED,
@@ -29,7 +28,6 @@ from kvrelay.cli.supervisor import (
     WorkerReady,
     make_display,
 )
-from kvrelay.cli.up_flags import parse_up_flags, up_parser
 from kvrelay.config.common import DEMO_MODEL_NAME, is_wildcard, mask_password
 from kvrelay.config.loader import (
     ConfigError,

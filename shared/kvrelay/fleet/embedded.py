@@ -12,8 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvrelay.ports import HeldPort
-from kvrelay.process import die_with_parent
+from kvrelay.process import HeldPort, die_with_parent
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0

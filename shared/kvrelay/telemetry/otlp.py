@@ -13,12 +13,14 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from kvrelay.telemetry.metrics import MetricSamples
+from kvrelay.protocol.messages import HistogramReport
+from kvrelay.telemetry.catalogue import METRICS, Metric
+from kvrelay.telemetry.metrics import MetricSample, MetricSamples
 from kvrelay.telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
@@ -164,8 +166,6 @@ class MetricsPush:
 
     def _push(self) -> Callable[[], None]:
         """Reads the samples now and returns a function that sends them."""
-        from kvrelay.telemetry.otlp_metrics import metrics_data
-
         assert self._read is not None
         samples, now_ns = self._read(), time.time_ns()
 
@@ -173,6 +173,42 @@ class MetricsPush:
             self._exporter.export(metrics_data(samples, self._resource, self._started_ns, now_ns))
 
         return send
+
+
+def metrics_data(samples: MetricSamples, resource: Any, started_ns: int, now_ns: int) -> Any:
+    """Converts samples by metric name to the SDK's data. It is cumulative, like the samples; histograms keep their
+    buckets, and have neither a least nor a greatest value. Raises KeyError for a metric that is not in the catalogue.
+    """
+    from opentelemetry.sdk.metrics import export as sdk
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    cumulative, not_kept = sdk.AggregationTemporality.CUMULATIVE, cast("Any", None)
+
+    def number(point: MetricSample, began_ns: int) -> sdk.NumberDataPoint:
+        assert not isinstance(point.value, HistogramReport)
+        return sdk.NumberDataPoint(dict(point.labels), began_ns, now_ns, point.value)
+
+    def buckets(point: MetricSample) -> sdk.HistogramDataPoint:
+        report = point.value
+        assert isinstance(report, HistogramReport)
+        labels, count = dict(point.labels), sum(report.counts)
+        return sdk.HistogramDataPoint(
+            labels, started_ns, now_ns, count, report.total, report.counts, report.bounds, not_kept, not_kept
+        )
+
+    def converted(metric: Metric, points: Sequence[MetricSample]) -> sdk.Metric:
+        data: sdk.Sum | sdk.Gauge | sdk.Histogram
+        if metric.kind == "histogram":
+            data = sdk.Histogram([buckets(point) for point in points], cumulative)
+        elif metric.kind == "counter":
+            data = sdk.Sum([number(point, started_ns) for point in points], cumulative, is_monotonic=True)
+        else:
+            data = sdk.Gauge([number(point, 0) for point in points])
+        return sdk.Metric(metric.name, metric.text, metric.unit, data)
+
+    metrics = [converted(METRICS[name], samples[name]) for name in sorted(samples)]
+    scope = sdk.ScopeMetrics(InstrumentationScope("kvrelay"), metrics, "")
+    return sdk.MetricsData([sdk.ResourceMetrics(resource, [scope], "")])
 
 
 def _interval_s(environ: Mapping[str, str]) -> float:

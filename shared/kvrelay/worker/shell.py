@@ -16,10 +16,17 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost
 from kvrelay.protocol.messages import Generate, Prefill, StatusQuery, WakeRank
-from kvrelay.telemetry.metrics import Instruments, MetricSample, MetricSamples, merged, process_samples, samples_by
+from kvrelay.telemetry.metrics import (
+    Instruments,
+    MetricSample,
+    MetricSamples,
+    merged,
+    metrics_page,
+    process_samples,
+    samples_by,
+)
 from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
-from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.tracer import RecentStages
 from kvrelay.worker.lockstep_loop import LockstepLoop
 from kvrelay.worker.reports import status_samples

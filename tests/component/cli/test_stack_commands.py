@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvrelay.cli.router_url import DEFAULT_URL
-from kvrelay.cli.stacks import StackState, find_stack, running_stacks
+from kvrelay.cli.stacks import DEFAULT_URL, StackState, find_stack, running_stacks
 from kvrelay.flag_parser import CommandFailed
 from kvrelay.fleet import RegistryUnavailable
 from kvrelay.process_identity import own_identity

@@ -16,7 +16,7 @@ import pytest
 from kvrelay.config.common import DEMO_MODEL_NAME
 from kvrelay.fleet import Registry
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from tests.component.dispatch.fake_workers import PATIENT, FakeDecode, FakePrefill, FakeWorker
 from tests.fakes.waiting import PATIENCE_S
 

@@ -16,7 +16,7 @@ from kvrelay.engine.parallel.part_plan import RankGroups
 from kvrelay.engine.parallel.shared_memory import share_memory
 from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from kvrelay.step.batch import StepResult, WorkerBatch
 from tests.fakes.forked import engine_context
 from tests.fakes.waiting import PATIENCE_S

@@ -14,7 +14,7 @@ import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.worker_record import RECORD_PAGE
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay_router.fleet.watch import StaticWorkers
 from tests.fakes.command import command

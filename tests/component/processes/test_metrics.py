@@ -13,8 +13,7 @@ from kvrelay.config.common import demo_model_path
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.telemetry.catalogue import METRICS, Service
-from kvrelay.telemetry.metrics import MetricSamples
-from kvrelay.telemetry.prometheus import prometheus_name
+from kvrelay.telemetry.metrics import MetricSamples, prometheus_name
 from kvrelay.worker.reports import unknown_totals
 from kvrelay_router.server import RouterServer
 from tests.fakes.hash_runner import HashRunner

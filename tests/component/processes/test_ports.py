@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

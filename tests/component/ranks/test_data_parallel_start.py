@@ -16,7 +16,7 @@ import pytest
 from kvrelay.config.loader import load_config
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.run.attention import UnsupportedModel
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from kvrelay.ranks import launch
 from kvrelay.ranks.launch import load_data_parallel
 from kvrelay.ranks.local_ranks import LocalRanks, RankCommand, RanksFailed

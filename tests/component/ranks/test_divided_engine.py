@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from kvrelay import LLM, Engine, SamplingParams
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from kvrelay.ranks.ranked_runner import RankedRunner
 from kvrelay.step.batch import DeviceLost
 from tests.e2e import reference

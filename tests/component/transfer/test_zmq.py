@@ -17,7 +17,7 @@ from kvrelay.handoff.transports.wire import Bytes, encode_header
 from kvrelay.handoff.transports.write_permits import DropCause
 from kvrelay.handoff.transports.zmq_receiver import MIN_MESSAGE_LIMIT_BYTES, ZmqReceiver, tcp_address
 from kvrelay.handoff.transports.zmq_sender import SenderSettings, ZmqSender
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from tests.component.transfer.rig import Plan, Rig, SendingEnd, check_both_count, push_each_alone, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
 from tests.fakes.raw_zmtp import until_closed_after_announcing

@@ -22,7 +22,7 @@ import pytest
 
 from kvrelay.curve import CurveKey
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from kvrelay.protocol import codec
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.protocol.messages import (

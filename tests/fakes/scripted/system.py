@@ -17,7 +17,7 @@ from typing import Any, Self
 import httpx
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from tests.fakes.scripted.model import write_model
 from tests.fakes.waiting import PATIENCE_S
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli import model_files
+from kvrelay.cli import preflight
 from kvrelay.cli.launch_plan import make_plan
-from kvrelay.cli.model_files import cache_directory, find_model
-from kvrelay.cli.preflight import find_models
+from kvrelay.cli.preflight import cache_directory, find_model, find_models
 from kvrelay.config import ConfigError
 
 COMMIT = "5" * 40
@@ -190,7 +189,7 @@ def test_an_unreachable_hub_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_failed_download_is_one_message(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "_ask_hub", lambda model, environ: None)
+    monkeypatch.setattr(preflight, "_ask_hub", lambda model, environ: None)
     with pytest.raises(ConfigError, match=r"--model org/gone: the download failed \(.*404"):
         find_model("org/gone", {**hub.environ, "HF_HOME": str(tmp_path)}, needs_weights=True)
 

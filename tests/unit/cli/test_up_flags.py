@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from kvrelay.cli.launch_plan import make_plan
+from kvrelay.cli.launch_plan import COMMON_GROUPS, make_plan, parse_up_flags, up_parser
 from kvrelay.cli.services import decode_parser, router_parser
-from kvrelay.cli.up_flags import COMMON_GROUPS, parse_up_flags, up_parser
 from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.without_effect import ADVICE
 

@@ -12,8 +12,8 @@ import pytest
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
+from kvrelay.cli.launch_plan import parse_up_flags
 from kvrelay.cli.main import COMMANDS
-from kvrelay.cli.up_flags import parse_up_flags
 from kvrelay.config.field_values import allowed, choices, is_of
 from kvrelay.config.loader import TABLES, ConfigError, flag_name, load_config, resolve
 from kvrelay.config.up_config import UpConfig

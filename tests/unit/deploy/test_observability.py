@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kvrelay.telemetry.catalogue import METRICS
-from kvrelay.telemetry.prometheus import prometheus_name
+from kvrelay.telemetry.metrics import prometheus_name
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 OBSERVABILITY = DEPLOY / "observability"

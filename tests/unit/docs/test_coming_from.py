@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from kvrelay.cli.up_flags import up_parser
+from kvrelay.cli.launch_plan import up_parser
 from kvrelay.config.without_effect import ADVICE
 from kvrelay.telemetry.catalogue import METRICS
-from kvrelay.telemetry.prometheus import prometheus_name
+from kvrelay.telemetry.metrics import prometheus_name
 from tests.document_blocks import ROOT
 from tests.unit.docs.test_blocks import flags_in, known_flags
 

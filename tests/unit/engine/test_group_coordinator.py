@@ -16,7 +16,7 @@ from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, RankLost
 from kvrelay.engine.parallel.rendezvous import GroupNotFormed
 from kvrelay.engine.parallel.shared_memory import SharedMemory, SharedMemoryUnusable
 from kvrelay.engine.run.attention import UnsupportedModel
-from kvrelay.ports import HeldPort
+from kvrelay.process import HeldPort
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit

@@ -18,10 +18,11 @@ from kvrelay.telemetry.metrics import (
     MetricSample,
     MetricSamples,
     merged,
+    metrics_page,
+    prometheus_name,
     samples_by,
     single_sample,
 )
-from kvrelay.telemetry.prometheus import metrics_page, prometheus_name
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

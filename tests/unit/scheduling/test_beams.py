@@ -1,7 +1,6 @@
 """Beam groups under every scheduler, over random histories: all or nothing, the right K/V, and the right texts.
 
-The model is the hash model: a candidate proves that every block in a beam's table holds what it should.
-"""
+The model is the hash model: a candidate proves that every block in a beam's table holds what it should."""
 
 from __future__ import annotations
 
@@ -16,21 +15,21 @@ from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for_group
-from kvrelay.protocol.sampling import BeamResult, BeamSpec, Sampling
+from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.beams.beam_search import BeamSearch
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.step.batch import BeamCandidates
 from kvrelay.worker.step_loop import StepLoop
-from tests.fakes.beam_oracle import Text, expected_beams
+from tests.fakes.beam_oracle import Text, expected_beams, search
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens, next_candidates
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import SCHEDULERS, SENDER
 
-pytestmark = pytest.mark.unit
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
 
@@ -279,48 +278,6 @@ def test_the_prompt_is_stored_once_and_its_tail_is_copied_when_it_is_written() -
     world.run()
 
 
-def test_what_nobody_follows_is_freed_at_once() -> None:
-    world = World(num_blocks=64, token_budget=32, cache=False)
-    world.add([1] * 16, search_of(5, 20))
-    while world.scheduler.has_work:
-        world.step()
-        tables = [sequence.table.ids.tolist() for sequence in world.scheduler.running.values()]
-        assert world.pool.num_blocks - world.pool.num_free == len({block for table in tables for block in table})
-
-
-def test_a_group_is_admitted_when_there_is_room_for_all_of_it() -> None:
-    world = World(num_blocks=64, token_budget=32, max_running=6)
-    world.add([1] * 5, Sampling(temperature=0.0, max_tokens=6, ignore_eos=True))
-    world.add([2] * 5, Sampling(temperature=0.0, max_tokens=30, ignore_eos=True))
-    world.step()
-    group = world.add([1, 2] * 4, search_of(5, 4))
-    plan = world.step()
-    assert group.state is SequenceState.WAITING
-    assert "forks" in plan.held_back
-    while world.scheduler.has_work:
-        world.step()
-        if len(world.scheduler.running) > 2:
-            assert len(world.scheduler.running) == 6
-    assert group in world.results
-
-
-def test_a_preempted_group_computes_what_its_beams_share_once() -> None:
-    world = World(num_blocks=64, token_budget=32, cache=False)
-    group = world.add([1] * 16, search_of(4, 12))
-    for _ in range(6):
-        world.step()
-    from kvrelay.scheduling.plan import PlanBuilder
-
-    before = expected_beams([1] * 16, group.sampling, MAX_MODEL_LEN)
-    world.scheduler.lifecycle.preempt(group, PlanBuilder(1))
-    assert len(world.scheduler.running) == 0
-    assert world.pool.num_free == 64
-    plan = world.step()
-    assert [row.sequence for row in plan.rows] == [group], "the prefix alone"
-    world.run()
-    check_texts(world.results[group], before)
-
-
 def test_a_copy_waits_for_the_step_that_writes_into_its_target() -> None:
     """A plan ahead that came to nothing left it behind. In another step nothing would keep its blocks for it."""
     world = World(num_blocks=4, scheduler="vllm")
@@ -362,9 +319,72 @@ def test_a_search_that_is_aborted_while_its_step_waits_behind_one_that_fails_end
     assert world.pool.num_available == world.pool.num_blocks
 
 
-def test_a_search_without_room_for_a_token_is_refused_and_forgotten() -> None:
-    world = World()
-    sequence = world.make([1] * MAX_MODEL_LEN, Sampling(max_tokens=1, beams=BeamSpec(width=2, num_returned=1)))
+# -- the search's state against a search that is written as plainly as can be ----------------------------------------
+
+
+def follow(tokens: tuple[int, ...], seed: int, vocabulary: int, count: int, levels: int) -> BeamCandidates:
+    """A distribution over a small vocabulary; few `levels` make many ties."""
+    rng = np.random.default_rng([seed, *tokens])
+    logprobs = -rng.integers(1, levels, vocabulary).astype(np.float32) / np.float32(8)
+    best = np.lexsort((np.arange(vocabulary), -logprobs))[:count]
+    return BeamCandidates(best.astype(np.int32), logprobs[best])
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.sampled_from([-1.0, 0.0, 0.7, 1.0, 3.0]),
+    st.sampled_from([True, False, "never"]),
+    st.sets(st.integers(0, 9), max_size=3),
+    st.integers(0, 1 << 30),
+    st.sampled_from([3, 1000]),
+    st.integers(6, 12),
+)
+def test_equal_to_the_plain_search(
+    width: int,
+    max_tokens: int,
+    length_penalty: float,
+    early_stopping: bool,
+    ends: set[int],
+    seed: int,
+    levels: int,
+    vocabulary: int,
+) -> None:
+    spec = BeamSpec(
+        width=width, num_returned=max(1, width - 1), length_penalty=length_penalty, early_stopping=early_stopping
+    )
+    beams = BeamSearch(spec, ends, max_tokens)
+    texts: list[tuple[int, ...]] = [()]
+    while not beams.is_done:
+        assert len(texts) == beams.num_live <= width
+        beams.advance([follow(text, seed, vocabulary, beams.num_candidates, levels) for text in texts])
+        if not beams.is_done:
+            texts = [
+                (*texts[parent], token)
+                for parent, token in zip(beams.parents.tolist(), beams.tokens.tolist(), strict=True)
+            ]
+    expected = search(
+        spec, ends, max_tokens, lambda tokens: follow(tokens, seed, vocabulary, beams.num_candidates, levels)
+    )
+    got = beams.results()
+    assert [tuple(each.token_ids) for each in got] == [text.token_ids for text in expected]
+    assert [each.score for each in got] == pytest.approx([text.score for text in expected], abs=1e-6)
+    for each in got:
+        assert len(each.token_ids) <= max_tokens
+        assert (each.finish is FinishReason.STOP_TOKEN) == (each.token_ids[-1] in ends)
+        assert each.finish is FinishReason.STOP_TOKEN or len(each.token_ids) == max_tokens
+
+
+def test_a_step_that_does_not_fit_changes_nothing() -> None:
+    beams = BeamSearch(BeamSpec(width=2, num_returned=2), {0}, 3)
+    row = BeamCandidates(np.array([1, 2, 3], np.int32), np.array([-1, -2, -3], np.float32))
+    with pytest.raises(ValueError, match="2 rows"):
+        beams.advance([row, row])
+    with pytest.raises(ValueError, match="empty"):
+        beams.advance([BeamCandidates(row.token_ids[:0], row.logprobs[:0])])
+    assert beams.num_tokens == 0
+    beams.advance([row])
+    assert beams.tokens.tolist() == [1, 2]
     with pytest.raises(ValueError, match="0 tokens"):
-        world.scheduler.add(sequence)
-    assert not world.scheduler.has_work
+        BeamSearch(BeamSpec(width=2, num_returned=2), {0}, 0)

@@ -21,7 +21,6 @@ from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
 from tests.unit.scheduling.overlapped import OverlappedBench
 
-pytestmark = pytest.mark.unit
 ROUTER = PeerRef("router", "1", "tcp://nowhere")
 
 

@@ -21,7 +21,6 @@ from kvrelay.scheduling.speculation.speculator import Speculator, likeliest
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
 PLAIN = Sampling(temperature=0.0, max_tokens=400)
 AMPLE = 1 << 16
 
@@ -82,13 +81,6 @@ def test_the_likeliest_path_is_found_as_by_hand(paths: list[list[int]], count: i
     expected_ids, expected_shares = likeliest_by_hand(paths, count)
     assert token_ids == expected_ids
     assert shares == pytest.approx([float(share) for share in expected_shares])
-
-
-def test_the_token_that_followed_most_often_is_drafted() -> None:
-    speculator = drafter_of()
-    for following in (50, 60, 60, 60):
-        output(speculator, [1, 2, 3, following, following + 1])
-    assert drafts_of(speculator, joined(speculator, [7, 1, 2, 3]), 2) == [60, 61]
 
 
 def test_the_longest_match_counts_and_not_the_most_frequent_text() -> None:

@@ -13,8 +13,6 @@ from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
 from tests.unit.scheduling.handoff_worker import HandoffWorker
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(("ratio", "admitted"), [(0.0, True), (0.5, True), (1.0, False)])
 def test_a_handoff_leaves_room_for_what_running_sequences_are_expected_to_sample(ratio: float, admitted: bool) -> None:
@@ -23,15 +21,6 @@ def test_a_handoff_leaves_room_for_what_running_sequences_are_expected_to_sample
     assert bench.adopt([1] * 7, 17) is not None
     handoff = bench.handoff([2] * 27, 5)
     assert (list(bench.scheduler.reserve()) == [handoff]) is admitted
-
-
-def test_a_plan_with_reservations_alone_has_no_work() -> None:
-    worker = HandoffWorker()
-    handoff = worker.handoff(9)
-    plan = worker.scheduler.schedule()
-    assert list(plan.reservations) == [handoff]
-    assert not plan.has_work
-    assert not worker.scheduler.reserve(), "each is announced once"
 
 
 def test_a_handoff_is_admitted_while_a_step_is_in_flight() -> None:
@@ -44,16 +33,6 @@ def test_a_handoff_is_admitted_while_a_step_is_in_flight() -> None:
     ahead = worker.scheduler.schedule_ahead()
     assert ahead is not None
     assert list(ahead.reservations) == [second]
-    worker.scheduler.commit(plan, worker.bench.forward(plan))
-
-
-def test_a_reservation_in_a_plan_that_came_to_nothing_is_announced_between_steps() -> None:
-    worker = HandoffWorker()
-    worker.local(9, max_tokens=1)
-    plan = worker.scheduler.schedule()
-    handoff = worker.handoff(9)
-    assert worker.scheduler.schedule_ahead() is None, "the one that runs ends with the step in flight"
-    assert list(worker.scheduler.reserve()) == [handoff]
     worker.scheduler.commit(plan, worker.bench.forward(plan))
 
 
@@ -81,39 +60,6 @@ def test_a_sequence_that_is_not_being_received_is_not_adopted() -> None:
 
 
 # -- the order ------------------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_that_the_queue_prefers_does_not_wait_for_a_handoff_that_waits_for_the_oldest_prompt() -> None:
-    worker = HandoffWorker(settings=SchedulerSettings(queue_order="sjf"))
-    worker.local(30)
-    worker.handoff(4)
-    worker.local(4)
-    assert worker.somebody_moves
-
-
-def test_a_handoff_for_the_whole_pool_needs_no_headroom_for_prompts_that_wait_behind_it() -> None:
-    worker = HandoffWorker(num_blocks=8)
-    worker.handoff(32)
-    worker.local(4)
-    assert worker.somebody_moves
-
-
-def test_waiting_prompts_take_none_of_the_places_for_running_ones() -> None:
-    worker = HandoffWorker(max_running=2)
-    worker.handoff(4)
-    worker.local(4)
-    worker.local(4)
-    assert worker.somebody_moves
-
-
-def test_what_is_being_received_counts_towards_max_running() -> None:
-    worker = HandoffWorker(max_running=2)
-    worker.handoff(4)
-    worker.handoff(4)
-    local = worker.local(4)
-    assert len(worker.reserve()) == 2
-    assert not worker.scheduler.schedule().admitted
-    assert local.state is SequenceState.WAITING
 
 
 @pytest.mark.parametrize("is_handoff", [True, False])
@@ -194,19 +140,6 @@ def test_a_prefix_that_is_being_computed_is_not_sent_and_one_that_is_being_sent_
     assert not worker.scheduler.schedule().rows
 
 
-def test_a_prefix_that_is_given_up_holds_nobody_up() -> None:
-    worker = HandoffWorker(num_blocks=32, cache=True)
-    worker.handoff(9)
-    second, local = worker.handoff(9), worker.local(9, token=2)
-    worker.reserve()
-    worker.cancel(0, quarantine_rounds=50)
-    assert worker.reserve() == [second]
-    worker.run_round()
-    worker.run_round()
-    worker.run_round()
-    assert local.state is not SequenceState.WAITING
-
-
 # -- sample groups --------------------------------------------------------------------------------------------------
 
 
@@ -247,44 +180,6 @@ def test_blocks_that_are_reserved_for_samples_to_come_are_nobody_elses() -> None
     assert local.state is SequenceState.WAITING
 
 
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_capacity_for_samples_that_do_not_come_is_free_again(cancelled: bool) -> None:
-    worker = HandoffWorker(num_blocks=32, max_running=2, cache=True)
-    worker.handoff(9, "group", 1, max_tokens=6)
-    worker.run_round()
-    other = worker.handoff(4, max_tokens=2, token=3)
-    worker.run_round()
-    if cancelled:  # the sibling is queued, and leaves before it is admitted
-        worker.handoff(9, "group")
-        worker.cancel(-1)
-        assert worker.reserve() == [other]
-    worker.run()
-
-
-def test_capacity_ends_with_the_group_although_another_sample_waits() -> None:
-    """The sibling waits for the prefix that the first is sent. After a cancel of the first it is where it was."""
-    worker = HandoffWorker(num_blocks=32, max_running=2, cache=True)
-    worker.handoff(9, "group", 1, max_tokens=6)
-    worker.reserve()
-    other = worker.handoff(4, token=3)
-    sibling = worker.handoff(9, "group")
-    assert not worker.reserve()
-    worker.cancel(0)
-    assert worker.reserve() == [other, sibling]
-    worker.run()
-
-
-def test_a_preempted_sample_does_not_wait_for_samples_that_never_come() -> None:
-    """Two samples are expected beside one that has grown: all three do not fit any more, and the two stay away."""
-    worker = HandoffWorker(num_blocks=12, max_running=4, cache=False)
-    worker.handoff(12, "group", 2, max_tokens=34)
-    worker.run_round()
-    for _ in range(12):
-        worker.local(4, max_tokens=30)
-        worker.run_round()
-    worker.run()
-
-
 @pytest.mark.parametrize("num_tokens", [3, 4, 9, 12])
 def test_samples_are_sent_the_full_blocks_of_their_prompt_once(num_tokens: int) -> None:
     worker = HandoffWorker(num_blocks=32, cache=True)
@@ -313,17 +208,6 @@ def test_samples_that_are_admitted_out_of_their_order_reserve_for_nobody_who_is_
     assert set(worker.reserve()) == set(samples)
     assert worker.scheduler.lifecycle.num_slots == 4
     worker.run()
-
-
-def test_if_the_first_sample_is_given_up_the_next_one_is_sent_the_prompt() -> None:
-    worker = HandoffWorker(num_blocks=32, cache=True)
-    for number in range(3):
-        worker.handoff(9, "group", 2 - number)
-    worker.run_round()
-    assert worker.num_sent_blocks == 3
-    worker.cancel(0)
-    worker.run()
-    assert worker.num_sent_blocks == 3 + 3 + 1
 
 
 # -- histories ------------------------------------------------------------------------------------------------------

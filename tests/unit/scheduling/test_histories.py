@@ -17,7 +17,6 @@ from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, Sample
 from tests.unit.scheduling.overlapped import OverlappedBench
 
-pytestmark = pytest.mark.unit
 NUM_BLOCKS = 16
 
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=30)

@@ -1,4 +1,4 @@
-"""What sets the schedulers apart, as it shows in their step plans."""
+"""What sets the schedulers apart, as it shows in their step plans, and how sequences end under all of them."""
 
 from __future__ import annotations
 
@@ -7,59 +7,45 @@ from typing import get_args
 
 import pytest
 
+from kvrelay.kv.pool import BlockState
+from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
-from kvrelay.scheduling.plan import PlanBuilder, PlannedRow, StepPlan
-from kvrelay.scheduling.scheduler_settings import Chunking, SchedulerSettings
+from kvrelay.scheduling.plan import PlanBuilder, PlannedRow, SequenceOutput, StepPlan
+from kvrelay.scheduling.scheduler_settings import Chunking, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.scheduling.step_cost import StepCost, pairs
-from tests.unit.scheduling.bench import SCHEDULERS, SENDER, Bench, make_sequence
-
-pytestmark = pytest.mark.unit
+from tests.unit.scheduling.bench import EOS, SCHEDULERS, SENDER, Bench, make_sequence
 
 
-def long_prompt_among_decodes(scheduler: str, length: int = 150) -> tuple[Bench, list[Sequence], list[StepPlan]]:
+def long_prompt_among_decodes(scheduler: str) -> tuple[list[Sequence], list[StepPlan]]:
     """Three sequences decode, then a long prompt arrives; the plans until its first token."""
     bench = Bench(num_blocks=128, token_budget=16, max_running=8, scheduler=scheduler, cache=False)
     decoding = [bench.add([number] * 4, 60) for number in (1, 2, 3)]
     bench.step()
     bench.step()
-    late = bench.add([4] * length, 5)
+    late = bench.add([4] * 150, 5)
     plans = []
     while not late.num_output:
         plans.append(bench.step()[0])
-    return bench, decoding, plans
+    return decoding, plans
 
 
-def num_without(plans: list[StepPlan], sequence: Sequence) -> int:
-    return sum(sequence not in [row.sequence for row in plan.rows] for plan in plans)
+LONG_PROMPT_AMONG_DECODES = {
+    "sarathi": [(13, 3)] * 11 + [(7, 3)],  # no decode waits
+    "vllm": [(150, 0)],  # decodes wait for the whole prompt
+    "simple_chunking": [(16, 0), (0, 3)] * 9 + [(6, 0)],
+    "orca": [(150, 3)],
+}
 
 
-def test_under_sarathi_a_long_prompt_makes_no_decode_wait() -> None:
-    _, decoding, plans = long_prompt_among_decodes("sarathi")
-    assert len(plans) == 12  # 150 tokens, 13 a step
-    assert all(num_without(plans, sequence) == 0 for sequence in decoding)
-    assert all(plan.num_prefill_tokens + plan.num_decode_tokens <= 16 for plan in plans)
-
-
-def test_under_vllm_decodes_wait_for_the_whole_prompt() -> None:
-    _, decoding, plans = long_prompt_among_decodes("vllm")
-    assert [(plan.num_prefill_tokens, plan.num_decode_tokens) for plan in plans] == [(150, 0)]
-    assert all(num_without(plans, sequence) == 1 for sequence in decoding)
-
-
-def test_under_simple_chunking_chunks_and_decodes_take_turns() -> None:
-    _, _, plans = long_prompt_among_decodes("simple_chunking")
-    shapes = [(plan.num_prefill_tokens, plan.num_decode_tokens) for plan in plans]
-    assert shapes == [(16, 0), (0, 3)] * 9 + [(6, 0)]
-
-
-def test_under_orca_a_step_holds_the_whole_prompt_beside_the_decodes() -> None:
-    _, _, plans = long_prompt_among_decodes("orca")
-    assert [(plan.num_prefill_tokens, plan.num_decode_tokens) for plan in plans] == [(150, 3)]
+@pytest.mark.parametrize(("scheduler", "shapes"), LONG_PROMPT_AMONG_DECODES.items())
+def test_tokens_of_a_long_prompt_and_of_decodes_in_each_step(scheduler: str, shapes: list[tuple[int, int]]) -> None:
+    _, plans = long_prompt_among_decodes(scheduler)
+    assert [(plan.num_prefill_tokens, plan.num_decode_tokens) for plan in plans] == shapes
 
 
 def test_under_faster_transformer_an_arrival_waits_for_the_batch_to_end() -> None:
-    _, decoding, plans = long_prompt_among_decodes("faster_transformer")
+    decoding, plans = long_prompt_among_decodes("faster_transformer")
     assert all(sequence.state is SequenceState.FINISHED for sequence in decoding)
     assert all(plan.held_back == "a batch is running" for plan in plans[:-1])
     assert plans[-1].num_prefill_tokens == 150
@@ -143,14 +129,6 @@ def test_an_adopted_sequence_takes_no_blocks_that_are_reserved_for_others(schedu
     assert bench.pool.num_available == 7
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_pool_too_small_for_the_load_slows_down_and_all_end(scheduler: str) -> None:
-    bench = Bench(num_blocks=8, token_budget=32, max_running=8, scheduler=scheduler)
-    sequences = [bench.add([number] * 9, 20) for number in range(8)]
-    bench.run()
-    assert all(sequence.num_output == 20 for sequence in sequences)
-
-
 def test_the_latest_sequence_is_preempted_when_blocks_run_out() -> None:
     """Two decode; the earlier one has drawn less, as the later one was adopted in the middle of its output."""
     bench = Bench(num_blocks=6, token_budget=16, max_running=4, cache=False)
@@ -216,3 +194,81 @@ def test_dynamic_chunks_follow_the_time_that_steps_really_take(scheduler: str) -
             bench.scheduler.commit(plan, replace(bench.forward(plan), forward_s=took_s))
     assert sizes["free"] > 450
     assert sizes["dear"] < 60
+
+
+# -- how sequences end -----------------------------------------------------------------------------------------------
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+    bench = Bench()
+    bench.add([1, 2, 3, 1, 2, 3, 1, 2], 1)
+    bench.step()
+    again = bench.add([1, 2, 3, 1, 2, 3, 1, 2], 1)
+    plan, outputs = bench.step()
+    assert [(row.position, row.num_tokens) for row in plan.rows] == [(4, 4)]
+    assert again.num_cached_tokens == 4
+    assert outputs[0].finish is FinishReason.LENGTH
+
+
+def test_scoring_a_prompt_draws_nothing_and_reuses_nothing() -> None:
+    bench = Bench()
+    bench.add([1] * 9, 0)
+    plan, outputs = bench.step()
+    assert not plan.rows[0].sample
+    assert (outputs[0].token_ids, outputs[0].finish) == ((), FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("token_id", "sampling", "reason"),
+    [
+        (EOS, Sampling(max_tokens=9), FinishReason.STOP_TOKEN),
+        (EOS, Sampling(max_tokens=9, ignore_eos=True), None),
+        (5, Sampling(max_tokens=9, stop_token_ids=(5,)), FinishReason.STOP_TOKEN),
+        (5, Sampling(max_tokens=1), FinishReason.LENGTH),
+        (5, Sampling(max_tokens=9), None),
+    ],
+)
+def test_why_a_sequence_ends(token_id: int, sampling: Sampling, reason: FinishReason | None) -> None:
+    bench = Bench()
+    sequence = make_sequence([1, 2], 1, "r")
+    sequence.sampling = sampling
+    bench.scheduler.add(sequence)
+    plan = bench.scheduler.schedule()
+    (output,) = bench.scheduler.commit(plan, bench.forward(plan, token_id))
+    assert output.finish is reason
+
+
+@pytest.mark.parametrize(("token_budget", "max_running"), [(0, 1), (4, 0), (4, 5)])
+def test_limits_that_make_no_sense_are_refused(token_budget: int, max_running: int) -> None:
+    with pytest.raises(ValueError, match="max_running"):
+        SchedulerLimits(token_budget, max_running, 64, frozenset())
+
+
+# -- a resumed prompt ends with output of an earlier attempt, so its last token looks like a decode -------------------
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("prefill_only", [False, True])
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 18, 33])
+def test_a_resumed_prompt_is_told_once_as_prefilled_wherever_its_last_chunk_begins(
+    scheduler: str, prefill_only: bool, num_tokens: int
+) -> None:
+    bench = Bench(num_blocks=16, token_budget=16, scheduler=scheduler)
+    sequence = make_sequence(list(range(1, num_tokens + 1)), max_tokens=9, name="resumed")
+    sequence.num_prompt = num_tokens - 3
+    sequence.prefill_only = prefill_only
+    bench.scheduler.add(sequence)
+    outputs: list[SequenceOutput] = []
+    while not outputs:
+        plan = bench.scheduler.schedule()
+        assert plan.rows
+        outputs = bench.scheduler.commit(plan, bench.forward(plan))
+    (output,) = outputs
+    assert output.prefilled
+    assert output.index == 3
+    assert sequence.block_state is (BlockState.COMPUTING if prefill_only else BlockState.RUNNING)
+    if not prefill_only:
+        plan = bench.scheduler.schedule()
+        (output,) = bench.scheduler.commit(plan, bench.forward(plan))
+        assert not output.prefilled
+        assert output.index == 4

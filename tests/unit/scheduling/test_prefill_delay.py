@@ -13,7 +13,6 @@ import pytest
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, DelayerState, PrefillDelayer, RankLoad, decide
 from tests.unit.scheduling.bench import Bench
 
-pytestmark = pytest.mark.unit
 MAX_RUNNING = 4
 
 
@@ -53,11 +52,6 @@ def test_every_decision(num_ranks: int) -> None:
         first = decision.reason in ("no_wait", "wait_success") and lacks_slots(loads, settings)
         assert after.has_let_through == (state.has_let_through or first)
         assert decide(state, loads[::-1], settings) == (after, decision), "ranks would decide differently"
-
-
-def test_loads_come_back_from_the_numbers_that_are_exchanged() -> None:
-    load = RankLoad(1, 3, 2, 1)
-    assert RankLoad.of(load.numbers) == load
 
 
 def test_alone_prompts_wait_for_room_for_a_batch_of_them() -> None:
@@ -205,10 +199,6 @@ def test_a_group_computes_prompts_together_within_bounds(num_ranks: int, seed: i
     assert with_delayer.num_uneven < 0.75 * without.num_uneven
     assert 0 < with_delayer.longest_wait <= 8 - 1
     assert with_delayer.tokens == without.tokens
-
-
-def test_a_bound_of_one_pass_is_no_delay() -> None:
-    assert run_group(2, 1, 1).longest_wait == 0
 
 
 def test_what_was_delayed_behind_a_step_is_asked_again_after_it() -> None:

@@ -18,7 +18,6 @@ from kvrelay.scheduling.scheduler import Scheduler, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.worker.factory import scheduler_settings
 
-pytestmark = pytest.mark.unit
 OWN = EntryPoint("own", f"{__name__}:OwnPolicy", ENTRY_POINT_GROUP)
 
 

@@ -15,8 +15,6 @@ from tests.thoroughness import examples
 from tests.unit.scheduling.bench import SCHEDULERS
 from tests.unit.scheduling.test_beams import MAX_MODEL_LEN, World, policies, prompts
 
-pytestmark = pytest.mark.unit
-
 requests = st.lists(
     st.tuples(prompts, st.integers(1, 5), st.integers(1, 24), st.integers(0, 4)), min_size=1, max_size=6
 )
@@ -100,48 +98,6 @@ def test_they_go_and_come_back_together(
             assert sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist() == expected
 
 
-def full(world: World, max_tokens: int) -> None:
-    """Somebody else runs, so that 6 of 10 blocks are left."""
-    world.add([1] * 13, Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
-    world.step()
-
-
-@pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "simple_chunking"])
-def test_a_group_waits_for_room_for_all_of_it(scheduler: str) -> None:
-    """Five samples of a prompt of 9 tokens take 2 + 5 blocks, of which 6 are left."""
-    world = World(10, 32, 8, True, scheduler, SchedulerSettings())
-    full(world, 5)
-    group = samples(world, 1, [2] * 9, 5, 3)
-    for _ in range(3):
-        world.step()
-    assert all(s.state is SequenceState.WAITING for s in group)
-    world.run()
-    assert all(s.num_output == 3 for s in group)
-
-
-def test_nobody_else_gets_the_room_that_is_set_aside() -> None:
-    world = World(14, 8, 8, True, "sarathi")
-    group = samples(world, 1, [2] * 12, 4, 4)
-    world.step()
-    assert [s.state for s in group] == [SequenceState.RUNNING] + [SequenceState.WAITING] * 3
-    assert world.scheduler.lifecycle.num_slots == 4
-    late = world.add([3] * 24, Sampling(temperature=0.0, max_tokens=4, ignore_eos=True))
-    assert world.pool.num_available >= 6, "it would fit"
-    for _ in range(3):
-        admitted = world.step().admitted
-        assert late not in admitted or all(s.state is SequenceState.RUNNING for s in group)
-    assert late.state is SequenceState.WAITING or all(s.state is not SequenceState.WAITING for s in group)
-    world.run()
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_full_blocks_of_a_prompt_are_computed_once(scheduler: str) -> None:
-    world = World(32, 16, 8, True, scheduler)
-    group = samples(world, 1, [2] * 11, 4, 3)
-    num_computed = step_until(world, group, SequenceState.FINISHED)
-    assert num_computed == 8 + 4 * 3, "full blocks once, the rest by each sample"
-
-
 def step_until(world: World, group: list[Sequence], state: SequenceState) -> int:
     """Steps until all of a group are in a state; returns the prompt tokens that were computed."""
     num_computed = 0
@@ -164,24 +120,6 @@ def test_a_group_that_comes_back_computes_its_prompt_once(scheduler: str) -> Non
     world.scheduler.blocks.cache.clear()
     num_computed = step_until(world, group, SequenceState.RUNNING)
     assert num_computed == 16 + num_output, "the prompt once, and each its own output"
-
-
-def test_a_group_that_never_fits_at_once_goes_in_parts() -> None:
-    world = World(24, 16, 3, True, "sarathi")
-    group = samples(world, 1, [2] * 8, 5, 4)
-    world.run()
-    assert all(s.num_output == 4 for s in group)
-
-
-def test_the_rest_goes_on_when_the_first_is_aborted_before_its_prompt_is_computed() -> None:
-    world = World(24, 8, 8, True, "sarathi")
-    group = samples(world, 1, [2] * 20, 3, 4)
-    world.step()
-    assert world.scheduler.abort(group[0].key)
-    assert world.scheduler.lifecycle.capacity.num_slots == 2
-    world.run()
-    assert [s.num_output for s in group] == [0, 4, 4]
-    assert world.scheduler.lifecycle.capacity.num_slots == 0
 
 
 def test_a_sample_that_is_aborted_while_room_is_set_aside_gives_it_back() -> None:

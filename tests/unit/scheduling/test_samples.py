@@ -28,7 +28,6 @@ from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import SCHEDULERS, SENDER, check_writes
 
-pytestmark = pytest.mark.unit
 BLOCK = 4
 MAX_LEN = 48
 
@@ -344,28 +343,3 @@ def test_a_first_sample_that_is_aborted_leaves_its_prompt_to_the_others(num_abor
     world.run()
     assert world.num_computed == 20 + (5 - num_aborted) * 2
     world.check_end({sample.key for sample in started[:num_aborted]})
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_prompt_whose_step_fails_after_its_next_token_was_planned_is_computed_again(scheduler: str) -> None:
-    """The step behind it was planned on K/V that is not there."""
-    world = World(scheduler_name=scheduler, token_budget=32)
-    samples(world, 3, 10)
-    other = world.add("x", 0, 1, [1] * 3, 6)
-    world.plan(ahead=False)
-    assert world.in_flight is not None
-    world.plan(ahead=True)
-    world.fail(next(at for at, row in enumerate(world.in_flight.rows) if row.sequence is other))
-    world.run()
-    world.check_end({other.key})
-
-
-def test_samples_with_other_prompts_share_no_more_than_the_full_blocks_in_common() -> None:
-    world = World()
-    world.add("r", 0, 2, [2] * 5 + [1], 2)
-    world.add("r", 1, 2, [2] * 5 + [2], 2)  # as after a retry, with output
-    world.add("s", 0, 2, [2] * 5 + [1], 2)
-    world.run()
-    for key in list(world.open):
-        world.close(world.open[key])
-    assert world.num_computed == 6 + 2 + 2

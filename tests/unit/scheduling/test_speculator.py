@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from kvrelay.protocol.sampling import BeamSpec, Sampling
-from kvrelay.scheduling.scheduler_settings import SpeculationSettings
+from kvrelay.protocol.sampling import BeamSpec, Sampling, SpeculationMethod
+from kvrelay.scheduling.plan import PlannedRow, StepPlan, work_of
+from kvrelay.scheduling.scheduler_settings import SchedulerSettings, SpeculationSettings
 from kvrelay.scheduling.sequence import Forks, Sequence, TokenBuffer
 from kvrelay.scheduling.speculation.earlier_outputs import NgramIndex
 from kvrelay.scheduling.speculation.speculator import (
@@ -22,10 +24,11 @@ from kvrelay.scheduling.speculation.speculator import (
     kind_of,
 )
 from kvrelay.scheduling.step_cost import StepCost
+from kvrelay.scheduling.step_planner import GUESSES_PART
+from kvrelay.step.batch import RowResult, StepResult
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
-
-pytestmark = pytest.mark.unit
+from tests.unit.scheduling.bench import BLOCK_SIZE, Bench
 
 
 def longest_match(tokens: list[int], shortest: int, longest: int) -> int:
@@ -231,3 +234,138 @@ def test_many_steps_of_one_size_do_not_hide_that_a_token_costs_little() -> None:
     for _ in range(2000):
         speculator.measured(64, 6400.0, cost.step_s(64, 0.0))
     assert drafts_of(speculator, sequence, num_sequences=64)
+
+
+# -- what drafts leave to prompts and samples ------------------------------------------------------------------------
+
+
+BUDGET = 32
+
+
+class AsManyAsFit(Speculator):
+    """Drafts whatever there is room for, once it may; all are rejected."""
+
+    may_draft = False
+
+    def draft(self, sequence: Sequence, most: int) -> NDArray[np.int32] | None:
+        return np.full(most, 9, np.int32) if most > 0 and self.may_draft else None
+
+
+def drafting_bench(num_blocks: int, max_tokens: int) -> tuple[Bench, AsManyAsFit]:
+    """A sequence decodes."""
+    bench, speculator = Bench(num_blocks, token_budget=BUDGET), AsManyAsFit(SpeculationSettings("ngram"))
+    bench.scheduler.lifecycle.speculator = speculator
+    bench.add([1, 2, 3], max_tokens)
+    step(bench)
+    return bench, speculator
+
+
+def step(bench: Bench) -> StepPlan:
+    plan = bench.scheduler.schedule()
+    bench.scheduler.commit(plan, bench.forward(plan))
+    bench.pool.check_integrity()
+    return plan
+
+
+def num_drafts(plan: StepPlan) -> int:
+    return sum(len(row.guesses) for row in plan.rows if row.guesses is not None)
+
+
+def test_a_prompt_does_not_wait_for_the_end_of_drafts() -> None:
+    bench, speculator = drafting_bench(64, 100)
+    speculator.may_draft = True
+    alone = step(bench)
+    assert num_drafts(alone) == BUDGET - 1
+    bench.add([7] * 100, 4)
+    plans = [step(bench) for _ in range(5)]
+    assert sum(plan.num_prefill_tokens for plan in plans) == 100
+    assert max(num_drafts(plan) for plan in plans if plan.num_prefill_tokens) == BUDGET // GUESSES_PART
+    assert all(num_drafts(plan) for plan in plans)
+
+
+@pytest.mark.parametrize("num_blocks", range(26, 30))
+def test_drafts_leave_blocks_that_are_reserved_for_samples(num_blocks: int) -> None:
+    bench, speculator = drafting_bench(num_blocks, 70)
+    samples = [bench.add([7] * (20 * BLOCK_SIZE + 2), 2, sample=("g", index, 4)) for index in range(4)]
+    has_reserved = False
+    while any(not sample.num_output for sample in samples):
+        plan = step(bench)
+        speculator.may_draft = True
+        assert not plan.preempted and plan.rows
+        num_reserved = bench.scheduler.lifecycle.num_reserved_blocks
+        assert bench.pool.num_available >= num_reserved
+        has_reserved = has_reserved or num_reserved > 0
+    assert has_reserved
+
+
+# -- drafts end while many sequences share the steps, and come back when they are gone --------------------------------
+
+
+COST = StepCost(fixed_s=1e-3, token_s=1e-4, pair_s=0.0)
+PERIOD = 40
+NUM_OTHERS = 48
+
+
+def next_token(token: int) -> int:
+    """A text that repeats."""
+    return token % PERIOD + 1
+
+
+class Repeating:
+    """A model that goes on with that text, on a device whose steps take what `COST` says."""
+
+    def __init__(self, method: SpeculationMethod) -> None:
+        settings = SchedulerSettings(speculation=SpeculationSettings(method))
+        self.bench = Bench(4000, token_budget=256, max_running=NUM_OTHERS + 1, settings=settings, cache=False)
+        self.bench.scheduler.calibrate(COST)
+
+    def add(self, num_prompt: int, max_tokens: int) -> Sequence:
+        return self.bench.add([1 + at % PERIOD for at in range(num_prompt)], max_tokens)
+
+    def step(self) -> int:
+        """Returns the number of drafts."""
+        plan = self.bench.scheduler.schedule()
+        num_tokens, num_pairs = work_of(plan.rows)
+        rows = [RowResult(sampled(row) if row.sample else ()) for row in plan.rows]
+        self.bench.scheduler.commit(plan, StepResult(plan.step, rows, COST.step_s(num_tokens, num_pairs)))
+        self.bench.pool.check_integrity()
+        return sum(len(row.guesses) for row in plan.rows if row.guesses is not None)
+
+
+def sampled(row: PlannedRow) -> tuple[int, ...]:
+    """The accepted drafts and the token behind them."""
+    end = row.position + row.num_tokens
+    found = [next_token(int(row.sequence.tokens.view(end - 1, end)[0]))]
+    for draft in () if row.guesses is None else row.guesses.tolist():
+        if draft != found[-1]:
+            break
+        found.append(next_token(draft))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_end_under_load_and_come_back(method: SpeculationMethod) -> None:
+    model = Repeating(method)
+    first = model.add(2 * PERIOD, 100 * PERIOD)
+    alone = [model.step() for _ in range(6)]
+    assert alone[-1] > 0, "text that repeats has drafts"
+    others = [model.add(4, 2 * PERIOD) for _ in range(NUM_OTHERS)]
+    while any(not other.num_output for other in others):
+        model.step()
+    num_loaded = 0
+    while len(model.bench.scheduler.running) == 1 + NUM_OTHERS:
+        assert model.step() == 0, "each token costs its time in a step of so many sequences"
+        num_loaded += 1
+    assert num_loaded > PERIOD
+    while len(model.bench.scheduler.running) > 1:
+        model.step()
+    later: list[int] = []
+    while not any(later) and model.bench.scheduler.has_work:
+        later.append(model.step())
+    assert any(later), "drafts come back when the others are gone"
+    while model.bench.scheduler.has_work:
+        model.step()
+    for sequence in (first, *others):
+        tokens = sequence.tokens.view(0, sequence.num_tokens).tolist()
+        assert tokens == [1 + at % PERIOD for at in range(len(tokens))]
+        assert sequence.num_output == sequence.sampling.max_tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +25,6 @@ from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, make_sequence
 from tests.unit.scheduling.overlapped import OverlappedBench
 
-pytestmark = pytest.mark.unit
 GARBAGE = 0xAB
 
 
@@ -201,73 +199,6 @@ def test_a_swapped_sequence_goes_on_where_it_was_and_nothing_is_computed_again()
     assert use.num_blocks_out == use.num_blocks_in > 0
 
 
-def test_a_row_takes_a_block_in_the_step_that_copies_it_out() -> None:
-    bench = swap_bench()
-    first, second = two_that_do_not_fit(bench)
-    while True:
-        plan = bench.scheduler.schedule()
-        if plan.preempted:
-            break
-        bench.scheduler.commit(plan, bench.forward(plan))
-    assert (first.state, second.state) == (SequenceState.RUNNING, SequenceState.SWAPPED)
-    assert plan.swaps is not None
-    assert set(first.table.ids.tolist()) & set(plan.swaps.out.blocks)
-    assert bench.pool.counts()[BlockState.IN_FLIGHT] == len(plan.swaps.out.blocks)
-    bench.scheduler.commit(plan, bench.forward(plan))
-    assert bench.pool.counts()[BlockState.IN_FLIGHT] == 0
-
-
-def test_an_abort_frees_the_slots_of_a_swapped_sequence() -> None:
-    bench = swap_bench()
-    _, second = two_that_do_not_fit(bench)
-    step_until_preempted(bench)
-    assert bench.scheduler.swap_use.num_used_slots > 0
-    assert bench.scheduler.abort(second.key)
-    assert bench.scheduler.swap_use.num_used_slots == 0
-    bench.run()
-
-
-def test_an_abort_before_the_copy_back_is_made_gives_nobody_its_blocks() -> None:
-    """Under vllm a sequence that comes back has no row beside prompts, so an abort takes it out at once."""
-    policy = SchedulerSettings(preemption="swap", num_swap_slots=16)
-    bench = Bench(num_blocks=8, token_budget=16, settings=policy, cache=False, scheduler="vllm")
-    first, second = two_that_do_not_fit(bench)
-    step_until_preempted(bench)
-    bench.scheduler.abort(first.key)
-    third = bench.add([3] * 4, 2)
-    plan = bench.scheduler.schedule()
-    assert [row.sequence for row in plan.rows] == [third]
-    assert plan.swaps is not None and [copy.sequence for copy in plan.swaps.returning] == [second]
-    assert bench.scheduler.abort(second.key)
-    granted = bench.pool.allocate(bench.pool.num_available, BlockState.RESERVED)
-    assert len(granted) == 8 - len(plan.swaps.back.blocks) - third.table.num_blocks
-    bench.scheduler.commit(plan, bench.forward(plan))
-    assert bench.pool.counts()[BlockState.FREE] == len(plan.swaps.back.blocks)
-    assert bench.scheduler.swap_use.num_used_slots == 0
-
-
-def test_without_room_in_the_swap_space_it_is_computed_again() -> None:
-    bench = swap_bench(num_swap_slots=2)
-    _, second = two_that_do_not_fit(bench)
-    plan = step_until_preempted(bench)
-    assert plan.recomputed == [second]
-    assert second.state is SequenceState.WAITING
-    bench.run()
-
-
-def test_a_copy_yields_to_a_sequence_that_is_resumed_before_it() -> None:
-    policy = SchedulerSettings(preemption="swap", num_swap_slots=5)
-    bench = Bench(num_blocks=10, token_budget=32, settings=policy, cache=False)
-    first, second, third = (bench.add([token] * 9, 20) for token in (1, 2, 3))
-    assert step_until_preempted(bench).preempted == [third]
-    while second.state is SequenceState.RUNNING:
-        plan, _ = bench.step()
-    assert third in plan.recomputed and second not in plan.recomputed
-    assert (second.state, third.state) == (SequenceState.SWAPPED, SequenceState.WAITING)
-    bench.run()
-    assert [s.num_output for s in (first, second, third)] == [20, 20, 20]
-
-
 def test_samples_of_one_prompt_share_its_slots() -> None:
     policy = SchedulerSettings(preemption="swap", num_swap_slots=40)
     bench = Bench(num_blocks=16, token_budget=32, settings=policy)
@@ -302,21 +233,6 @@ def test_a_prompt_computed_for_its_scores_is_kept_once_beside_the_cache() -> Non
     plans = bench.run()
     assert not any(plan.preempted for plan in plans)
     assert scored.num_output == 8
-
-
-def test_blocks_of_a_prompt_for_a_handoff_stay_its_own() -> None:
-    bench = Bench(num_blocks=32, token_budget=64)
-    prompt = list(range(1, 33))
-    bench.add(prompt, 1)
-    bench.run()
-    sequence = make_sequence(prompt, 8, "handed over")
-    sequence.prefill_only = True
-    bench.scheduler.add(sequence)
-    plan = bench.scheduler.schedule()
-    before = sequence.table.ids.tolist()
-    bench.scheduler.commit(plan, bench.forward(plan))
-    assert sequence.table.ids.tolist() == before
-    assert np.array_equal(sequence.table.ids, before)
 
 
 @pytest.mark.parametrize("group", ["", "samples"])

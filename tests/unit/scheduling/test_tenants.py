@@ -14,7 +14,6 @@ from kvrelay.scheduling.tenants import MAX_IDLE_TENANTS, OUTPUT_COST, TenantShar
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import SCHEDULERS, Bench, make_sequence
 
-pytestmark = pytest.mark.unit
 LONGEST_PROMPT, MOST_OUTPUT, MAX_RUNNING = 24, 12, 4
 
 jobs = st.lists(st.tuples(st.integers(1, LONGEST_PROMPT), st.integers(1, MOST_OUTPUT)), min_size=1, max_size=8)
@@ -87,17 +86,6 @@ def test_tenants_that_always_wait_are_served_equally_by_weight(
         bench.step()
         a, b = flood.shares().values()
         assert abs(a - b) <= bound
-
-
-def test_weights_hold_over_a_long_time() -> None:
-    bench = bench_for()
-    wanted = [(8, 4), (3, 9)]
-    flood = Flood(bench, {"a": 1.0, "b": 3.0, "c": 0.5}, {"a": wanted, "b": wanted, "c": [(20, 2)]})
-    for _ in range(1500):
-        flood.fill()
-        bench.step()
-    shares = list(flood.shares().values())
-    assert max(shares) < 1.1 * min(shares)
 
 
 @pytest.mark.parametrize("order", ["fcfs", "lpm", "dfs_weight", "sjf", "random"])

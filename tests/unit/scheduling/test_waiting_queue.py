@@ -1,4 +1,4 @@
-"""Who is admitted next: orders, shared prefixes, and what looking costs."""
+"""Who is admitted next: orders, shared prefixes, what looking costs, and room for the tokens of those that run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.scheduling.queue.queue_orders import depth_first
-from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
+from kvrelay.kv.pool import BlockState
+from kvrelay.scheduling.memory.headroom import RELAX_STEPS, RETRACTION_HORIZON, NewTokenRatio
+from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import ORDERS, depth_first
+from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP, WaitingQueue
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.tenants import TenantShares
 from tests.thoroughness import examples
-from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
+from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, make_sequence
 
-pytestmark = pytest.mark.unit
 PATIENT = 10_000
 UNCUT = 4096  # a token budget that no prompt here exceeds
 
@@ -69,16 +72,6 @@ def test_random_order_is_the_same_for_the_same_keys() -> None:
     assert runs[0] == runs[1] != sorted(runs[0], key=lambda key: int(key[0][1:]))
 
 
-def test_lpm_admits_the_longest_cached_prefix_first() -> None:
-    bench = bench_with("lpm")
-    bench.add(prompt_of_blocks(1, 2, 3), 1)
-    bench.run()
-    none, one, three, two = (
-        bench.add(prompt_of_blocks(*blocks), 1) for blocks in ((4, 4), (1, 9), (1, 2, 3, 5), (1, 2, 6))
-    )
-    assert admissions(bench) == [three, two, one, none]
-
-
 def test_lpm_notices_what_was_evicted_since_a_sequence_joined() -> None:
     bench = bench_with("lpm", num_blocks=12)
     bench.add(prompt_of_blocks(1, 2, 3), 1)
@@ -87,12 +80,6 @@ def test_lpm_notices_what_was_evicted_since_a_sequence_joined() -> None:
     stale, cached = bench.add(prompt_of_blocks(1, 2, 3, 9), 1), bench.add(prompt_of_blocks(4, 9), 1)
     bench.blocks.cache.remove(stale.block_hashes(1))
     assert admissions(bench) == [cached, stale]
-
-
-def test_lpm_notices_what_was_published_since_a_sequence_joined() -> None:
-    bench = bench_with("lpm")
-    first, other, grown = (bench.add(prompt_of_blocks(*blocks), 1) for blocks in ((5, 6, 7), (4, 4), (5, 6, 8)))
-    assert admissions(bench) == [first, grown, other]
 
 
 chains = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), min_size=1, max_size=12)
@@ -112,13 +99,6 @@ def test_offline_longest_prefix_and_depth_first_reach_the_best_possible_hit_rate
     computed = sum(plan.num_prefill_tokens for plan in bench.run())
     distinct = {chain[: depth + 1] for chain in wanted for depth in range(len(chain))}
     assert computed == len(distinct) * BLOCK_SIZE + len(wanted)
-
-
-def test_fcfs_does_not_reach_it() -> None:
-    bench = bench_with("fcfs", num_blocks=4)
-    for chain in ((1, 1, 1), (2, 2, 2)) * 4:
-        bench.add(prompt_of_blocks(*chain), 1)
-    assert sum(plan.num_prefill_tokens for plan in bench.run()) == 8 * (3 * BLOCK_SIZE + 1)
 
 
 @given(chains)
@@ -152,14 +132,6 @@ def test_depth_first_order_visits_every_branch_once_and_the_heaviest_first(wante
     roots = [chain[0] if chain else None for chain in (hashed[index] for index in order)]
     weights = [roots.count(root) for root in roots]
     assert weights == sorted(weights, reverse=True)
-
-
-def test_the_heaviest_branch_goes_first() -> None:
-    bench = bench_with("dfs_weight")
-    alone = bench.add(prompt_of_blocks(1, 1), 1)
-    pair = [bench.add(prompt_of_blocks(2, n), 1) for n in (3, 4)]
-    three = [bench.add(prompt_of_blocks(5, n), 1) for n in (6, 7, 8)]
-    assert admissions(bench) == [*three, *pair, alone]
 
 
 # -- the same uncached prefix -----------------------------------------------------------------------------------------
@@ -258,3 +230,116 @@ def count_looks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(bench.blocks, "first_missing", counted)
     return looks
+
+
+# -- promised blocks, and the queue of those who wait for them -------------------------------------------------------
+
+
+A, B, C = (bytes([n]) * 16 for n in range(3))
+
+
+def test_a_promise_ends_when_it_is_kept_or_given_up() -> None:
+    promised = PrefixesInProgress()
+    promised.promise(("x", 1, 0), [A, B, C])
+    promised.kept(("x", 1, 0), 1)
+    assert [A in promised, B in promised, C in promised] == [False, True, True]
+    assert promised.withdraw(("x", 1, 0)) == [B, C]
+    assert not promised
+    assert promised.withdraw(("x", 1, 0)) == ()
+
+
+@pytest.mark.parametrize("order", ["fcfs", "lpm"])
+def test_a_queue_that_waits_for_one_block_is_all_there_in_the_step_in_which_it_comes(order: QueueOrderName) -> None:
+    """More than a step may look at: those are looked at whose turn it is."""
+    bench = Bench(64)
+    promised = PrefixesInProgress()
+    shares = TenantShares({}, 8)
+    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, 1 << 20, shares)
+    waiting = [make_sequence([1] * 9, 1, f"r{n}") for n in range(3 * PROBES_A_STEP)]
+    promised.promise(("other", 1, 0), waiting[0].block_hashes(1))
+    for sequence in waiting:
+        shares.enter(sequence)
+        queue.add(sequence)
+    for _ in range(4):
+        queue.refresh()
+        assert queue.head() is None
+        queue.check_integrity()
+    queue.prefixes_changed(promised.withdraw(("other", 1, 0)))
+    queue.refresh()
+    admitted: list[Sequence] = []
+    while (head := queue.head()) is not None:
+        queue.admitted(head)
+        admitted.append(head)
+    assert len(waiting) == len(admitted) == len({s.key for s in admitted})
+    assert not queue
+
+
+# -- room that admission leaves for the tokens of those that run -----------------------------------------------------
+
+
+def careful_bench(ratio: float, num_blocks: int = 12) -> Bench:
+    return Bench(num_blocks, 64, 8, cache=False, settings=SchedulerSettings(new_token_ratio=ratio))
+
+
+@pytest.mark.parametrize(("ratio", "num_admitted"), [(0.0, 6), (0.5, 3), (1.0, 2)])
+def test_the_more_careful_the_ratio_the_fewer_are_admitted(ratio: float, num_admitted: int) -> None:
+    """Prompts of 2 blocks with 16 tokens to draw: expected to take 0, 2 or 4 blocks more each, out of 12."""
+    bench = careful_bench(ratio)
+    for number in range(6):
+        bench.add([number] * 7, 16)
+    assert len(bench.step()[0].admitted) == num_admitted
+
+
+def running(num_output: int, max_tokens: int) -> Sequence:
+    sequence = make_sequence([1] * 4, max_tokens, "x")
+    for _ in range(num_output):
+        sequence.tokens.append(1)
+    return sequence
+
+
+def test_the_ratio_relaxes_step_by_step_to_its_floor() -> None:
+    ratio = NewTokenRatio(0.7)
+    values = []
+    for _ in range(RELAX_STEPS + 10):
+        ratio.relax()
+        values.append(ratio.value)
+    assert values == sorted(values, reverse=True)
+    assert values[RELAX_STEPS // 2] == pytest.approx((0.7 + ratio.floor) / 2, rel=0.02)
+    assert values[-1] == ratio.floor == pytest.approx(0.098)
+
+
+def test_a_retraction_makes_the_estimate_what_was_really_drawn_and_never_less_careful() -> None:
+    ratio = NewTokenRatio(0.5)
+    for _ in range(RELAX_STEPS + 10):
+        ratio.relax()
+    ratio.retracted([running(60, 100), running(20, 100)])
+    assert ratio.value == (80 + 2 * RETRACTION_HORIZON) / 200
+    ratio.retracted([running(0, 1000)])
+    assert ratio.value == 0.6
+    ratio.retracted([running(99, 100)])
+    assert ratio.value == 1.0
+    ratio.idle()
+    assert ratio.value == 0.5
+
+
+def test_a_ratio_of_zero_stays_off() -> None:
+    ratio = NewTokenRatio(0.0)
+    ratio.retracted([running(60, 100)])
+    assert ratio.value == 0.0
+
+
+def test_a_refusal_stands_until_blocks_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = careful_bench(0.0, num_blocks=6)
+    bench.add([1] * (3 * BLOCK_SIZE), 8)
+    bench.add([2] * (4 * BLOCK_SIZE), 2)
+    attempts: list[Sequence] = []
+    admit = bench.blocks.admit
+
+    def counted(sequence: Sequence, state: BlockState, *, num_next: int | None = None, headroom: int = 0) -> bool:
+        attempts.append(sequence)
+        return admit(sequence, state, num_next=num_next, headroom=headroom)
+
+    monkeypatch.setattr(bench.blocks, "admit", counted)
+    plans = bench.run()
+    assert len(attempts) == 3  # the first; the second in vain; the second again when the first has ended
+    assert sum(plan.held_back == "no blocks" for plan in plans) > 3

@@ -86,6 +86,7 @@ jobs = st.lists(
     min_size=1,
     max_size=10,
 )
+MOST_DRAFTS = st.sampled_from([0, 0, 1, 3, 9])  # fewer and more tokens than a block holds
 
 
 class FailingRunner(HashRunner):

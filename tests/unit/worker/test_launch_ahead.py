@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -32,10 +33,18 @@ from tests.fakes.queued_runner import QueuedRunner
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S, until
 from tests.thoroughness import examples
-from tests.unit.worker.serving import BLOCK_SIZE, LONGEST, NUM_BLOCKS, Job, Service, check_tokens, jobs, serve
+from tests.unit.worker.serving import (
+    BLOCK_SIZE,
+    LONGEST,
+    MOST_DRAFTS,
+    NUM_BLOCKS,
+    Job,
+    Service,
+    check_tokens,
+    jobs,
+    serve,
+)
 from tests.unit.worker.test_overlap import one_scheduler
-
-pytestmark = pytest.mark.unit
 
 
 def serve_queued(
@@ -47,8 +56,7 @@ def serve_queued(
     blame: bool = True,
     fails_at_launch: bool = False,
     mistakes: int = 0,
-    most_drafts: int = 0,
-    jump_forward: bool = False,
+    **options: Any,
 ) -> Service:
     made: list[QueuedRunner] = []
 
@@ -64,9 +72,7 @@ def serve_queued(
         made.append(runner)
         return runner
 
-    service = serve(
-        Service(wanted, scheduler, num_slots, make, overlap=overlap, most_drafts=most_drafts, jump_forward=jump_forward)
-    )
+    service = serve(Service(wanted, scheduler, num_slots, make, overlap=overlap, **options))
     made[0].close()
     return service
 
@@ -79,15 +85,15 @@ def serve_queued(
     num_slots=st.sampled_from([0, 3, 40]),
     failure=st.sampled_from(["rows", "step", "launch"]),
     mistakes=st.sampled_from([0, 0, 2, 5]),
+    most_drafts=MOST_DRAFTS,
+    jump_forward=st.booleans(),
 )
 def test_tokens_are_right_and_nothing_is_left_behind(
-    scheduler: str, wanted: list[Job], num_slots: int, failure: str, mistakes: int
+    scheduler: str, wanted: list[Job], num_slots: int, failure: str, **options: Any
 ) -> None:
     """The device runs each step as late as can be: whoever gave its blocks away too early is found."""
     blame = failure == "rows"
-    service = serve_queued(
-        wanted, scheduler, num_slots, blame=blame, fails_at_launch=failure == "launch", mistakes=mistakes
-    )
+    service = serve_queued(wanted, scheduler, num_slots, blame=blame, fails_at_launch=failure == "launch", **options)
     check_tokens(wanted, service.served, blame=blame)
     assert service.loop.totals.num_steps_launched_ahead <= service.loop.totals.num_steps_ahead
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +29,6 @@ from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
 BLOCK_SIZE, NUM_BLOCKS, LONGEST, MAX_RUNNING = 4, 14, 56, 3
 ME = PeerRef("rank", "1", "tcp://nowhere")
 

@@ -13,8 +13,6 @@ from kvrelay.worker import membership
 from kvrelay.worker.membership import Membership
 from tests.fakes.records import worker_record
 
-pytestmark = pytest.mark.unit
-
 
 class TakenRegistry:
     """The id is held by another incarnation, with the ends of its lease that `join` finds one after the other."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,19 +37,20 @@ from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S
 from tests.thoroughness import examples
-from tests.unit.worker.serving import NUM_BLOCKS, Job, Service, check_tokens, failing, jobs, serve
-
-pytestmark = pytest.mark.unit
+from tests.unit.worker.serving import MOST_DRAFTS, NUM_BLOCKS, Job, Service, check_tokens, failing, jobs, serve
 
 
 @pytest.mark.parametrize("scheduler", list(BUILT_IN))
 @pytest.mark.parametrize("overlap", [True, False])
-@settings(max_examples=examples(60), deadline=None)
-@given(jobs, st.sampled_from([0, 3, 40]), st.booleans())
+@settings(max_examples=examples(120), deadline=None)
+@given(jobs, st.sampled_from([0, 3, 40]), st.booleans(), MOST_DRAFTS, st.booleans())
 def test_tokens_are_right_and_nothing_is_left_behind(
-    overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool
+    overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool, most_drafts: int, jump_forward: bool
 ) -> None:
-    service = serve(Service(wanted, scheduler, num_slots, failing(blame=blame), overlap=overlap))
+    """On a small pool: with preemption by recomputing and by swapping, aborts, stops, failures, late masks between, and
+    with drafts and forced tokens."""
+    options: dict[str, Any] = {"most_drafts": most_drafts, "jump_forward": jump_forward}
+    service = serve(Service(wanted, scheduler, num_slots, failing(blame=blame), overlap=overlap, **options))
     check_tokens(wanted, service.served, blame=blame)
 
 

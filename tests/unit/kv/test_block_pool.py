@@ -1,4 +1,4 @@
-"""The block pool: states, transactions, allocation, copy-on-write."""
+"""The block pool and its runs of free blocks: illegal calls, allocation, copy-on-write; and block tables."""
 
 from __future__ import annotations
 
@@ -10,69 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.kv.cache import BlockError, IntegrityError, OutOfBlocks
+from kvrelay.kv.free_runs import FreeRuns
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.kv.table import BlockTable, CopyInstruction, copy_on_write, finish_copy
+from kvrelay.kv.table import BlockTable, blocks_for, copy_on_write
 from tests.unit.kv.cache_oracle import KINDS
-
-
-def test_a_new_pool_is_free() -> None:
-    pool = BlockPool(5, 16)
-    assert pool.counts() == {state: 5 if state is BlockState.FREE else 0 for state in BlockState}
-    assert pool.num_free == pool.num_available == 5
-    pool.check_integrity()
-
-
-def test_the_strongest_hold_is_the_label() -> None:
-    pool = BlockPool(3, 16)
-    (block,) = pool.allocate(1, KINDS[0])
-    for kind in KINDS[1:]:
-        pool.hold([block], kind)
-        assert pool.state_of(block) is kind
-        assert pool.counts()[kind] == 1
-        assert sum(pool.counts().values()) == 3
-    for weaker, kind in zip(reversed(KINDS[:-1]), reversed(KINDS), strict=False):
-        pool.release([block], kind)
-        assert pool.state_of(block) is weaker
-        pool.check_integrity()
-    pool.release([block], KINDS[0])
-    assert pool.state_of(block) is BlockState.FREE
-
-
-def test_a_block_is_free_only_after_its_last_hold() -> None:
-    pool = BlockPool(2, 16)
-    blocks = pool.allocate(2, BlockState.RUNNING)
-    for _ in range(1000):
-        pool.hold(blocks, BlockState.RUNNING)
-    for _ in range(1000):
-        pool.release(blocks, BlockState.RUNNING)
-        assert pool.num_free == 0
-    pool.release(blocks, BlockState.RUNNING)
-    assert pool.num_free == 2
-    pool.check_integrity()
-
-
-def test_a_move_changes_one_hold() -> None:
-    pool = BlockPool(2, 16)
-    blocks = pool.allocate(2, BlockState.RESERVED)
-    pool.hold(blocks, BlockState.RESERVED)
-    pool.move(blocks, BlockState.RESERVED, BlockState.RUNNING)
-    assert [pool.num_holds(blocks[0], state) for state in (BlockState.RESERVED, BlockState.RUNNING)] == [1, 1]
-    assert pool.counts()[BlockState.RESERVED] == 2
-    pool.move(blocks, BlockState.RESERVED, BlockState.RUNNING)
-    assert pool.counts()[BlockState.RUNNING] == 2
-    pool.check_integrity()
-
-
-def test_block_ids_may_come_as_an_array() -> None:
-    pool = BlockPool(4, 16)
-    table = BlockTable(16, pool.allocate(3, BlockState.COMPUTING))
-    pool.move(table.ids, BlockState.COMPUTING, BlockState.RUNNING)
-    pool.hold(table.ids, BlockState.IN_FLIGHT)
-    pool.release(table.ids, BlockState.RUNNING)
-    pool.release(table.ids, BlockState.IN_FLIGHT)
-    assert pool.num_free == 4
-
 
 ILLEGAL: dict[str, Callable[[BlockPool], object]] = {
     "hold a free block": lambda pool: pool.hold([0, 3], BlockState.RUNNING),
@@ -103,15 +45,6 @@ def test_what_is_illegal_raises_and_changes_nothing(name: str) -> None:
     pool.check_integrity()
 
 
-def test_a_double_free_raises() -> None:
-    pool = BlockPool(4, 16)
-    blocks = pool.allocate(2, BlockState.RUNNING)
-    pool.release(blocks, BlockState.RUNNING)
-    with pytest.raises(BlockError, match="not held as running"):
-        pool.release(blocks, BlockState.RUNNING)
-    assert pool.num_free == 4
-
-
 @pytest.mark.parametrize("state", [BlockState.FREE, BlockState.CACHED])
 def test_free_and_cached_are_no_holds(state: BlockState) -> None:
     pool = BlockPool(4, 16)
@@ -126,14 +59,6 @@ def test_free_and_cached_are_no_holds(state: BlockState) -> None:
         with pytest.raises(ValueError, match="not a kind of hold"):
             operation()
     assert pool.counts()[BlockState.RUNNING] == 2
-
-
-def test_too_large_an_allocation_says_what_there_is() -> None:
-    pool = BlockPool(4, 16)
-    pool.allocate(1, BlockState.RUNNING)
-    with pytest.raises(OutOfBlocks) as caught:
-        pool.allocate(4, BlockState.RUNNING)
-    assert (caught.value.needed, caught.value.available) == (4, 3)
 
 
 def test_a_prompt_gets_neighbouring_blocks() -> None:
@@ -189,40 +114,6 @@ def test_lost_and_doubled_blocks_are_found() -> None:
         pool.check_integrity()
 
 
-def test_a_forked_block_is_copied_on_the_first_write() -> None:
-    pool = BlockPool(8, 16)
-    table = BlockTable(16, pool.allocate(3, BlockState.RUNNING))
-    assert copy_on_write(pool, table, 2) is None
-    fork = BlockTable(16, table.ids.tolist())
-    pool.hold(fork.ids, BlockState.RUNNING)
-    assert pool.is_shared(2)
-
-    copy = copy_on_write(pool, fork, 2)
-    assert copy == CopyInstruction(source=2, target=3, state=BlockState.RUNNING)
-    assert table.ids.tolist() == [0, 1, 2]
-    assert fork.ids.tolist() == [0, 1, 3]
-    finish_copy(pool, copy)
-    assert copy_on_write(pool, fork, 2) is None
-    assert copy_on_write(pool, table, 2) is None
-    pool.release(table.ids, BlockState.RUNNING)
-    pool.release(fork.ids, BlockState.RUNNING)
-    assert pool.num_free == 8
-
-
-def test_the_source_of_a_copy_cannot_be_reused_before_the_copy_is_made() -> None:
-    pool = BlockPool(2, 16)
-    table = BlockTable(16, pool.allocate(1, BlockState.RUNNING))
-    fork = BlockTable(16, table.ids.tolist())
-    pool.hold(fork.ids, BlockState.RUNNING)
-    copy = copy_on_write(pool, fork, 0)
-    assert copy is not None
-    pool.release(table.ids, BlockState.RUNNING)  # the other sequence ends first
-    with pytest.raises(OutOfBlocks):
-        pool.allocate(1, BlockState.RESERVED)
-    finish_copy(pool, copy)
-    assert pool.allocate(1, BlockState.RESERVED) == [copy.source]
-
-
 def test_copy_on_write_without_room_changes_nothing() -> None:
     pool = BlockPool(1, 16)
     table = BlockTable(16, pool.allocate(1, BlockState.RUNNING))
@@ -242,21 +133,6 @@ def test_blocks_for_many_are_the_free_neighbours_of_their_last_ones() -> None:
     pool.check_integrity()
 
 
-def test_blocks_for_many_come_from_the_cache_where_none_is_free() -> None:
-    pool = BlockPool(8, 16)
-    cache = PrefixCache(pool)
-    kept = pool.allocate(8, BlockState.RUNNING)
-    cache.insert([bytes([number]) * 16 for number in range(6)], kept[:6])
-    pool.release(kept[:6], BlockState.RUNNING)
-    with pytest.raises(OutOfBlocks):
-        pool.allocate_each([7] * 7, BlockState.RUNNING)
-    assert (pool.num_free, cache.num_cached) == (0, 6)
-    taken = pool.allocate_each([6, 4, 2, 2], BlockState.RUNNING)  # evicted are 5, 4, 3 and 2
-    assert taken == [2, 5, 3, 4]
-    assert cache.num_cached == 2
-    pool.check_integrity()
-
-
 @given(st.lists(st.integers(0, 31), min_size=0, max_size=12), st.integers(0, 16), st.integers(0, 8))
 def test_blocks_for_many_are_as_many_new_ones(after: list[int], num_cached: int, num_held: int) -> None:
     pool = BlockPool(32, 16)
@@ -270,3 +146,139 @@ def test_blocks_for_many_are_as_many_new_ones(after: list[int], num_cached: int,
     assert not set(taken) & set(held)
     assert {pool.state_of(block) for block in taken} <= {BlockState.COMPUTING}
     pool.check_integrity()
+
+
+# -- runs of free blocks, against a plain set ------------------------------------------------------------------------
+
+
+def runs_of(free: set[int]) -> list[tuple[int, int]]:
+    """Maximal runs of neighbours, (start, length)."""
+    starts = sorted(block for block in free if block - 1 not in free)
+    return [(start, next(n for n in range(1, len(free) + 2) if start + n not in free)) for start in starts]
+
+
+@given(st.integers(0, 40), st.randoms(use_true_random=False), st.integers(1, 60))
+def test_random_histories_match_a_set(num_blocks: int, random, num_operations: int) -> None:  # type: ignore[no-untyped-def]
+    runs = FreeRuns(num_blocks)
+    free = set(range(num_blocks))
+    used: list[int] = []
+    for _ in range(num_operations):
+        if random.random() < 0.5:
+            taken = runs.take(random.randint(0, len(free)))
+            assert len(set(taken)) == len(taken) and free.issuperset(taken)
+            free -= set(taken)
+            used += taken
+        elif used and random.random() < 0.3:
+            after = random.choice(used)
+            taken = runs.take_at(after + 1, random.randint(0, 4))
+            assert taken == [block for block in range(after + 1, after + 1 + len(taken)) if block in free]
+            free -= set(taken)
+            used += taken
+        elif random.random() < 0.3:
+            named = random.sample(sorted(free), random.randint(0, len(free)))
+            runs.take_named(named)
+            free -= set(named)
+            used += named
+        else:
+            random.shuffle(used)
+            cut = random.randint(0, len(used))
+            runs.give_back(used[cut:])
+            free |= set(used[cut:])
+            del used[cut:]
+        assert runs.check_integrity() == free
+        assert runs.num_free == len(free)
+        assert runs.runs() == runs_of(free)
+
+
+def test_one_run_is_taken_where_one_fits() -> None:
+    runs = FreeRuns(64)
+    runs.take(64)
+    runs.give_back([*range(3), *range(10, 18), *range(30, 62)])
+    assert runs.take(8) == list(range(10, 18))
+    assert runs.take(20) == list(range(30, 50))
+
+
+def test_single_blocks_fill_the_smallest_gaps() -> None:
+    runs = FreeRuns(32)
+    runs.take(32)
+    runs.give_back([5, *range(10, 20), 25])
+    assert sorted(runs.take(1) + runs.take(1)) == [5, 25]
+
+
+def test_few_runs_are_used_where_none_fits() -> None:
+    runs = FreeRuns(32)
+    runs.take(32)
+    runs.give_back([1, 3, *range(5, 9), *range(12, 28)])
+    assert runs.take(20) == [*range(12, 28), *range(5, 9)]
+
+
+# -- block tables ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1000), st.integers(1, 130))
+def test_blocks_for_is_the_smallest_number_that_suffices(num_tokens: int, block_size: int) -> None:
+    num_blocks = blocks_for(num_tokens, block_size)
+    assert num_blocks * block_size >= num_tokens > (num_blocks - 1) * block_size or num_tokens == num_blocks == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=20), max_size=12))
+def test_blocks_stay_in_order(pieces: list[list[int]]) -> None:
+    table = BlockTable(16)
+    for piece in pieces:
+        table.append(piece)
+    everything = [block for piece in pieces for block in piece]
+    assert table.ids.tolist() == everything
+    assert table.ids.dtype == np.int32
+    assert table.num_blocks == len(everything)
+    assert table.capacity_tokens == 16 * len(everything)
+
+
+def test_a_view_never_changes() -> None:
+    table = BlockTable(16, [1, 2, 3])
+    view = table.ids
+    table.append([4])
+    table.replace(1, 9)
+    assert table.truncate(1) == [9, 3, 4]
+    table.append([5, 6])
+    assert table.clear() == [1, 5, 6]
+    table.append([7, 8])
+    assert view.tolist() == [1, 2, 3]
+    assert table.ids.tolist() == [7, 8]
+
+
+def test_a_view_is_read_only_and_no_copy() -> None:
+    table = BlockTable(16, [1, 2, 3])
+    assert np.shares_memory(table.ids, table.ids)
+    with pytest.raises(ValueError, match="read-only"):
+        table.ids[0] = 5
+
+
+def test_growth_by_one_copies_seldom() -> None:
+    table = BlockTable(16)
+    storages = set()
+    for block in range(10_000):
+        table.append([block])
+        storages.add(table.ids.__array_interface__["data"][0])
+    assert len(storages) < 20
+    assert table.ids.tolist() == list(range(10_000))
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_only_blocks_in_the_table_can_be_replaced(index: int) -> None:
+    table = BlockTable(16, [1, 2])
+    with pytest.raises(IndexError):
+        table.replace(index, 5)
+    with pytest.raises(IndexError):
+        table.truncate(3)
+    assert table.ids.tolist() == [1, 2]
+
+
+def test_the_last_block() -> None:
+    table = BlockTable(16, [9, 3])
+    assert (table.last, table.num_blocks, table.capacity_tokens) == (3, 2, 32)
+    table.append([7])
+    assert (table.last, table.num_blocks, table.capacity_tokens) == (7, 3, 48)
+    table.clear()
+    assert (table.num_blocks, table.capacity_tokens) == (0, 0)
+    with pytest.raises(IndexError, match="no last block"):
+        _ = table.last

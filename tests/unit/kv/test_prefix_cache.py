@@ -1,17 +1,20 @@
-"""The prefix cache: what each operation promises, one at a time."""
+"""The prefix cache: what it refuses, no cache, and the blocks of sessions."""
 
 from __future__ import annotations
 
-import random
 import sys
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.kv.block_index import BlockIndex
-from kvrelay.kv.cache import BlockError, Cache, IntegrityError, NullCache, Removed, Stored
+from kvrelay.kv.cache import BlockError, Cache, IntegrityError, NullCache
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.session_blocks import SessionBlocks
 
 ROOT = root_hash(model="m")
 
@@ -48,116 +51,6 @@ def cache(pool: BlockPool) -> PrefixCache:
     return PrefixCache(pool, record_events=True)
 
 
-def test_the_longest_cached_prefix_is_found(pool: BlockPool, cache: PrefixCache) -> None:
-    blocks = publish(pool, cache, "abcd")
-    assert cache.match(chain("abxy")) == blocks[:2]
-    assert cache.match(chain("abcdef")) == blocks
-    assert cache.match(chain("bcd")) == []
-    assert cache.match([]) == []
-    assert cache.peek(chain("abcx")) == 3
-
-
-def test_branches_share_their_prefix(pool: BlockPool, cache: PrefixCache) -> None:
-    first, second = publish(pool, cache, "abcd"), publish(pool, cache, "abxy")
-    assert first[:2] == second[:2]
-    assert pool.counts()[BlockState.CACHED] == 6
-
-
-def test_the_least_recently_used_leaf_goes_first(pool: BlockPool, cache: PrefixCache) -> None:
-    for text in ("abc", "abd", "xyz"):
-        publish(pool, cache, text)
-    cache.match(chain("abc"))
-    cache.evict(1)
-    assert cached_texts(cache, ["abc", "abd", "xyz"]) == ["abc", "ab", "xyz"]
-    cache.evict(3)
-    assert cached_texts(cache, ["abc", "xyz"]) == ["abc", ""]
-    cache.evict(2)
-    assert cached_texts(cache, ["abc"]) == ["a"]
-
-
-def test_a_peek_is_no_use(pool: BlockPool, cache: PrefixCache) -> None:
-    publish(pool, cache, "ab")
-    publish(pool, cache, "xy")
-    cache.peek(chain("ab"))
-    cache.evict(1)
-    assert cached_texts(cache, ["ab", "xy"]) == ["a", "xy"]
-
-
-def test_the_end_of_a_request_is_a_use(pool: BlockPool, cache: PrefixCache) -> None:
-    long_runner = publish(pool, cache, "ab")
-    pool.hold(long_runner, BlockState.RUNNING)
-    publish(pool, cache, "xy")
-    pool.release(long_runner, BlockState.RUNNING)
-    cache.evict(1)
-    assert cached_texts(cache, ["ab", "xy"]) == ["ab", "x"]
-
-
-def test_an_allocation_evicts_only_what_is_missing(pool: BlockPool, cache: PrefixCache) -> None:
-    publish(pool, cache, "abcdefghij")
-    assert (pool.num_free, pool.num_available) == (6, 16)
-    pool.allocate(8, BlockState.RUNNING)
-    assert cached_texts(cache, ["abcdefghij"]) == ["abcdefgh"]
-    assert pool.num_free == 0
-
-
-def test_what_is_held_and_all_above_it_stays(pool: BlockPool, cache: PrefixCache) -> None:
-    blocks = publish(pool, cache, "abcd")
-    publish(pool, cache, "abxy")
-    pool.hold(blocks[2:3], BlockState.IN_FLIGHT)  # its ancestors are held by nobody
-    assert pool.counts()[BlockState.CACHED] == 5
-    assert cache.num_evictable == 3
-    assert pool.num_available == 13
-    assert len(cache.evict(16)) == 3
-    assert cached_texts(cache, ["abcd", "abxy"]) == ["abc", "ab"]
-    pool.release(blocks[2:3], BlockState.IN_FLIGHT)
-    assert cache.num_evictable == 3
-
-
-def test_the_first_of_two_equal_blocks_stays_the_cached_one(pool: BlockPool, cache: PrefixCache) -> None:
-    first, second = pool.allocate(3, BlockState.COMPUTING), pool.allocate(3, BlockState.COMPUTING)
-    cache.insert(chain("abc"), first)
-    assert cache.insert(chain("abc"), second) == first
-    cache.drain_events()
-    pool.release(second, BlockState.COMPUTING)
-    assert cache.drain_events() == []  # the duplicate's end withdraws nothing
-    assert pool.num_free == 13
-    assert cache.match(chain("abc")) == first
-    pool.check_integrity()
-
-
-def test_a_branch_may_stand_on_a_block_that_its_holder_has_as_duplicate(pool: BlockPool, cache: PrefixCache) -> None:
-    first, second = pool.allocate(2, BlockState.COMPUTING), pool.allocate(3, BlockState.COMPUTING)
-    cache.insert(chain("ab"), first)
-    assert cache.insert(chain("abc"), second) == [*first, second[2]]
-    pool.release(first, BlockState.COMPUTING)
-    assert cache.num_evictable == 0  # "c" is held, and "a" and "b" are above it
-    pool.check_integrity()
-    pool.release(second, BlockState.COMPUTING)
-    assert cache.num_evictable == 3
-    assert cache.evict(1) == [second[2]]
-
-
-def test_a_chain_can_be_published_a_block_at_a_time(pool: BlockPool, cache: PrefixCache) -> None:
-    hashes = chain("abcd")
-    blocks = pool.allocate(4, BlockState.RUNNING)
-    for index in range(4):
-        parent = hashes[index - 1] if index else None
-        assert cache.extend(parent, hashes[index : index + 1], blocks[index : index + 1]) == [blocks[index]]
-        pool.check_integrity()
-    assert cache.match(hashes) == blocks
-    assert cache.drain_events() == [Stored(hashes[i - 1] if i else None, (hashes[i],)) for i in range(4)]
-
-
-def test_nothing_is_published_behind_an_evicted_parent(pool: BlockPool, cache: PrefixCache) -> None:
-    hashes = chain("abc")
-    publish(pool, cache, "ab")
-    duplicate = pool.allocate(3, BlockState.RUNNING)
-    cache.evict(1)
-    assert cache.extend(hashes[1], hashes[2:], duplicate[2:]) == duplicate[2:]
-    assert cached_texts(cache, ["abc"]) == ["a"]
-    pool.check_integrity()
-
-
 def test_only_held_blocks_are_published(pool: BlockPool, cache: PrefixCache) -> None:
     (block,) = pool.allocate(1, BlockState.RUNNING)
     free = block + 1
@@ -188,37 +81,6 @@ def test_what_is_no_chain_is_refused(pool: BlockPool, cache: PrefixCache) -> Non
     with pytest.raises(ValueError, match="3 hashes for 2 blocks"):
         cache.insert(hashes, more)
     assert cache.num_cached == 3
-    pool.check_integrity()
-
-
-def test_removal_takes_everything_below_and_leaves_holds(pool: BlockPool, cache: PrefixCache) -> None:
-    blocks = publish(pool, cache, "abcd")
-    publish(pool, cache, "abxy")
-    publish(pool, cache, "z")
-    pool.hold(blocks, BlockState.RUNNING)
-    cache.drain_events()
-    removed = cache.remove(chain("ab")[1:])
-    assert len(removed) == 5
-    (event,) = cache.drain_events()
-    assert isinstance(event, Removed)
-    assert set(event.hashes) == {*chain("abcd")[1:], *chain("abxy")[2:]}
-    assert cached_texts(cache, ["abcd", "abxy", "z"]) == ["a", "a", "z"]
-    pool.check_integrity()
-    assert pool.counts()[BlockState.RUNNING] == 4
-    pool.release(blocks, BlockState.RUNNING)
-    assert pool.counts()[BlockState.CACHED] == 2
-    pool.check_integrity()
-
-
-def test_clearing_frees_what_nobody_holds(pool: BlockPool, cache: PrefixCache) -> None:
-    blocks = publish(pool, cache, "abcd")
-    publish(pool, cache, "xyz")
-    pool.hold(blocks, BlockState.RUNNING)
-    cache.clear()
-    assert (cache.num_cached, cache.num_evictable, pool.num_free) == (0, 0, 12)
-    pool.check_integrity()
-    publish(pool, cache, "ab")
-    pool.release(blocks, BlockState.RUNNING)
     pool.check_integrity()
 
 
@@ -261,39 +123,6 @@ def test_no_cache_keeps_nothing(pool: BlockPool) -> None:
     assert pool.num_free == 16
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_cache_survives_a_busy_pool(seed: int) -> None:
-    random_ = random.Random(seed)
-    pool = BlockPool(24, 1)
-    cache = PrefixCache(pool)
-    running: list[tuple[list[BlockHash], list[int]]] = []
-    for _ in range(300):
-        text = "".join(random_.choices("ab", k=random_.randint(1, 9)))
-        hashes = chain(text)
-        blocks = cache.match(hashes[:-1])
-        assert len(blocks) == cache.peek(hashes[:-1])
-        pool.hold(blocks, BlockState.RUNNING)
-        missing = len(hashes) - len(blocks)
-        if missing <= pool.num_available:
-            blocks += pool.allocate(missing, BlockState.RUNNING)
-            running.append((hashes, blocks))
-            cut = random_.randint(0, len(hashes))
-            cache.extend(None, hashes[:cut], blocks[:cut])
-        else:
-            pool.release(blocks, BlockState.RUNNING)
-        while len(running) > random_.randint(0, 4):
-            hashes, blocks = running.pop(random_.randrange(len(running)))
-            cache.insert(hashes, blocks)
-            pool.release(blocks, BlockState.RUNNING)
-        if random_.random() < 0.05:
-            cache.remove([random_.choice(hashes)])
-        pool.check_integrity()
-    for _, blocks in running:
-        pool.release(blocks, BlockState.RUNNING)
-    cache.clear()
-    assert pool.num_free == 24
-
-
 def test_an_index_that_loses_what_it_gains_does_not_grow() -> None:
     hashes = hash_blocks(ROOT, list(range(60_000)), 1)
     index, plain = BlockIndex(), dict.fromkeys(hashes[:20_000], 0)
@@ -308,3 +137,114 @@ def test_an_index_that_loses_what_it_gains_does_not_grow() -> None:
     index.drop(hashes[40_000:])
     assert list(index.blocks()) == []
     assert max(sys.getsizeof(shard) for shard in index.shards) < 2048
+
+
+# -- blocks that only a session has used, held against the set of all users of each block ----------------------------
+
+
+NONE = ""
+SESSIONS = (NONE, "a", "b", "c")
+
+
+def chain_of(tokens: Sequence[int]) -> list[BlockHash]:
+    return hash_blocks(ROOT, list(tokens), 1)
+
+
+class Worker:
+    """A pool with a tree, used as a worker does. `users` has the sessions that used each cached block; None is the user
+    of a block that belongs to none."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, 1)
+        self.cache = PrefixCache(self.pool)
+        self.sessions = SessionBlocks(most_blocks=1000)
+        self.users: dict[BlockHash, set[str]] = {}
+        self.ended: set[BlockHash] = set()
+
+    def serve(self, session: str, tokens: Sequence[int], *, keeps: bool = False) -> list[int]:
+        hashes = chain_of(tokens)
+        matched = self.cache.match(hashes)
+        self.pool.hold(matched, BlockState.RUNNING)
+        self.sessions.matched(session, hashes[: len(matched)])
+        blocks = matched + self.pool.allocate(len(hashes) - len(matched), BlockState.RUNNING)
+        self.forget_evicted()
+        parent = hashes[len(matched) - 1] if matched else None
+        new = hashes[len(matched) :]
+        self.cache.extend(parent, new, blocks[len(matched) :])
+        self.sessions.published(session, new)
+        for block_hash in hashes:
+            self.users.setdefault(block_hash, set()).add(session)
+        if not keeps:
+            self.pool.release(blocks, BlockState.RUNNING)
+        self.ended -= set(hashes)
+        return blocks
+
+    def end(self, session: str) -> None:
+        own = self.sessions.end(session)
+        expected = {each for each, users in self.users.items() if users == {session}}
+        assert {each for each in own if self.cache.block_of(each) is not None} == expected
+        self.cache.demote(own)
+        for each in expected:
+            self.users[each] = {NONE}  # whoever uses it later, the session is over
+            block = self.cache.block_of(each)
+            assert block is not None
+            if not self.pool.is_held(block):
+                self.ended.add(each)
+
+    def forget_evicted(self) -> None:
+        cached = {each for each in self.users if self.cache.block_of(each) is not None}
+        self.users = {each: users for each, users in self.users.items() if each in cached}
+        self.ended &= cached
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(SESSIONS), st.none() | st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=40
+)
+
+
+@given(OPERATIONS, st.integers(6, 20))
+def test_what_only_an_ended_session_has_used_is_evicted_first(
+    operations: list[tuple[str, list[int] | None]], num_blocks: int
+) -> None:
+    worker = Worker(num_blocks)
+    for session, tokens in operations:
+        if tokens is not None:
+            worker.serve(session, tokens)
+        elif session != NONE:
+            worker.end(session)
+        worker.pool.check_integrity()
+    num_ended = len(worker.ended)
+    evicted = worker.cache.evict(num_ended)
+    assert len(evicted) == num_ended
+    worker.forget_evicted()
+    assert not worker.ended
+    worker.pool.check_integrity()
+
+
+def test_held_blocks_are_not_moved() -> None:
+    worker = Worker(4)
+    blocks = worker.serve("a", [1, 2], keeps=True)
+    worker.end("a")
+    worker.pool.check_integrity()
+    assert worker.cache.evict(4) == []
+    worker.pool.release(blocks, BlockState.RUNNING)
+    worker.pool.check_integrity()
+
+
+def test_sessions_that_do_not_end_are_forgotten() -> None:
+    sessions = SessionBlocks(most_blocks=4)
+    for number in range(10):
+        sessions.published(f"s{number}", chain_of([number, 0]))
+    assert len(sessions) == 2
+    assert sessions.end("s7") == [] and sessions.end("s9") == chain_of([9, 0])
+
+
+def test_a_block_that_was_evicted_belongs_to_whoever_publishes_it_next() -> None:
+    sessions = SessionBlocks(most_blocks=100)
+    x, y = chain_of([1, 2])
+    sessions.published("a", [x, y])
+    sessions.published(NONE, [x, y])
+    assert sessions.end("a") == []
+    sessions.published("a", [y])  # behind a block of another session
+    sessions.published("a", [x, y])  # after both were evicted
+    assert sessions.end("a") == [x, y]

@@ -1,4 +1,4 @@
-"""Single steps of the sender's and the receiver's machine that a reader should know; the search visits all of them."""
+"""Single steps of the sender's and the receiver's machine that a reader should know, and small parts beside them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import pytest
 
 from kvrelay.handoff import receiver, sender
 from kvrelay.handoff.receiver import ReceiverHandoff
-from kvrelay.handoff.sender import FromDecode, ReservationState, SenderHandoff, SenderState
-from kvrelay.handoff.transports.base import BlockPush, Corrupted, Landed, SenderDrained, TransferFailed
+from kvrelay.handoff.sender import FromDecode, SenderHandoff
+from kvrelay.handoff.transports.base import Corrupted, Landed, TransferFailed
+from kvrelay.handoff.transports.sharded import ShardedReceiver, ShardLayout
+from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import (
     Abort,
     Cancel,
-    Committed,
     Drained,
     Granted,
     Handoff,
     NeedDecode,
     PeerRef,
-    Reassign,
     Released,
+    Shards,
+    TokenBatch,
+    TokenEntry,
 )
-from kvrelay.state_machine import IllegalEvent
+from kvrelay.step.batch import ModelSpec
+from kvrelay_decode.reservations import Reservations
+from kvrelay_decode.stream import TokenStream
+from kvrelay_prefill.pushes import TRY_AGAIN_AFTER_S, TransportOffers
+from tests.unit.handoff.test_decode_role import SilentReceiver
 
 ROUTER = PeerRef("r", "1", "tcp://r")
 FIRST, SECOND = PeerRef("d1", "1", "tcp://d1"), PeerRef("d2", "1", "tcp://d2")
@@ -51,32 +58,6 @@ def filling(*, is_one_sided: bool = False) -> ReceiverHandoff:
     return made
 
 
-def test_an_illegal_event_changes_nothing() -> None:
-    prefill = SenderHandoff(ROUTER, FIRST)
-    with pytest.raises(IllegalEvent):
-        prefill.handle(sender.BlocksComputed(1))
-    with pytest.raises(IllegalEvent):
-        prefill.handle(sender.PrefillFinished(HANDOFF))
-    assert (prefill.state, prefill.reservation_state) == (SenderState.QUEUED, ReservationState.NONE)
-    decode = filling()
-    with pytest.raises(IllegalEvent):
-        decode.handle(granted("s", 3))
-    assert (decode.reservation, decode.num_received) == ("r", 1)
-
-
-def test_blocks_that_an_earlier_grant_still_reads_outlive_the_commit_of_the_next() -> None:
-    prefill = sending(10)
-    released = FromDecode(FIRST, Released(reservation="r1", reason="full"))
-    assert sender.StopPushing("r1", "t") in prefill.handle(released)
-    prefill.handle(Reassign(decode=SECOND))
-    prefill.handle(FromDecode(SECOND, granted("r2")))
-    assert prefill.handle(FromDecode(SECOND, Committed(reservation="r2"))) == []
-    assert prefill.state is SenderState.DRAINING
-    drained = sender.Send(FIRST, Drained(reservation="r1"))
-    assert prefill.handle(SenderDrained("r1")) == [drained, sender.ReleaseBlocks()]
-    assert prefill.handle(released) == [drained], "decode lost us, and asks again"
-
-
 def test_a_failed_transfer_asks_for_another_decode_worker_at_once() -> None:
     prefill = sending(10)
     need = NeedDecode(reason="transfer failed: the connection broke", excluded=["d1"], lacks=FIRST)
@@ -85,19 +66,6 @@ def test_a_failed_transfer_asks_for_another_decode_worker_at_once() -> None:
         sender.Send(ROUTER, need),
     ]
     assert prefill.handle(TransferFailed("r1", "the connection broke")) == []
-
-
-def test_blocks_are_pushed_once_for_each_reservation_when_they_are_computed() -> None:
-    prefill = SenderHandoff(ROUTER, FIRST)
-    prefill.handle(sender.PrefillScheduled((10, 11, 12)))
-    prefill.handle(sender.BlocksComputed(2))
-    grant = Granted(reservation="r1", first_block=1, slots=[5, 6], transport="t", endpoint={})
-    assert prefill.handle(FromDecode(FIRST, grant)) == [sender.PushBlocks(grant, (BlockPush(1, 11, 5),))]
-    assert prefill.handle(sender.BlocksComputed(2)) == []
-    push, handoff = prefill.handle(sender.PrefillFinished(HANDOFF))
-    assert push == sender.PushBlocks(grant, (BlockPush(2, 12, 6),))
-    assert isinstance(handoff, sender.Send) and isinstance(handoff.body, Handoff)
-    assert (handoff.body.reservation, handoff.body.num_blocks) == ("r1", 2)
 
 
 def test_a_grant_of_another_number_of_blocks_is_returned() -> None:
@@ -126,3 +94,73 @@ def test_a_deferred_handoff_that_is_cancelled_is_refused() -> None:
     [refused, free] = ReceiverHandoff(is_one_sided=True).handle(Cancel(reason="draining"))
     assert free == receiver.FreeBlocks(0)
     assert type(refused).__name__ == "Refused"
+
+
+# -- which transports a prefill worker offers to whom ----------------------------------------------------------------
+
+
+PEER, OTHER = PeerRef("d", "1", "tcp://d"), PeerRef("e", "1", "tcp://e")
+
+
+def test_what_failed_with_a_peer_is_not_offered_to_it_for_a_while() -> None:
+    offers = TransportOffers(["nixl", "zmq"])
+    offers.failed(PEER, "nixl", 100.0)
+    assert offers.to(PEER, 100.0) == ["zmq"]
+    assert offers.to(OTHER, 100.0) == ["nixl", "zmq"]
+    assert offers.to(PEER, 100.0 + TRY_AGAIN_AFTER_S) == ["nixl", "zmq"]
+
+
+def test_something_is_always_offered() -> None:
+    offers = TransportOffers(["nixl"])
+    offers.failed(PEER, "nixl", 0.0)
+    assert offers.to(PEER, 0.0) == ["nixl"]
+
+
+# -- which prefill workers a decode worker with stages takes kv from -------------------------------------------------
+
+
+NUM_HEADS, NUM_LAYERS = 4, 3
+SPEC = ModelSpec("m", 100, 64, (), NUM_LAYERS, NUM_HEADS, 1, 4, 16, 96, "float32", "f")
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "shards", "reason"),
+    [
+        (2, Shards(), "0 KV heads there, 4 here"),
+        (2, Shards(size=2, num_kv_heads=NUM_HEADS), ""),
+        (2, Shards(size=1, num_kv_heads=NUM_HEADS, num_stages=1), ""),
+        (2, Shards(size=2, num_kv_heads=NUM_HEADS, num_stages=3), ""),
+        (2, Shards(size=1, num_kv_heads=NUM_HEADS, num_stages=4), "3 layers do not divide among 4 stages"),
+        (2, Shards(size=1, num_kv_heads=8, num_stages=2), "8 KV heads there, 4 here"),
+        (1, Shards(), ""),
+        (1, Shards(size=2, num_kv_heads=NUM_HEADS), ""),
+        (1, Shards(size=1, num_kv_heads=NUM_HEADS, num_stages=2), ""),
+    ],
+)
+def test_which_workers_are_refused(num_stages: int, shards: Shards, reason: str) -> None:
+    layout = ShardLayout.of(ShardShape(1, NUM_HEADS, num_stages), NUM_LAYERS, 32)
+    receiver = ShardedReceiver([SilentReceiver(False) for _ in range(num_stages)], layout)
+    reservations = Reservations({"silent": receiver}, "1", SPEC)
+    assert reservations.why_none_in_common(["silent"], shards) == reason
+
+
+# -- how a decode worker gathers the tokens of a step into messages --------------------------------------------------
+
+
+ROUTERS = [PeerRef(peer_id=f"r{number}", incarnation="1", address=f"tcp://r{number}:1") for number in range(2)]
+
+
+def entry(request: str) -> TokenEntry:
+    return TokenEntry(request=request, attempt=1, sequence=0, index=0, token_ids=[7])
+
+
+def test_a_step_is_one_message_to_each_router() -> None:
+    sent: list[tuple[PeerRef, TokenBatch]] = []
+    stream = TokenStream(lambda router, batch: sent.append((router, batch)))
+    entries = [entry("a"), entry("b"), entry("c"), entry("d")]
+    for router, each in zip([0, 0, 0, 1], entries, strict=True):
+        stream.put(ROUTERS[router], each)
+    stream.flush()
+    stream.flush()
+    batches = [([each.request for each in batch.entries], ROUTERS.index(router)) for router, batch in sent]
+    assert batches == [(["a", "b", "c"], 0), (["d"], 1)]

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,12 +38,9 @@ from kvrelay.protocol.messages import (
     pack_tokens,
 )
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.state_machine import IllegalEvent
 from tests.thoroughness import examples
 from tests.unit.handoff.test_decode_role import OTHER, PREFILL, ROUTER, DecodeWorker
 from tests.unit.protocol.message_strategies import values
-
-pytestmark = pytest.mark.unit
 
 NUM_BLOCKS = 16
 KINDS: tuple[type[AnyBody], ...] = (Reserve, Generate, Handoff, Abort, Drained, Cancel, Stop)
@@ -184,8 +180,3 @@ def test_a_sender_pushes_only_its_own_blocks_and_releases_them_once(data: st.Dat
     while aborted:
         feed(SenderDrained(aborted.pop()))
     assert machine.state is SenderState.RELEASED and num_released == 1
-
-
-def test_events_of_the_own_worker_are_still_illegal_where_they_cannot_happen() -> None:
-    with pytest.raises(IllegalEvent):
-        SenderHandoff(ROUTER, D1).handle(prefill.BlocksComputed(1))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +16,6 @@ from kvrelay.protocol.messages import Abort, Cancel, Drained, Granted, Handoff
 from kvrelay.state_machine import IllegalEvent
 from tests.thoroughness import examples
 from tests.unit.protocol.message_strategies import values
-
-pytestmark = pytest.mark.unit
 
 NUM_BLOCKS = 4
 names = st.sampled_from(["r1", "r1", "r1", "r2", ""])

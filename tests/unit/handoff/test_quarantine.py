@@ -10,8 +10,6 @@ from kvrelay.handoff.quarantine import ASK_AT_MOST_EVERY_S, FIRST_ASK_S, OVERDUE
 from kvrelay.process_identity import can_be_seen, has_ended, own_identity
 from kvrelay.protocol.messages import PeerRef
 
-pytestmark = pytest.mark.unit
-
 PEER, OTHER = PeerRef("p", "1", "tcp://p"), PeerRef("q", "1", "tcp://q")
 KEY, SECOND = ("a", 1, 0), ("b", 1, 0)
 HOUR_S = 3600.0

@@ -33,8 +33,6 @@ from kvrelay_router.dispatch.events import FromWorker
 from scripts import docs
 from tests.unit.handoff.check.values import clone, freeze
 
-pytestmark = pytest.mark.unit
-
 R, D = PeerRef("r", "1", "tcp://r"), PeerRef("d", "1", "tcp://d")
 GRANT = Granted(reservation="r", first_block=0, slots=[5], transport="t", endpoint={})
 CACHED = Granted(reservation="r", first_block=1, slots=[], transport="t", endpoint={})

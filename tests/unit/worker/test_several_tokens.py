@@ -72,14 +72,13 @@ class Steps:
         token_budget: int = 32,
         *,
         prefill_only: bool = False,
-        max_shared: int | None = None,
         most_drafts: int = 0,
         observer: StepObserver | None = None,
     ) -> None:
         self.runner = HashRunner(64, 4, 64)
         limits = SchedulerLimits(token_budget, 4, 64, frozenset())
         pool = BlockPool(64, 4)
-        chosen = SchedulerSettings(jump_forward=True, max_shared_forced_tokens=max_shared)
+        chosen = SchedulerSettings(jump_forward=True)
         self.scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), chosen)
         if most_drafts:
             self.scheduler.lifecycle.speculator = GuessingSpeculator(most_drafts)
@@ -139,12 +138,12 @@ def test_runs_stay_within_the_token_budget_and_leave_a_token_to_every_decode() -
     assert any(not row.sample and not row.is_prefill for plan in world.plans for row in plan.rows), "a run was cut"
 
 
-@pytest.mark.parametrize("max_shared", [None, 0, 1, 3])
-def test_runs_take_a_part_of_the_budget_beside_unconstrained_rows(max_shared: int | None) -> None:
+@pytest.mark.parametrize("max_shared", [2, 3])
+def test_runs_take_a_part_of_the_budget_beside_unconstrained_rows(max_shared: int) -> None:
     """So that a step, and with it the gap between the tokens of these rows, is bounded."""
-    free, budget = msgspec.structs.replace(CONSTRAINED, grammar=None, max_tokens=6), 2 * SHARED_PART
+    free, budget = msgspec.structs.replace(CONSTRAINED, grammar=None, max_tokens=6), max_shared * SHARED_PART
     samplings = [CONSTRAINED, CONSTRAINED, free, CONSTRAINED]
-    world = Steps(samplings, token_budget=budget, max_shared=max_shared)
+    world = Steps(samplings, token_budget=budget)
     outputs = world.run()
     assert outputs == [expected_tokens(PROMPT, each, 64) for each in samplings]
     beside: list[int] = []
@@ -153,7 +152,7 @@ def test_runs_take_a_part_of_the_budget_beside_unconstrained_rows(max_shared: in
         decodes = [row for row in plan.rows if not row.is_prefill]
         has_others = any(row.sequence is world.sequences[2] for row in decodes)
         (beside if has_others else alone).append(sum(row.num_tokens for row in decodes) - len(decodes))
-    assert max(beside) == (budget // SHARED_PART if max_shared is None else max_shared) < max(alone)
+    assert max(beside) == max_shared < max(alone)
     rows = [sum(row.sequence is world.sequences[2] for row in plan.rows) for plan in world.plans]
     assert sum(rows) == 6, "the unconstrained row gets a token in each step"
 

@@ -24,7 +24,7 @@ from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import DispatchSettings
 from kvrelay_router.fleet.watch import ListWorkers, StaticWorkers
-from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.openai.api_service import ApiSettings
 
 log = logging.getLogger(__name__)
 

@@ -28,12 +28,10 @@ from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.text.chat_template import ChatTemplateError
 from kvrelay.text.sources import TokenizerNotFound
 from kvrelay_router.asgi.app import create_app
-from kvrelay_router.http.connection import ConnectionLimits, allowed_connections
-from kvrelay_router.http.http_server import HttpServer, bind, serve
-from kvrelay_router.http.pending_memory import PendingMemory
-from kvrelay_router.openai.api_service import FurtherModel
+from kvrelay_router.http.body import PendingMemory
+from kvrelay_router.http.http_server import ConnectionLimits, HttpServer, allowed_connections, bind, serve
+from kvrelay_router.openai.api_service import ApiSettings, FurtherModel
 from kvrelay_router.openai.request_metrics import RequestMetrics
-from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.responses.response_store import OwnResponses, RedisResponses, ResponseStore
 from kvrelay_router.served_fleet import ServedFleet, fleet_samples, start_fleet
 

@@ -20,7 +20,7 @@ from kvrelay_router.asgi.app import create_app
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import DispatchSettings
 from kvrelay_router.http.http_server import bind, serve
-from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.openai.api_service import ApiSettings
 from tests.component.dispatch.fake_workers import FakeDecode, Key
 from tests.fakes.waiting import until
 

@@ -15,12 +15,10 @@ from kvrelay.fleet.shared_responses import StoreBounds
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.text.service import TextService
 from kvrelay_router.asgi.app import create_app
-from kvrelay_router.http.connection import ConnectionLimits
-from kvrelay_router.http.http_server import DEFAULT_LIMITS, HttpServer, bind, serve
-from kvrelay_router.http.pending_memory import PendingMemory
-from kvrelay_router.openai.api_service import FurtherModel
+from kvrelay_router.http.body import PendingMemory
+from kvrelay_router.http.http_server import DEFAULT_LIMITS, ConnectionLimits, HttpServer, bind, serve
+from kvrelay_router.openai.api_service import ApiSettings, FurtherModel
 from kvrelay_router.openai.request_metrics import RequestMetrics
-from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.responses.response_store import OwnResponses, ResponseStore
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.waiting import PATIENCE_S

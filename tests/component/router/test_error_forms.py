@@ -13,7 +13,7 @@ import pytest
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.access.rate_limiter import KeyRules
 from kvrelay_router.dispatch.interface import RequestFailed, TooLate
-from kvrelay_router.openai.error_mapping import _FAILURES
+from kvrelay_router.openai.delivery import _FAILURES
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import until

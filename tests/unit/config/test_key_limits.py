@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvrelay.config import RouterConfig
-from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.openai.api_service import ApiSettings
 
 
 def test_a_keys_own_entry_wins_and_the_rest_is_as_for_all(tmp_path: Path) -> None:

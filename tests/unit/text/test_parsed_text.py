@@ -20,7 +20,7 @@ from kvrelay.text.output_parsing.events import ContentText, Event
 from kvrelay.text.parsed_text import ParsedText, StopMatcher, TokenKind
 from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay.text.tokenizer import Detokenizer, Tokenizer
-from kvrelay_router.responses.output_items import OutputItems, TokenScores
+from kvrelay_router.responses.responses_format import OutputItems, TokenScores
 from tests.fakes.call_families import FAMILIES, TOOLS, Call
 from tests.fakes.parsed_output import calls_of, content_of, reasoning_of
 from tests.thoroughness import examples

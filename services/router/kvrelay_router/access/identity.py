@@ -1,4 +1,4 @@
-"""Who sends a request: its ids, its API key, and the tenant of that key.
+"""Who sends a request: its ids, and the caller to whom its API key belongs, with the caller's tenant.
 
 A tenant is one API key, or all keys that `key_limits_file` gives its name.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
+from starlette.requests import Request
 
 from kvrelay.config.router import RouterConfig
 from kvrelay.telemetry.tracer import TraceContext
@@ -21,8 +23,39 @@ from kvrelay.text.request.api_error import ApiError, wrong
 VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The holder of an API key, or, without keys, every client.
+
+    `owner` identifies the key in records, `tenant` the tenant whose share of workers it uses, and `text_owner` the
+    tenant whose texts it may learn of by the time that its own take. All are digests, and empty without keys.
+    `cache_salt` comes before the request's own salt. `is_admin`: the key sees the requests of all keys.
+    """
+
+    key: str = field(default="", repr=False)
+    owner: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    cache_salt: str = ""
+    text_owner: str = ""
+    is_admin: bool = False
+    has_users: bool = False  # each of its users has a share of its own, with the same weight
+
+    @property
+    def visible_owner(self) -> str | None:
+        """The owner whose requests this key may see. None: all."""
+        return None if self.is_admin else self.owner
+
+    def share_of(self, user: str) -> Caller:
+        """The caller as it is counted for a request of this user."""
+        if not (user and self.has_users):
+            return self
+        digest = _digest("user", f"{self.tenant}/{user}")
+        return replace(self, tenant=digest, text_owner=digest)
+
+
 class RequestNames(msgspec.Struct, frozen=True):
-    """The ids of a request.
+    """The ids of a request, who sends it, and what its headers ask for.
 
     `public` is the client's own id if it sent a valid one, and is returned as `x-request-id`. Clients repeat their ids,
     for example in retries, so dispatch and workers see `unique`. `trace` is the W3C traceparent of the request's own
@@ -32,9 +65,9 @@ class RequestNames(msgspec.Struct, frozen=True):
     public: str
     unique: str
     trace: str
-    key: str = ""  # the API key; empty if none are configured
     timeout: str = ""  # the value of `x-request-timeout`
     session: str = ""  # the value of `x-kvrelay-session`, not checked
+    caller: Caller = Caller()
 
 
 def name_request(headers: Mapping[str, str], trace: TraceContext | None = None) -> RequestNames:
@@ -51,19 +84,62 @@ def name_request(headers: Mapping[str, str], trace: TraceContext | None = None) 
     )
 
 
-# -- API keys ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """The callers of the configured keys. A key that is missing here is a tenant of its own."""
+
+    of_keys: Mapping[str, Caller] = field(default_factory=dict)
+    by_user: bool = False
+
+    @classmethod
+    def from_config(cls, config: RouterConfig) -> Callers:
+        admins = frozenset(key.get_secret_value() for key in config.admin_api_keys)
+        keys = dict.fromkeys([*(key.get_secret_value() for key in config.api_keys), *admins])
+        own, by_user = config.own_key_limits(), config.fair_queueing == "user"
+        callers = {}
+        for key in keys:
+            limits = own.get(key)
+            # The kind of the text is part of the digest, so no tenant's name equals the tenant of a key without a name.
+            name = None if limits is None else limits.tenant
+            tenant = _digest("key", key) if name is None else _digest("tenant", name)
+            callers[key] = Caller(
+                key=key,
+                owner=_digest("owner", key),
+                tenant="" if config.fair_queueing == "off" else tenant,
+                weight=1.0 if limits is None else limits.weight,
+                cache_salt=f"tenant:{tenant}/" if config.key_cache_salt else "",
+                text_owner=tenant,
+                is_admin=key in admins,
+                has_users=by_user,
+            )
+        return cls(callers, by_user)
+
+    @property
+    def have_shares(self) -> bool:
+        """Returns whether requests may have different shares."""
+        return self.by_user or len({each.tenant for each in self.of_keys.values()}) > 1
+
+    def of(self, key: str) -> Caller:
+        """The caller with a key that was checked; an empty key if none are configured."""
+        if (caller := self.of_keys.get(key)) is not None:
+            return caller
+        if not key:
+            return Caller(is_admin=True, has_users=self.by_user)
+        digest = _digest("key", key)
+        return Caller(key=key, owner=_digest("owner", key), tenant=digest, text_owner=digest, has_users=self.by_user)
 
 
 class KeyRing:
     """The accepted API keys. Digests are compared, so the time reveals neither content nor length of a key."""
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
+    def __init__(self, keys: tuple[str, ...], callers: Callers) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._callers = callers
 
-    def check(self, headers: Mapping[str, str]) -> str:
-        """Returns the request's key, or an empty string if no keys are configured. Raises 401 for an unknown key."""
+    def check(self, headers: Mapping[str, str]) -> Caller:
+        """Returns the caller by the request's key. Raises 401 for an unknown key."""
         if not self._digests:
-            return ""
+            return self._callers.of("")
         given = _given_keys(headers)
         if not given:
             raise _unauthorized("You didn't provide an API key (Authorization: Bearer KEY, or x-api-key: KEY)", None)
@@ -71,7 +147,7 @@ class KeyRing:
             digest = hashlib.sha256(key.encode()).digest()
             accepted = [hmac.compare_digest(digest, known) for known in self._digests]
             if any(accepted):
-                return key
+                return self._callers.of(key)
         raise _unauthorized("Incorrect API key provided", "invalid_api_key")
 
 
@@ -86,94 +162,10 @@ def _unauthorized(message: str, code: str | None) -> ApiError:
     return ApiError(message, status=401, code=code, headers={"www-authenticate": "Bearer"})
 
 
-# -- tenants -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """`owner` identifies the key in records, `tenant` the tenant whose share of workers it uses, and `text_owner` the
-    tenant whose texts it may learn of by the time that its own take. All are digests, and empty without keys.
-    `cache_salt` comes before the request's own salt. `is_admin`: the key sees the requests of all keys."""
-
-    owner: str = ""
-    tenant: str = ""
-    weight: float = 1.0
-    cache_salt: str = ""
-    text_owner: str = ""
-    is_admin: bool = False
-
-    @property
-    def visible_owner(self) -> str | None:
-        """The owner whose requests this key may see. None: all."""
-        return None if self.is_admin else self.owner
-
-    def of_user(self, user: str) -> Tenant:
-        """The share of one user of this tenant, with the tenant's weight."""
-        if not user:
-            return self
-        digest = _digest("user", f"{self.tenant}/{user}")
-        return replace(self, tenant=digest, text_owner=digest)
-
-
-NO_KEYS = Tenant(is_admin=True)
-"""Every client if no keys are configured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tenants:
-    """The tenants of the configured keys. A key that is missing here is a tenant of its own."""
-
-    of_keys: Mapping[str, Tenant] = field(default_factory=dict)
-    by_user: bool = False
-
-    @classmethod
-    def from_config(cls, config: RouterConfig) -> Tenants:
-        admins = frozenset(key.get_secret_value() for key in config.admin_api_keys)
-        keys = dict.fromkeys([*(key.get_secret_value() for key in config.api_keys), *admins])
-        own = config.own_key_limits()
-        names = {key: entry.tenant for key, entry in own.items() if entry.tenant is not None}
-        weights = {key: entry.weight for key, entry in own.items()}
-        return cls(
-            _tenants(keys, admins, names, weights, config),
-            by_user=config.fair_queueing == "user",
-        )
-
-    @property
-    def are_several(self) -> bool:
-        """Returns whether requests may have different shares."""
-        return self.by_user or len({each.tenant for each in self.of_keys.values()}) > 1
-
-    def of(self, key: str, user: str = "") -> Tenant:
-        """The tenant of a key that was checked, and its share for a user if users have shares."""
-        tenant = (self.of_keys.get(key) or _unconfigured(key)) if key else NO_KEYS
-        return tenant.of_user(user) if self.by_user else tenant
-
-
-def _tenants(
-    keys: Collection[str],
-    admins: Collection[str],
-    names: Mapping[str, str],
-    weights: Mapping[str, float],
-    config: RouterConfig,
-) -> dict[str, Tenant]:
-    tenants = {}
-    for key in keys:
-        # The kind of the text is part of the digest, so no tenant's name equals the tenant of a key without a name.
-        tenant = _digest("tenant", names[key]) if key in names else _digest("key", key)
-        tenants[key] = Tenant(
-            owner=_digest("owner", key),
-            tenant="" if config.fair_queueing == "off" else tenant,
-            weight=weights.get(key, 1.0),
-            cache_salt=f"tenant:{tenant}/" if config.key_cache_salt else "",
-            text_owner=tenant,
-            is_admin=key in admins,
-        )
-    return tenants
-
-
-def _unconfigured(key: str) -> Tenant:
-    tenant = _digest("key", key)
-    return Tenant(owner=_digest("owner", key), tenant=tenant, text_owner=tenant)
+def names_of(http: Request) -> RequestNames:
+    """The record that the middleware has made of a request."""
+    names: RequestNames = http.scope["state"]["names"]
+    return names
 
 
 def _digest(kind: str, text: str) -> str:
@@ -186,3 +178,16 @@ def check_session(value: str) -> str:
         allowed = "up to 128 printable ASCII characters without spaces"
         raise wrong("x-kvrelay-session", f"the header is {value[:32]!r} (allowed: {allowed})")
     return value
+
+
+def check_timeout(value: str, longest_s: float) -> float:
+    """Returns the seconds of the header `x-request-timeout`, at most `longest_s`. Raises 400."""
+    if not value:
+        return longest_s
+    try:
+        timeout_s = float(value)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        raise wrong("x-request-timeout", f"the header is {value[:32]!r} (allowed: seconds, more than 0)")
+    return min(timeout_s, longest_s)

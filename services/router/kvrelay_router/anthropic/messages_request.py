@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.generation_fields import Flag, Stop
 from kvrelay.text.request.parsing import COMMON, RequestModel, extension_fields, refuse_unsupported
+from kvrelay_router.openai.chat_request import MAX_PARTS
 
 FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")
 """The fields of a message, by those of the chat completion that it is converted to, if they differ."""
@@ -17,8 +19,17 @@ REFUSED = ("container", "mcp_servers")
 """Fields that ask for what runs on Anthropic's servers."""
 
 
+BILLING_LINES = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
+"""Claude Code begins its system text with a line that has a hash of the request, so no two requests would share a
+cached prefix. The line says nothing to the model."""
+
+ChatMessage = dict[str, Any]
+TextPart = dict[str, str]
+
+
 class PromptFields(RequestModel):
-    """The fields that determine the prompt. `messages` and `system` are checked when they are converted."""
+    """The fields that determine the prompt, which are the body of POST /v1/messages/count_tokens. `messages` and
+    `system` are checked when they are converted."""
 
     model: str
     messages: list[Any] = Field(min_length=1)
@@ -40,11 +51,24 @@ class MessagesRequest(PromptFields):
     stream: Flag = False
 
 
-class CountTokensRequest(PromptFields):
-    """The body of POST /v1/messages/count_tokens: the fields of a message that determine its prompt."""
+def chat_body(request: PromptFields, content: dict[str, Any], *, can_limit_thinking: bool = False) -> dict[str, Any]:
+    """The body of a chat completion with this prompt, and with the output that a MessagesRequest asks for. `content`:
+    the body of the request. Raises ApiError."""
+    messages = chat_messages(request)
+    chat: dict[str, Any] = {"model": request.model, "messages": messages}
+    chat |= _template_fields(request, content) | _tool_fields(request)
+    last = messages[-1] if messages else {}
+    # A last message of the assistant is the beginning of the answer.
+    chat["continue_final_message"] = last.get("role") == "assistant" and not last.get("tool_calls")
+    if isinstance(request, MessagesRequest):
+        budget = _thinking_budget(request)
+        if can_limit_thinking:
+            chat["thinking_token_budget"] = budget
+        chat |= _generation_fields(request, content)
+    return chat
 
 
-def generation_fields(request: MessagesRequest, content: dict[str, Any]) -> dict[str, Any]:
+def _generation_fields(request: MessagesRequest, content: dict[str, Any]) -> dict[str, Any]:
     """The fields of a chat completion that determine the output. `content`: the body of the request."""
     for name in REFUSED:
         if content.get(name):
@@ -61,7 +85,7 @@ def generation_fields(request: MessagesRequest, content: dict[str, Any]) -> dict
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def template_fields(request: PromptFields, content: dict[str, Any]) -> dict[str, Any]:
+def _template_fields(request: PromptFields, content: dict[str, Any]) -> dict[str, Any]:
     """The fields of a chat completion that the chat template reads, apart from the messages."""
     kwargs = content.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
@@ -76,8 +100,8 @@ def template_fields(request: PromptFields, content: dict[str, Any]) -> dict[str,
     return fields
 
 
-def thinking_budget(request: PromptFields) -> int | None:
-    """The tokens that the model may think, if it is to think. Raises ApiError."""
+def _thinking_budget(request: PromptFields) -> int | None:
+    """The tokens that the model may think, if it is to think."""
     if not _thinks(request.thinking) or (budget := _part(request.thinking, "budget_tokens", "thinking")) is None:
         return None
     if type(budget) is not int or not 0 < budget < 2**31:
@@ -107,8 +131,7 @@ def _part(value: Any, name: str, param: str) -> Any:
     return value.get(name)
 
 
-def tool_fields(request: PromptFields) -> dict[str, Any]:
-    """The fields of a chat completion about tools. Raises ApiError."""
+def _tool_fields(request: PromptFields) -> dict[str, Any]:
     tools = [] if request.tools is None else request.tools
     if not isinstance(tools, list):
         raise wrong("tools", "it must be a list")
@@ -146,3 +169,146 @@ def _choice(choice: Any) -> dict[str, Any]:
             raise wrong("tool_choice", "it must be an object with the type 'auto', 'any', 'none', or 'tool' and a name")
     alone = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     return {"tool_choice": chosen, **alone}
+
+
+def chat_messages(request: PromptFields) -> list[ChatMessage]:
+    """The messages of a chat completion. Raises ApiError about the first block that is wrong."""
+    conversation = Conversation()
+    if request.system is not None:
+        conversation.add_system(request.system, "system")
+    for index, message in enumerate(request.messages):
+        conversation.add(message, f"messages.{index}")
+    return conversation.messages
+
+
+class Conversation:
+    """The turns of a conversation so far."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self._tools: dict[str, str] = {}  # the names of the tools of all calls so far, by id
+        self._waiting: set[str] = set()  # the ids of calls without a result so far
+
+    def add_system(self, system: Any, where: str) -> None:
+        parts = [_without_billing(part) for part in _text_parts(system, where)]
+        if parts := [part for part in parts if part["text"]]:
+            self.messages.append({"role": "system", "content": _content(parts)})
+
+    def add(self, message: Any, where: str) -> None:
+        if not isinstance(message, dict):
+            raise wrong(where, "it must be an object")
+        content = message.get("content")
+        match message.get("role"):
+            case "user":
+                self._add_user(content, where)
+            case "assistant":
+                self._add_assistant(content, where)
+            case "system":
+                self.add_system(content, f"{where}.content")
+            case role:
+                raise wrong(f"{where}.role", f"{role!r} is unknown; known are 'user', 'assistant' and 'system'")
+
+    def _add_user(self, content: Any, where: str) -> None:
+        parts: list[TextPart] = []
+        for block, place in _blocks(content, f"{where}.content"):
+            if block["type"] != "tool_result":
+                parts.append(_text(block, place, "a user"))
+                continue
+            self._add_turn("user", parts)
+            parts = []
+            self._add_result(block, place)
+        self._add_turn("user", parts)
+
+    def _add_result(self, block: dict[str, Any], where: str) -> None:
+        call_id = block.get("tool_use_id")
+        if not isinstance(call_id, str) or call_id not in self._tools:
+            raise wrong(f"{where}.tool_use_id", f"no earlier message has a tool_use block with the id {call_id!r}")
+        if call_id not in self._waiting:
+            raise wrong(f"{where}.tool_use_id", f"the tool_use block with the id {call_id!r} has a result already")
+        self._waiting.remove(call_id)
+        parts = _text_parts(block.get("content") or "", f"{where}.content")
+        message = {"role": "tool", "tool_call_id": call_id, "name": self._tools[call_id], "content": _content(parts)}
+        self.messages.append(message)
+
+    def _add_assistant(self, content: Any, where: str) -> None:
+        parts: list[TextPart] = []
+        thoughts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for block, place in _blocks(content, f"{where}.content"):
+            match block["type"]:
+                case "thinking":
+                    thoughts.append(_string(block, "thinking", place))
+                case "redacted_thinking":
+                    pass  # encrypted for Anthropic's servers
+                case "tool_use":
+                    calls.append(self._call(block, place))
+                case _:
+                    parts.append(_text(block, place, "an assistant"))
+        extra: ChatMessage = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+        if calls:
+            extra["tool_calls"] = calls
+        self._add_turn("assistant", parts, extra)
+
+    def _call(self, block: dict[str, Any], where: str) -> dict[str, Any]:
+        name, call_id = _string(block, "name", where), _string(block, "id", where)
+        arguments = block.get("input")
+        if not isinstance(arguments, dict):
+            raise wrong(f"{where}.input", "it must be an object")
+        if call_id in self._waiting:
+            raise wrong(f"{where}.id", f"another tool_use block without a result has the id {call_id!r}")
+        self._waiting.add(call_id)
+        self._tools[call_id] = name
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def _add_turn(self, role: str, parts: list[TextPart], extra: ChatMessage | None = None) -> None:
+        """Adds a message, or its text to the last one if that is of the same role and has nothing but text."""
+        if not parts and not extra:
+            return
+        last = self.messages[-1] if self.messages else {}
+        if not extra and last.keys() == {"role", "content"} and last["role"] == role:
+            if isinstance(last["content"], str):
+                last["content"] = [{"type": "text", "text": last["content"]}]
+            last["content"] += parts  # in place: a copy for each of many turns would take quadratic time
+        else:
+            self.messages.append({"role": role, "content": _content(parts), **(extra or {})})
+
+
+def _blocks(content: Any, where: str) -> list[tuple[dict[str, Any], str]]:
+    """The blocks of a content, and how error messages name them. A string is one block of text."""
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, where)]
+    if not isinstance(content, list):
+        raise wrong(where, "it must be a string or a list of content blocks")
+    if len(content) > MAX_PARTS:
+        raise wrong(where, f"it has {len(content)} content blocks; at most {MAX_PARTS} are allowed")
+    for index, block in enumerate(content):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise wrong(f"{where}.{index}", "it must be an object with a type")
+    return [(block, f"{where}.{index}") for index, block in enumerate(content)]
+
+
+def _text_parts(content: Any, where: str) -> list[TextPart]:
+    return [_text(block, place, "this") for block, place in _blocks(content, where)]
+
+
+def _text(block: dict[str, Any], where: str, whose: str) -> TextPart:
+    if block["type"] != "text":
+        raise wrong(where, f"content blocks of the type {block['type']!r} are not supported in {whose} message")
+    return {"type": "text", "text": _string(block, "text", where)}
+
+
+def _string(block: dict[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise wrong(f"{where}.{name}", "it must be a string")
+    return value
+
+
+def _content(parts: list[TextPart]) -> str | list[TextPart]:
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 else parts
+
+
+def _without_billing(part: TextPart) -> TextPart:
+    return {"type": "text", "text": BILLING_LINES.sub("", part["text"])}

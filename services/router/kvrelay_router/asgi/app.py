@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -20,24 +21,22 @@ from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.completion_request import CompletionRequest
 from kvrelay.text.request.parsing import RequestModel
 from kvrelay.text.service import TextService
-from kvrelay_router.access.rate_limiter import RateLimiter
-from kvrelay_router.anthropic.messages_endpoint import MessagesEndpoint
-from kvrelay_router.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from kvrelay_router.access.identity import KeyRing
+from kvrelay_router.access.rate_limiter import InProgress, RateLimiter
+from kvrelay_router.anthropic.messages_request import MessagesRequest, PromptFields
 from kvrelay_router.asgi.api_page import api_page
+from kvrelay_router.asgi.endpoints import DetokenizeTokens, GenerationEndpoints, TokenEndpoints, TokenizeText
 from kvrelay_router.asgi.middleware import AuthMiddleware, Endpoint, FastPathRouter
 from kvrelay_router.asgi.operations import PAGE_HEADERS, OperationRoutes
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.http.pending_memory import PendingMemory
-from kvrelay_router.openai.api_service import ApiService, FurtherModel, InProgress, ServedModels
+from kvrelay_router.http.body import PendingMemory
+from kvrelay_router.http.error_response import error_response
+from kvrelay_router.openai.api_service import ApiService, ApiSettings, FurtherModel, ServedModels
 from kvrelay_router.openai.chat_request import ChatRequest
-from kvrelay_router.openai.completion_routes import CompletionRoutes
-from kvrelay_router.openai.error_mapping import on_api_error, on_http_exception
+from kvrelay_router.openai.delivery import as_api_error
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetrics
-from kvrelay_router.openai.select_endpoint import SelectEndpoint, SelectText
-from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
-from kvrelay_router.responses.response_store import ResponseStore
-from kvrelay_router.responses.responses_endpoint import ResponsesEndpoint
+from kvrelay_router.openai.select import SelectText
+from kvrelay_router.responses.response_store import ResponseStore, StoredConversations
 from kvrelay_router.responses.responses_request import ResponsesRequest
 
 SHOWN_HEADERS = (
@@ -65,14 +64,14 @@ def create_app(
     """The ASGI application. The caller closes dispatchers, text services and limits. `metrics_page` is what /metrics
     answers, if it is to be served. `further`: models beside that of `settings`. `responses`: None stores none."""
     rate_limiter = RateLimiter(settings.key_rules, settings.own_key_rules, limits)
-    in_progress = InProgress(settings.max_requests, shares=settings.tenants.are_several, several_fleets=bool(further))
+    in_progress = InProgress(settings.max_requests, shares=settings.callers.have_shares, several_fleets=bool(further))
     memory = memory or PendingMemory()
     service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory)
-    models = ServedModels([service, *(each.service_beside(service) for each in further)])
+    models = ServedModels(service, further)
     app = FastAPI(title="kvrelay", redirect_slashes=False, docs_url=None, redoc_url=None)
-    app.add_exception_handler(Exception, on_api_error)
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, _on_error)
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
     _add_posts(app, models, responses)
     _add_operations(app, models)
     _add_api_page(app, settings.model_name)
@@ -81,12 +80,29 @@ def create_app(
     fast_path = FastPathRouter(app, _endpoints(app, OPERATION_BY_PATH))
     named = AuthMiddleware(
         fast_path,
-        api_keys=settings.api_keys,
+        keys=KeyRing(settings.api_keys, settings.callers),
         router_id=settings.router_id,
         metrics=metrics or RequestMetrics(settings.model_name),
         memory=memory,
     )
     return _for_web_pages(named, settings.allowed_origins) if settings.allowed_origins else named
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error), request.url.path)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown routes and wrong methods."""
+    assert isinstance(error, HTTPException)
+    status, headers = error.status_code, dict(error.headers or {})
+    if status == 404:
+        message, code = f"Unknown request URL: {request.method} {request.url.path}", "unknown_url"
+    elif status == 405:
+        message, code = f"Method {request.method} is not allowed for {request.url.path}", "method_not_allowed"
+    else:
+        message, code = error.detail, None
+    return error_response(ApiError(message, status=status, code=code, headers=headers), request.url.path)
 
 
 def _endpoints(app: FastAPI, paths: Iterable[str]) -> dict[str, Endpoint]:
@@ -102,25 +118,25 @@ def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _add_posts(app: FastAPI, models: ServedModels, store: ResponseStore | None) -> None:
-    tokens, messages, responses = TokenRoutes(models), MessagesEndpoint(models), ResponsesEndpoint(models, store)
-    completions = CompletionRoutes(models)
+    conversations = StoredConversations(store)
+    generations, tokens = GenerationEndpoints(models, conversations), TokenEndpoints(models, conversations)
     routes: list[tuple[str, Any, type[RequestModel]]] = [
-        ("/v1/completions", completions.completion, CompletionRequest),
-        ("/v1/chat/completions", completions.chat, ChatRequest),
-        ("/v1/chat/completions/batch", completions.batched_chat, ChatRequest),
-        ("/invocations", completions.invocation, ChatRequest),
-        ("/v1/messages", messages.serve, MessagesRequest),
-        ("/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
-        ("/v1/responses", responses.serve, ResponsesRequest),
-        ("/v1/responses/input_tokens", responses.count_tokens, ResponsesRequest),
-        ("/v1/select", SelectEndpoint(models).serve, SelectText),
+        ("/v1/completions", generations.completion, CompletionRequest),
+        ("/v1/chat/completions", generations.chat, ChatRequest),
+        ("/v1/chat/completions/batch", generations.batched_chat, ChatRequest),
+        ("/invocations", generations.invocation, ChatRequest),
+        ("/v1/messages", generations.message, MessagesRequest),
+        ("/v1/messages/count_tokens", tokens.count_message, PromptFields),
+        ("/v1/responses", generations.response, ResponsesRequest),
+        ("/v1/responses/input_tokens", tokens.count_response, ResponsesRequest),
+        ("/v1/select", generations.select, SelectText),
         ("/tokenize", tokens.tokenize, TokenizeText),
         ("/detokenize", tokens.detokenize, DetokenizeTokens),
     ]
     for path, endpoint, model in routes:
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=_body_schema(model))
-    app.add_api_route("/v1/responses/{response_id}", responses.get, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"], response_model=None)
+    app.add_api_route("/v1/responses/{response_id}", conversations.get, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/responses/{response_id}", conversations.delete, methods=["DELETE"], response_model=None)
 
 
 def _add_operations(app: FastAPI, models: ServedModels) -> None:

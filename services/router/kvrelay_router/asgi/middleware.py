@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay_router.access.identity import KeyRing, name_request
+from kvrelay_router.http.body import BODY, BodyBytes, PendingMemory
 from kvrelay_router.http.error_response import error_response, is_anthropic
-from kvrelay_router.http.pending_memory import BODY, BodyBytes, PendingMemory
-from kvrelay_router.openai.error_mapping import as_api_error
+from kvrelay_router.openai.delivery import as_api_error
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS, RequestMetrics
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/dashboard"})
@@ -31,7 +31,7 @@ class AuthMiddleware:
         self,
         app: ASGIApp,
         *,
-        api_keys: tuple[str, ...],
+        keys: KeyRing,
         router_id: str,
         metrics: RequestMetrics,
         memory: PendingMemory,
@@ -39,7 +39,7 @@ class AuthMiddleware:
         self._app = app
         self._router_header = (b"x-kvrelay-router", router_id.encode())
         self._metrics, self._memory = metrics, memory
-        self._keys = KeyRing(api_keys)
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,8 +70,8 @@ class AuthMiddleware:
             await send(message)
 
         try:
-            if scope["path"] not in OPEN_PATHS and (key := self._keys.check(headers)):
-                state["names"] = msgspec.structs.replace(names, key=key)
+            if scope["path"] not in OPEN_PATHS:
+                state["names"] = msgspec.structs.replace(names, caller=self._keys.check(headers))
             await self._app(scope, receive, send_named)
         except Exception as error:
             if started:

@@ -14,11 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.text.request.api_error import ApiError, no_worker_ready
-from kvrelay_router.access.identity import check_session
+from kvrelay_router.access.identity import check_session, names_of
 from kvrelay_router.http.error_response import json_response
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.api_service import ApiService, ServedModels
-from kvrelay_router.openai.error_mapping import model_not_found
+from kvrelay_router.openai.api_service import ApiService, ServedModels, model_not_found
 
 DASHBOARD = Path(__file__).parent / "dashboard.html"
 PAGE_HEADERS = {
@@ -95,7 +94,7 @@ class OperationRoutes:
     async def fleet(self, http: Request) -> Response:
         """Returns all workers with their state, queues and blocks. If there are several models, everything else stands
         under `models`, by name."""
-        owner, services = self._visible_owner(http), self._models.services
+        owner, services = names_of(http).caller.visible_owner, self._models.services
         fleets = await asyncio.gather(*(service.dispatcher.fleet(owner) for service in services))
         # A whole number, so that the length of the answer to HEAD is that of the answer to GET.
         now_ms = time.time_ns() // 1_000_000
@@ -108,7 +107,7 @@ class OperationRoutes:
 
     async def request(self, http: Request, request_id: str) -> Response:
         """Returns the record of a request by its `x-request-id` or answer id, or 404. Several prompts give a list."""
-        owner = self._visible_owner(http)
+        owner = names_of(http).caller.visible_owner
         found = await self._recent(request_id, owner) or await self._recent(_bare(request_id), owner)
         if not found:
             raise self._not_found(request_id)
@@ -116,7 +115,7 @@ class OperationRoutes:
 
     async def requests(self, http: Request) -> Response:
         """Returns the latest requests, newest first. `?session=` selects those of one session."""
-        owner, services = self._visible_owner(http), self._models.services
+        owner, services = names_of(http).caller.visible_owner, self._models.services
         session = http.query_params.get("session") or None
         found = [
             each for service in services for each in service.dispatcher.recent_requests(MAX_LISTED, owner, session)
@@ -144,14 +143,14 @@ class OperationRoutes:
 
     def _end_sessions(self, http: Request, sessions: Sequence[str]) -> None:
         checked = [check_session(session) for session in sessions]
-        owner = self._service.settings.tenants.of(self._service.names(http).key).owner
+        owner = names_of(http).caller.owner
         for service in self._models.services:
             for session in checked:
                 service.dispatcher.end_session(session, owner)
 
     async def timeline(self, http: Request, request_id: str) -> Response:
         """Returns the events of a request with their times, or 404. Accepts the same ids as `request`."""
-        owner = self._visible_owner(http)
+        owner = names_of(http).caller.visible_owner
         for name in (request_id, _bare(request_id)):
             if known := await self._timelines(self._service.aliases.resolve(name, owner), owner):
                 return json_response({"timelines": known})
@@ -180,11 +179,6 @@ class OperationRoutes:
             status=404,
             code="request_not_found",
         )
-
-    def _visible_owner(self, http: Request) -> str | None:
-        """Whose requests the client may see; None: all. A request of another owner looks like an unknown one."""
-        service = self._service
-        return service.settings.tenants.of(service.names(http).key).visible_owner
 
     async def _recent(self, name: str, owner: str | None) -> list[dict[str, Any]]:
         found, share = [], LoopShare()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvrelay.telemetry.metrics import MetricSamples, samples_by, single_sample
 from kvrelay.text.request.api_error import ApiError
-from kvrelay_router.http.pending_memory import BODY, BodyBytes
 
 BODY_TIMEOUT_S = 60.0
 """Maximum time for a client to send its body."""
@@ -110,3 +113,147 @@ async def read_json_object(request: Request, limit_bytes: int) -> dict[str, Any]
     if not isinstance(content, dict):
         raise ApiError("The request body must be a JSON object", code="invalid_json")
     return content
+
+
+DEFAULT_PENDING_BYTES = 512 << 20
+
+
+class PendingMemory:
+    """Counts bytes. A body counts from its first byte until its request is validated, and the request, by an estimate,
+    until its answer is sent."""
+
+    def __init__(self, limit_bytes: int = DEFAULT_PENDING_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self.bodies_bytes = 0
+        self.requests_bytes = 0
+        self.num_refused = 0
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raises 503, and counts a refusal, if this many bytes more exceed the limit."""
+        if self.bodies_bytes + self.requests_bytes + num_bytes <= self.limit_bytes:
+            return
+        self.num_refused += 1
+        raise ApiError(
+            f"This process holds {self.bodies_bytes} bytes of unfinished bodies and {self.requests_bytes} bytes of "
+            f"requests in progress; at most {self.limit_bytes} bytes are allowed. Try again later",
+            status=503,
+            code="too_many_pending_bytes",
+            retry_after_s=1,
+        )
+
+    @contextmanager
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        """Counts a request while the block runs. Entering raises 503 beyond the limit."""
+        self.check_room(num_bytes)
+        self.requests_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.requests_bytes -= num_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "bodies_bytes": self.bodies_bytes,
+            "requests_bytes": self.requests_bytes,
+            "limit_bytes": self.limit_bytes,
+            "refused": self.num_refused,
+        }
+
+    def samples(self) -> MetricSamples:
+        kinds = {"bodies": self.bodies_bytes, "requests": self.requests_bytes}
+        return {
+            "kvrelay.pending.memory": samples_by("kind", kinds),
+            "kvrelay.pending.limit": single_sample(self.limit_bytes),
+            "kvrelay.pending.refused": single_sample(self.num_refused),
+        }
+
+
+BODY = "body"
+"""The key of a request's `BodyBytes` in its ASGI state."""
+
+
+class BodyBytes:
+    """The bytes of one request's body."""
+
+    __slots__ = ("_memory", "num_bytes")
+
+    def __init__(self, memory: PendingMemory) -> None:
+        self._memory = memory
+        self.num_bytes = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """Counts bytes that arrived. Raises 503 if there is no room for them."""
+        self._memory.check_room(num_bytes)
+        self._memory.bodies_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def release(self) -> None:
+        """The body is no longer needed."""
+        self._memory.bodies_bytes -= self.num_bytes
+        self.num_bytes = 0
+
+
+T = TypeVar("T")
+
+CLIENT_GONE = "client_gone"
+"""The code of a request whose client closed its connection."""
+WATCHED_BODY_BYTES = 64 << 10
+"""The planning of a smaller body takes milliseconds; watching it would cost each request more than that saves."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+class ClientWatch:
+    """`with ClientWatch(receive): ...` in a task cancels the block if the client disconnects.
+
+    It works like `asyncio.timeout`, and raises ClientGone on exit. The request's body must have been read before.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    def __enter__(self) -> ClientWatch:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._listener: asyncio.Task[None] | None = asyncio.create_task(self._listen())
+        return self
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
+
+    def stop(self) -> None:
+        """From now on the client may go, as it does when its answer is complete."""
+        if self._listener is not None:
+            self._listener.cancel()
+            self._listener = None  # break the reference cycle, so that both are freed at once
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+        if not self._gone:
+            return
+        still_cancelled = self._task.uncancel()
+        if exc_type is asyncio.CancelledError and still_cancelled == 0:
+            raise ClientGone from error
+
+
+async def while_connected(http: Request, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits the planning of a request whose body was read. If the body is large, `work` is cancelled when the client
+    disconnects (ApiError) or after `timeout_s` (TimeoutError), so that no text is tokenized in vain."""
+    body: BodyBytes = http.scope["state"][BODY]
+    if body.num_bytes < WATCHED_BODY_BYTES:
+        return await work
+    try:
+        async with asyncio.timeout(timeout_s):
+            with ClientWatch(http.receive):
+                return await work
+    except ClientGone:
+        raise ApiError("The client closed its connection", status=499, code=CLIENT_GONE) from None

@@ -3,33 +3,84 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 
+from kvrelay.config.router import MAX_BODY_BYTES, RouterConfig
+from kvrelay.config.table_files import OwnKeyLimits
+from kvrelay.fleet.key_limits import KeyLimits
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.text.chat_template import ChatTemplateError, Message
 from kvrelay.text.request.api_error import ApiError, context_length_exceeded, no_worker_ready
 from kvrelay.text.request.validation import ModelLimits
 from kvrelay.text.service import ChatOptions, TextService, TextTooLong
-from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.access.rate_limiter import RateLimiter
+from kvrelay_router.access.identity import Callers, RequestNames
+from kvrelay_router.access.rate_limiter import InProgress, KeyRules, RateLimiter
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest
-from kvrelay_router.http.body import read_json_object
-from kvrelay_router.http.pending_memory import PendingMemory
-from kvrelay_router.openai.error_mapping import model_not_found, too_many_requests
+from kvrelay_router.http.body import PendingMemory, read_json_object
 from kvrelay_router.openai.request_metrics import TIMINGS
-from kvrelay_router.openai.settings import ApiSettings
 
 MAX_ALIASES = 4096
-FREE_SHARE = 8.0
 _ANY_ARRAY = '{"type":"array"}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """Requests may use any of `model_names`; answers carry the name that the request used."""
+
+    model_names: tuple[str, ...]
+    router_id: str = "router"
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*" allows all
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_answer_bytes: int = 64 << 20
+    request_timeout_s: float = 600.0
+    max_requests: int = 1024  # maximum requests in progress; further ones get 429
+    key_rules: KeyRules = field(default_factory=KeyRules)
+    own_key_rules: Mapping[str, KeyRules] = field(default_factory=dict)  # replaces `key_rules` for single keys
+    callers: Callers = field(default_factory=Callers)
+    max_sequences: int = 1024  # maximum prompts times choices of one HTTP request
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def from_config(cls, config: RouterConfig) -> ApiSettings:
+        return cls(
+            model_names=config.model_names,
+            router_id=config.router_id,
+            api_keys=tuple(key.get_secret_value() for key in (*config.api_keys, *config.admin_api_keys)),
+            allowed_origins=config.allowed_origins,
+            request_timeout_s=config.request_timeout_s,
+            max_requests=config.max_queued_requests,
+            key_rules=KeyRules(
+                KeyLimits(config.key_requests_per_minute, config.key_burst, config.key_concurrency),
+                config.key_least_priority,
+            ),
+            own_key_rules={key: _own_rules(config, each) for key, each in config.own_key_limits().items()},
+            callers=Callers.from_config(config),
+        )
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
+
+
+def _own_rules(config: RouterConfig, own: OwnKeyLimits) -> KeyRules:
+    """The rules of a key with its own entry. Fields that the entry leaves out have the common values."""
+    given = own.model_fields_set
+    return KeyRules(
+        KeyLimits(
+            own.requests_per_minute if "requests_per_minute" in given else config.key_requests_per_minute,
+            own.burst if "burst" in given else config.key_burst,
+            own.concurrency if "concurrency" in given else config.key_concurrency,
+        ),
+        own.least_priority if "least_priority" in given else config.key_least_priority,
+    )
 
 
 class RequestAliases:
@@ -57,44 +108,6 @@ class RequestAliases:
         return self._names.get((owner, name), [name])
 
 
-class InProgress:
-    """Counts generations in progress, at most `limit`.
-
-    `shares`: several tenants may come. Then one may have `FREE_SHARE` times as many as there are free places, times its
-    weight (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). So places
-    are left for tenants that have none, and one tenant alone gets 8 of 9 places. The same holds for the fleets, with
-    weight 1, if there are `several_fleets`: one that stalls leaves places for the others.
-    """
-
-    def __init__(self, limit: int, *, shares: bool = False, several_fleets: bool = False) -> None:
-        self._limit = limit
-        self._shares, self._several_fleets = shares, several_fleets
-        self._of_tenants: Counter[str] = Counter()
-        self._of_fleets: Counter[str] = Counter()
-        self.num_requests = 0
-
-    @contextmanager
-    def admit(self, tenant: str, weight: float, fleet: str = "") -> Iterator[None]:
-        """A generation of a tenant runs in the block. Raises 429 beyond the limits."""
-        free: float = self._limit - self.num_requests
-        if self._several_fleets:  # a tenant gets its share of what its fleet may still take
-            free = min(free, FREE_SHARE * free - self._of_fleets[fleet])
-        if free <= 0 or (self._shares and self._of_tenants[tenant] >= FREE_SHARE * weight * free):
-            raise too_many_requests(self._limit)
-        places = (self._of_tenants, tenant), (self._of_fleets, fleet)
-        self.num_requests += 1
-        for counts, name in places:
-            counts[name] += 1
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
-            for counts, name in places:
-                counts[name] -= 1
-                if not counts[name]:
-                    del counts[name]
-
-
 @dataclass(frozen=True, slots=True)
 class ApiService:
     settings: ApiSettings
@@ -104,10 +117,6 @@ class ApiService:
     rate_limiter: RateLimiter = field(default_factory=RateLimiter)
     aliases: RequestAliases = field(default_factory=RequestAliases)
     memory: PendingMemory = field(default_factory=PendingMemory)
-
-    def names(self, http: Request) -> RequestNames:
-        names: RequestNames = http.scope["state"]["names"]
-        return names
 
     def answer_head(self, answer_id: str, kind: str, model: str) -> dict[str, Any]:
         """The first fields of every answer and of each of its chunks. `model`: the name that the request used."""
@@ -140,6 +149,12 @@ class ApiService:
         return token_ids
 
 
+def model_not_found(model: str) -> ApiError:
+    """404 for a model that is not served here."""
+    message = f"The model '{model}' does not exist; GET /v1/models lists the names that are served"
+    return ApiError(message, status=404, param="model", code="model_not_found")
+
+
 def check_model(settings: ApiSettings, model: str) -> None:
     """Raises 404 for a model that is not served here."""
     if model not in settings.model_names:
@@ -162,16 +177,15 @@ class FurtherModel:
     dispatcher: RouterDispatcher
     text: TextService
 
-    def service_beside(self, first: ApiService) -> ApiService:
-        """The service of this model. Limits of requests, ids and memory are those of the first service."""
-        settings = replace(first.settings, model_names=self.names)
-        return replace(first, settings=settings, dispatcher=self.dispatcher, text=self.text)
-
 
 class ServedModels:
     """One service for each model. They share everything but text service, dispatcher and names."""
 
-    def __init__(self, services: Sequence[ApiService]) -> None:
+    def __init__(self, first: ApiService, further: Sequence[FurtherModel] = ()) -> None:
+        services = [first]
+        for model in further:
+            settings = replace(first.settings, model_names=model.names)
+            services.append(replace(first, settings=settings, dispatcher=model.dispatcher, text=model.text))
         self.services = tuple(services)
         self._by_name = {name: service for service in services for name in service.settings.model_names}
 
@@ -180,24 +194,15 @@ class ServedModels:
         """The service for requests that name no model."""
         return self.services[0]
 
-    @property
-    def settings(self) -> ApiSettings:
-        """The settings that all services share, and the names of the first."""
-        return self.first.settings
-
     def by_name(self, name: str) -> ApiService | None:
         return self._by_name.get(name)
 
-    def select(self, http: Request, content: dict[str, Any]) -> ApiService:
-        """Returns the service of the model that the body names. Without one, or with an unknown one, it is the first,
-        whose checks of the request give the error."""
+    async def read(self, http: Request) -> tuple[ApiService, dict[str, Any]]:
+        """Returns the service of the model that the body names, and the body. Without a model, or with an unknown one,
+        it is the first service, whose checks of the request give the error. Raises the errors of `read_json_object`."""
+        content = await read_json_object(http, self.first.settings.max_body_bytes)
         model = content.get("model")
         service = self._by_name.get(model, self.first) if isinstance(model, str) else self.first
         if (timings := http.scope["state"].get(TIMINGS)) is not None:
             timings.model = service.settings.model_name
-        return service
-
-    async def read(self, http: Request) -> tuple[ApiService, dict[str, Any]]:
-        """Returns the body as a JSON object, and the service of its model. Raises the errors of `read_json_object`."""
-        content = await read_json_object(http, self.settings.max_body_bytes)
-        return self.select(http, content), content
+        return service, content

@@ -264,3 +264,42 @@ def _without_messages(content: dict[str, Any]) -> dict[str, Any]:
         if content.get(name):
             raise wrong(name, f"it belongs to 'messages', and '{PROMPT_TOKENS}' stands in their place")
     return {**content, "messages": NO_MESSAGES}
+
+
+NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "tools": (None, []),
+    "use_beam_search": (None, False),
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "prompt_logprobs": (None,),
+    PROMPT_TOKENS: (None, []),
+}
+"""Fields that batches refuse, with the values that change nothing."""
+
+WITH_MESSAGES = ("model", "continue_final_message", "add_generation_prompt")
+"""Fields that every conversation is checked with. The others, which may be large, are read once for all."""
+
+
+def parse_batch(content: dict[str, Any], max_conversations: int) -> list[ChatRequest]:
+    """Returns one request for each conversation. Raises ApiError."""
+    for name, harmless in NOT_IN_BATCHES.items():
+        if content.get(name) not in harmless:
+            raise wrong(name, "it is not supported in batches", "unsupported_parameter")
+    conversations = content.get("messages")
+    if not isinstance(conversations, list) or not all(isinstance(each, list) for each in conversations):
+        raise wrong("messages", "it must be a list of conversations, which are lists of messages", "invalid_type")
+    if not 0 < len(conversations) <= max_conversations:
+        raise wrong("messages", f"a batch has 1 to {max_conversations} conversations")
+    requests: list[ChatRequest] = []
+    for index, messages in enumerate(conversations):
+        shared = {name: content[name] for name in WITH_MESSAGES if name in content} if requests else content
+        chat = {**shared, "messages": messages}
+        try:
+            request = parse_chat(chat)
+            requests.append(requests[0].model_copy(update={"messages": request.messages}) if requests else request)
+        except ApiError as error:
+            if error.param == "messages":
+                error.message = f"Conversation {index}: {error.message}"
+            raise
+    return requests

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.text.request.api_error import ApiError
+from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.text.request.api_error import ApiError, no_worker_ready
 from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.http.client_watch import CLIENT_GONE, ClientGone, ClientWatch
+from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
+from kvrelay_router.http.body import BODY, CLIENT_GONE, ClientGone, ClientWatch
 from kvrelay_router.http.error_response import error_response, json_response
 from kvrelay_router.http.event_stream import EventStream
-from kvrelay_router.http.pending_memory import BODY
-from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat, usage_of
+from kvrelay_router.openai.answer_format import AnswerFormat, usage_of
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.error_mapping import as_api_error
 from kvrelay_router.openai.generation import Generation
 from kvrelay_router.openai.planning import Plan
 from kvrelay_router.openai.request_metrics import TIMINGS, RequestTimings
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_GRACE_S = 5.0
 """Dispatch enforces the deadline. If it has not ended the request after this time, the HTTP layer does."""
@@ -38,8 +41,7 @@ class GenerationResponse(Response):
     def __init__(self, service: ApiService, plan: Plan, answer: AnswerFormat) -> None:
         self.background = None
         self._service = service
-        self._runs = plan.runs
-        self._shape = plan.shape
+        self._runs, self._caller, self._shape = plan.runs, plan.caller, plan.shape
         self._answer = answer
         self._timeout_s = service.settings.request_timeout_s + TIMEOUT_GRACE_S
         self._whole_started = False
@@ -68,44 +70,33 @@ class GenerationResponse(Response):
     async def _run(self, scope: Scope, receive: Receive, send: Send, stream: EventStream, watch: ClientWatch) -> None:
         async with asyncio.timeout(self._timeout_s):
             names: RequestNames = scope["state"]["names"]
-            request, service = self._runs[0].request, self._service
-            in_progress = service.in_progress.admit(request.tenant, request.weight, service.settings.model_name)
+            service = self._service
+            in_progress = service.in_progress.admit(self._caller, service.settings.model_name)
             with in_progress, service.memory.hold(self._shape.memory_bytes):
                 scope["state"][BODY].release()
-                async with self._service.rate_limiter.admit(names.key, names.unique, self._timeout_s):
-                    if isinstance(self._answer, EventFormat):
-                        await self._send_stream(self._answer, stream)
-                        watch.stop()
-                        return
-                    response = await self._whole(self._answer)
+                async with service.rate_limiter.admit(self._caller.key, names.unique, self._timeout_s):
+                    response = await self._generate(stream)
                     watch.stop()
-        self._whole_started = True
-        await response(scope, receive, send)
+        if response is not None:  # what bounds the generation does not wait for a client that reads slowly
+            self._whole_started = True
+            await response(scope, receive, send)
 
-    async def _whole(self, answer: DocumentFormat) -> Response:
-        with await Generation(self._service.dispatcher, self._runs, answer.add).submit() as generation:
-            while not generation.is_over:
-                await generation.wait()
-                self._take(generation)
-            self._timings.last_token = time.monotonic()
-            await answer.finish()
-            document = answer.document(usage_of(self._runs))
-            return json_response(document, headers=self._answer_headers(generation))
+    async def _generate(self, stream: EventStream) -> Response | None:
+        """Runs the generation, and writes its stream to the end. Returns an answer in one piece, which is not sent yet.
 
-    async def _send_stream(self, answer: EventFormat, stream: EventStream) -> None:
-        """The answer starts with the first tokens, so a failure before them still gets its own status. A request that
-        waits for a worker starts its answer with the first life sign.
-
-        The last events go out with the end. Nearly all other events are written by the callback that receives their
-        tokens.
+        A stream starts with the first tokens, so a failure before them still gets its own status. If its request waits
+        for a worker, it starts with the first life sign. Nearly all events are written by the callback that receives
+        their tokens; the last ones go out with the end.
         """
-        events = b""
-        with await Generation(self._service.dispatcher, self._runs, answer.add, stream).submit() as generation:
+        answer = self._answer
+        add, own_stream = (answer.add, stream) if answer.is_stream else (answer.keep, None)
+        with await Generation(self._service.dispatcher, self._runs, add, own_stream).submit() as generation:
+            events = b""
             while not generation.is_over:
-                needs_sign = await generation.wait(LIFE_SIGN_INTERVAL_S)
+                needs_sign = await generation.wait(LIFE_SIGN_INTERVAL_S if answer.is_stream else None)
                 events = self._take(generation)
-                if generation.is_over:
-                    break
+                if generation.is_over or not answer.is_stream:
+                    continue
                 if needs_sign and not events:
                     events = answer.life_sign
                 elif not (events or generation.has_tokens):
@@ -113,12 +104,16 @@ class GenerationResponse(Response):
                 await self._start(generation, stream)
                 if events:
                     await stream.send(events)
-                events = b""
+                    events = b""
             self._timings.last_token = time.monotonic()
             await answer.finish()
-            last = answer.end(usage_of(self._runs))
+            usage = usage_of(self._runs)
+            if not answer.is_stream:
+                return json_response(answer.document(usage), headers=self._answer_headers(generation))
+            last = answer.end(usage)
             await self._start(generation, stream)
             await stream.end(events + last + answer.done)
+            return None
 
     async def _start(self, generation: Generation, stream: EventStream) -> None:
         if not stream.is_started:
@@ -143,5 +138,42 @@ class GenerationResponse(Response):
         if not stream.is_started:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        assert isinstance(self._answer, EventFormat)
         await stream.end(self._answer.failure(error) + self._answer.done)
+
+
+_FAILURES: dict[FailureKind, tuple[int, str]] = {
+    FailureKind.DEADLINE: (504, "request_timeout"),
+    FailureKind.CANCELLED: (499, "request_cancelled"),
+    FailureKind.TOO_LARGE: (400, "exceeds_worker_capacity"),
+    FailureKind.NO_TOKEN_ALLOWED: (400, "no_token_allowed"),
+    FailureKind.GRAMMAR_FAILED: (400, "grammar_failed"),
+    FailureKind.BAD_LOGITS: (502, "bad_logits"),
+    FailureKind.OUT_OF_MEMORY: (502, "out_of_memory"),
+    FailureKind.DEVICE_LOST: (502, "device_lost"),
+    FailureKind.ENGINE_ERROR: (502, "engine_error"),
+    FailureKind.DRAINING: (503, "worker_draining"),
+    FailureKind.WORKER_LOST: (502, "worker_lost"),
+    FailureKind.NO_DECODE_WORKER: (503, "no_decode_worker"),
+    FailureKind.PROTOCOL_ERROR: (502, "protocol_error"),
+    FailureKind.NO_WORKER: (503, "no_worker_ready"),
+    FailureKind.ROUTER_SHUTDOWN: (503, "router_shutdown"),
+    FailureKind.INTERNAL_ERROR: (500, "internal_error"),
+}
+"""HTTP status and error code of a request that failed after it was accepted."""
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Returns the error answer for an exception. Unexpected ones are logged; the client gets no details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NoWorkerReady):
+        return no_worker_ready(str(error), error.retry_after_s)
+    if isinstance(error, TooLate):
+        return ApiError(str(error), status=429, code="deadline_unreachable", retry_after_s=error.retry_after_s)
+    if isinstance(error, RequestFailed):
+        status, code = _FAILURES[error.kind]
+        return ApiError(str(error), status=status, code=code, retry_after_s=1 if status == 503 else None)
+    if isinstance(error, TimeoutError):
+        return ApiError("The request timed out", status=504, code="request_timeout")
+    log.error("unexpected error while serving a request", exc_info=error)
+    return ApiError("The server had an error while processing the request", status=500, code="internal_error")

@@ -73,7 +73,7 @@ class Generation:
         self._sign_is_due = False
 
     async def submit(self) -> Generation:
-        """Starts all prompts."""
+        """Starts all prompts; if one cannot start, those before it are cancelled. Returns itself."""
         share = LoopShare()
         try:
             for run in self.runs:
@@ -188,7 +188,7 @@ class Generation:
             raise RequestFailed("the request ended without a finish reason", FailureKind.PROTOCOL_ERROR)
 
     def choices_finished(self, num_choices: int = 1) -> None:
-        """Called by the sinks."""
+        """Counts the choices whose last token has been handled."""
         self._num_unfinished -= num_choices
 
     def fail(self, failure: Exception) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -12,7 +11,7 @@ from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.choice import Choice
 from kvrelay.text.grammar_check import GrammarCheck
-from kvrelay.text.request.api_error import wrong
+from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.grammar_fields import GenerationFields
 from kvrelay.text.request.validation import (
     ModelLimits,
@@ -24,14 +23,11 @@ from kvrelay.text.request.validation import (
     stop_rules,
 )
 from kvrelay.text.service import DecodedPrompt
-from kvrelay_router.access.identity import RequestNames, check_session
+from kvrelay_router.access.identity import Caller, RequestNames, check_session, check_timeout
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.openai.answer_size import AnswerShape, check_answer
-from kvrelay_router.openai.api_service import ApiService, check_model, known_limits
+from kvrelay_router.openai.api_service import ApiService, ApiSettings, check_model, known_limits
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.settings import ApiSettings
-from kvrelay_router.openai.shared_scores import share_scores
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
@@ -45,9 +41,10 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The runs of a request, in the order of its prompts, and what their answer may hold."""
+    """The runs of a request, in the order of its prompts, whose they are, and what their answer may hold."""
 
     runs: list[PromptRun]
+    caller: Caller
     shape: AnswerShape
 
 
@@ -68,7 +65,7 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
 def check_request(service: ApiService, names: RequestNames, request: GenerationFields) -> ModelLimits:
     """Checks everything that needs no prompt tokens. Returns the model's limits; raises ApiError."""
     check_model(service.settings, request.model)
-    service.rate_limiter.check_priority(names.key, request.priority)
+    service.rate_limiter.check_priority(names.caller.key, request.priority)
     limits = known_limits(service.dispatcher)
     check_vocabulary(request, limits)
     return limits
@@ -106,14 +103,15 @@ async def plan_generation(
     token_ids = [prompt.token_ids for prompt in prompts]
     if fields.scores_in_choices and _only_scores(request, fields, shape.max_tokens):
         samplings = share_scores(token_ids, samplings)
-    generates = make_requests(names, service.settings, request, token_ids, samplings)
+    caller = names.caller.share_of(request.user)
+    generates = make_requests(names, caller, service.settings, request, token_ids, samplings)
     generates = with_openings(generates, limits, service.text.grammars)
     service.aliases.remember(names, generates)
     runs = [
         PromptRun(generate, _choices(service, request, fields, prompt, number * request.num_sequences))
         for number, (generate, prompt) in enumerate(zip(generates, prompts, strict=True))
     ]
-    return Plan(runs, shape)
+    return Plan(runs, caller, shape)
 
 
 def _only_scores(request: GenerationFields, fields: EndpointFields, max_tokens: Sequence[int]) -> bool:
@@ -209,6 +207,7 @@ def _may_be_forced(sampling: Sampling) -> bool:
 
 def make_requests(
     names: RequestNames,
+    caller: Caller,
     settings: ApiSettings,
     fields: GenerationFields,
     prompts: list[list[int]],
@@ -219,35 +218,181 @@ def make_requests(
     many = len(prompts) > 1
     timeout_s = check_timeout(names.timeout, settings.request_timeout_s)
     session = check_session(names.session)
-    tenant = settings.tenants.of(names.key, fields.user)
     return [
         GenerateRequest(
             request_id=f"{names.unique}-{index}" if many else names.unique,
             prompt_ids=prompt_ids,
             sampling=sampling,
             num_sequences=1 if fields.use_beam_search else fields.num_sequences,
-            cache_salt=f"{tenant.cache_salt}{fields.salt}",
+            cache_salt=f"{caller.cache_salt}{fields.salt}",
             session=session or fields.user,
             priority=fields.priority,
             timeout_s=timeout_s,
             trace=names.trace,
-            owner=tenant.owner,
-            tenant=tenant.tenant,
-            weight=tenant.weight,
-            text_owner=tenant.text_owner,
+            owner=caller.owner,
+            tenant=caller.tenant,
+            weight=caller.weight,
+            text_owner=caller.text_owner,
         )
         for index, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]
 
 
-def check_timeout(value: str, longest_s: float) -> float:
-    """Returns the seconds of the header `x-request-timeout`, at most `longest_s`. Raises 400."""
-    if not value:
-        return longest_s
-    try:
-        timeout_s = float(value)
-    except ValueError:
-        timeout_s = math.nan
-    if not 0 < timeout_s < math.inf:
-        raise wrong("x-request-timeout", f"the header is {value[:32]!r} (allowed: seconds, more than 0)")
-    return min(timeout_s, longest_s)
+def share_scores(prompts: Sequence[list[int]], samplings: list[Sampling]) -> list[Sampling]:
+    """Returns sampling parameters by which the first prompt scores all its tokens, and the others only those behind
+    what all prompts have in common. Workers are told how much of that they need not compute again.
+
+    `samplings` score the prompts from the same token on, and generate nothing.
+    """
+    return samplings if len(prompts) == 1 else scored_once(samplings, num_common(prompts))
+
+
+def scored_once(samplings: Sequence[Sampling], num_common: int) -> list[Sampling]:
+    """As `share_scores`, for prompts of which all begin with the same `num_common` tokens, and none is shorter."""
+    start = samplings[0].logprob_start_len
+    first = max(start, num_common)
+    # The logits of the token before the first scored one are needed.
+    num_shared = min(num_common, first - 1)
+    replace = msgspec.structs.replace
+    others = [replace(each, logprob_start_len=first, num_shared=num_shared) for each in samplings[1:]]
+    return [replace(samplings[0], num_shared=num_shared), *others]
+
+
+def num_common(prompts: Sequence[list[int]]) -> int:
+    """The number of tokens that all prompts begin with, without the last one of the shortest prompt: each keeps a token
+    of its own. O(prompts * length), by comparisons of slices."""
+    first = prompts[0]
+    common = len(first) - 1
+    for prompt in prompts[1:]:
+        common = num_equal(first, prompt, min(common, len(prompt) - 1))
+    return common
+
+
+def num_equal(one: list[int], other: list[int], most: int) -> int:
+    """The number of tokens with which both begin, at most `most`. Compares slices: a loop over tokens is slower."""
+    low, high = 0, min(most, len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+TEXT_BYTES = 4
+"""JSON bytes of a token's text, on average."""
+ID_BYTES = 8
+"""JSON bytes of a token id, at most."""
+NULL_BYTES = 5
+"""JSON bytes of a token before `logprob_start_len`."""
+SCORE_BYTES = 64
+"""JSON bytes of a log-probability with its token."""
+BEAM_TOKEN_BYTES = 64
+"""The beams of a search come from their worker at once, so a token of theirs counts for more."""
+PROMPT_TOKEN_BYTES = 48
+"""Memory of a token id of a prompt: an integer, its place in a list, and its packed form."""
+KEPT_TOKENS = 4096
+"""Most outputs are shorter."""
+SCORE_MEMORY_BYTES = 160
+"""Memory of a log-probability with its token until it is written."""
+PACKED_SCORE_BYTES = 16
+"""Memory of one as it comes from a worker: those of a prompt come so, once for each of its sequences."""
+
+
+class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks for. `prompt_tokens` has the length of each prompt, and `max_tokens` its longest output."""
+
+    prompt_tokens: Sequence[int]
+    max_tokens: Sequence[int]
+    num_sequences: int  # per prompt
+    num_returned: int  # sequences per prompt in the answer
+    is_beam_search: bool = False
+    has_echo: bool = False
+    has_ids: bool = False
+    logprobs: int | None = None  # alternatives of each generated token
+    echo_logprobs: int | None = None  # alternatives of each echoed token
+    prompt_logprobs: int | None = None  # alternatives of each prompt token, beside the answer
+    num_prompt_scores: int = 1  # copies of a prompt's scores in the answer
+    logprob_start_len: int = 1  # position of the first prompt token that is scored
+    is_stream: bool = False
+
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities in the answer."""
+        if self.logprobs is None and self.echo_logprobs is None and self.prompt_logprobs is None:
+            return 0
+        prompts, outputs = sum(self.prompt_tokens), sum(self.max_tokens)
+        return (
+            outputs * self.num_sequences * _entries(self.logprobs)
+            + prompts * self.num_returned * _entries(self.echo_logprobs)
+            + self._num_scored_prompt_tokens * self.num_prompt_scores * _entries(self.prompt_logprobs)
+        )
+
+    @property
+    def _num_scored_prompt_tokens(self) -> int:
+        return sum(max(0, length + 1 - self.logprob_start_len) for length in self.prompt_tokens)  # token 0 counts too
+
+    @property
+    def details_bytes(self) -> int:
+        """Bytes of the ids and the log-probabilities, at most."""
+        num_ids = 0
+        if self.has_ids:
+            num_ids = sum(self.prompt_tokens) * self.num_returned + sum(self.max_tokens) * self.num_sequences
+        num_bytes = num_ids * ID_BYTES + self.num_scores * SCORE_BYTES
+        if self.prompt_logprobs is not None:
+            unscored = sum(self.prompt_tokens) - self._num_scored_prompt_tokens
+            num_bytes += unscored * self.num_prompt_scores * NULL_BYTES
+        return num_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole answer if every sequence becomes as long as it may."""
+        per_token = BEAM_TOKEN_BYTES if self.is_beam_search else TEXT_BYTES
+        echo = sum(self.prompt_tokens) * self.num_returned * TEXT_BYTES if self.has_echo else 0
+        return sum(self.max_tokens) * self.num_sequences * per_token + echo + self.details_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the router holds for the request: its prompts, and the log-probabilities of its answer.
+
+        Those of the output are counted for `KEPT_TOKENS`, and not for a stream, which sends them as they come.
+        """
+        prompts = sum(self.prompt_tokens)
+        scores = self._num_scored_prompt_tokens * max(_entries(self.echo_logprobs), _entries(self.prompt_logprobs))
+        num_bytes = scores * max(SCORE_MEMORY_BYTES, self.num_sequences * PACKED_SCORE_BYTES)
+        if not self.is_stream:
+            kept = sum(min(each, KEPT_TOKENS) for each in self.max_tokens)
+            num_bytes += kept * self.num_sequences * _entries(self.logprobs) * SCORE_MEMORY_BYTES
+        return prompts * PROMPT_TOKEN_BYTES + num_bytes
+
+    def tokens_that_fit(self, limit_bytes: int) -> int:
+        """How long the outputs may be at most within the limit; 0 or less if the rest of the answer exceeds it."""
+        without = msgspec.structs.replace(self, max_tokens=[0] * len(self.max_tokens))
+        with_one = msgspec.structs.replace(self, max_tokens=[1] * len(self.max_tokens))
+        return (limit_bytes - without.total_bytes) // (with_one.total_bytes - without.total_bytes)
+
+
+def _entries(num_alternatives: int | None) -> int:
+    return 0 if num_alternatives is None else num_alternatives + 1
+
+
+def check_answer(shape: AnswerShape, limit_bytes: int) -> None:
+    """Raises 400 with the numbers if the answer may exceed the limit."""
+    if shape.total_bytes <= limit_bytes:
+        return
+    prompts, choices = len(shape.prompt_tokens), shape.num_sequences
+    raise ApiError(
+        f"The answer may take {shape.total_bytes} bytes, and at most {limit_bytes} are allowed: {prompts} prompts with "
+        f"{sum(shape.prompt_tokens)} tokens, {choices} choices each with up to {max(shape.max_tokens)} tokens, and "
+        f"{shape.num_scores} log-probabilities. Ask for fewer prompts, choices, tokens or log-probabilities at once",
+        param=_param(shape),
+        code="answer_too_large",
+    )
+
+
+def _param(shape: AnswerShape) -> str:
+    """The parameter that contributes most."""
+    if shape.num_scores * SCORE_BYTES * 2 > shape.total_bytes:
+        return "prompt_logprobs" if shape.logprobs is None else "logprobs"
+    return "n" if shape.num_sequences > 1 else "prompt" if len(shape.prompt_tokens) > 1 else "max_tokens"

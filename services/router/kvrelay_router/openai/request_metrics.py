@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvrelay.telemetry.metrics import Instruments, Labels
 from kvrelay.telemetry.tracer import TraceContext, Tracer, new_trace, parse_traceparent
-from kvrelay_router.http.client_watch import CLIENT_GONE
+from kvrelay_router.http.body import CLIENT_GONE
 from kvrelay_router.openai.generation import PromptRun
 
 OPERATION_BY_PATH = {

@@ -236,7 +236,7 @@ class _Schema(msgspec.Struct, gc=False):
 
 
 def check_tool_schemas(tools: Sequence[Tool]) -> None:
-    """Raises 400."""
+    """Raises 400 for parameters that are no JSON schema, with the tool and the part of them that is wrong."""
     for tool in tools:
         for where, part in _parts(tool.parameters):
             if reason := _wrong_part(part):

@@ -1,15 +1,22 @@
-"""Keeps responses for GET and for requests that continue them: in Redis for all routers, or in memory."""
+"""Stored responses, for GET and for requests that continue them: in Redis for all routers, or in memory."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
 
 from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds, StoreUnavailable
-from kvrelay.text.request.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError, wrong
+from kvrelay_router.access.identity import names_of
+from kvrelay_router.http.error_response import json_response
+from kvrelay_router.responses.responses_request import as_items, is_reference
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
@@ -126,8 +133,98 @@ def _away(error: StoreUnavailable) -> ApiError:
     )
 
 
-async def output_item(store: ResponseStore, owner: str, item_id: str) -> bytes | None:
-    """JSON of an item of the output of a stored response. Its id names the response. Raises 503."""
-    _, _, unique = item_id.partition("_")
-    found = await store.get(owner, f"resp_{unique.partition('_')[0]}")
-    return None if found is None else found.output_item(item_id)
+Keep = Callable[[dict[str, Any]], Awaitable[bool]]
+"""Stores a response at its end. Returns whether it did."""
+
+
+class StoredConversations:
+    """The conversations of stored responses. `store` is None if responses are not stored: then none is found."""
+
+    def __init__(self, store: ResponseStore | None) -> None:
+        self._store = store
+
+    async def get(self, http: Request, response_id: str) -> Response:
+        """Returns a stored response, or 404."""
+        stored = await self._find(names_of(http).caller.owner, response_id)
+        if stored is None:
+            raise _not_found(response_id)
+        return Response(stored.response, media_type="application/json")
+
+    async def delete(self, http: Request, response_id: str) -> Response:
+        if self._store is None or not await self._store.delete(names_of(http).caller.owner, response_id):
+            raise _not_found(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def items(self, given: Any, previous_id: str | None, owner: str) -> tuple[list[Any], tuple[bytes, ...]]:
+        """The items of the field `input`, with stored ones in place of references, and those of the conversation that
+        ends with the response `previous_id`, as JSON. Raises ApiError."""
+        items = [
+            await self._item(item, f"input[{index}].id", owner) if is_reference(item) else item
+            for index, item in enumerate(as_items(given))
+        ]
+        if previous_id is None:
+            return items, ()
+        stored = await self._find(owner, previous_id)
+        if stored is None:
+            raise ApiError(
+                f"Previous response with id '{previous_id}' not found: it was not stored, or it was dropped for later "
+                "ones",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return items, stored.items
+
+    def keep(self, owner: str, earlier: tuple[bytes, ...], items: list[Any]) -> Keep | None:
+        """What stores the response that continues `earlier` and the request's own `items`."""
+        store = self._store
+        if store is None:
+            return None
+        given = (*earlier, *_dumped(items))
+
+        async def keep(response: dict[str, Any]) -> bool:
+            output = tuple(orjson.dumps(_without_scores(item)) for item in response["output"])
+            ids = tuple(item["id"] for item in response["output"])
+            return await store.put(owner, response["id"], StoredResponse(orjson.dumps(response), given + output, ids))
+
+        return keep
+
+    async def _find(self, owner: str, response_id: str) -> StoredResponse | None:
+        return None if self._store is None else await self._store.get(owner, response_id)
+
+    async def _item(self, reference: dict[str, Any], where: str, owner: str) -> Any:
+        """The item that is referred to. Its id names its response."""
+        item_id = reference.get("id")
+        if not isinstance(item_id, str):
+            raise wrong(where, "it must be a string")
+        _, _, unique = item_id.partition("_")
+        response = await self._find(owner, f"resp_{unique.partition('_')[0]}")
+        item = None if response is None else response.output_item(item_id)
+        if item is None:
+            raise ApiError(
+                f"Item with id '{item_id[:100]}' not found: its response was not stored, or was dropped for later ones",
+                status=404,
+                param=where,
+                code="item_not_found",
+            )
+        return orjson.loads(item)
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(f"Response with id '{response_id}' not found", status=404, code="response_not_found")
+
+
+def _without_scores(item: dict[str, Any]) -> dict[str, Any]:
+    """Drops log-probabilities: stored responses continue conversations, which do not need them."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+
+
+def _dumped(items: list[Any]) -> list[bytes]:
+    dumped = []
+    for index, item in enumerate(items):
+        try:
+            dumped.append(orjson.dumps(item))
+        except TypeError:
+            raise wrong(f"input[{index}]", "it is nested too deeply to be stored") from None
+    return dumped

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import orjson
 
+from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.text.choice import Choice
+from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, ReasoningText, ToolCallBegun, ToolCallEnded
+from kvrelay.text.parsed_text import TokenKind
 from kvrelay.text.request.api_error import ApiError
-from kvrelay_router.openai.answers.answer_format import DocumentFormat, EventFormat
+from kvrelay.text.tokenizer import Tokenizer
+from kvrelay_router.openai.answer_format import AnswerFormat, chat_logprobs
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.responses.output_items import EVENTS, OutputItem, OutputItems, Scores, Step
-from kvrelay_router.responses.responses_request import ResponsesRequest
-
-Keep = Callable[[dict[str, Any]], Awaitable[bool]]
-"""Stores a response at its end. Returns whether it did."""
+from kvrelay_router.responses.response_store import Keep
+from kvrelay_router.responses.responses_request import ResponsesRequest, namespaces
 
 
-class ResponseObject:
-    """The object that the answer is, and that events of a stream carry: the fields that do not change, and those of
-    each state."""
+class ResponseFormat(AnswerFormat):
+    """The response is the answer in one piece, and in a stream events carry it. There every item and part has its
+    `added`, `delta` and `done` events, numbered from 0."""
 
-    def __init__(self, unique: str, request: ResponsesRequest, run: PromptRun, keep: Keep | None) -> None:
+    done = b""
+
+    def __init__(
+        self, unique: str, request: ResponsesRequest, run: PromptRun, tokenizer: Tokenizer, keep: Keep | None
+    ) -> None:
         """`keep`: None if the response is not to be stored."""
+        self.is_stream = request.stream
         self._run, self._keep = run, keep
+        (self._choice,) = run.choices
+        scores = TokenScores(tokenizer, request.top_logprobs if request.wants_logprobs else None)
+        self._output = OutputItems(unique, scores, namespaces(request))
+        self._num_events = 0
+        self._around_delta = b"", b""  # JSON before and after a delta of the open item
+        self._end_steps: list[Step] = []
+        self._ended: dict[str, Any] = {}
         sampling = run.request.sampling
-        self._head: dict[str, Any] = {
+        self._fields: dict[str, Any] = {
             "id": f"resp_{unique}",
             "object": "response",
             "created_at": int(time.time()),
-        }
-        self._fields: dict[str, Any] = {
             "background": False,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
@@ -53,37 +64,41 @@ class ResponseObject:
             "user": request.user,
         }
 
-    def begun(self) -> dict[str, Any]:
-        return self._object("in_progress", [])
+    def add(self, run: PromptRun, choice: Choice) -> bytes:
+        return self._start() + self._events(self._output.feed(choice), "completed")
 
-    async def ended(self, output: list[dict[str, Any]]) -> dict[str, Any]:
-        """The object with its output, which is stored before the client gets it. A text that was cut makes it
-        incomplete. `store` is false if the response could not be stored."""
-        reason = {"incomplete_details": {"reason": "max_output_tokens"}} if self.was_cut else {}
-        response = self._object(self.status, output, usage=self._usage(), **reason)
+    async def finish(self) -> None:
+        """Stores the response before the client gets it. A text that was cut makes it incomplete. `store` is false if
+        it could not be stored."""
+        self._end_steps = [*self._output.feed(self._choice), *self._output.end(self._choice)]
+        reason = {"incomplete_details": {"reason": "max_output_tokens"}} if self._status == "incomplete" else {}
+        output = self._output.fields(self._status)
+        self._ended = self._object(self._status, output, usage=self._usage(), **reason)
         if self._keep is not None:
-            response["store"] = await self._keep(response)
-        return response
+            self._ended["store"] = await self._keep(self._ended)
 
-    def failed(self, code: str, message: str) -> dict[str, Any]:
-        return self._object("failed", [], error={"code": code, "message": message})
+    def end(self, usage: dict[str, Any]) -> bytes:
+        last = self._start() + self._events(self._end_steps, self._status)
+        return last + self._event(f"response.{self._status}", response=self._ended)
+
+    def document(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return self._ended
+
+    def failure(self, error: ApiError) -> bytes:
+        reason = {"code": "server_error" if error.code is None else error.code, "message": error.message}
+        return self._event("response.failed", response=self._object("failed", [], error=reason))
 
     @property
-    def was_cut(self) -> bool:
-        (choice,) = self._run.choices
-        return choice.finish_reason == "length"
-
-    @property
-    def status(self) -> str:
+    def _status(self) -> str:
         """Final status of the response, and of its last item."""
-        return "incomplete" if self.was_cut else "completed"
+        return "incomplete" if self._choice.finish_reason == "length" else "completed"
 
     def _object(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         fields = {"status": status, "error": None, "incomplete_details": None, "output": output, "usage": None}
-        return {**self._head, **fields, **self._fields, **more}
+        return {**self._fields, **fields, **more}
 
     def _usage(self) -> dict[str, Any]:
-        (choice,) = self._run.choices
+        choice = self._choice
         num_prompt = len(self._run.request.prompt_ids)
         return {
             "input_tokens": num_prompt,
@@ -93,41 +108,10 @@ class ResponseObject:
             "total_tokens": num_prompt + choice.num_tokens,
         }
 
-
-class ResponseStream(EventFormat):
-    """Every item and part has its `added`, `delta` and `done` events, numbered from 0."""
-
-    done = b""
-
-    def __init__(self, response: ResponseObject, run: PromptRun, output: OutputItems) -> None:
-        self._response, self._output = response, output
-        (self._choice,) = run.choices
-        self._num_events = 0
-        self._around_delta = b"", b""  # JSON before and after a delta of the open item
-        self._end_steps: list[Step] = []
-        self._ended: dict[str, Any] = {}
-
-    def add(self, run: PromptRun, choice: Choice) -> bytes:
-        opening = b"" if self._num_events else self._start()
-        return opening + self._events(self._output.feed(choice), "completed")
-
-    async def finish(self) -> None:
-        self._end_steps = list(self._output.end(self._choice))
-        self._ended = await self._response.ended(self._output.fields(self._response.status))
-
-    def end(self, usage: dict[str, Any]) -> bytes:
-        """Returns the events after the last text."""
-        opening = b"" if self._num_events else self._start()
-        kind = "response.incomplete" if self._response.was_cut else "response.completed"
-        last = self._events(self._end_steps, self._response.status)
-        return opening + last + self._event(kind, response=self._ended)
-
-    def failure(self, error: ApiError) -> bytes:
-        code = "server_error" if error.code is None else error.code
-        return self._event("response.failed", response=self._response.failed(code, error.message))
-
     def _start(self) -> bytes:
-        begun = self._response.begun()
+        if self._num_events:
+            return b""
+        begun = self._object("in_progress", [])
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def _events(self, steps: Iterable[Step], status: str) -> bytes:
@@ -177,18 +161,148 @@ class ResponseStream(EventFormat):
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(content))
 
 
-class ResponseAnswer(DocumentFormat):
-    """One JSON object."""
+Scores = dict[str, Any]
+"""The log-probabilities of a token in the answer's form."""
 
-    def __init__(self, response: ResponseObject, run: PromptRun, output: OutputItems) -> None:
-        self._response, self._output = response, output
-        (self._choice,) = run.choices
-        self._ended: dict[str, Any] = {}
 
-    async def finish(self) -> None:
-        deque(self._output.feed(self._choice), maxlen=0)
-        deque(self._output.end(self._choice), maxlen=0)
-        self._ended = await self._response.ended(self._output.fields(self._response.status))
+class TokenScores:
+    """The log-probabilities of an output, if they were asked for."""
 
-    def document(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return self._ended
+    def __init__(self, tokenizer: Tokenizer, num_top: int | None) -> None:
+        self._tokenizer, self._num_top = tokenizer, num_top
+        self._kept: deque[tuple[TokenLogprobs, TokenKind]] = deque()
+
+    def take(self, choice: Choice) -> list[Scores]:
+        """Those of the next content in the answer's form. It ends where reasoning or a call begins."""
+        if self._num_top is None:
+            return []
+        records = choice.take_records()
+        kinds = records.kinds or [TokenKind.CONTENT] * len(records.logprobs)
+        self._kept += zip(records.logprobs, kinds, strict=True)
+        while self._kept and self._kept[0][1] is not TokenKind.CONTENT:
+            self._kept.popleft()
+        entries = []
+        while self._kept and self._kept[0][1] is TokenKind.CONTENT:
+            entries.append(self._kept.popleft()[0])
+        found: list[Scores] = chat_logprobs(self._tokenizer, entries, self._num_top)["content"]
+        return found
+
+
+EVENTS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+"""The common part of the names of an item's delta and done events, by its type."""
+
+
+class OutputItem:
+    """A text, reasoning or a call. `head`: its fields that do not change, with its type."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self.head = head
+        self._scores: list[Scores] = []
+        self._texts: list[str] = []
+
+    @property
+    def type(self) -> str:
+        return str(self.head["type"])
+
+    def add(self, text: str, scores: list[Scores]) -> None:
+        self._texts.append(text)
+        self._scores += scores
+
+    def part(self, text: str | None = None) -> dict[str, Any] | None:
+        """Its content part: as it is by now, or with another text and no log-probabilities. None for a call."""
+        shown, scores = ("".join(self._texts), self._scores) if text is None else (text, [])
+        if self.type == "message":
+            return {"type": "output_text", "text": shown, "annotations": [], "logprobs": scores}
+        return {"type": "reasoning_text", "text": shown} if self.type == "reasoning" else None
+
+    @property
+    def done_fields(self) -> dict[str, Any]:
+        """The fields of the event after the last delta."""
+        if (part := self.part()) is None:
+            return {"arguments": "".join(self._texts), "name": self.head["name"]}
+        return {name: part[name] for name in ("text", "logprobs") if name in part}
+
+    def fields(self, status: str) -> dict[str, Any]:
+        """The item as it is by now; without its text while it is in progress."""
+        is_begun = status == "in_progress"
+        if (part := self.part()) is None:
+            return {**self.head, "status": status, "arguments": "" if is_begun else "".join(self._texts)}
+        return {**self.head, "status": status, "content": [] if is_begun else [part]}
+
+
+_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("msg", {"role": "assistant"}),
+    "reasoning": ("rs", {"summary": []}),
+    "function_call": ("fc", {}),
+}
+"""The prefix of an item's id and the fields that all items of a type have."""
+
+Step = tuple[Literal["begun", "text", "ended"], OutputItem, str, list[Scores]]
+
+
+class OutputItems:
+    """Collects the items of an output. Each step is reported once, so that a stream can write its event.
+
+    `namespaces`: those of functions that are in one, by the functions' names.
+    """
+
+    def __init__(self, unique: str, scores: TokenScores, namespaces: Mapping[str, str]) -> None:
+        self._unique, self._scores, self._namespaces = unique, scores, namespaces
+        self._is_open = False
+        self.items: list[OutputItem] = []
+
+    def feed(self, choice: Choice) -> Iterator[Step]:
+        """The steps that new text makes."""
+        for part in choice.take_events():
+            match part:
+                case ContentText(content):
+                    yield from self._text("message", content, self._scores.take(choice))
+                case ReasoningText(content):
+                    yield from self._text("reasoning", content, [])
+                case ToolCallBegun(_, call_id, name):
+                    namespace = {"namespace": self._namespaces[name]} if name in self._namespaces else {}
+                    yield from self._begin("function_call", call_id=call_id, name=name, **namespace)
+                case ArgumentsDelta(_, arguments):
+                    yield from self._text("function_call", arguments, [])
+                case ToolCallEnded():
+                    yield from self._end()
+
+    def end(self, choice: Choice) -> Iterator[Step]:
+        """The steps after the last text. An output without any is an empty text."""
+        if not self.items:
+            yield from self._begin("message")
+        if self._is_in("message"):
+            self.items[-1].add("", self._scores.take(choice))
+        yield from self._end()
+
+    def fields(self, last_status: str) -> list[dict[str, Any]]:
+        """All items at the end. Only the last one may be incomplete."""
+        return [item.fields("completed" if item is not self.items[-1] else last_status) for item in self.items]
+
+    def _is_in(self, kind: str) -> bool:
+        return self._is_open and self.items[-1].type == kind
+
+    def _text(self, kind: str, text: str, scores: list[Scores]) -> Iterator[Step]:
+        if not self._is_in(kind):
+            yield from self._begin(kind)
+        item = self.items[-1]
+        item.add(text, scores)
+        yield "text", item, text, scores
+
+    def _begin(self, kind: str, **head: Any) -> Iterator[Step]:
+        yield from self._end()
+        prefix, own = _HEADS[kind]
+        number = f"_{len(self.items)}" if self.items else ""
+        head = {"id": f"{prefix}_{self._unique}{number}", "type": kind, **own, **head}
+        self.items.append(OutputItem(head))
+        self._is_open = True
+        yield "begun", self.items[-1], "", []
+
+    def _end(self) -> Iterator[Step]:
+        if self._is_open:
+            self._is_open = False
+            yield "ended", self.items[-1], "", []

@@ -7,7 +7,7 @@ import httpx
 from kvrelay.telemetry.pages import Page
 from kvrelay.text.service import TextService
 from kvrelay_router.asgi.app import create_app
-from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.openai.api_service import ApiSettings
 from tests.component.router.rig import MODEL
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 

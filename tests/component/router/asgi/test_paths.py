@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay_router.access.identity import KeyRing
+from kvrelay_router.access.identity import Caller, KeyRing
 from tests.component.router.rig import MODEL, Router
 
 BODY = {"model": MODEL, "prompt": "x"}
@@ -23,7 +23,7 @@ async def test_the_key_of_a_request_is_checked_once(
     checked: list[str] = []
     check = KeyRing.check
 
-    def noted(keys: KeyRing, headers: Mapping[str, str]) -> str:
+    def noted(keys: KeyRing, headers: Mapping[str, str]) -> Caller:
         checked.append(path)
         return check(keys, headers)
 

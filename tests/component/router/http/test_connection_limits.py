@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvrelay.text.request.validation import ModelLimits
-from kvrelay_router.http import connection as http_connection
-from kvrelay_router.http.connection import ConnectionLimits
+from kvrelay_router.http import http_server
+from kvrelay_router.http.http_server import ConnectionLimits
 from tests.component.router.http.test_streams_under_load import (
     connect,
     connections,
@@ -172,7 +172,7 @@ async def test_a_client_that_reads_nothing_for_too_long_is_left(
 ) -> None:
     """The request's own deadline would end its work, but not the wait for room to tell the client so."""
     connection, writer = await unread_stream(router)
-    monkeypatch.setattr(http_connection, "UNREAD_S", 0.0)
+    monkeypatch.setattr(http_server, "UNREAD_S", 0.0)
     num_unread = connection.transport.get_write_buffer_size()
     connection._check_reader(num_unread + 1)  # some of it was read: it has its time again, which is over at once
     assert connections(router) == [connection]
@@ -185,7 +185,7 @@ async def test_a_client_that_never_reads_the_rest_holds_no_connection_that_close
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an answer that fits the connection's buffer, which therefore never counts as full."""
-    monkeypatch.setattr(http_connection, "UNREAD_S", 0.5)
+    monkeypatch.setattr(http_server, "UNREAD_S", 0.5)
     router.dispatcher.model_limits = ModelLimits(10**6, 400)
     router.answers("otter " * 8000, per_delta=1000)
     client = socket.socket()

@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.text import service as text_service
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay_router.http.pending_memory import PendingMemory
+from kvrelay_router.http.body import PendingMemory
 from tests.component.router.http.test_streams_under_load import connect, connections
 from tests.component.router.rig import MODEL
 from tests.fakes.waiting import PATIENCE_S, until

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvrelay_router.http.pending_memory import PendingMemory
+from kvrelay_router.http.body import PendingMemory
 from tests.component.router.http.test_connection_limits import refusal
 from tests.component.router.http.test_streams_under_load import connect, connections, read_answer, request
 from tests.component.router.rig import MODEL

@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.text.request.validation import ModelLimits
-from kvrelay_router.http.connection import BoundedConnection, allowed_connections
+from kvrelay_router.http.http_server import BoundedConnection, allowed_connections
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import until

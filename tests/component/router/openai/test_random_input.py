@@ -11,7 +11,7 @@ import pytest
 from kvrelay.text.request.completion_request import CompletionRequest
 from kvrelay.text.request.parsing import CHAT, COMPLETION
 from kvrelay_router.openai.chat_request import ChatRequest
-from kvrelay_router.openai.select_endpoint import SelectChat, SelectText
+from kvrelay_router.openai.select import SelectChat, SelectText
 from tests.component.router.one_connection import OneConnection, one_connection
 from tests.component.router.rig import MODEL, Router
 

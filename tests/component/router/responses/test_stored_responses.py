@@ -15,7 +15,7 @@ from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds
 from kvrelay.text.service import TextService
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.http_server import bind, serve
-from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.openai.api_service import ApiSettings
 from kvrelay_router.responses.response_store import OwnResponses, RedisResponses
 from tests.component.router.rig import MODEL, Router, running_router
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher

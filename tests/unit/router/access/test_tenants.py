@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from kvrelay.config import RouterConfig
-from kvrelay_router.access.identity import NO_KEYS, Tenants
-from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.access.identity import Callers
+from kvrelay_router.openai.api_service import ApiSettings
 
 FILE = """
 [[key]]
@@ -33,19 +33,19 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_without_keys_everybody_sees_all_and_is_one_tenant() -> None:
-    tenants = Tenants.from_config(RouterConfig())
-    assert tenants.of("") == NO_KEYS
-    assert NO_KEYS.visible_owner is None and NO_KEYS.tenant == NO_KEYS.cache_salt == ""
+    callers = Callers.from_config(RouterConfig())
+    anybody = callers.of("")
+    assert anybody.visible_owner is None and anybody.tenant == anybody.cache_salt == ""
 
 
 def test_keys_of_a_named_tenant_share_salt_and_weight_but_not_requests(path: Path) -> None:
-    tenants = Tenants.from_config(RouterConfig(api_keys=KEYS, key_limits_file=path, key_cache_salt=True))
-    a, b, c, named_like_the_tenant = map(tenants.of, KEYS)
+    callers = Callers.from_config(RouterConfig(api_keys=KEYS, key_limits_file=path, key_cache_salt=True))
+    a, b, c, named_like_the_tenant = map(callers.of, KEYS)
     assert (a.tenant, a.weight, a.cache_salt) == (b.tenant, 2.0, b.cache_salt)
     assert a.visible_owner == a.owner != b.owner
     assert len({each.tenant for each in (a, c, named_like_the_tenant)}) == 3
     assert len({each.cache_salt for each in (a, c, named_like_the_tenant)}) == 3
-    assert not any(key in f"{tenants.of(key)}" for key in KEYS[:3]), "a digest stands for a key"
+    assert not any(key in f"{callers.of(key)}" for key in KEYS[:3]), "a digest stands for a key"
 
 
 def test_an_admin_key_is_accepted_and_sees_all(tmp_path: Path) -> None:
@@ -54,39 +54,43 @@ def test_an_admin_key_is_accepted_and_sees_all(tmp_path: Path) -> None:
     config = RouterConfig(api_keys=("sk-a",), admin_api_keys=("sk-admin",), admin_api_keys_file=file)
     settings = ApiSettings.from_config(config)
     assert settings.api_keys == ("sk-a", "sk-admin", "sk-root")
-    assert [settings.tenants.of(key).visible_owner is None for key in settings.api_keys] == [False, True, True]
+    assert [settings.callers.of(key).visible_owner is None for key in settings.api_keys] == [False, True, True]
     with pytest.raises(ValidationError, match="admin_api_keys_file: cannot read"):
         RouterConfig(admin_api_keys_file=tmp_path / "none")
 
 
 def test_salts_are_off_unless_asked_for(path: Path) -> None:
-    tenants = Tenants.from_config(RouterConfig(api_keys=KEYS, key_limits_file=path))
-    assert {tenants.of(key).cache_salt for key in KEYS} == {""}
+    callers = Callers.from_config(RouterConfig(api_keys=KEYS, key_limits_file=path))
+    assert {callers.of(key).cache_salt for key in KEYS} == {""}
 
 
 def test_shares_by_user_and_without_shares() -> None:
-    by_user = Tenants.from_config(RouterConfig(api_keys=KEYS, fair_queueing="user"))
-    ann, bob, same_name = by_user.of("sk-a", "ann"), by_user.of("sk-a", "bob"), by_user.of("sk-b", "ann")
+    by_user = Callers.from_config(RouterConfig(api_keys=KEYS, fair_queueing="user"))
+    ann, bob, same_name = (
+        by_user.of("sk-a").share_of("ann"),
+        by_user.of("sk-a").share_of("bob"),
+        by_user.of("sk-b").share_of("ann"),
+    )
     assert len({each.tenant for each in (ann, bob, same_name, by_user.of("sk-a"))}) == 4
     assert ann.owner == bob.owner
-    assert by_user.of("", "ann").tenant != by_user.of("", "bob").tenant
-    off = Tenants.from_config(RouterConfig(api_keys=KEYS, fair_queueing="off"))
-    assert {off.of(key, "ann").tenant for key in KEYS} == {""}
+    assert by_user.of("").share_of("ann").tenant != by_user.of("").share_of("bob").tenant
+    off = Callers.from_config(RouterConfig(api_keys=KEYS, fair_queueing="off"))
+    assert {off.of(key).share_of("ann").tenant for key in KEYS} == {""}
 
 
 def test_texts_belong_to_tenants_whatever_the_shares_and_salts(path: Path) -> None:
     for sharing in ("key", "off"):
         config = RouterConfig.model_validate({"api_keys": KEYS, "key_limits_file": path, "fair_queueing": sharing})
-        tenants = Tenants.from_config(config)
-        a, b, c, named_like_the_tenant = (tenants.of(key, "ann").text_owner for key in KEYS)
+        callers = Callers.from_config(config)
+        a, b, c, named_like_the_tenant = (callers.of(key).share_of("ann").text_owner for key in KEYS)
         assert a == b and len({a, c, named_like_the_tenant, ""}) == 4
-    by_user = Tenants.from_config(RouterConfig(api_keys=KEYS, fair_queueing="user"))
-    assert len({by_user.of(key, user).text_owner for key in KEYS for user in ("ann", "bob", "")}) == 12
-    assert Tenants().of("sk-x").text_owner not in ("", Tenants().of("sk-y").text_owner)
+    by_user = Callers.from_config(RouterConfig(api_keys=KEYS, fair_queueing="user"))
+    assert len({by_user.of(key).share_of(user).text_owner for key in KEYS for user in ("ann", "bob", "")}) == 12
+    assert Callers().of("sk-x").text_owner not in ("", Callers().of("sk-y").text_owner)
 
 
 def test_a_key_that_the_settings_do_not_describe_sees_its_own() -> None:
-    unknown = Tenants().of("sk-x")
+    unknown = Callers().of("sk-x")
     assert unknown.visible_owner == unknown.owner != ""
 
 

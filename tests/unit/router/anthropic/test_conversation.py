@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvrelay.text.request.api_error import ApiError
-from kvrelay_router.anthropic.conversation import chat_messages
-from kvrelay_router.anthropic.messages_request import PromptFields
+from kvrelay_router.anthropic.messages_request import PromptFields, chat_messages
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch=eb6c6;"
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from kvrelay_router.http.client_watch import ClientGone, ClientWatch
+from kvrelay_router.http.body import ClientGone, ClientWatch
 
 
 class Connection:

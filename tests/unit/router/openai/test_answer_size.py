@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.text.request.api_error import ApiError
-from kvrelay_router.openai.answer_size import AnswerShape, check_answer
+from kvrelay_router.openai.planning import AnswerShape, check_answer
 
 LIMIT = 64 << 20
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.dispatch.interface import RequestFailed
-from kvrelay_router.openai.error_mapping import as_api_error
+from kvrelay_router.openai.delivery import as_api_error
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.text.request.api_error import ApiError
-from kvrelay_router.openai.api_service import InProgress
+from kvrelay_router.access.identity import Caller
+from kvrelay_router.access.rate_limiter import InProgress
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +20,7 @@ def num_admitted(in_progress: InProgress, stack: ExitStack, tenant: str, weight:
     admitted = 0
     while True:
         try:
-            stack.enter_context(in_progress.admit(tenant, weight, fleet))
+            stack.enter_context(in_progress.admit(Caller(tenant=tenant, weight=weight), fleet))
         except ApiError:
             return admitted
         admitted += 1
@@ -34,7 +35,7 @@ def test_without_tenants_one_client_gets_all_places_and_gives_them_back() -> Non
 
 
 def test_a_refusal_is_429() -> None:
-    with pytest.raises(ApiError) as refused, InProgress(0).admit("", 1.0):
+    with pytest.raises(ApiError) as refused, InProgress(0).admit(Caller()):
         raise AssertionError("it was admitted")
     assert refused.value.status == 429
 
@@ -77,7 +78,7 @@ def test_never_more_than_the_limit_and_a_tenant_with_none_gets_a_free_place(
         for tenant, weight in arrivals:
             has_room = in_progress.num_requests < limit
             try:
-                stack.enter_context(in_progress.admit(tenant, weight))
+                stack.enter_context(in_progress.admit(Caller(tenant=tenant, weight=weight)))
             except ApiError:
                 assert not has_room or tenant in admitted
             else:

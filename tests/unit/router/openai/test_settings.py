@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import SecretStr
 
 from kvrelay.config.router import RouterConfig
-from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.openai.api_service import ApiSettings
 
 
 def test_settings_come_from_the_config() -> None:

@@ -20,11 +20,11 @@ from kvrelay.text.service import DecodedPrompt
 from kvrelay.text.tokenizer import Tokenizer, make_detokenizer
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
-from kvrelay_router.openai.answers.answer_format import AnswerFormat, EventFormat, usage_of
-from kvrelay_router.openai.answers.chat_format import chat_format
-from kvrelay_router.openai.answers.completion_format import completion_format
+from kvrelay_router.openai.answer_format import AnswerFormat, usage_of
 from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.chat_format import ChatFormat
 from kvrelay_router.openai.chat_request import parse_chat
+from kvrelay_router.openai.completions import CompletionFormat
 from kvrelay_router.openai.generation import Generation, PromptRun, PromptSink
 from tests.thoroughness import examples
 
@@ -118,17 +118,17 @@ def answer_of(tokenizer: Tokenizer, case: dict[str, Any], api: str, *, stream: b
     answer: AnswerFormat
     if api == "chat":
         body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": case["logprobs"]}
-        answer = chat_format(service, "a", [parse_chat(body)], [run])
+        answer = ChatFormat(service, "a", [parse_chat(body)], [run])
     else:
         body |= {"prompt": "x", "echo": echo is not None} | ({"logprobs": 1} if case["logprobs"] else {})
-        answer = completion_format(service, "a", parse_completion(body), [run], [echo] if echo is not None else [])
-    generation = Generation(cast(Any, None), [run], answer.add)
+        answer = CompletionFormat(service, "a", parse_completion(body), [run], [echo] if echo is not None else [])
+    generation = Generation(cast(Any, None), [run], answer.add if answer.is_stream else answer.keep)
     handle = Handle()
     sink = PromptSink(generation, run, cast(RunningRequest, handle))
     events = [sink.events_of([delta]) for delta in deltas_of(case, one_by_one=one_by_one)]
     assert generation.is_over
     assert handle.num_stopped <= 1
-    if isinstance(answer, EventFormat):
+    if answer.is_stream:
         return b"".join(events) + answer.end(usage_of([run]))
     return json.dumps(answer.document(usage_of([run]))).encode()
 

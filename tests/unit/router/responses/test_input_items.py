@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvrelay.text.request.api_error import ApiError
-from kvrelay_router.responses.input_items import as_items, input_messages
+from kvrelay_router.responses.responses_request import as_items, input_messages
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "define", "arguments": '{"word": "otter"}'}
 CHAT_CALL = {

@@ -7,33 +7,20 @@ from typing import Any
 
 import orjson
 
-from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.text.choice import Choice, TokenRecords
 from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
-from kvrelay.text.tokenizer import Tokenizer
-from kvrelay_router.openai.answers.answer_format import (
+from kvrelay_router.openai.answer_format import (
+    TOKEN_IDS,
     AnswerFormat,
     ChunkWriter,
-    DocumentFormat,
-    EventFormat,
+    chat_logprobs,
+    prompt_scores,
 )
-from kvrelay_router.openai.answers.logprob_format import TOKEN_IDS, chat_logprobs, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_request import ChatRequest
 from kvrelay_router.openai.generation import PromptRun
 
 NO_DETAILS: dict[str, Any] = {"logprobs": None, "finish_reason": None}
-
-
-def chat_format(
-    service: ApiService, answer_id: str, requests: Sequence[ChatRequest], runs: Sequence[PromptRun]
-) -> AnswerFormat:
-    """Returns the format that the requests ask for. Several are the conversations of a batch, with one run each."""
-    tokenizer, request = service.text.tokenizer, requests[0]
-    if request.stream:
-        return ChatStream(service.answer_head(answer_id, "chat.completion.chunk", request.model), tokenizer, request)
-    head = service.answer_head(answer_id, "chat.completion", request.model)
-    return ChatAnswer(head, tokenizer, requests, runs)
 
 
 def message_fields(events: Sequence[Event]) -> dict[str, Any]:
@@ -64,13 +51,20 @@ def message_fields(events: Sequence[Event]) -> dict[str, Any]:
     return fields
 
 
-class ChatStream(EventFormat):
-    """Sends the role of each choice first, and then its text. `head`: the fields that all events begin with."""
+class ChatFormat(AnswerFormat):
+    """Of one request, or of the requests of a batch, with one run each: a choice has the index of its conversation. A
+    stream sends the role of each choice first, and then its text."""
 
-    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, request: ChatRequest) -> None:
-        self._tokenizer = tokenizer
-        self._request = request
-        self._chunks = ChunkWriter(head, request)
+    def __init__(
+        self, service: ApiService, answer_id: str, requests: Sequence[ChatRequest], runs: Sequence[PromptRun]
+    ) -> None:
+        self._request = request = requests[0]
+        self.is_stream = request.stream
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        self._head = service.answer_head(answer_id, kind, request.model)
+        self._tokenizer, self._runs = service.text.tokenizer, runs
+        self._echoed = [each.echoed for each in requests]
+        self._chunks = ChunkWriter(self._head, request)
         self._has_details = request.logprobs or request.return_token_ids
         self._opened: set[int] = set()
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # see `_open`
@@ -111,28 +105,9 @@ class ChatStream(EventFormat):
             prompt["prompt_token_ids"] = run.request.prompt_ids
         role = {"role": "assistant", "content": ""}
         opening = self._chunks.event(run, _content(choice, role, NO_DETAILS), **prompt)
-        if echoed := self._request.echoed:
+        if echoed := self._echoed[0]:
             opening += self._chunks.event(run, _content(choice, {"content": echoed}, NO_DETAILS))
         return opening
-
-    def _details(self, records: TokenRecords) -> dict[str, Any]:
-        details: dict[str, Any] = {"logprobs": _logprobs(self._tokenizer, self._request, records.logprobs)}
-        return {**details, "token_ids": records.token_ids} if self._request.return_token_ids else details
-
-
-def _content(choice: Choice, delta: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-    return {"index": choice.index, "delta": delta, **details}
-
-
-class ChatAnswer(DocumentFormat):
-    """One JSON object with all choices. The index of a choice is that of its conversation if there are several."""
-
-    def __init__(
-        self, head: dict[str, Any], tokenizer: Tokenizer, requests: Sequence[ChatRequest], runs: Sequence[PromptRun]
-    ) -> None:
-        self._head, self._tokenizer = head, tokenizer
-        self._request, self._runs = requests[0], runs
-        self._echoed = [request.echoed for request in requests]
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {
@@ -154,16 +129,21 @@ class ChatAnswer(DocumentFormat):
         return answer
 
     def _choice(self, choice: Choice, echoed: str) -> dict[str, Any]:
-        records = choice.take_records()
-        content: dict[str, Any] = {
-            "index": choice.index,
-            "message": _message(choice, echoed),
-            "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
-            **choice.ending,
-        }
+        details = self._details(choice.take_records())
+        return {"index": choice.index, "message": _message(choice, echoed), **details, **choice.ending}
+
+    def _details(self, records: TokenRecords) -> dict[str, Any]:
+        details: dict[str, Any] = {"logprobs": None}
+        if self._request.logprobs:
+            texts = TOKEN_IDS if self._request.return_tokens_as_token_ids else self._tokenizer
+            details["logprobs"] = chat_logprobs(texts, records.logprobs, self._request.top_logprobs)
         if self._request.return_token_ids:
-            content["token_ids"] = records.token_ids
-        return content
+            details["token_ids"] = records.token_ids
+        return details
+
+
+def _content(choice: Choice, delta: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
+    return {"index": choice.index, "delta": delta, **details}
 
 
 def _message(choice: Choice, echoed: str) -> dict[str, Any]:
@@ -173,10 +153,3 @@ def _message(choice: Choice, echoed: str) -> dict[str, Any]:
         del call["index"]
     # An empty answer is an empty text, but reasoning or calls may stand without one.
     return {"role": "assistant", "content": content or (None if fields else ""), "refusal": None, **fields}
-
-
-def _logprobs(tokenizer: Tokenizer, request: ChatRequest, entries: list[TokenLogprobs]) -> dict[str, Any] | None:
-    if not request.logprobs:
-        return None
-    texts = TOKEN_IDS if request.return_tokens_as_token_ids else tokenizer
-    return chat_logprobs(texts, entries, request.top_logprobs)

@@ -56,20 +56,17 @@ class SchedulerSettings:
     """What a policy may be told.
 
     `queue_starvation_bound`: admissions that a waiting sequence lets pass before it is next, whatever the order.
-    `new_token_ratio`: share of the tokens that running sequences may still draw for which admission leaves room, at
-    first; 0 leaves none. `preemption`: what becomes of its K/V: computed
-    again later, copied to the host and back, or what is estimated to take less time. `num_swap_slots`: blocks that fit
-    the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
-    `jump_forward`: steps may bring tokens that grammars force. `samples_behind`: the runner can run a
-    step with a constrained sequence behind one that samples a token of it; without, no step is planned behind such
-    a one.
+    `preemption`: the KV of a preempted sequence is computed again, copied to the host and back, or whichever is
+    estimated to be faster. `num_swap_slots`: blocks that fit the host's swap space. `swap_block_s`: seconds of a
+    block's copy one way, until measured. `jump_forward`: steps may bring tokens that grammars force.
+    `samples_behind`: the runner can run a step with a constrained sequence behind one that samples a token of it;
+    otherwise no step is planned behind such a one.
     `speculation`: which sequences' tokens are guessed, and how many. `num_stages`: stages of the model's pipeline.
     """
 
     queue_order: QueueOrderName = "fcfs"
     queue_starvation_bound: int = 64
     chunking: Chunking = "fixed"
-    new_token_ratio: float = 0.0
     preemption: Preemption = "auto"
     num_swap_slots: int = 0
     swap_block_s: float = 0.0

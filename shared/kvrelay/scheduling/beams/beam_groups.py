@@ -25,7 +25,7 @@ from kvrelay.kv.table import BlockTable, blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_search import BeamSearch
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.headroom import ReservedCapacity
+from kvrelay.scheduling.memory.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.sequence import Forks, Sequence, SequenceState, TokenBuffer
 from kvrelay.step.batch import BeamCandidates
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.headroom import ReservedCapacity
 from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.memory.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState

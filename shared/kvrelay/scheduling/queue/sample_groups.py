@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.headroom import ReservedCapacity
+from kvrelay.scheduling.memory.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 

@@ -32,7 +32,7 @@ Call = tuple[int, str, str, str]  # ns, file, function, the mark within which it
 
 SEND = "kvrelay/messaging/messenger.py:Messenger.send"
 COMMIT = "kvrelay/scheduling/scheduler.py:Scheduler.commit"
-HANDED_OVER = "kvrelay_decode/receiver_driver.py:ReceiverDriver._commit"
+HANDED_OVER = "kvrelay_decode/reservations.py:Reservations._commit"
 PATHS = {
     "token in decode": (COMMIT, "kvrelay_decode/service.py:DecodeRole._committed", SEND),
     "token in router": (
@@ -41,15 +41,15 @@ PATHS = {
     ),
     "block in prefill": (
         "kvrelay_prefill/service.py:PrefillRole._committed",
-        "kvrelay_prefill/sender_driver.py:SenderDriver._on_transfer",
+        "kvrelay_prefill/pushes.py:Pushes._on_transfer",
         "kvrelay/handoff/transports/sender_thread.py:SenderThread._carry_out",
-        "kvrelay/handoff/transports/zmq_sender.py:_ZmqDriver.send",
+        "kvrelay/handoff/transports/zmq_sender.py:ZmqSender._send",
         SEND,
     ),
     "block in decode": (
         "kvrelay/handoff/transports/receiver_thread.py:ReceiverThread._take",
-        "kvrelay_decode/receiver_driver.py:ReceiverDriver._on_transfer",
-        "kvrelay_decode/receiver_driver.py:ReceiverDriver.from_prefill",
+        "kvrelay_decode/reservations.py:Reservations._on_transfer",
+        "kvrelay_decode/reservations.py:Reservations.from_prefill",
         HANDED_OVER,
     ),
 }

@@ -46,9 +46,9 @@ from kvrelay.text.request.validation import (
     stop_rules,
 )
 from kvrelay.text.service import ChatOptions, TextService
-from kvrelay.worker import factory
-from kvrelay.worker.calibrate import calibrate
-from kvrelay.worker.sequences import make_sequence
+from kvrelay.worker.requests import make_sequence
+from kvrelay.worker.speeds import calibrate
+from kvrelay.worker.startup import make_cache, make_scheduler, scheduler_settings
 from kvrelay.worker.step_loop import StepTotals
 from kvrelay.worker.worker_main import load_runner
 from kvrelay_embedded.engine_steps import EngineSteps
@@ -163,11 +163,11 @@ class Engine:
             self._end_ranks = weakref.finalize(self, self._runner.close)
         spec = self._runner.spec
         pool = BlockPool(spec.num_blocks, spec.block_size)
-        self._scheduler = factory.make_scheduler(config, spec, pool, factory.make_cache(config, pool))
+        self._scheduler = make_scheduler(config, spec, pool, make_cache(config, pool))
         if config.chunking == "dynamic" or config.speculation != "off":
             calibrate(self._scheduler, self._runner, config.token_budget)
         self._limits = _limits(config, spec)
-        most = factory.scheduler_settings(config).max_uncommitted if spec.pipeline_parallel_size > 1 else 1
+        most = scheduler_settings(config).max_uncommitted if spec.pipeline_parallel_size > 1 else 1
         self.totals = StepTotals()
         """Totals of all steps since the start."""
         self._steps = EngineSteps(self._runner, self._scheduler, most, self.totals)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvrelay.device_profiles import Profile, StageClock, StepLoad
-from kvrelay.fleet.worker_record import WorkerRecord
+from kvrelay.fleet.worker_registry import WorkerRecord
 from kvrelay.kv.hashing import BlockHash, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
@@ -26,7 +26,8 @@ from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Origin, RemoteKV, Sequence, TokenBuffer
 from kvrelay.step.batch import RowResult, StepResult
-from kvrelay.worker.load_report import SpeedMeter, report_load
+from kvrelay.worker.reports import report_load
+from kvrelay.worker.speeds import SpeedMeter
 from kvrelay_bench.traces import Tokens
 
 

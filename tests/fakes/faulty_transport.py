@@ -27,9 +27,8 @@ from kvrelay.handoff.transports.base import (
     TransferReceiver,
     TransferSender,
 )
-from kvrelay.handoff.transports.block_parts import BlockPart, PartCopy
-from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike
-from kvrelay.handoff.transports.push_pieces import Copies
+from kvrelay.handoff.transports.outbox import Copies
+from kvrelay.handoff.transports.pool_memory import BlockPart, PartCopy, PoolChecksums, PoolLike
 from kvrelay.handoff.transports.wire import Bytes
 from tests.fakes.fault_schedule import Fault, Faults, Point
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kvrelay.handoff.transports import nixl_receiver, nixl_sender
-from kvrelay.handoff.transports.block_parts import BlockPart
 from kvrelay.handoff.transports.nixl_agent import NixlError, Region
+from kvrelay.handoff.transports.pool_memory import BlockPart
 from kvrelay.handoff.transports.wire import Indices
 
 

@@ -22,9 +22,8 @@ from kvrelay.handoff.transports.base import (
     SenderEvent,
     TransferFailed,
 )
-from kvrelay.handoff.transports.block_parts import PartCopy
-from kvrelay.handoff.transports.pool_memory import PoolChecksums
-from kvrelay.handoff.transports.push_pieces import Copies
+from kvrelay.handoff.transports.outbox import Copies
+from kvrelay.handoff.transports.pool_memory import PartCopy, PoolChecksums
 from kvrelay.handoff.transports.receiver_thread import ReceiverThread
 from kvrelay.handoff.transports.wire import Bytes, encode_header
 

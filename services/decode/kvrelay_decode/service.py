@@ -25,19 +25,21 @@ from kvrelay.protocol.messages import (
     Reserve,
     SequenceUsage,
     Stop,
+    TokenBatch,
     TokenEntry,
 )
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of
-from kvrelay.worker.sequences import sequence_key
+from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_decode.receiver_driver import DecodeRequest, ReceiverDriver
-from kvrelay_decode.stream import TokenStream, entry_of
+from kvrelay_decode.reservations import DecodeRequest, Reservations
 
 log = logging.getLogger(__name__)
+
+USAGE = ("prompt_blocks", "received_blocks", "cached_blocks", "computed_blocks")
+"""Totals of `SequenceUsage`."""
 
 
 class DecodeRole:
@@ -47,17 +49,16 @@ class DecodeRole:
         self._context = context
         self._log = LimitedLog(log)
         self._requests: OpenRequests[DecodeRequest] = OpenRequests(context, self.name, self._cancel)
-        self._stream = TokenStream(context.messenger.send)
-        self._receiving = ReceiverDriver(context, receivers, self._requests, self._stream)
-        self._totals: dict[str, float] = dict.fromkeys(("local_prompts", "failed", "cancelled"), 0)
+        self._reservations = Reservations(context, receivers, self._requests, self._handed_over)
+        self._totals: dict[str, float] = dict.fromkeys(("local_prompts", "failed", "cancelled", *USAGE), 0)
 
     # -- called by the shell ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._receiving.start()
+        self._reservations.start()
 
     def close(self) -> None:
-        self._receiving.close()
+        self._reservations.close()
 
     def callbacks(self) -> StepCallbacks:
         return StepCallbacks(self._planned, self._committed, self._failed)
@@ -70,7 +71,7 @@ class DecodeRole:
     def num_unfinished(self) -> int:
         # Blocks in quarantine may never be proven safe. A drain does not wait for them: a late write could only hit the
         # memory of this process, which is about to end.
-        return len(self._requests) - self._receiving.num_lost
+        return len(self._requests) - self._reservations.num_lost
 
     def queues(self) -> dict[str, int]:
         queues = {state.value: 0 for state in ReceiverState if state is not ReceiverState.FREED}
@@ -84,13 +85,13 @@ class DecodeRole:
             "running": len(scheduler.running),
             "queued_tokens": sum(each.num_tokens for each in scheduler.waiting if each.remote is None),
             "cancelled_requests": len(self._requests.cancelled),
-            "sender_lost": self._receiving.num_lost,
+            "sender_lost": self._reservations.num_lost,
         }
 
     def totals(self) -> dict[str, float]:
         scheduler = self._context.scheduler
         use = scheduler.swap_use
-        totals = self._totals | self._receiving.totals | self._stream.totals
+        totals = self._totals | self._reservations.totals
         return totals | {
             "preemptions": scheduler.num_preemptions,
             "preemptions_by_recompute": scheduler.num_preemptions - use.num_preemptions,
@@ -103,14 +104,14 @@ class DecodeRole:
 
     def begin_drain(self) -> None:
         self._requests.draining = True
-        self._receiving.begin_drain()
+        self._reservations.begin_drain()
 
     def abandon(self, reason: str) -> None:
         for key, _ in self._asked_first():
             self._fail(key, FailureKind.DRAINING, reason, retriable=True)
 
     def on_tick(self, now: float) -> None:
-        self._receiving.tick_quarantine(now)
+        self._reservations.tick_quarantine(now)
         for key, request in list(self._requests.items()):
             if request.is_quarantined:
                 continue
@@ -118,9 +119,9 @@ class DecodeRole:
                 cause = "the request's deadline passed on the decode worker"
                 self._fail(key, FailureKind.DEADLINE, cause, retriable=False)
             else:
-                self._receiving.check_overdue(request, now)
+                self._reservations.check_overdue(request, now)
         self._fail_what_never_fits()
-        self._receiving.admit()
+        self._reservations.admit()
         scheduler = self._context.scheduler
         if scheduler.waiting and not scheduler.running:
             # A pass looks up a bounded number of prefixes. If all of them are being received, no step follows whose
@@ -148,7 +149,7 @@ class DecodeRole:
         for key, request in self._asked_first():
             if request.sequence.origin.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
-        self._receiving.peer_lost(peer, replaced=replaced)
+        self._reservations.peer_lost(peer, replaced=replaced)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -156,17 +157,16 @@ class DecodeRole:
         body, key = event.body, sequence_key(event.header)
         match body:
             case Reserve():
-                self._receiving.reserve(event.header, event.peer, body)
+                self._reservations.reserve(event.header, event.peer, body)
             case Generate():
                 self._generate(event.header, event.peer, body)
             case Stop() | Cancel():
                 self._requests.end_by(key, event.peer, body)
             case Handoff() | Abort() | Drained():
-                self._receiving.from_prefill(key, event.peer, body)
+                self._reservations.from_prefill(key, event.peer, body)
             case _:
                 name = type(body).__name__
                 self._log.warning("kind", "%s sent %s, which is not for a decode worker", event.peer.peer_id, name)
-        self._stream.flush()
 
     def _generate(self, header: Header, router: PeerRef, body: Generate) -> None:
         sequence = self._requests.queue(header, router, body.prompt, prefill_only=False)
@@ -180,33 +180,60 @@ class DecodeRole:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _planned(self, plan: StepPlan) -> None:
-        self._receiving.planned(plan)
+        self._reservations.planned(plan)
         self._requests.restart_scores(plan.recomputed)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
+        """Sends the tokens of a step in one message to each router."""
+        entries: dict[PeerRef, list[TokenEntry]] = {}
         for output in outputs:
-            key = output.sequence.key
-            request = self._requests.get(key)
+            sequence = output.sequence
+            request = self._requests.get(sequence.key)
             if request is not None:
                 self._requests.send_scores(output, request.scores)
                 if output.token_ids or output.finish is not None:
-                    self._stream.put(output.sequence.origin.router, self._entry(request, output))
+                    entries.setdefault(sequence.origin.router, []).append(self._entry(request, output))
                 if output.finish is not None:
-                    self._requests.remove(key)
-        self._stream.flush()
-        self._receiving.admit()
+                    self._requests.remove(sequence.key)
+        for router, batch in entries.items():
+            self._context.messenger.send(router, TokenBatch(entries=batch))
+        self._reservations.admit()
 
     def _entry(self, request: DecodeRequest, output: SequenceOutput) -> TokenEntry:
-        if request.handoff is None and output.index == request.first_index:
-            return entry_of(output, self._local_usage(request))
-        return entry_of(output)
-
-    def _local_usage(self, request: DecodeRequest) -> SequenceUsage:
+        if request.handoff is not None or output.index != request.first_index:
+            return entry_of(output)
         size = self._context.spec.block_size
         sequence = request.sequence
         total = blocks_for(sequence.num_prompt + request.first_index, size)
         cached = blocks_for(sequence.num_cached_tokens, size)
-        return SequenceUsage(prompt_blocks=total, cached_blocks=cached, computed_blocks=total - cached)
+        usage = SequenceUsage(prompt_blocks=total, cached_blocks=cached, computed_blocks=total - cached)
+        self._count(usage)
+        return entry_of(output, usage)
+
+    def _handed_over(self, request: DecodeRequest, handoff: Handoff, output: SequenceOutput | None) -> None:
+        """Sends the first token, in case prefill's message with it was lost."""
+        assert request.handoff is not None
+        received, cached = request.handoff.num_received, request.handoff.first_block
+        usage = SequenceUsage(prompt_blocks=received + cached, received_blocks=received, cached_blocks=cached)
+        self._count(usage)
+        request_id, attempt, number = request.sequence.key
+        first = TokenEntry(
+            request=request_id,
+            attempt=attempt,
+            sequence=number,
+            index=handoff.index,
+            token_ids=[handoff.token_id] if handoff.token_id is not None else [],
+            logprobs=[handoff.logprobs] if handoff.logprobs is not None else [],
+            cached_tokens=handoff.cached_tokens,
+            usage=usage,
+        )
+        # A beam search may end with the prompt here, which prefill saw differently.
+        entries = [first] if output is None else [first, entry_of(output)]
+        self._context.messenger.send(request.sequence.origin.router, TokenBatch(entries=entries))
+
+    def _count(self, usage: SequenceUsage) -> None:
+        for name in USAGE:
+            self._totals[name] += getattr(usage, name)
 
     def _failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         for sequence in sequences:
@@ -223,7 +250,7 @@ class DecodeRole:
         if handoff is None or handoff.state is ReceiverState.RUNNING:
             self._end(key)
         else:
-            self._receiving.cancel(request, reason)
+            self._reservations.cancel(request, reason)
 
     def _fail(self, key: SequenceKey, kind: FailureKind, cause: str, *, retriable: bool, refused: bool = False) -> None:
         request = self._requests.get(key)
@@ -240,4 +267,21 @@ class DecodeRole:
     def _end(self, key: SequenceKey) -> None:
         self._context.steps.abort(key)
         self._requests.remove(key)
-        self._receiving.made_room()
+        self._reservations.made_room()
+
+
+def entry_of(output: SequenceOutput, usage: SequenceUsage | None = None) -> TokenEntry:
+    """The message entry for the output of a step. `usage`: for the first token of a prompt that was computed here."""
+    key = output.sequence.key
+    return TokenEntry(
+        request=key[0],
+        attempt=key[1],
+        sequence=key[2],
+        index=output.index,
+        token_ids=[*output.token_ids],
+        logprobs=[*output.logprobs],
+        cached_tokens=output.sequence.num_cached_tokens if usage is not None else None,
+        finish=output.finish,
+        usage=usage,
+        beams=list(output.beams),
+    )

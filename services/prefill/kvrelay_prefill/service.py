@@ -1,6 +1,6 @@
 """The role of a prefill worker: computes prompts in chunks and sends their first tokens to the router.
 
-`sender_driver.py` hands the sequences over to decode workers.
+`pushes.py` hands the sequences over to decode workers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of
-from kvrelay.worker.sequences import sequence_key
+from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_prefill.sender_driver import PrefillRequest, SenderDriver
+from kvrelay_prefill.pushes import PrefillRequest, Pushes
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class PrefillRole:
         self._context = context
         self._log = LimitedLog(log)
         self._requests: OpenRequests[PrefillRequest] = OpenRequests(context, self.name, self._cancel)
-        self._sending = SenderDriver(context, senders, self._requests)
+        self._pushes = Pushes(context, senders, self._requests)
         self._totals: dict[str, float] = dict.fromkeys(
             ("requests", "cancelled", "prompt_blocks", "cached_blocks", "computed_blocks"), 0
         )
@@ -63,10 +62,10 @@ class PrefillRole:
     # -- the shell's side ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._sending.start()
+        self._pushes.start()
 
     def close(self) -> None:
-        self._sending.close()
+        self._pushes.close()
 
     def callbacks(self) -> StepCallbacks:
         return StepCallbacks(self._planned, self._committed, self._failed)
@@ -98,7 +97,7 @@ class PrefillRole:
         }
 
     def totals(self) -> dict[str, float]:
-        return self._totals | self._sending.totals | self._sending.push_totals()
+        return self._totals | self._pushes.totals | self._pushes.push_totals()
 
     def begin_drain(self) -> None:
         self._requests.draining = True
@@ -118,7 +117,7 @@ class PrefillRole:
             if request.sequence.origin.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
             elif request.handoff.decode == peer:
-                self._sending.decode_lost(request, peer, reason)
+                self._pushes.decode_lost(request, peer, reason)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -130,7 +129,7 @@ class PrefillRole:
             case Stop() | Cancel():
                 self._requests.end_by(key, event.peer, body)
             case Granted() | Deferred() | Refused() | Released() | Committed() | Reassign():
-                self._sending.on_message(key, event.peer, body)
+                self._pushes.on_message(key, event.peer, body)
             case _:
                 name = type(body).__name__
                 self._log.warning("kind", "%s sent %s, which is not for a prefill worker", event.peer.peer_id, name)
@@ -155,7 +154,7 @@ class PrefillRole:
     def _planned(self, plan: StepPlan) -> None:
         """Decode is asked as soon as the first chunk is scheduled; a cached prefix can leave before any forward."""
         for sequence in plan.admitted:
-            self._sending.scheduled(self._requests[sequence.key])
+            self._pushes.scheduled(self._requests[sequence.key])
         self._requests.restart_scores(plan.recomputed)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
@@ -168,7 +167,7 @@ class PrefillRole:
                     self._prefilled(request, output)
         for key in list(self._context.scheduler.running):
             if key not in done and (request := self._requests.get(key)) is not None:
-                self._sending.computed(request)
+                self._pushes.computed(request)
 
     def _prefilled(self, request: PrefillRequest, output: SequenceOutput) -> None:
         sequence = request.sequence
@@ -187,7 +186,7 @@ class PrefillRole:
         num_blocks = blocks_for(request.prompt.num_tokens, self._context.spec.block_size)  # the first token has none
         self._totals["cached_blocks"] += num_cached
         self._totals["computed_blocks"] += num_blocks - num_cached
-        self._sending.prefilled(request, message)
+        self._pushes.prefilled(request, message)
 
     def _failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         for sequence in sequences:
@@ -200,9 +199,9 @@ class PrefillRole:
         if request is None:
             return
         self._totals["cancelled"] += 1
-        self._sending.cancel(request, reason)
+        self._pushes.cancel(request, reason)
 
     def _fail(self, key: SequenceKey, kind: FailureKind, cause: str, *, retriable: bool) -> None:
         request = self._requests.get(key)
         if request is not None:
-            self._sending.fail(request, kind, cause, retriable=retriable)
+            self._pushes.fail(request, kind, cause, retriable=retriable)

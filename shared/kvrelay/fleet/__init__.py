@@ -1,6 +1,5 @@
 """Worker registry, key limits and prefix index in Redis."""
 
-from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.fleet.worker_registry import (
     FleetFull,
     LeaseLost,
@@ -9,6 +8,7 @@ from kvrelay.fleet.worker_registry import (
     RegistryMisconfigured,
     RegistryUnavailable,
     WorkerIdTaken,
+    WorkerRecord,
 )
 
 __all__ = [

@@ -46,33 +46,29 @@ class SharedResponses:
         self, redis_url: str, prefix: str, bounds: StoreBounds, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._redis = connect_async(redis_url, timeout_s=ANSWER_TIMEOUT_S)
-        self._put, self._get, self._delete = (self._script(name) for name in ("put", "get", "delete"))
+        source = resources.files("kvrelay.fleet").joinpath("stored_responses.lua").read_text(encoding="utf-8")
+        self._script: Any = self._redis.register_script(source)
         tag = f"{prefix}:{{responses}}"
         self._keys = [f"{tag}:order", f"{tag}:sizes", f"{tag}:owners"]
         self._bounds = bounds
         self._clock = clock
         self._away_until = 0.0  # 0: the last call was answered
 
-    def _script(self, name: str) -> Any:
-        folder = resources.files("kvrelay.fleet")
-        texts = [folder.joinpath(file).read_text("utf-8") for file in ("stored_responses.lua", f"{name}_response.lua")]
-        return self._redis.register_script("\n".join(texts))
-
     async def put(self, owner: str, response_id: str, data: bytes) -> bool:
         """Stores a response. Returns False if it alone is too large."""
         size, bounds = len(data) + ENTRY_BYTES, self._bounds
         if size > bounds.max_bytes:
             return False
-        await self._call(self._put, owner, response_id, data, size, bounds.max_bytes, bounds.max_responses, self._kept)
+        await self._call("put", owner, response_id, data, size, bounds.max_bytes, bounds.max_responses, self._kept)
         return True
 
     async def get(self, owner: str, response_id: str) -> bytes | None:
-        found: bytes | None = await self._call(self._get, owner, response_id, self._kept)
+        found: bytes | None = await self._call("get", owner, response_id, self._kept)
         return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Returns whether it was there."""
-        return bool(await self._call(self._delete, owner, response_id))
+        return bool(await self._call("delete", owner, response_id))
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -81,7 +77,7 @@ class SharedResponses:
     def _kept(self) -> int:
         return max(1, int(self._bounds.kept_s * 1e3))
 
-    async def _call(self, script: Any, owner: str, response_id: str, *arguments: bytes | int) -> Any:
+    async def _call(self, operation: str, owner: str, response_id: str, *arguments: bytes | int) -> Any:
         now = self._clock()
         if self._away_until:
             if now < self._away_until:
@@ -91,7 +87,7 @@ class SharedResponses:
         names = [sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32] for text in (owner, response_id)]
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer = await script(keys=self._keys, args=[*names, *arguments])
+                answer = await self._script(keys=self._keys, args=[operation, *names, *arguments])
         except REDIS_FAILED as error:
             reason = str(error) or type(error).__name__
             if not self._away_until:

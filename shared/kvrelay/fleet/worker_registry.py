@@ -1,4 +1,4 @@
-"""Registers workers in numbered Redis slots, under leases that carry their incarnation.
+"""The records that workers publish about themselves, in numbered Redis slots under leases of their incarnations.
 
 States of a lease: FREE > HELD (join) > HELD (renew) > FREE (leave, or not renewed in time). A slot held by another
 incarnation is never taken, except from an incarnation of the same worker of which the caller knows that it has ended. A
@@ -13,20 +13,92 @@ import logging
 from collections.abc import Awaitable
 from contextlib import suppress
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
 from redis.exceptions import RedisError
 
 from kvrelay.fleet.connect import REDIS_AWAY, REDIS_FAILED, connect_async
-from kvrelay.fleet.worker_record import NO_SLOT, WorkerRecord, decode_record, encode_record
 
 log = logging.getLogger(__name__)
 
 MAX_SLOTS = 1024
 SOCKET_TIMEOUT_S = 1.0
 OLDEST_REDIS = (6, 2)
+RECORD_PAGE = "/worker"
+"""Path of the record as JSON on a worker's page server."""
+
+NO_SLOT = -1
+"""`slot` of a record that has not joined."""
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One incarnation of a worker. `block_size` and `max_model_len` are in tokens.
+
+    Change it with `msgspec.structs.replace`.
+    """
+
+    worker_id: str
+    role: Literal["prefill", "decode"]
+    incarnation: str
+    address: str
+    """Address for control messages, `tcp://host:port`."""
+    transfer: dict[str, str] = {}
+    """Address of each transport that can receive KV blocks."""
+    model: str
+    """Model name for clients."""
+    fingerprint: str
+    """Hash of weights, types, KV layout, block size and tokenizer. Only workers with equal fingerprints are paired."""
+    protocol_version: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    max_running: int = 0
+    """Maximum running sequences."""
+    jump_forward: bool = False
+    """Whether tokens that a grammar forces join without being sampled."""
+    slot: int = NO_SLOT
+    draining: bool = False
+    load: dict[str, float] = {}
+    block_bytes: int = 0
+    """Bytes of a block with all layers."""
+    group: str = ""
+    """Id of rank 0 of its group with data-parallel attention; empty: it is in none."""
+    token_budget: int = 0
+    """Maximum tokens of a step."""
+    device: str = ""
+    """For display: cpu, or the GPU's name and UUID; empty: simulated."""
+    kv_dtype: str = ""
+    """For display: element type of KV; empty: simulated."""
+    tokenizer: str = ""
+    """See `kvrelay.tokenizer_identity`; empty: unknown."""
+    process: str = ""
+    """The worker's process, see `kvrelay.process_identity`."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(WorkerRecord)
+
+
+def encode_record(record: WorkerRecord) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode_record(data: bytes) -> WorkerRecord:
+    """Raises msgspec.DecodeError or ValidationError for an invalid record."""
+    return _decoder.decode(data)
+
+
+def record_as_json(record: WorkerRecord) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def record_from_json(data: bytes) -> WorkerRecord:
+    """Raises msgspec.DecodeError or ValidationError for an invalid record."""
+    return msgspec.json.decode(data, type=WorkerRecord)
+
 
 T = TypeVar("T")
 
@@ -71,11 +143,8 @@ class Registry:
     def __init__(self, redis_url: str, prefix: str = "kvrelay", *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         self._prefix = prefix
         self._redis = connect_async(redis_url, timeout_s=socket_timeout_s)
-        self._join = self._script("join")
-        self._renew = self._script("renew")
-        self._leave = self._script("leave")
-        self._list = self._script("list")
-        self._drain = self._script("drain")
+        source = resources.files("kvrelay.fleet").joinpath("registry.lua").read_text(encoding="utf-8")
+        self._script: Any = self._redis.register_script(source)
 
     async def check_server(self) -> None:
         """Checks version and settings. Raises RegistryMisconfigured with the change to make."""
@@ -106,8 +175,8 @@ class Registry:
         `ended`: an earlier incarnation of this worker whose process has ended; it loses its lease.
         Raises WorkerIdTaken, FleetFull, LeaseLost, RegistryUnavailable.
         """
-        arguments = [record.worker_id, record.incarnation, int(ttl_s * 1000), MAX_SLOTS, ended]
-        slot, *holder = await self._call(self._join(keys=self._keys(record.model), args=arguments))
+        worker_id, ttl_ms = record.worker_id, int(ttl_s * 1000)
+        slot, *holder = await self._run(record.model, "join", worker_id, record.incarnation, ttl_ms, MAX_SLOTS, ended)
         if holder:
             incarnation, expires_at_ms, data = holder
             raise WorkerIdTaken(record.worker_id, incarnation.decode(), int(expires_at_ms), _readable(data))
@@ -124,8 +193,10 @@ class Registry:
         """
         if record.slot == NO_SLOT:
             raise ValueError(f"worker {record.worker_id} has not joined")
-        arguments = [record.worker_id, record.incarnation, encode_record(record), int(ttl_s * 1000), record.slot]
-        holder: bytes = await self._call(self._renew(keys=self._keys(record.model), args=arguments))
+        data, ttl_ms = encode_record(record), int(ttl_s * 1000)
+        holder: bytes = await self._run(
+            record.model, "renew", record.worker_id, record.incarnation, data, ttl_ms, record.slot
+        )
         if holder:
             raise LeaseLost(
                 f"slot {record.slot} of worker {record.worker_id} is lost to incarnation {holder.decode()} "
@@ -134,8 +205,7 @@ class Registry:
 
     async def leave(self, record: WorkerRecord) -> bool:
         """Frees the slot; False if it was already lost. Raises RegistryUnavailable."""
-        arguments = [record.incarnation, record.slot]
-        return bool(await self._call(self._leave(keys=self._keys(record.model), args=arguments)))
+        return bool(await self._run(record.model, "leave", record.incarnation, record.slot))
 
     async def list_workers(self, model: str) -> list[WorkerRecord]:
         """Workers of a model with valid leases, by slot, in one round trip. Raises RegistryUnavailable.
@@ -143,7 +213,7 @@ class Registry:
         An unreadable record (of a newer version) is skipped with a warning.
         """
         workers = []
-        answer = await self._call(self._list(keys=[*self._keys(model), self._drains(model)]))
+        answer = await self._run(model, "list")
         for data, shall_drain in zip(answer[::2], answer[1::2], strict=True):
             try:
                 record = decode_record(data)
@@ -157,26 +227,21 @@ class Registry:
 
         Raises RegistryUnavailable.
         """
-        keys = [self._keys(model)[0], self._drains(model)]
-        return bool(await self._call(self._drain(keys=keys, args=[worker_id, "1" if draining else "0"])))
+        return bool(await self._run(model, "drain", worker_id, "1" if draining else "0"))
 
     async def close(self) -> None:
         """Closes the connections. Leases remain until they expire."""
         with suppress(*REDIS_FAILED):
             await self._redis.aclose()
 
-    def _drains(self, model: str) -> str:
-        return f"{self._keys(model)[0].removesuffix(':leases')}:drains"
+    async def _run(self, model: str, operation: str, *arguments: str | bytes | int) -> Any:
+        """Runs an operation of registry.lua."""
+        return await self._call(self._script(keys=self._keys(model), args=[operation, *arguments]))
 
     def _keys(self, model: str) -> list[str]:
         """Redis keys of a model. They share a hash tag, so a Cluster stores them on one node."""
         tag = f"{self._prefix}:{{{quote(model, safe='/')}}}"
-        return [f"{tag}:leases", f"{tag}:records"]
-
-    def _script(self, name: str) -> Any:
-        """A script that is run by digest and reloaded if the server does not know it."""
-        source = resources.files("kvrelay.fleet").joinpath(f"{name}.lua").read_text(encoding="utf-8")
-        return self._redis.register_script(source)
+        return [f"{tag}:leases", f"{tag}:records", f"{tag}:drains"]
 
     async def _call(self, answer: Awaitable[T]) -> T:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import logging
+import re
 import weakref
 from dataclasses import dataclass, field
 from threading import Thread
@@ -32,6 +33,18 @@ class _Sockets:
 
     own: set[Socket] = field(default_factory=set)
     num_handed_over: int = 0
+
+
+TCP_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]*;]+):([0-9]{1,5})", re.ASCII)
+
+
+def tcp_host(host: str) -> str:
+    """An address without its port. ZMQ expects IPv6 addresses in brackets."""
+    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+
+
+def tcp_address(host: str, port: int | str) -> str:
+    return f"{tcp_host(host)}:{port}"
 
 
 class ZmqContext:

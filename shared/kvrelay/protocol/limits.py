@@ -1,7 +1,7 @@
 """The values that fields of messages may have, as types that the decoder checks.
 
 A limit rejects what no correct peer sends. It is no policy: the router's limits for clients are narrower, and a worker
-also compares with its own model and pool (`kvrelay.worker.sequences`). Rules between the fields of a struct are in its
+also compares with its own model and pool (`kvrelay.worker.requests`). Rules between the fields of a struct are in its
 `__post_init__`, which the decoder calls.
 """
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.handoff.transports.base import BlockPush, ReceiverEvent, SenderCounters, SenderEvent
-from kvrelay.handoff.transports.block_parts import BlockPart, PartCopy
+from kvrelay.handoff.transports.pool_memory import BlockPart, PartCopy
 from kvrelay.step.batch import WorkerBatch
 
 

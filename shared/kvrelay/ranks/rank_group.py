@@ -14,8 +14,7 @@ import zmq
 
 from kvrelay.curve import CurveKey
 from kvrelay.handoff.transports.base import Endpoint
-from kvrelay.messaging.sockets import tcp_host
-from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate
+from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate, tcp_host
 from kvrelay.ranks.local_ranks import LocalRanks, RanksFailed
 from kvrelay.ranks.messages import (
     Done,

@@ -26,8 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvrelay.curve import CurveKey
 from kvrelay.handoff.transports.base import ReceiverEvent, SenderEvent, TransferReceiver, TransferSender
-from kvrelay.messaging.sockets import tcp_host
-from kvrelay.messaging.zmq_context import ZmqContext
+from kvrelay.messaging.zmq_context import ZmqContext, tcp_host
 from kvrelay.process_identity import own_identity
 from kvrelay.ranks.messages import (
     Done,

@@ -16,7 +16,7 @@ from kvrelay.handoff.transports.base import (
     TransferReceiver,
     TransferSender,
 )
-from kvrelay.handoff.transports.block_parts import BlockPart, PartCopy
+from kvrelay.handoff.transports.pool_memory import BlockPart, PartCopy
 from kvrelay.handoff.transports.sharded import ShardedReceiver, ShardedSender, ShardLayout
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import Shards

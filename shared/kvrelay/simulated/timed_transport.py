@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from kvrelay.device_profiles import Profile
 from kvrelay.handoff.transports.base import BlockPush, Pushed, SenderEvent, TransferSender
-from kvrelay.handoff.transports.block_parts import PartCopy
-from kvrelay.handoff.transports.push_pieces import Copies
+from kvrelay.handoff.transports.outbox import Copies
+from kvrelay.handoff.transports.pool_memory import PartCopy
 from kvrelay.step.batch import ModelSpec
 
 PIECE_S = 5e-3

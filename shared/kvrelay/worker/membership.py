@@ -16,14 +16,15 @@ from collections.abc import Callable
 import msgspec
 
 from kvrelay.fleet.index import IndexPublisher
-from kvrelay.fleet.worker_record import NO_SLOT, WorkerRecord
 from kvrelay.fleet.worker_registry import (
+    NO_SLOT,
     LeaseLost,
     Registry,
     RegistryError,
     RegistryMisconfigured,
     RegistryUnavailable,
     WorkerIdTaken,
+    WorkerRecord,
 )
 from kvrelay.kv.cache import Cache
 from kvrelay.process import ServiceEnds, StartFailed

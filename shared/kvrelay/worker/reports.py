@@ -4,16 +4,19 @@ catalogue of metrics."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status, StatusQuery
+from kvrelay.scheduling.scheduler import Scheduler
+from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.step_cost import pairs
 from kvrelay.telemetry.metrics import MetricSample, MetricSamples, samples_by, single_sample
 from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay.worker.load_report import report_load
+from kvrelay.worker.speeds import SpeedMeter
 
 LOAD_REPORT_INTERVAL_S = 0.05
 """Seconds within which the other routers receive the new load after a request came, without asking."""
@@ -260,3 +263,61 @@ def unknown_totals(status: Status) -> set[str]:
     return {
         total for total in status.totals.keys() - known if not total.startswith((*INSTRUMENT_PREFIXES, DELAYER_OUTCOME))
     }
+
+
+def report_load(scheduler: Scheduler, speeds: SpeedMeter) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
+    """Returns the report for a router without requests here, and for each other router its own report, which names its
+    share.
+
+    O(sequences here).
+    """
+    total = _Sum()
+    by_router: dict[PeerRef, _Sum] = {}
+    for sequence, num_uncached in _backlog(scheduler):
+        num_pairs = pairs(sequence.num_tokens - num_uncached, num_uncached) if num_uncached > 1 else 0.0
+        for each in (total, by_router.setdefault(sequence.origin.router, _Sum())):
+            each.add(sequence, num_uncached, num_pairs)
+    plain = LoadReport(
+        queued_tokens=total.num_tokens,
+        queued_pairs=total.num_pairs,
+        num_sequences=total.num_sequences,
+        context_tokens=total.context_tokens,
+        step_cost=speeds.step_cost,
+        transfer_bytes_s=speeds.transfer_bytes_s,
+    )
+    named = {
+        router: msgspec.structs.replace(
+            plain,
+            own_queued_tokens=own.num_tokens,
+            own_queued_pairs=own.num_pairs,
+            own_sequences=own.num_sequences,
+        )
+        for router, own in by_router.items()
+    }
+    return plain, named
+
+
+class _Sum:
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_pairs = 0.0
+        self.num_sequences = 0
+        self.context_tokens = 0
+
+    def add(self, sequence: Sequence, num_uncached: int, num_pairs: float) -> None:
+        self.num_tokens += num_uncached
+        self.num_pairs += num_pairs
+        self.num_sequences += 1
+        if not num_uncached:
+            self.context_tokens += sequence.num_tokens
+
+
+def _backlog(scheduler: Scheduler) -> Iterable[tuple[Sequence, int]]:
+    """Yields every sequence with the prompt tokens that still have to be computed for it."""
+    size = scheduler.blocks.pool.block_size
+    for sequence in scheduler.waiting:
+        if sequence.remote is not None:
+            continue  # its prompt is computed elsewhere
+        yield sequence, sequence.num_tokens - size * scheduler.blocks.num_cached_blocks(sequence)
+    for sequence in scheduler.running.values():
+        yield sequence, sequence.num_remaining if sequence.is_prompting else 0

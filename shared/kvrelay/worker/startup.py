@@ -8,27 +8,40 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.core_leases import CoreLeases
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.fleet.worker_record import WorkerRecord
+from kvrelay.engine.run.graph_sizes import default_sizes, largest_size
+from kvrelay.fleet.index import IndexPublisher
+from kvrelay.fleet.worker_registry import Registry, WorkerRecord
+from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import LinkEvent, LinkSettings
+from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef
 from kvrelay.ranks.lockstep_group import LockstepRunner
 from kvrelay.ranks.ranked_runner import RankedRunner
-from kvrelay.scheduling.queue.prefill_delay import PrefillDelayer
+from kvrelay.scheduling import scheduler as scheduling
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
 from kvrelay.scheduling.scheduler import Scheduler
+from kvrelay.scheduling.scheduler_settings import (
+    NUM_SPECULATIVE_TOKENS,
+    SchedulerLimits,
+    SchedulerSettings,
+    SpeculationSettings,
+)
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import open_event_log
 from kvrelay.telemetry.metrics import Instruments
+from kvrelay.telemetry.metrics_file import MetricsFile
 from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.telemetry.tracer import RecentStages, Tracer
-from kvrelay.worker import factory
-from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.launchers import (
     LockstepTimedLauncher,
@@ -38,10 +51,10 @@ from kvrelay.worker.launchers import (
     choose_launcher,
     overlaps_steps,
 )
-from kvrelay.worker.lockstep_loop import LockstepLoop
 from kvrelay.worker.membership import CacheEvents, Membership, NoMembership
-from kvrelay.worker.pipelined_loop import PipelinedStepLoop
+from kvrelay.worker.rank_loops import LockstepLoop, PipelinedStepLoop
 from kvrelay.worker.reports import Reports
+from kvrelay.worker.speeds import calibrate
 from kvrelay.worker.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -93,23 +106,23 @@ class WorkerStartup:
             self.closing.callback(runner.group.close)
         _log_model(runner.spec, time.monotonic() - began)
         pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
-        cache = factory.make_cache(config, pool)
-        scheduler = factory.make_scheduler(config, runner.spec, pool, cache, samples_behind=runner.launches_ahead)
+        cache = make_cache(config, pool)
+        scheduler = make_scheduler(config, runner.spec, pool, cache, samples_behind=runner.launches_ahead)
         if config.chunking == "dynamic" or (config.role == "decode" and config.speculation != "off"):
             await asyncio.to_thread(calibrate, scheduler, runner, config.token_budget)
-        observer = StepObserver(config.role, self.recent, self.tracer, factory.open_metrics_file(config))
+        observer = StepObserver(config.role, self.recent, self.tracer, open_metrics_file(config))
         context = self._make_context(runner, scheduler, observer)
-        delayer = scheduler.admission.prefill_gate = factory.make_delayer(config)
+        delayer = scheduler.admission.prefill_gate = make_delayer(config)
         if isinstance(context.steps, LockstepLoop):
             context.steps.delayer = delayer
             messenger = context.messenger
             await asyncio.to_thread(context.steps.group.join, messenger.me, messenger.send, context.steps.woken)
         role = self.make_role(context, config)
         self.closing.callback(role.close)
-        record = factory.make_record(config, runner.spec, context.messenger.me)
+        record = make_record(config, runner.spec, context.messenger.me)
         cache_events = None
         if config.publishes_prefixes:
-            publisher = factory.open_index_publisher(config, context.messenger.me)
+            publisher = open_index_publisher(config, context.messenger.me)
             cache_events = CacheEvents(cache, publisher)
         reports = Reports(context, role, observer, lambda: _more_totals(delayer, cache_events))
         return StartedWorker(
@@ -117,7 +130,7 @@ class WorkerStartup:
             role=role,
             reports=reports,
             record=record,
-            membership=factory.make_membership(config, record, reports.digest),
+            membership=make_membership(config, record, reports.digest),
             delayer=delayer,
             cache_events=cache_events,
             ranks=runner if isinstance(runner, RankedRunner) else None,
@@ -214,3 +227,119 @@ def _log_model(spec: ModelSpec, took_s: float) -> None:
             spec.num_swap_slots * spec.block_bytes / 2**20,
             1e3 * spec.swap_block_s,
         )
+
+
+MAX_DELAY_S = 1.0
+"""Seconds for which the prefill delayer may hold a prompt back, whatever the other ranks have."""
+
+
+def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
+    """The prefix cache, or one that caches nothing."""
+    if not config.prefix_cache:
+        return NullCache()
+    return PrefixCache(pool, record_events=config.publishes_prefixes)
+
+
+def scheduler_settings(config: WorkerConfig) -> SchedulerSettings:
+    """The settings of the configuration, without what depends on the machine."""
+    return SchedulerSettings(
+        queue_order=config.queue_order,
+        chunking=config.chunking,
+        preemption=config.preemption,
+        jump_forward=config.jump_forward,
+        num_stages=config.num_stages,
+        speculation=SpeculationSettings(config.speculation),
+    )
+
+
+def graph_sizes(config: WorkerConfig) -> tuple[int, ...]:
+    """Numbers of tokens for which CUDA graphs are captured, ascending; empty on prefill workers."""
+    if not config.cuda_graphs or config.role == "prefill":
+        return ()
+    has_runs = config.jump_forward or config.speculation != "off"
+    row_tokens = 1 + NUM_SPECULATIVE_TOKENS if has_runs else 1
+    largest = largest_size(config.max_running, row_tokens, config.token_budget)
+    return default_sizes(largest)
+
+
+def make_scheduler(
+    config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache: Cache, *, samples_behind: bool = False
+) -> Scheduler:
+    """The scheduler, with the model's limits and the number of swap slots that fit this machine. `samples_behind`: see
+    `SchedulerSettings`."""
+    limits = SchedulerLimits(config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids))
+    settings = replace(
+        scheduler_settings(config),
+        num_swap_slots=spec.num_swap_slots,
+        swap_block_s=spec.swap_block_s,
+        samples_behind=samples_behind,
+    )
+    return scheduling.make_scheduler(config.scheduler, limits, pool, cache, settings)
+
+
+def make_delayer(config: WorkerConfig) -> PrefillDelayer | None:
+    """The prefill delayer, or None if it is off."""
+    if not config.prefill_delayer:
+        return None
+    return PrefillDelayer(DelayerSettings(config.max_running, max_wait_s=MAX_DELAY_S))
+
+
+def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRecord:
+    """The record of this worker for the registry and for routers that ask the worker directly."""
+    return WorkerRecord(
+        worker_id=me.peer_id,
+        role=config.role,
+        incarnation=me.incarnation,
+        address=me.address,
+        model=config.model_name,
+        fingerprint=spec.pairing_fingerprint,
+        protocol_version=PROTOCOL_VERSION,
+        block_size=spec.block_size,
+        num_blocks=spec.num_blocks,
+        max_model_len=spec.max_model_len,
+        vocab_size=spec.vocab_size,
+        max_running=config.max_running,
+        jump_forward=config.jump_forward,
+        block_bytes=spec.total_block_bytes,
+        token_budget=config.token_budget,
+        device=spec.device,
+        kv_dtype=spec.kv_dtype,
+        group=config.rank_worker_ids[0] if config.data_parallel_size > 1 else "",
+        tokenizer=spec.tokenizer,
+        process=own_identity(),
+    )
+
+
+def make_membership(
+    config: WorkerConfig, record: WorkerRecord, digest: Callable[[], dict[str, float]]
+) -> Membership | NoMembership:
+    """The worker's registration, renewed with the load that `digest` returns."""
+    if not config.uses_redis:
+        return NoMembership()
+    return Membership(
+        open_registry(config), record, digest, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s
+    )
+
+
+def open_registry(config: WorkerConfig) -> Registry:
+    """The registry of the fleet's workers in Redis."""
+    return Registry(config.redis_url, config.redis_prefix)
+
+
+def open_index_publisher(config: WorkerConfig, me: PeerRef) -> IndexPublisher:
+    """The publisher of this incarnation's cached prefixes."""
+    return IndexPublisher(
+        config.redis_url,
+        config.redis_prefix,
+        config.model_name,
+        me.peer_id,
+        me.incarnation,
+        ttl_s=config.lease_ttl_s,
+        renew_interval_s=config.lease_interval_s,
+    )
+
+
+def open_metrics_file(config: WorkerConfig) -> MetricsFile | None:
+    """The file of step and handoff figures, or None if the configuration names no file."""
+    path = config.metrics_file
+    return None if path is None else MetricsFile(Path(str(path).replace("{worker_id}", config.worker_id)))

@@ -41,7 +41,7 @@ from kvrelay.telemetry.metrics import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_file import Mark, StepEventName
 from kvrelay.telemetry.step_observer import StepObserver
 from kvrelay.worker.launchers import Flight, MakeLauncher, ThreadLauncher
-from kvrelay.worker.load_report import SpeedMeter
+from kvrelay.worker.speeds import SpeedMeter
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.process import deferred_collection, service_main, settle_garbage
 from kvrelay.ranks.local_ranks import end_with_starter
 from kvrelay.simulated.simulated_runner import make_simulated_runner
-from kvrelay.worker.factory import graph_sizes
-from kvrelay.worker.host import run_workers
-from kvrelay.worker.startup import RoleFactory
+from kvrelay.worker.shell import run_workers
+from kvrelay.worker.startup import RoleFactory, graph_sizes
 
 
 def worker_main(role: RoleName, make_role: RoleFactory) -> int:

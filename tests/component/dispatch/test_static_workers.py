@@ -11,7 +11,7 @@ from http import HTTPStatus
 import msgspec
 import pytest
 
-from kvrelay.fleet.worker_record import RECORD_PAGE, WorkerRecord, record_as_json
+from kvrelay.fleet.worker_registry import RECORD_PAGE, WorkerRecord, record_as_json
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay_router.fleet.watch import MAX_ANSWER_BYTES, StaticWorker, StaticWorkers
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker, true_tokens

@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.index import publication
-from kvrelay.fleet.index.feed import IndexFeed
-from kvrelay.fleet.index.layout import MAX_SLOTS, NUM_BUCKETS, decode_slots, index_base
+from kvrelay.fleet.index.feed import IndexFeed, IndexReader
+from kvrelay.fleet.index.layout import MAX_SLOTS, NUM_BUCKETS, IndexScripts, decode_slots, index_base
 from kvrelay.fleet.index.publication import Apply, OpenSlot, Publication, RangeState
-from kvrelay.fleet.index.reader import IndexReader
-from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache

@@ -22,6 +22,7 @@ from kvrelay.fleet.index.layout import (
     REMOVED,
     STORED,
     Batch,
+    IndexScripts,
     Opened,
     Retired,
     decode_operations,
@@ -30,7 +31,6 @@ from kvrelay.fleet.index.layout import (
     encode_operations,
 )
 from kvrelay.fleet.index.replica import IndexReplica
-from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.hashing import BlockHash
 from tests.fakes.redis_servers import ClusterNode
 from tests.thoroughness import examples

@@ -21,8 +21,7 @@ import pytest
 import uvloop
 import zmq
 
-from kvrelay.messaging.messenger import Messenger
-from kvrelay.messaging.sockets import MessengerSockets
+from kvrelay.messaging.messenger import Messenger, MessengerSockets
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost, PeerRefused
 from kvrelay.protocol.messages import Cancel, PeerRef
 from tests.fakes.waiting import PATIENCE_S, until

@@ -160,19 +160,11 @@ async def test_a_sender_whose_thread_fails_closes_its_context(monkeypatch: pytes
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
     sender = ZmqSender(POOL.copy())
-    make = sender._make_driver
-    made: list[Any] = []
-
-    def make_failing(wake: Callable[[], None]) -> Any:
-        made.append(make(wake))
-        monkeypatch.setattr(made[0], "collect", lambda: 1 / 0)
-        return made[0]
-
-    monkeypatch.setattr(sender, "_make_driver", make_failing)
+    monkeypatch.setattr(sender, "_collect", lambda: 1 / 0)
     sender.start(lambda event: None)
     sender.abort("r")
     await until(lambda: reported)
-    assert made[0]._context.is_closed
+    assert sender._context.is_closed
     sender.close()
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.fleet.worker_record import RECORD_PAGE
+from kvrelay.fleet.worker_registry import RECORD_PAGE
 from kvrelay.process import HeldPort
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay_router.fleet.watch import StaticWorkers

@@ -20,8 +20,8 @@ from kvrelay.handoff.transports.base import (
     TransferReceiver,
     TransferSender,
 )
+from kvrelay.handoff.transports.receiver_thread import ReceiverCounters
 from kvrelay.handoff.transports.wire import Bytes
-from kvrelay.handoff.transports.write_permits import ReceiverCounters
 from tests.component.transfer.transports import EMPTY, Transport
 from tests.fakes.waiting import PATIENCE_S, until
 

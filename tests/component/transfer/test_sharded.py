@@ -20,10 +20,9 @@ from kvrelay.handoff.transports.base import (
     TransferReceiver,
     TransferSender,
 )
-from kvrelay.handoff.transports.block_parts import PartCopy
 from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
 from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
-from kvrelay.handoff.transports.pool_memory import PoolChecksums
+from kvrelay.handoff.transports.pool_memory import PartCopy, PoolChecksums
 from kvrelay.handoff.transports.process_memory import ProcessMemory
 from kvrelay.handoff.transports.sharded import ShardedReceiver, ShardedSender, ShardLayout
 from kvrelay.handoff.transports.wire import Bytes

@@ -13,10 +13,11 @@ import zmq
 
 from kvrelay.handoff.transports.base import BlockPush, Corrupted, Landed
 from kvrelay.handoff.transports.pool_memory import checksums_of
+from kvrelay.handoff.transports.receiver_thread import DropCause
 from kvrelay.handoff.transports.wire import Bytes, encode_header
-from kvrelay.handoff.transports.write_permits import DropCause
-from kvrelay.handoff.transports.zmq_receiver import MIN_MESSAGE_LIMIT_BYTES, ZmqReceiver, tcp_address
+from kvrelay.handoff.transports.zmq_receiver import MIN_MESSAGE_LIMIT_BYTES, ZmqReceiver
 from kvrelay.handoff.transports.zmq_sender import SenderSettings, ZmqSender
+from kvrelay.messaging.zmq_context import tcp_address
 from kvrelay.process import HeldPort
 from tests.component.transfer.rig import Plan, Rig, SendingEnd, check_both_count, push_each_alone, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool

@@ -14,11 +14,10 @@ import torch
 from kvrelay.curve import CurveKey
 from kvrelay.engine.run.device_pool import DevicePool
 from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
-from kvrelay.handoff.transports.block_parts import BlockPart
 from kvrelay.handoff.transports.nixl_agent import PACKAGES, NixlAgent, Region, TransportUnavailable
 from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
 from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
-from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike
+from kvrelay.handoff.transports.pool_memory import BlockPart, PoolChecksums, PoolLike
 from kvrelay.handoff.transports.wire import Bytes, Indices
 from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
 from kvrelay.handoff.transports.zmq_sender import SenderSettings, ZmqSender

@@ -15,10 +15,10 @@ from kvrelay.handoff.quarantine import SETTLE_TICKS, Due
 from kvrelay.process_identity import identity_of
 from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.worker import factory
+from kvrelay.worker import startup
 from kvrelay_decode import reservations
 from kvrelay_decode.service import DecodeRole
-from kvrelay_prefill import sender_driver
+from kvrelay_prefill import pushes
 from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
@@ -86,7 +86,7 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_processes
         async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
             role = f.prefill[0].started.role
             assert isinstance(role, PrefillRole)
-            role._sending._processes = [identity_of(process.pid) for process in processes]
+            role._pushes._processes = [identity_of(process.pid) for process in processes]
             f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
             await until_reserved(f)
             f.prefill.pop().die()
@@ -133,8 +133,8 @@ def test_slots_of_a_silent_prefill_worker_elsewhere_are_free_when_its_successor_
     async def then(decode: LocalWorker) -> None:
         assert decode.started.role.totals()["quarantines"] == 1
 
-    monkeypatch.setattr(factory, "own_identity", lambda: ELSEWHERE)
-    monkeypatch.setattr(sender_driver, "own_identity", lambda: ELSEWHERE)
+    monkeypatch.setattr(startup, "own_identity", lambda: ELSEWHERE)
+    monkeypatch.setattr(pushes, "own_identity", lambda: ELSEWHERE)
     run(lambda: successor_speaks(redis_url, then))
 
 
@@ -147,7 +147,7 @@ def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_liv
         async def then(decode: LocalWorker) -> None:
             role = decode.started.role
             assert isinstance(role, DecodeRole)
-            quarantine = role._receiving._quarantine
+            quarantine = role._reservations._quarantine
             num_ticks, tick = 0, quarantine.tick
 
             def counted(now: float) -> Due:
@@ -161,8 +161,8 @@ def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_liv
             process.kill()
 
         process.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(factory, "own_identity", lambda: ELSEWHERE)
-        monkeypatch.setattr(sender_driver, "own_identity", lambda: identity_of(process.pid))
+        monkeypatch.setattr(startup, "own_identity", lambda: ELSEWHERE)
+        monkeypatch.setattr(pushes, "own_identity", lambda: identity_of(process.pid))
         try:
             run(lambda: successor_speaks(redis_url, then))
         finally:

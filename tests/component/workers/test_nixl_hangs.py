@@ -10,7 +10,7 @@ from kvrelay.handoff.transports import select
 from kvrelay.handoff.transports.nixl_sender import NixlSettings
 from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
-from kvrelay_decode import receiver_driver, reservations
+from kvrelay_decode import reservations
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hanging_agent import FakeNetwork, fake_network
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -72,7 +72,7 @@ def test_slots_of_a_write_that_never_ends_stay_in_quarantine_while_the_pair_goes
     """Decode notices where the sender does not, for instance because a call of UCX never returns."""
     stall_s = 0.3 if noticed_by == "prefill" else 1e6
     monkeypatch.setattr(select, "NixlSettings", partial(NixlSettings, stall_timeout_s=stall_s))
-    monkeypatch.setattr(receiver_driver, "BLOCKS_DUE_S", 0.3 if noticed_by == "decode" else 1e6)
+    monkeypatch.setattr(reservations, "BLOCKS_DUE_S", 0.3 if noticed_by == "decode" else 1e6)
     cause = "no progress" if noticed_by == "prefill" else "no block came by nixl"
 
     async def test() -> None:

@@ -18,7 +18,7 @@ from kvrelay.engine.masks.model_grammars import make_grammar_compiler
 from kvrelay.process import service_main
 from kvrelay.simulated.simulated_model import read_facts
 from kvrelay.simulated.simulated_runner import make_simulated_runner
-from kvrelay.worker.host import run_workers
+from kvrelay.worker.shell import run_workers
 from kvrelay_decode.__main__ import make_role as make_decode_role
 from kvrelay_prefill.__main__ import make_role as make_prefill_role
 from tests.fakes.scripted.model import TURN

@@ -13,7 +13,7 @@ from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
 from kvrelay.config.common import demo_model_path
 from kvrelay.config.loader import resolve
 from kvrelay.config.up_config import UpConfig
-from kvrelay.worker.factory import graph_sizes
+from kvrelay.worker.startup import graph_sizes
 
 MODEL = {"KVRELAY_MODEL": "org/model"}
 

@@ -21,7 +21,7 @@ from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.step.batch import NO_COPIES, BeamRow, BlockCopy, DeviceLost, RowResult, SwapCopies, WorkerBatch, WorkerRow
-from kvrelay.worker.calibrate import measure_costs
+from kvrelay.worker.speeds import measure_costs
 from kvrelay.worker.worker_main import load_runner
 from tests.fakes import pretended_flashinfer
 from tests.fakes.pretended_cuda import NO_PRETENCE, Machine

@@ -19,13 +19,7 @@ from kvrelay.protocol.messages import (
     NeedDecode,
     PeerRef,
     Released,
-    Shards,
-    TokenBatch,
-    TokenEntry,
 )
-from kvrelay.step.batch import ModelSpec
-from kvrelay_decode.reservations import Reservations
-from kvrelay_decode.stream import TokenStream
 from kvrelay_prefill.pushes import TRY_AGAIN_AFTER_S, TransportOffers
 from tests.unit.handoff.test_decode_role import SilentReceiver
 
@@ -120,47 +114,23 @@ def test_something_is_always_offered() -> None:
 
 
 NUM_HEADS, NUM_LAYERS = 4, 3
-SPEC = ModelSpec("m", 100, 64, (), NUM_LAYERS, NUM_HEADS, 1, 4, 16, 96, "float32", "f")
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "shards", "reason"),
+    ("num_stages", "source", "reason"),
     [
-        (2, Shards(), "0 KV heads there, 4 here"),
-        (2, Shards(size=2, num_kv_heads=NUM_HEADS), ""),
-        (2, Shards(size=1, num_kv_heads=NUM_HEADS, num_stages=1), ""),
-        (2, Shards(size=2, num_kv_heads=NUM_HEADS, num_stages=3), ""),
-        (2, Shards(size=1, num_kv_heads=NUM_HEADS, num_stages=4), "3 layers do not divide among 4 stages"),
-        (2, Shards(size=1, num_kv_heads=8, num_stages=2), "8 KV heads there, 4 here"),
-        (1, Shards(), ""),
-        (1, Shards(size=2, num_kv_heads=NUM_HEADS), ""),
-        (1, Shards(size=1, num_kv_heads=NUM_HEADS, num_stages=2), ""),
+        (2, ShardShape(1, 0), "0 KV heads there, 4 here"),
+        (2, ShardShape(size=2, num_kv_heads=NUM_HEADS), ""),
+        (2, ShardShape(size=1, num_kv_heads=NUM_HEADS, num_stages=1), ""),
+        (2, ShardShape(size=2, num_kv_heads=NUM_HEADS, num_stages=3), ""),
+        (2, ShardShape(size=1, num_kv_heads=NUM_HEADS, num_stages=4), "3 layers do not divide among 4 stages"),
+        (2, ShardShape(size=1, num_kv_heads=8, num_stages=2), "8 KV heads there, 4 here"),
+        (1, ShardShape(1, 0), ""),
+        (1, ShardShape(size=2, num_kv_heads=NUM_HEADS), ""),
+        (1, ShardShape(size=1, num_kv_heads=NUM_HEADS, num_stages=2), ""),
     ],
 )
-def test_which_workers_are_refused(num_stages: int, shards: Shards, reason: str) -> None:
+def test_which_workers_are_refused(num_stages: int, source: ShardShape, reason: str) -> None:
     layout = ShardLayout.of(ShardShape(1, NUM_HEADS, num_stages), NUM_LAYERS, 32)
     receiver = ShardedReceiver([SilentReceiver(False) for _ in range(num_stages)], layout)
-    reservations = Reservations({"silent": receiver}, "1", SPEC)
-    assert reservations.why_none_in_common(["silent"], shards) == reason
-
-
-# -- how a decode worker gathers the tokens of a step into messages --------------------------------------------------
-
-
-ROUTERS = [PeerRef(peer_id=f"r{number}", incarnation="1", address=f"tcp://r{number}:1") for number in range(2)]
-
-
-def entry(request: str) -> TokenEntry:
-    return TokenEntry(request=request, attempt=1, sequence=0, index=0, token_ids=[7])
-
-
-def test_a_step_is_one_message_to_each_router() -> None:
-    sent: list[tuple[PeerRef, TokenBatch]] = []
-    stream = TokenStream(lambda router, batch: sent.append((router, batch)))
-    entries = [entry("a"), entry("b"), entry("c"), entry("d")]
-    for router, each in zip([0, 0, 0, 1], entries, strict=True):
-        stream.put(ROUTERS[router], each)
-    stream.flush()
-    stream.flush()
-    batches = [([each.request for each in batch.entries], ROUTERS.index(router)) for router, batch in sent]
-    assert batches == [(["a", "b", "c"], 0), (["d"], 1)]
+    assert receiver.why_not_from(source) == reason

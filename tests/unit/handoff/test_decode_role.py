@@ -14,7 +14,7 @@ import pytest
 from kvrelay.awake_clock import MAX_GAP_S
 from kvrelay.handoff.quarantine import SETTLE_TICKS
 from kvrelay.handoff.transports.base import Landed, ReceiverEvent
-from kvrelay.handoff.transports.block_parts import BlockPart
+from kvrelay.handoff.transports.pool_memory import BlockPart
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
@@ -34,17 +34,19 @@ from kvrelay.protocol.messages import (
     Refused,
     Released,
     Reserve,
+    TokenBatch,
     pack_tokens,
 )
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.tracer import RecentStages
 from kvrelay.worker.context import WorkerContext
-from kvrelay_decode import receiver_driver
-from kvrelay_decode.receiver_driver import BLOCKS_DUE_S
+from kvrelay_decode import reservations
+from kvrelay_decode.reservations import BLOCKS_DUE_S
 from kvrelay_decode.service import DecodeRole
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench
 
@@ -133,10 +135,9 @@ class DecodeWorker:
         body = Reserve(prompt=prompt, router=ROUTER, transports=["silent"], num_blocks=-(-len(tokens) // BLOCK_SIZE))
         self.deliver(prefill, body, request)
 
-    def generate(self, request: str, tokens: list[int]) -> None:
-        self.deliver(
-            ROUTER, Generate(prompt=Prompt(tokens=pack_tokens(tokens), sampling=Sampling(max_tokens=3))), request
-        )
+    def generate(self, request: str, tokens: list[int], router: PeerRef = ROUTER) -> None:
+        prompt = Prompt(tokens=pack_tokens(tokens), sampling=Sampling(max_tokens=3))
+        self.deliver(router, Generate(prompt=prompt), request)
 
     def hand_over(self, request: str, reservation: str, num_tokens: int) -> None:
         num_blocks = len(self.granted().slots)
@@ -219,6 +220,20 @@ def test_a_prompt_behind_many_that_wait_for_one_handoff_does_not_wait_for_it() -
     worker.role.on_tick(time.monotonic())
     assert worker.num_wakes > woken
     assert [row.sequence.key[0] for row in worker.scheduler.schedule().rows] == ["c"]
+
+
+def test_a_step_is_one_message_to_each_router() -> None:
+    worker = DecodeWorker()
+    other = PeerRef("r2", "1", "tcp://r2:1")
+    for number, router in enumerate([ROUTER, ROUTER, other, ROUTER]):
+        worker.generate(f"q{number}", [number] * 4, router)
+    running = {row.sequence.key[0]: row.sequence for row in worker.scheduler.schedule().rows}
+    outputs = [SequenceOutput(running[f"q{number}"], 0, (7,)) for number in range(4)]
+    worker.role.callbacks().committed(outputs)
+    batches = [
+        (to, [each.request for each in body.entries]) for to, body in worker.sent if isinstance(body, TokenBatch)
+    ]
+    assert batches == [(ROUTER, ["q0", "q1", "q3"]), (other, ["q2"])]
 
 
 # -- what may stay in quarantine for ever ---------------------------------------------------------------------------
@@ -307,7 +322,7 @@ def test_a_sample_group_that_no_longer_fits_as_a_whole_is_admitted_in_parts() ->
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(receiver_driver, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(reservations, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def tick(self, worker: DecodeWorker, seconds: float) -> None:
         end = self.now + seconds

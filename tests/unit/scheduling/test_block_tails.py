@@ -15,7 +15,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.step.batch import StepResult, WorkerBatch
-from kvrelay.worker.sequences import make_sequence
+from kvrelay.worker.requests import make_sequence
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench

@@ -16,7 +16,7 @@ from kvrelay.scheduling import policies as registry
 from kvrelay.scheduling.policies import SarathiPolicy
 from kvrelay.scheduling.scheduler import Scheduler, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
-from kvrelay.worker.factory import scheduler_settings
+from kvrelay.worker.startup import scheduler_settings
 
 OWN = EntryPoint("own", f"{__name__}:OwnPolicy", ENTRY_POINT_GROUP)
 

@@ -32,7 +32,7 @@ from kvrelay.simulated.simulated_model import ModelFacts, Vocabulary, continuati
 from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 from kvrelay.worker.launchers import PipelinedTimedLauncher, TimedLauncher
-from kvrelay.worker.pipelined_loop import PipelinedStepLoop
+from kvrelay.worker.rank_loops import PipelinedStepLoop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.sequences import new_sequence
 from tests.fakes.virtual_time import VirtualTimeLoop

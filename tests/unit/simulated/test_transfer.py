@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 import pytest
 
 from kvrelay.handoff.transports.base import BlockPush, Pushed, SenderCounters, SenderDrained, SenderEvent
-from kvrelay.handoff.transports.block_parts import PartCopy
+from kvrelay.handoff.transports.pool_memory import PartCopy
 from kvrelay.simulated.timed_transport import PIECE_S, PacedSender
 from tests.fakes.virtual_time import VirtualTimeLoop
 

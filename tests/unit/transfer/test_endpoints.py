@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.handoff.transports.base import MalformedEndpoint
-from kvrelay.handoff.transports.zmq_receiver import choose_address, local_address, tcp_address
+from kvrelay.handoff.transports.zmq_receiver import choose_address, local_address
+from kvrelay.messaging.zmq_context import tcp_address
 
 pytestmark = pytest.mark.unit
 

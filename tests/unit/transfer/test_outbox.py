@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.handoff.transports.base import Pushed, SenderDrained, SenderEvent, TransferFailed
-from kvrelay.handoff.transports.outbox import InFlightSend, Outbox
-from kvrelay.handoff.transports.push_pieces import Copies, Piece
+from kvrelay.handoff.transports.outbox import Copies, InFlightSend, Outbox, Piece
 from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.handoff.transports.base import BlockPush
-from kvrelay.handoff.transports.push_pieces import Copies, FrameSizes, Piece, cut, frame_blocks
+from kvrelay.handoff.transports.outbox import Copies, FrameSizes, Piece, cut, frame_blocks
 
 pytestmark = pytest.mark.unit
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from kvrelay.handoff.transports.base import Corrupted, Landed, ReceiverEvent
-from kvrelay.handoff.transports.block_parts import BlockPart
-from kvrelay.handoff.transports.pool_memory import HostPool, checksums_of
+from kvrelay.handoff.transports.pool_memory import BlockPart, HostPool, checksums_of
 from kvrelay.handoff.transports.receiver_thread import ReceiverThread
 from kvrelay.handoff.transports.wire import Bytes, Indices, encode_header
 from tests.fakes.waiting import PATIENCE_S, wait_until

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.handoff.transports.wire import BlocksHeader
-from kvrelay.handoff.transports.write_permits import Dropped, WritePermits
+from kvrelay.handoff.transports.receiver_thread import Dropped, WritePermits
+from kvrelay.handoff.transports.wire import BlocksHeader, decode_header, encode_header
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +19,7 @@ NUM_BLOCKS = 16
 def header(
     indices: list[int], slots: list[int], reservation: str = "r", block_bytes: int = BLOCK_BYTES
 ) -> BlocksHeader:
-    return BlocksHeader(reservation, block_bytes, np.array(indices), np.array(slots), None)
+    return decode_header(encode_header(reservation, block_bytes, np.array(indices), np.array(slots)))
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSett
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import RowsFailed, StepResult, WorkerBatch
 from kvrelay.worker.launchers import choose_launcher
-from kvrelay.worker.pipelined_loop import PipelinedStepLoop
+from kvrelay.worker.rank_loops import PipelinedStepLoop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.guessing_speculator import GuessingSpeculator
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens

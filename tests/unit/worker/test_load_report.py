@@ -22,8 +22,9 @@ from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSett
 from kvrelay.scheduling.sequence import Origin, Sequence, TokenBuffer
 from kvrelay.scheduling.step_cost import StepCost, fit, pairs
 from kvrelay.step.batch import StepResult, WorkerBatch
-from kvrelay.worker.calibrate import measure_costs
-from kvrelay.worker.load_report import PushClock, SpeedMeter, report_load
+from kvrelay.worker.reports import report_load
+from kvrelay.worker.speeds import SpeedMeter, measure_costs
+from kvrelay_prefill.pushes import PushClock
 from tests.fakes.hash_runner import HashRunner
 from tests.tiny_models import build_model
 from tests.unit.scheduling.bench import Bench

@@ -22,7 +22,7 @@ from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
-from kvrelay.worker.lockstep_loop import LockstepLoop
+from kvrelay.worker.rank_loops import LockstepLoop
 from kvrelay.worker.step_loop import StepCallbacks
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.sequences import new_sequence

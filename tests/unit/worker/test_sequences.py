@@ -15,8 +15,7 @@ from kvrelay.protocol.messages import Header, PeerRef, Prompt, pack_tokens
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.requests import CancelledRequestCache, OpenRequests
-from kvrelay.worker.sequences import PromptRefused, make_sequence
+from kvrelay.worker.requests import CancelledRequestCache, OpenRequests, PromptRefused, make_sequence
 from tests.fakes.hash_runner import VOCAB_SIZE, HashRunner
 
 ROUTER = PeerRef("router", "1", "tcp://127.0.0.1:1")

@@ -23,8 +23,9 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.speculation.forced_tokens import SHARED_PART
 from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, read_metrics
 from kvrelay.telemetry.step_observer import StepObserver
-from kvrelay.worker.load_report import SpeedMeter, report_load
-from kvrelay_decode.stream import entry_of
+from kvrelay.worker.reports import report_load
+from kvrelay.worker.speeds import SpeedMeter
+from kvrelay_decode.service import entry_of
 from tests.fakes.guessing_speculator import GuessingSpeculator
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.sequences import new_sequence

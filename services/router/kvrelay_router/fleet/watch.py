@@ -16,7 +16,7 @@ import msgspec
 
 from kvrelay.config.router import static_worker_address
 from kvrelay.fleet import RegistryError, WorkerRecord
-from kvrelay.fleet.worker_record import RECORD_PAGE, record_from_json
+from kvrelay.fleet.worker_registry import RECORD_PAGE, record_from_json
 from kvrelay.protocol.limits import MOST_ENDED_SESSIONS
 from kvrelay.protocol.messages import PeerRef, Stage, Status, StatusQuery
 from kvrelay_router.fleet.view import FleetView

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from kvrelay.engine.run.device import use_on_this_thread
-from kvrelay.handoff.transports.block_parts import BlockPart
-from kvrelay.handoff.transports.pool_memory import Segment
+from kvrelay.handoff.transports.pool_memory import BlockPart, Segment
 from kvrelay.handoff.transports.wire import Bytes, Indices
 
 _STAGING_BYTES = 8 << 20  # buffer size of `rows` and `scatter`, whose callers bring none

@@ -1,9 +1,11 @@
-"""Encodings of the index in Redis and its stream: slot sets, batches of operations, events."""
+"""The index in Redis: its script, and the encodings of slot sets, batches of operations and the stream's events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -25,6 +27,20 @@ REMOVED = ord("-")
 def index_base(prefix: str, model: str) -> str:
     """Prefix of all keys of a model's index. The tag in braces places them on one Cluster node."""
     return f"{prefix}:{{{quote(model, safe='/')}}}:index"
+
+
+class IndexScripts:
+    """The operations of index.lua on one blocking or asynchronous client. They are run by digest, and reloaded if a
+    server does not know them (NOSCRIPT)."""
+
+    def __init__(self, client: Any, base: str) -> None:
+        self.base = base
+        source = resources.files("kvrelay.fleet.index").joinpath("index.lua").read_text(encoding="utf-8")
+        self._script = client.register_script(source)
+
+    def run(self, operation: str, arguments: Sequence[Any] = ()) -> Any:
+        """The answer, or an awaitable of it for an asynchronous client."""
+        return self._script(keys=[self.base], args=[operation, *arguments])
 
 
 def decode_slots(value: bytes) -> int:

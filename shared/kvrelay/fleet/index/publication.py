@@ -36,14 +36,14 @@ MAX_PENDING_BLOCKS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class OpenSlot:
-    """Call open.lua for a new slot."""
+    """Open a new slot."""
 
     range_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Call apply.lua with a batch; empty `operations` renew the lease."""
+    """Apply a batch; empty `operations` renew the lease."""
 
     slot: int
     range_id: str

@@ -14,9 +14,8 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from kvrelay.fleet.connect import REDIS_AWAY, REDIS_FAILED, connect
-from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, index_base
+from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, IndexScripts, index_base
 from kvrelay.fleet.index.publication import Apply, OpenSlot, Publication, RangeState
-from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.cache import CacheEvent
 
 log = logging.getLogger(__name__)

@@ -59,7 +59,7 @@ class IndexReplica:
         return {slot: (each.range_id, each.worker_id, each.seq) for slot, each in self._ranges.items()}
 
     def load(self, piece: bytes) -> None:
-        """Adds a piece of a snapshot from snapshot.lua."""
+        """Adds a piece of a snapshot."""
         holders, ranges = self._holders, self._ranges
         live = 0
         for slot in ranges:

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from kvrelay.handoff.transports.block_parts import BlockPart, PartCopy
+from kvrelay.handoff.transports.pool_memory import BlockPart, PartCopy
 
 Endpoint = dict[str, str]
 """How a sender reaches a receiver; `Granted` carries it."""

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from kvrelay.config.common import is_wildcard
 from kvrelay.handoff.transports.base import Endpoint, MalformedEndpoint, Unreachable
-from kvrelay.handoff.transports.block_parts import BlockPart
-from kvrelay.handoff.transports.pool_memory import PoolLike, Segment, as_pool
+from kvrelay.handoff.transports.pool_memory import BlockPart, PoolLike, Segment, as_pool
 from kvrelay.handoff.transports.wire import Indices
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")

@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from threading import Event
 
 from kvrelay.handoff.transports.base import Endpoint, ReceiverEvent, ended_in_time
-from kvrelay.handoff.transports.block_parts import BlockPart
 from kvrelay.handoff.transports.nixl_agent import NixlAgent, NixlEndpoint, Region
-from kvrelay.handoff.transports.pool_memory import PoolLike
+from kvrelay.handoff.transports.pool_memory import BlockPart, PoolLike
 from kvrelay.handoff.transports.receiver_thread import ReceiverThread
 from kvrelay.process_identity import own_identity
 

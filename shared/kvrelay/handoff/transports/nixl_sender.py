@@ -33,7 +33,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,15 +41,13 @@ from typing import Any
 import numpy as np
 
 from kvrelay.awake_clock import AwakeClock
-from kvrelay.handoff.transports.base import MalformedEndpoint, SenderCounters, SenderEvent
-from kvrelay.handoff.transports.block_parts import BlockPart, PartCopy
+from kvrelay.handoff.transports.base import MalformedEndpoint, SenderEvent
 from kvrelay.handoff.transports.nixl_agent import NixlAgent, NixlEndpoint, NixlError, Region, Write
-from kvrelay.handoff.transports.outbox import InFlightSend, Outbox
-from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike, as_pool
+from kvrelay.handoff.transports.outbox import Copies, InFlightSend, Outbox, Piece
+from kvrelay.handoff.transports.pool_memory import BlockPart, PartCopy, PoolChecksums, PoolLike, as_pool
 from kvrelay.handoff.transports.process_memory import ProcessMemory
-from kvrelay.handoff.transports.push_pieces import Copies, Piece
-from kvrelay.handoff.transports.sender_thread import Push, SenderThread, TransportDriver
-from kvrelay.handoff.transports.wire import Indices, encode_header
+from kvrelay.handoff.transports.sender_thread import QueuedPush, SenderThread
+from kvrelay.handoff.transports.wire import Indices
 from kvrelay.process_identity import can_be_seen
 
 log = logging.getLogger(__name__)
@@ -102,7 +100,7 @@ class _Broken:
 class _PostedWrite:
     send: InFlightSend
     write: Write
-    stalled_at: float  # time of the driver's AwakeClock
+    stalled_at: float  # time of the sender's AwakeClock
 
 
 class NixlSender(SenderThread):
@@ -118,52 +116,20 @@ class NixlSender(SenderThread):
     def __init__(
         self, pool: PoolLike, *, settings: NixlSettings | None = None, checksums: PoolChecksums | None = None
     ) -> None:
-        self._settings = settings or NixlSettings()
-        self._checksums = checksums
-        self._pool = as_pool(pool)  # kept alive: UCX reads there
-        self._pool.enter_thread()
-        self._region = Region.of(self._pool)
-        self._agent = NixlAgent(
-            self._region, ucx_transports=self._settings.ucx_transports, ucx_devices=self._settings.ucx_devices
-        )
-        super().__init__("kv-sender-nixl", self._region.num_blocks, self._driver)
-
-    def close(self) -> None:
-        """Stops the thread, and leaves UCX if the thread has ended. Idempotent."""
-        super().close()
-        if self.has_ended:
-            self._agent.close()
-
-    def _driver(self, wake: Callable[[], None]) -> TransportDriver:
-        self._pool.enter_thread()
-        return _NixlDriver(self._agent, self._region, self._settings, self._checksums, self.counters)
-
-
-class _NixlDriver:
-    """Owns the agent, the peers and the writes in flight."""
-
-    def __init__(
-        self,
-        agent: NixlAgent,
-        region: Region,
-        settings: NixlSettings,
-        checksums: PoolChecksums | None,
-        counters: SenderCounters,
-    ) -> None:
-        self._agent = agent
-        self._region = region
-        self._settings = settings
-        self._checksums = checksums
-        self._counters = counters
-        self._blocks = agent.prepare(region)
-        self._parts: dict[BlockPart, Any] = {}
-        self.outbox = Outbox(
-            region.block_bytes,
+        self._settings = settings = settings or NixlSettings()
+        memory = as_pool(pool)  # kept alive: UCX reads there
+        memory.enter_thread()
+        self._region = Region.of(memory)
+        self._agent = NixlAgent(self._region, ucx_transports=settings.ucx_transports, ucx_devices=settings.ucx_devices)
+        outbox = Outbox(
+            memory.block_bytes,
             window=settings.window,
             drain_timeout_s=math.inf,
             idle_close_s=settings.idle_forget_s,
             is_acknowledged=True,
         )
+        super().__init__("kv-sender-nixl", memory, outbox, checksums)
+        self._parts: dict[BlockPart, Any] = {}
         self._peers: dict[str, NixlPeer] = {}
         self._broken: dict[str, _Broken] = {}  # also in `_peers` while writes are in flight
         self._in_flight: list[_PostedWrite] = []
@@ -171,7 +137,16 @@ class _NixlDriver:
         self._moved_at = 0.0
         self._progress_at = 0.0
 
-    def enqueue(self, push: Push) -> None:
+    def close(self) -> None:
+        """Stops the thread, and leaves UCX if the thread has ended. Idempotent."""
+        super().close()
+        if self.has_ended:
+            self._agent.close()
+
+    def _enter_thread(self) -> None:
+        self._blocks = self._agent.prepare(self._region)
+
+    def _enqueue(self, push: QueuedPush) -> None:
         """Connects to the peer first if it is new."""
         endpoint = NixlEndpoint.decode(push.endpoint)
         peer = self._peer_at(endpoint)
@@ -180,18 +155,18 @@ class _NixlDriver:
             self._prepare_part(push.part, endpoint.agent, peer)
         self.outbox.push(endpoint.agent, push.reservation, self._cut(push))
 
-    def close(self) -> None:
+    def _leave_thread(self) -> None:
         """Waits up to `close_timeout_s` for writes in flight, then releases all descriptors."""
         deadline = time.monotonic() + self._settings.close_timeout_s
         while self._in_flight and time.monotonic() < deadline:
-            self.collect()
+            self._collect()
             time.sleep(POLL_S)
         for name in list(self._peers):
             self._forget(name)
         for prepared in (self._blocks, *self._parts.values()):
             self._agent.discard(prepared)
 
-    def patience_s(self) -> float:
+    def _patience_s(self) -> float:
         """NIXL offers no event to wait for, so writes in flight are polled."""
         now = time.monotonic()
         if self._in_flight:
@@ -226,7 +201,7 @@ class _NixlDriver:
             log.info("%s: NIXL writes each run of bytes for itself: %s", endpoint.agent, error)
             return None
 
-    def _check(self, push: Push, peer: NixlPeer) -> None:
+    def _check(self, push: QueuedPush, peer: NixlPeer) -> None:
         """Raises MalformedEndpoint. NIXL does not check at the other end where a write goes."""
         here, there = self._region.block_bytes, peer.region.block_bytes
         wanted = (here, here) if push.part is None else (push.part.source.block_bytes, push.part.target.block_bytes)
@@ -243,7 +218,7 @@ class _NixlDriver:
         if target not in peer.parts:
             peer.parts[target] = self._agent.prepare(peer.region, name, target)
 
-    def _cut(self, push: Push) -> Iterator[Piece]:
+    def _cut(self, push: QueuedPush) -> Iterator[Piece]:
         settings, part = self._settings, push.part
         num_bytes, num_rows = (
             (self._region.block_bytes, 1) if part is None else (part.source.size, part.runs()[0].num_rows)
@@ -279,25 +254,19 @@ class _NixlDriver:
             return False
         return True
 
-    def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
+    def _send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         """Posts a write, which may take as long as the copy itself."""
-        piece, copies, peer = in_flight.piece, in_flight.piece.copies, self._peers[in_flight.peer]
-        source, number = (None, 0) if piece.part is None else (piece.part.source, piece.part.number)
-        block_bytes = piece.bytes_per_block(self._region.block_bytes)
-        checksums = None if self._checksums is None else self._checksums.of(copies.sources, source)
-        header = encode_header(piece.reservation, block_bytes, copies.indices, copies.slots, checksums, number)
+        piece, peer = in_flight.piece, self._peers[in_flight.peer]
+        header = self._header_of(piece)
         began = time.perf_counter()
         try:
             write = self._post(piece, peer, header)
         except NixlError as error:
             return self._failed(in_flight, error)
         finally:
-            self._counters.post_s += time.perf_counter() - began
+            self.counters.post_s += time.perf_counter() - began
         self._moved_at = time.monotonic()
-        self._counters.num_messages += 1
-        self._counters.num_blocks += len(copies)
-        self._counters.num_runs += copies.num_runs
-        self._counters.num_bytes += len(copies) * block_bytes
+        self._count(piece)
         stalled_at = self._clock.read(self._moved_at) + self._allowed_s(in_flight)
         self._in_flight.append(_PostedWrite(in_flight, write, stalled_at))
         return []
@@ -308,7 +277,7 @@ class _NixlDriver:
         num_bytes = sum(len(piece.copies) * piece.bytes_per_block(self._region.block_bytes) for piece in pieces)
         return self._settings.stall_timeout_s + num_bytes / self._settings.slow_bytes_per_s
 
-    def collect(self) -> list[SenderEvent]:
+    def _collect(self) -> list[SenderEvent]:
         """Returns the events of writes that have ended or hang."""
         events: list[SenderEvent] = []
         now = self._clock.read(time.monotonic())
@@ -343,7 +312,7 @@ class _NixlDriver:
         if name not in self._broken:
             log.warning("the connection to %s is not used for %g s: %s", name, self._settings.retry_after_s, error)
             self._broken[name] = _Broken(error, time.monotonic() + self._settings.retry_after_s)
-            self._counters.num_resets += 1
+            self.counters.num_resets += 1
 
     def _end(self, flight: _PostedWrite) -> None:
         self._in_flight.remove(flight)
@@ -356,7 +325,7 @@ class _NixlDriver:
         self._forget_if_broken(in_flight.peer)
         return events
 
-    def expire(self) -> list[SenderEvent]:
+    def _expire(self) -> list[SenderEvent]:
         """Forgets peers that were not used for `idle_forget_s`, allows new connections to broken ones in time, and lets
         UCX close the connections of strangers."""
         now = time.monotonic()

@@ -2,21 +2,90 @@
 
 `HostPool` is an array. A pool in an accelerator's memory is `engine.run.device_pool.DevicePool`; transports know
 neither torch nor CUDA.
+
+A block is `[layer, 2, kv_head, token, dim]`, so it has two rows for each layer, its keys and its values. A part of it
+is the KV of some layers and heads: a range of layers is a range of rows, and a range of heads is a run of bytes in each
+row. All rows have the same length, and the runs lie at the same place in each.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
-from kvrelay.handoff.transports.block_parts import BlockPart
 from kvrelay.handoff.transports.wire import Bytes, Checksums, Indices
 
 Segment = Literal["DRAM", "VRAM"]
 """A host's memory or an accelerator's, as NIXL calls them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """`num_rows` of a block's `block_rows` rows of `row_bytes`, from `first_row` on, and of each of them `num_bytes`
+    from `first_byte` on.
+
+    Raises ValueError for rows outside a block, and bytes outside a row.
+    """
+
+    block_rows: int
+    row_bytes: int
+    first_row: int
+    num_rows: int
+    first_byte: int
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        has_rows = self.first_row >= 0 and 0 < self.num_rows <= self.block_rows - self.first_row
+        has_bytes = self.first_byte >= 0 and 0 < self.num_bytes <= self.row_bytes - self.first_byte
+        if not has_rows or not has_bytes:
+            raise ValueError(f"no part of a block: {self}")
+
+    @property
+    def size(self) -> int:
+        """The bytes of the part."""
+        return self.num_rows * self.num_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of the whole block."""
+        return self.block_rows * self.row_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.block_bytes
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """True if the part is a range of rows, and so a single run of bytes."""
+        return self.num_bytes == self.row_bytes
+
+    def as_run(self) -> BlockPart:
+        """The same bytes as a part with one row, if it has whole rows."""
+        return BlockPart(1, self.block_bytes, 0, 1, self.first_row * self.row_bytes, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class PartCopy:
+    """A part of the sender's blocks that becomes a part of the receiver's. `number`: of the parts admitted there."""
+
+    number: int
+    source: BlockPart
+    target: BlockPart
+
+    def __post_init__(self) -> None:
+        if (self.source.num_rows, self.source.num_bytes) != (self.target.num_rows, self.target.num_bytes):
+            raise ValueError(f"{self.source} has not the shape of {self.target}")
+
+    def runs(self) -> tuple[BlockPart, BlockPart]:
+        """Source and target, the rows of which are the runs to copy: a single one where both have whole rows, as
+        between stages and between equal sizes."""
+        if self.source.has_whole_rows and self.target.has_whole_rows:
+            return self.source.as_run(), self.target.as_run()
+        return self.source, self.target
 
 
 class PoolMemory(Protocol):

@@ -1,8 +1,8 @@
 """The thread that all senders share the code of: it takes commands, reports completed sends and submits pieces.
 
 The event loop only puts commands into a queue. The thread carries them out, reports completed sends, and submits the
-next piece of the outbox to the transport driver. It looks at the queue between two pieces, so that an abort does not
-wait for a long push. It waits for nothing but a command.
+next piece of the outbox to the transport. It looks at the queue between two pieces, so that an abort does not wait for
+a long push. It waits for nothing but a command.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Protocol
 
 from kvrelay.handoff.transports.base import (
     BlockPush,
@@ -24,13 +23,13 @@ from kvrelay.handoff.transports.base import (
     Unreachable,
     ended_in_time,
 )
-from kvrelay.handoff.transports.block_parts import PartCopy
-from kvrelay.handoff.transports.outbox import InFlightSend, Outbox
-from kvrelay.handoff.transports.push_pieces import Copies
+from kvrelay.handoff.transports.outbox import Copies, InFlightSend, Outbox, Piece
+from kvrelay.handoff.transports.pool_memory import PartCopy, PoolChecksums, PoolMemory
+from kvrelay.handoff.transports.wire import encode_header
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class QueuedPush:
     """Blocks to be sent to a receiver."""
 
     reservation: str
@@ -54,56 +53,68 @@ class _Close:
     pass
 
 
-_Command = Push | _Abort | _Wake | _Close
-
-
-class TransportDriver(Protocol):
-    """The part of a sender that differs between transports. All methods are called on the sender's thread."""
-
-    outbox: Outbox
-
-    def enqueue(self, push: Push) -> None:
-        """Cuts a push and puts it into the outbox. Raises Unreachable."""
-        ...
-
-    def collect(self) -> list[SenderEvent]:
-        """Returns the events of sends that have completed since the last call."""
-        ...
-
-    def expire(self) -> list[SenderEvent]:
-        """Closes connections whose time is over."""
-        ...
-
-    def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
-        """Begins to send a piece."""
-        ...
-
-    def patience_s(self) -> float | None:
-        """Seconds to wait for a command if there is nothing to submit. None: until one comes."""
-        ...
-
-    def close(self) -> None:
-        """Releases all resources. The pool is not read after this returns."""
-        ...
-
-
-TransportDriverFactory = Callable[[Callable[[], None]], TransportDriver]
+_Command = QueuedPush | _Abort | _Wake | _Close
 
 
 class SenderThread:
-    """A sender whose driver is made and used on a thread of its own.
+    """Pushes blocks out of `pool` on a thread of its own. The methods that subclasses define run on that thread.
 
-    `num_blocks`: size of the sender's pool. `make_driver` gets a function that wakes the thread from any other one.
+    With `checksums`, each block goes with its own.
     """
 
-    def __init__(self, thread_name: str, num_blocks: int, make_driver: TransportDriverFactory) -> None:
+    def __init__(self, thread_name: str, pool: PoolMemory, outbox: Outbox, checksums: PoolChecksums | None) -> None:
         self.counters = SenderCounters()
+        self.outbox = outbox
         self._thread_name = thread_name
-        self._num_blocks = num_blocks
-        self._make_driver = make_driver
+        self._pool = pool
+        self._checksums = checksums
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._has_commands = Event()
         self._thread: Thread | None = None
+
+    # -- on the sender's thread ---------------------------------------------------------------------------------------
+
+    def _enter_thread(self) -> None:
+        """Opens what only this thread uses."""
+
+    def _enqueue(self, push: QueuedPush) -> None:
+        """Cuts a push and puts it into the outbox. Raises Unreachable."""
+        raise NotImplementedError
+
+    def _collect(self) -> list[SenderEvent]:
+        """Returns the events of sends that have completed since the last call."""
+        raise NotImplementedError
+
+    def _expire(self) -> list[SenderEvent]:
+        """Closes connections whose time is over."""
+        raise NotImplementedError
+
+    def _send(self, in_flight: InFlightSend) -> list[SenderEvent]:
+        """Begins to send a piece."""
+        raise NotImplementedError
+
+    def _patience_s(self) -> float | None:
+        """Seconds to wait for a command if there is nothing to submit. None: until one comes."""
+        raise NotImplementedError
+
+    def _leave_thread(self) -> None:
+        """Releases all resources. The pool is not read after this returns."""
+
+    def _header_of(self, piece: Piece) -> bytes:
+        copies, part = piece.copies, piece.part
+        checksums = None
+        if self._checksums is not None:
+            checksums = self._checksums.of(copies.sources, None if part is None else part.source)
+        block_bytes, number = piece.bytes_per_block(self._pool.block_bytes), 0 if part is None else part.number
+        return encode_header(piece.reservation, block_bytes, copies.indices, copies.slots, checksums, number)
+
+    def _count(self, piece: Piece) -> None:
+        self.counters.num_messages += 1
+        self.counters.num_blocks += len(piece.copies)
+        self.counters.num_runs += piece.copies.num_runs
+        self.counters.num_bytes += len(piece.copies) * piece.bytes_per_block(self._pool.block_bytes)
+
+    # -- on any thread ------------------------------------------------------------------------------------------------
 
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
         """Must be called once, on the event loop's thread, which then gets the events."""
@@ -121,7 +132,7 @@ class SenderThread:
         source outside the pool. No copies, no event.
         """
         if copies:
-            self._put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks), part))
+            self._put(QueuedPush(reservation, dict(endpoint), Copies.of(copies, self._pool.num_blocks), part))
 
     def abort(self, reservation: str) -> None:
         """Drops what is queued; `SenderDrained` follows, always, also for an unknown reservation."""
@@ -147,27 +158,28 @@ class SenderThread:
 
     def _run(self, port: LoopPort[SenderEvent]) -> None:
         try:
-            driver = self._make_driver(self._wake)
+            self._pool.enter_thread()
+            self._enter_thread()
             try:
-                self._serve(driver, port.emit)
+                self._serve(port.emit)
             finally:
-                driver.close()
+                self._leave_thread()
         except Exception as error:
             port.report_crash(self._thread_name, error)
 
-    def _serve(self, driver: TransportDriver, emit: Callable[[SenderEvent], None]) -> None:
-        wait_s = driver.patience_s()
+    def _serve(self, emit: Callable[[SenderEvent], None]) -> None:
+        wait_s = self._patience_s()
         while True:
             for command in self._take_commands(wait_s):
                 if isinstance(command, _Close):
                     return
-                _emit_all(self._carry_out(driver, command), emit)
-            _emit_all(driver.collect(), emit)
-            _emit_all(driver.expire(), emit)
-            send = driver.outbox.submit()
+                _emit_all(self._carry_out(command), emit)
+            _emit_all(self._collect(), emit)
+            _emit_all(self._expire(), emit)
+            send = self.outbox.submit()
             if send is not None:
-                _emit_all(driver.send(send), emit)
-            wait_s = driver.patience_s() if send is None else 0.0
+                _emit_all(self._send(send), emit)
+            wait_s = self._patience_s() if send is None else 0.0
 
     def _take_commands(self, wait_s: float | None) -> list[_Command]:
         """Returns the commands that are queued now and no later ones, so that many commands do not delay the pieces."""
@@ -178,18 +190,17 @@ class SenderThread:
         self._has_commands.clear()  # before the queue is read: a command that comes now sets it again
         return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
 
-    @staticmethod
-    def _carry_out(driver: TransportDriver, command: Push | _Abort | _Wake) -> list[SenderEvent]:
+    def _carry_out(self, command: QueuedPush | _Abort | _Wake) -> list[SenderEvent]:
         match command:
             case _Wake():
                 return []
             case _Abort(reservation):
-                return driver.outbox.abort(reservation, time.monotonic())
-            case Push(reservation) if driver.outbox.is_aborting(reservation):
+                return self.outbox.abort(reservation, time.monotonic())
+            case QueuedPush(reservation) if self.outbox.is_aborting(reservation):
                 return [TransferFailed(reservation, "the reservation is being aborted")]
-            case Push(reservation):
+            case QueuedPush(reservation):
                 try:
-                    driver.enqueue(command)
+                    self._enqueue(command)
                 except Unreachable as error:
                     return [TransferFailed(reservation, str(error))]
                 return []

@@ -26,8 +26,64 @@ from kvrelay.handoff.transports.base import (
     TransferReceiver,
     TransferSender,
 )
-from kvrelay.handoff.transports.block_parts import RankCopy, rank_copies
-from kvrelay.kv.shard_map import ShardShape
+from kvrelay.handoff.transports.pool_memory import BlockPart, PartCopy
+from kvrelay.kv.shard_map import HeadCopy, LayerCopy, ShardShape, layers_of_stage, map_heads, map_layers
+
+
+@dataclass(frozen=True, slots=True)
+class RankCopy:
+    """A part that one rank sends to another."""
+
+    source_rank: int
+    target_rank: int
+    part: PartCopy
+
+
+def rank_copies(source: ShardShape, target: ShardShape, num_layers: int, head_bytes: int) -> tuple[RankCopy, ...]:
+    """The parts that ranks of one worker send to ranks of another. `num_layers`: of the whole model; `head_bytes`: of
+    one head's tokens in a row.
+
+    A target rank's parts are numbered from 0 and cover its blocks without overlap. Raises ValueError if the shapes do
+    not go together.
+    """
+    copies: list[RankCopy] = []
+    numbers = [0] * target.num_ranks
+    heads = map_heads(source, target)
+    for layer in map_layers(source, target, num_layers):
+        for head in heads:
+            source_rank = source.rank_in(layer.source_stage, head.source_rank)
+            target_rank = target.rank_in(layer.target_stage, head.target_rank)
+            parts = (
+                _part(
+                    source, source_rank, (layer.source_layer, head.source_head), (layer, head), num_layers, head_bytes
+                ),
+                _part(
+                    target, target_rank, (layer.target_layer, head.target_head), (layer, head), num_layers, head_bytes
+                ),
+            )
+            copies.append(RankCopy(source_rank, target_rank, PartCopy(numbers[target_rank], *parts)))
+            numbers[target_rank] += 1
+    return tuple(copies)
+
+
+def _part(
+    shape: ShardShape,
+    rank: int,
+    first: tuple[int, int],
+    copies: tuple[LayerCopy, HeadCopy],
+    num_layers: int,
+    head_bytes: int,
+) -> BlockPart:
+    """The part of a rank's blocks that begins with the layer and the head `first`."""
+    (first_layer, first_head), (layer, head) = first, copies
+    return BlockPart(
+        block_rows=2 * len(layers_of_stage(num_layers, shape.stage_of(rank), shape.num_stages)),
+        row_bytes=shape.heads_per_rank * head_bytes,
+        first_row=2 * first_layer,
+        num_rows=2 * layer.num_layers,
+        first_byte=first_head * head_bytes,
+        num_bytes=head.num_heads * head_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

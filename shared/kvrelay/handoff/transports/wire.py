@@ -7,8 +7,6 @@ reservation is found out before a byte is written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -22,42 +20,57 @@ Indices = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Checksums = NDArray[np.uint32]
 
-_INDEX_DTYPE = _CHECKSUM_DTYPE = np.dtype("<u4")
+_UINT32 = np.dtype("<u4")
 
 
 class MalformedBlocks(ValueError):
     """The frames are no message of this transport; the text says why."""
 
 
-class _Header(msgspec.Struct, array_like=True, frozen=True):
+class BlocksHeader(msgspec.Struct, array_like=True, frozen=True):
+    """`indices` and `slots`: one for each block, `checksums`: none or one for each, as little-endian uint32. `part`: of
+    the parts of a block that the receiver has admitted, each of `block_bytes` bytes."""
+
     magic: str
     version: int
     reservation: str
     block_bytes: int
-    indices: bytes
-    slots: bytes
-    checksums: bytes | None = None
+    packed_indices: bytes
+    packed_slots: bytes
+    packed_checksums: bytes | None = None
     part: int = 0
 
+    def __post_init__(self) -> None:
+        if self.magic != MAGIC or self.version != WIRE_VERSION:
+            raise MalformedBlocks(f"header says {self.magic!r} version {self.version}, not {MAGIC!r} {WIRE_VERSION}")
+        size = len(self.packed_indices)
+        if not size or size % _UINT32.itemsize or len(self.packed_slots) != size:
+            raise MalformedBlocks(f"{size} bytes of block indices, {len(self.packed_slots)} of slots")
+        if self.packed_checksums is not None and len(self.packed_checksums) != size:
+            raise MalformedBlocks(f"{size} bytes of block indices, {len(self.packed_checksums)} of checksums")
 
-@dataclass(frozen=True, slots=True)
-class BlocksHeader:
-    """A header that was checked in itself: as many indices as slots, at least one.
+    @property
+    def num_blocks(self) -> int:
+        return len(self.packed_indices) // _UINT32.itemsize
 
-    `indices` and `slots` are int64 of shape [num_blocks]; `checksums`, if sent, one CRC-32 per block, uint32.
-    """
+    @property
+    def indices(self) -> Indices:
+        """int64 [num_blocks]."""
+        return np.frombuffer(self.packed_indices, _UINT32).astype(np.int64)
 
-    reservation: str
-    block_bytes: int
-    indices: Indices
-    slots: Indices
-    checksums: Checksums | None
-    part: int = 0
-    """Of the parts of a block that the receiver has admitted; `block_bytes` are the bytes of that part of a block."""
+    @property
+    def slots(self) -> Indices:
+        """int64 [num_blocks]."""
+        return np.frombuffer(self.packed_slots, _UINT32).astype(np.int64)
+
+    @property
+    def checksums(self) -> Checksums | None:
+        """uint32 [num_blocks]; None if none were sent."""
+        return None if self.packed_checksums is None else np.frombuffer(self.packed_checksums, _UINT32)
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Header)
+_decoder = msgspec.msgpack.Decoder(BlocksHeader)
 
 
 def encode_header(
@@ -69,41 +82,15 @@ def encode_header(
     part: int = 0,
 ) -> bytes:
     """The header frame; indices and slots are int64 of shape [num_blocks], each below 2**32."""
-    return _encoder.encode(
-        _Header(
-            MAGIC,
-            WIRE_VERSION,
-            reservation,
-            block_bytes,
-            indices.astype(_INDEX_DTYPE).tobytes(),
-            slots.astype(_INDEX_DTYPE).tobytes(),
-            None if checksums is None else checksums.astype(_CHECKSUM_DTYPE).tobytes(),
-            part,
-        )
-    )
+    packed_indices, packed_slots = (numbers.astype(_UINT32).tobytes() for numbers in (indices, slots))
+    sums = None if checksums is None else checksums.astype(_UINT32).tobytes()
+    header = BlocksHeader(MAGIC, WIRE_VERSION, reservation, block_bytes, packed_indices, packed_slots, sums, part)
+    return _encoder.encode(header)
 
 
 def decode_header(frame: bytes | memoryview) -> BlocksHeader:
     """The header of a message. Raises MalformedBlocks."""
     try:
-        header = _decoder.decode(frame)
+        return _decoder.decode(frame)
     except DECODE_ERRORS as error:
         raise MalformedBlocks(f"header: {error}") from error
-    if header.magic != MAGIC or header.version != WIRE_VERSION:
-        raise MalformedBlocks(f"header says {header.magic!r} version {header.version}, not {MAGIC!r} {WIRE_VERSION}")
-    if not header.indices or len(header.indices) != len(header.slots) or len(header.indices) % _INDEX_DTYPE.itemsize:
-        raise MalformedBlocks(f"{len(header.indices)} bytes of block indices, {len(header.slots)} of slots")
-    if header.checksums is not None and len(header.checksums) != len(header.indices):
-        raise MalformedBlocks(f"{len(header.indices)} bytes of block indices, {len(header.checksums)} of checksums")
-    return BlocksHeader(
-        header.reservation,
-        header.block_bytes,
-        _indices(header.indices),
-        _indices(header.slots),
-        None if header.checksums is None else np.frombuffer(header.checksums, _CHECKSUM_DTYPE).astype(np.uint32),
-        header.part,
-    )
-
-
-def _indices(packed: bytes) -> Indices:
-    return np.frombuffer(packed, _INDEX_DTYPE).astype(np.int64)

@@ -20,7 +20,7 @@ from kvrelay.handoff.transports.base import Endpoint, MalformedEndpoint, Receive
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.handoff.transports.receiver_thread import ReceiverThread
 from kvrelay.handoff.transports.wire import MalformedBlocks
-from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate
+from kvrelay.messaging.zmq_context import TCP_ADDRESS, ZmqContext, open_curve_gate, tcp_address
 
 QUEUED_MESSAGES_PER_SENDER = 8
 """Messages queued in this process per sender. With more, the connection's flow control stops the sender."""
@@ -118,7 +118,6 @@ class ZmqReceiver(ReceiverThread):
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
-_TCP_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]*;]+):([0-9]{1,5})")
 _LOCAL_ADDRESS = re.compile(r"ipc://@[\w.-]{1,90}")
 
 
@@ -136,15 +135,10 @@ def local_address() -> str:
     return f"ipc://@kvrelay-{secrets.token_hex(12)}"
 
 
-def tcp_address(host: str, port: int | str) -> str:
-    """Brackets an IPv6 address as ZMQ wants it."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
 def choose_address(endpoint: Mapping[str, str], own_machine: str | None) -> str:
     """The address to connect to: the local one if the receiver is on this machine. Raises MalformedEndpoint."""
     address = endpoint.get("address", "")
-    match = _TCP_ADDRESS.fullmatch(address)
+    match = TCP_ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match[2]) < 1 << 16:
         raise MalformedEndpoint(f"the endpoint's address {address!r} is not tcp://host:port")
     if own_machine is None or endpoint.get("machine") != own_machine:

@@ -14,18 +14,16 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
 
 from kvrelay.curve import CurveKey
-from kvrelay.handoff.transports.base import MalformedEndpoint, SenderCounters, SenderEvent, Unreachable
-from kvrelay.handoff.transports.outbox import InFlightSend, Outbox
-from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike, PoolMemory, as_pool
-from kvrelay.handoff.transports.push_pieces import FrameSizes, Piece, cut, frame_blocks
-from kvrelay.handoff.transports.sender_thread import Push, SenderThread, TransportDriver
-from kvrelay.handoff.transports.wire import Bytes, encode_header
+from kvrelay.handoff.transports.base import MalformedEndpoint, SenderEvent, Unreachable
+from kvrelay.handoff.transports.outbox import FrameSizes, InFlightSend, Outbox, Piece, cut, frame_blocks
+from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike, as_pool
+from kvrelay.handoff.transports.sender_thread import QueuedPush, SenderThread
+from kvrelay.handoff.transports.wire import Bytes
 from kvrelay.handoff.transports.zmq_receiver import choose_address, machine_id
 from kvrelay.messaging.zmq_context import ZmqContext
 
@@ -72,65 +70,43 @@ class ZmqSender(SenderThread):
         checksums: PoolChecksums | None = None,
         curve: CurveKey | None = None,
     ) -> None:
-        self._settings = settings or SenderSettings()
-        self._pool = as_pool(pool)
-        self._checksums = checksums
-        self._curve = curve
-        super().__init__("kv-sender", self._pool.num_blocks, self._driver)
-
-    def _driver(self, wake: Callable[[], None]) -> TransportDriver:
-        self._pool.enter_thread()
-        return _ZmqDriver(self._pool, self._settings, self._checksums, self._curve, self.counters, wake)
-
-
-class _ZmqDriver:
-    """The sockets by address, the views that ZMQ holds, and staging buffers to gather into."""
-
-    def __init__(
-        self,
-        pool: PoolMemory,
-        settings: SenderSettings,
-        checksums: PoolChecksums | None,
-        curve: CurveKey | None,
-        counters: SenderCounters,
-        wake: Callable[[], None],
-    ) -> None:
-        self._pool = pool
-        self._block_bytes = pool.block_bytes
-        self._in_place = pool.view(0, 1) is not None
-        self._settings = settings
-        self._checksums = checksums
-        self._curve = curve
-        self._counters = counters
-        self._wake = wake
-        self._machine = machine_id()
-        self.outbox = Outbox(
-            self._block_bytes,
+        self._settings = settings = settings or SenderSettings()
+        memory = as_pool(pool)
+        outbox = Outbox(
+            memory.block_bytes,
             window=settings.window,
             drain_timeout_s=settings.drain_timeout_s,
             idle_close_s=settings.idle_close_s,
             is_acknowledged=False,
         )
-        self._context = ZmqContext(SOCKETS_A_RECEIVER * settings.max_receivers + SPARE_SOCKETS)
+        super().__init__("kv-sender", memory, outbox, checksums)
+        self._curve = curve
+        self._machine = machine_id()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._breaks: dict[str, zmq.Socket[bytes]] = {}  # tell when the connection of an address breaks
-        self._poller = zmq.Poller()
         self._looks_at = 0.0
-        self._views: dict[int, weakref.ref[Bytes]] = {}
+        self._views: dict[int, weakref.ref[Bytes]] = {}  # that ZMQ holds
         self._completed: deque[int] = deque()
-        self._spare_buffers: list[Bytes] = []
+        self._spare_buffers: list[Bytes] = []  # to gather into
 
-    def enqueue(self, push: Push) -> None:
+    def _enter_thread(self) -> None:
+        self._in_place = self._pool.view(0, 1) is not None
+        self._context = ZmqContext(SOCKETS_A_RECEIVER * self._settings.max_receivers + SPARE_SOCKETS)
+        self._poller = zmq.Poller()
+
+    def _enqueue(self, push: QueuedPush) -> None:
         """Connects to the receiver first if there is no connection."""
         address = choose_address(push.endpoint, self._machine)
         self._socket_to(address)
         sizes = self._settings.sizes
-        if push.part is not None and push.part.source.block_bytes != self._block_bytes:
-            raise MalformedEndpoint(f"blocks of {self._block_bytes} bytes have no part {push.part.source}")
-        pieces = cut(push.reservation, push.copies, self._block_bytes, sizes, in_place=self._in_place, part=push.part)
+        if push.part is not None and push.part.source.block_bytes != self._pool.block_bytes:
+            raise MalformedEndpoint(f"blocks of {self._pool.block_bytes} bytes have no part {push.part.source}")
+        pieces = cut(
+            push.reservation, push.copies, self._pool.block_bytes, sizes, in_place=self._in_place, part=push.part
+        )
         self.outbox.push(address, push.reservation, pieces)
 
-    def collect(self) -> list[SenderEvent]:
+    def _collect(self) -> list[SenderEvent]:
         """Returns the events of frames whose memory ZMQ has released, and of connections that broke."""
         events: list[SenderEvent] = []
         while self._completed:
@@ -146,12 +122,12 @@ class _ZmqDriver:
         """The next push connects anew."""
         self._close_socket(address)
         events = self.outbox.fail_peer(address, f"{address}: {cause}", time.monotonic())
-        self._counters.num_resets += 1
+        self.counters.num_resets += 1
         level = logging.WARNING if events else logging.INFO
         log.log(level, "closed the connection to %s: %s, and %d handoffs fail", address, cause, len(events))
         return events
 
-    def patience_s(self) -> float | None:
+    def _patience_s(self) -> float | None:
         """Until a connection's time is over, or has to be looked at."""
         deadline = self.outbox.next_deadline()
         patience = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -159,7 +135,7 @@ class _ZmqDriver:
             return LOOK_EVERY_S if patience is None else min(LOOK_EVERY_S, patience)
         return patience
 
-    def close(self) -> None:
+    def _leave_thread(self) -> None:
         """Closes all sockets and waits until ZMQ has released every frame."""
         self._context.close()
 
@@ -202,7 +178,7 @@ class _ZmqDriver:
         self._context.close_socket(breaks)
         self._context.close_socket(socket)
 
-    def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
+    def _send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         """Gives a frame to ZMQ, which accepts every one unless the receiver refused the connection. Blocks that are not
         neighbours are gathered first."""
         try:
@@ -217,21 +193,12 @@ class _ZmqDriver:
         # A view that only ZMQ will hold: its end says that the memory is no longer read.
         view = self._view_of(piece)
         self._views[in_flight.number] = weakref.ref(view, lambda _: self._note_completed(in_flight.number))
-        copies = piece.copies
-        part = None if piece.part is None else piece.part.source
-        checksums = None if self._checksums is None else self._checksums.of(copies.sources, part)
-        number = 0 if piece.part is None else piece.part.number
-        block_bytes = piece.bytes_per_block(self._block_bytes)
-        header = encode_header(piece.reservation, block_bytes, copies.indices, copies.slots, checksums, number)
         try:
-            socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
+            socket.send(self._header_of(piece), zmq.SNDMORE | zmq.NOBLOCK)
             socket.send(zmq.Frame(view, copy=False), zmq.NOBLOCK)
         except zmq.Again:
             return events + self._refused(in_flight)
-        self._counters.num_messages += 1
-        self._counters.num_blocks += len(copies)
-        self._counters.num_runs += copies.num_runs
-        self._counters.num_bytes += view.nbytes
+        self._count(piece)
         return events
 
     def _refused(self, in_flight: InFlightSend) -> list[SenderEvent]:
@@ -246,7 +213,7 @@ class _ZmqDriver:
         if self._spare_buffers:
             buffer = self._spare_buffers.pop()
         else:
-            buffer = self._pool.buffer(frame_blocks(self._block_bytes, self._settings.sizes))
+            buffer = self._pool.buffer(frame_blocks(self._pool.block_bytes, self._settings.sizes))
         # `push` has checked the sources.
         if piece.part is None:
             self._pool.gather(piece.copies.sources, buffer)
@@ -274,7 +241,7 @@ class _ZmqDriver:
             self._spare_buffers.append(piece.staging)
         return events
 
-    def expire(self) -> list[SenderEvent]:
+    def _expire(self) -> list[SenderEvent]:
         """Closes what the outbox says."""
         closing = self.outbox.expire(time.monotonic())
         for address in closing.idle:

@@ -10,8 +10,7 @@ from typing import Any, Self
 from kvrelay.handoff.quarantine import Quarantine
 from kvrelay.handoff.receiver import ReceiverHandoff
 from kvrelay.handoff.sender import SenderHandoff
-from kvrelay.handoff.transports.block_parts import rank_copies
-from kvrelay.handoff.transports.sharded import LandingProgress, PushProgress
+from kvrelay.handoff.transports.sharded import LandingProgress, PushProgress, rank_copies
 from kvrelay.kv.shard_map import ShardShape
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey

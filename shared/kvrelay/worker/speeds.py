@@ -1,7 +1,7 @@
-"""Measures at start what a step costs on this machine, with a few forwards.
+"""What steps and pushes cost on this machine: measured at start with a few forwards, then learned from each step.
 
-Chunks of different lengths behind contexts of different lengths separate the three parts of the cost model: a fixed
-cost per step, a cost per token, and a cost per pair of a token and a token that it attends to. Without this
+At start, chunks of different lengths behind contexts of different lengths separate the three parts of the cost model: a
+fixed cost per step, a cost per token, and a cost per pair of a token and a token that it attends to. Without this
 measurement, dynamic chunk sizes start from the proportions of another model and adapt slowly to the measured steps.
 """
 
@@ -15,11 +15,17 @@ import numpy as np
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.plan import StepPlan, work_of
 from kvrelay.scheduling.scheduler import Scheduler
-from kvrelay.scheduling.step_cost import CostSample, fit, pairs
+from kvrelay.scheduling.step_cost import CalibratedCost, CostSample, fit, pairs
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 
 log = logging.getLogger(__name__)
+
+LEAST_CHUNK_TOKENS = 16
+LEAST_CHUNKED_STEPS = 2
+"""A step cost is reported only after this many steps had a chunk of at least that length. Decodes alone cannot separate
+its parts."""
 
 REPEATS = 2
 CONTEXT_BUDGETS = 4
@@ -78,3 +84,41 @@ def _batch(position: int, num_tokens: int, block_size: int) -> WorkerBatch:
         is_prefill=True,
     )
     return WorkerBatch(0, [row])
+
+
+class SpeedMeter:
+    """Learns what steps cost and how fast blocks are pushed."""
+
+    def __init__(self) -> None:
+        self._cost = CalibratedCost()
+        self._num_chunked = 0
+        self._pushed_bytes = 0.0
+        self._push_busy_s = 0.0
+        self._transfer_bytes_s: float | None = None
+
+    def stepped(self, plan: StepPlan, forward_s: float) -> None:
+        """Takes the measured seconds of a step."""
+        self._cost.observe(*work_of(plan.rows), forward_s)
+        self._num_chunked += any(row.num_tokens >= LEAST_CHUNK_TOKENS for row in plan.rows)
+
+    def pushed(self, total_bytes: float, total_busy_s: float) -> None:
+        """Takes totals since the start. The rate averages the time since the last call that had progress."""
+        num_bytes, busy_s = total_bytes - self._pushed_bytes, total_busy_s - self._push_busy_s
+        if num_bytes > 0 and busy_s > 0:
+            rate = num_bytes / busy_s
+            old = self._transfer_bytes_s
+            self._transfer_bytes_s = rate if old is None else (old + rate) / 2
+            self._pushed_bytes, self._push_busy_s = total_bytes, total_busy_s
+
+    @property
+    def step_cost(self) -> tuple[float, float, float] | None:
+        """Seconds per step, per token, and per pair of a token and what it attends to. None until measured."""
+        if self._num_chunked < LEAST_CHUNKED_STEPS:
+            return None
+        cost = self._cost.current
+        return cost.fixed_s, cost.token_s, cost.pair_s
+
+    @property
+    def transfer_bytes_s(self) -> float | None:
+        """Bytes per second while any push was in flight. None before the first push."""
+        return self._transfer_bytes_s

@@ -329,16 +329,15 @@ class Engine:
 
     def _queue(self, number: str, opened: EngineRequest, request: CompletionRequest, sampling: Sampling) -> None:
         """Raises ValueError, and queues nothing, if the worker's own checks refuse a sequence."""
-        num_samples = 1 if request.use_beam_search else request.n
         prompt = PromptMessage(
             tokens=pack_tokens(opened.prompt_ids),
             sampling=sampling,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            num_samples=num_samples,
+            num_samples=request.num_samples,
             text_owner=_TEXT_OWNER,
         )
-        for index in range(num_samples):
+        for index in range(request.num_samples):
             header = Header(
                 sender="embedded", incarnation="embedded", reply_to="embedded", to_incarnation="embedded", link=1,
                 request=number, sequence=index,

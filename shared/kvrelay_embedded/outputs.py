@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from kvrelay.protocol.sampling import BeamResult, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.text.choice import Choice
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import Choice, SequenceDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,71 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.completion_request import CompletionRequest, parse_completion
+from kvrelay.text.request.generation_fields import MAX_LOGPROBS, SamplingFields
+from kvrelay.text.request.parsing import FlagOn
 
 _ANY_PROMPT = [0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """docs/api.md says what each means. None: the model's own default.
+class SamplingParams(SamplingFields):
+    """docs/api.md says what each means. None: the model's own default, and 16 for `max_tokens`.
 
     `structured_outputs` constrains the output: one of `json`, `regex`, `choice`, `grammar`, `json_object`,
     `structural_tag`. With `use_beam_search`, `n` texts of `best_of` beams are returned.
 
-    Raises ValueError with the name of the first field that is wrong.
+    Sequences and arrays of numpy may stand in place of lists. Raises ValueError with the name of the first field that
+    is wrong, TypeError for a name that is none.
     """
 
-    n: int = 1
-    max_tokens: int | None = None  # None: 16, as in the HTTP API
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    seed: int | None = None  # None: random
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_start_len: int | None = None
-    structured_outputs: Mapping[str, Any] | None = None
-    use_beam_search: bool = False
-    best_of: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    speculation: Literal["off", "ngram", "suffix"] | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    add_special_tokens: bool = True
-    request: CompletionRequest = field(init=False, repr=False, compare=False)
-    """The checked fields."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    add_special_tokens: FlagOn = True
 
-    def __post_init__(self) -> None:
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        content = {name: _plain(value) for name, value in given.items() if value is not None}
-        try:
-            request = parse_completion({"model": "-", "prompt": _ANY_PROMPT, **content})
-        except ApiError as error:
-            raise ValueError(error.message) from None
-        if request.num_sequences > request.n:
-            raise ValueError("Invalid value for 'best_of': it needs 'use_beam_search' to be true")
-        object.__setattr__(self, "request", request)
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __init__(self, **fields: Any) -> None:
+            for name in fields:
+                if name not in SamplingParams.model_fields:
+                    raise TypeError(f"SamplingParams has no field {name!r}")
+            content = {name: _plain(value) for name, value in fields.items() if value is not None}
+            _request_of(content)
+            super().__init__(**content)
+
+    @property
+    def request(self) -> CompletionRequest:
+        """The fields as those of a request. Raises ValueError if a copy has been given wrong ones."""
+        return _request_of(_plain(self.model_dump(exclude_unset=True)))
+
+
+def _request_of(content: dict[str, Any]) -> CompletionRequest:
+    try:
+        request = parse_completion({"model": "-", "prompt": _ANY_PROMPT, **content})
+    except ApiError as error:
+        raise ValueError(error.message) from None
+    if request.num_sequences > request.n:
+        raise ValueError("Invalid value for 'best_of': it needs 'use_beam_search' to be true")
+    return request
 
 
 def _plain(value: Any) -> Any:

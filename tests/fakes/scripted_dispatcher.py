@@ -10,8 +10,8 @@ from typing import Any
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.text.choice import SequenceDelta
 from kvrelay.text.request.validation import ModelLimits
-from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import DeltaSink, GenerateRequest, NoWorkerReady, RequestFailed, ServedBy
 from kvrelay_router.dispatch.placement import PromptPrefixes

@@ -1,12 +1,8 @@
-"""Structural tags: free text in which certain strings begin a part that follows a JSON schema, as Lark.
+"""Structural tags, as Lark: free text in which certain strings begin a part that follows a schema, and other forms.
 
-vLLM's and SGLang's form: `{"type": "structural_tag", "structures": [{"begin": ..., "schema": {...}, "end": ...}],
-"triggers": [...]}`. Where the text contains a trigger, it must go on with the `begin` of a structure that starts with
-that trigger, then a value of its schema, then its `end`.
-
-XGrammar's form is `{"type": "structural_tag", "format": {...}}`. Its formats are `const_string`, `json_schema`,
-`regex`, `grammar`, `any_text`, `sequence`, `or`, `tag`, `triggered_tags`, `tags_with_separator` and `token`. Free text
-ends at the first place where what follows it stands.
+`{"format": {...}}` is XGrammar's notation. Its formats are `const_string`, `json_schema`, `regex`, `grammar`,
+`any_text`, `sequence`, `or`, `tag`, `triggered_tags`, `tags_with_separator` and `token`. Free text ends at the first
+place where what follows it stands.
 
 `begin`, `end` and triggers are strings, or the format `{"type": "token", "token": ID}` for a special token, which no
 text matches. If it has a `text`, free text ends before this text as well as before the token. A tag with
@@ -19,7 +15,7 @@ import json
 import re
 from typing import Any
 
-from llguidance import StructTag, regex_to_lark
+from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from kvrelay.grammar.grammar_compiler import GrammarError
@@ -54,34 +50,18 @@ Marker = str | dict[str, Any]
 
 
 def structural_tag_to_lark(text: str, whitespace: str | None = None, *, rewrites: bool = False) -> str:
-    """The tag, given as JSON in either form, as a Lark grammar. `whitespace` limits the whitespace of the JSON in
-    XGrammar's form. `rewrites`: schemas are rewritten first. Raises GrammarError."""
+    """The tag, given as JSON, as a Lark grammar. `whitespace` limits the whitespace of its JSON. `rewrites`: schemas
+    are rewritten first. Raises GrammarError."""
+    written = _Written(whitespace, rewrites=rewrites)
     try:
-        tag = json.loads(text)
-        if isinstance(tag, dict) and "format" in tag:
-            return _of_format(tag["format"], whitespace, rewrites=rewrites)
-        triggers = [_string(trigger, "triggers") for trigger in tag["triggers"]]
-        tags = [_structure(structure, triggers, rewrites=rewrites) for structure in tag["structures"]]
-    except KeyError as error:
-        raise GrammarError(f"a structural tag needs {error.args[0]!r}") from None
+        start = written.expression(json.loads(text)["format"], "", 0)
     except GrammarError:
         raise
-    except (TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise GrammarError(f"malformed structural tag: {error}") from None
-    if not tags:
-        raise GrammarError("a structural tag needs at least one structure")
-    return str(StructTag.to_grammar(tags, assume_special=False))
-
-
-def _structure(structure: dict[str, Any], triggers: list[str], *, rewrites: bool) -> StructTag:
-    begin, end = _string(structure["begin"], "begin"), _string(structure["end"], "end")
-    trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
-    if trigger is None:
-        raise GrammarError(f"no trigger is the beginning of {begin!r}")
-    if not isinstance(structure["schema"], dict):
-        raise TypeError("schema must be objects")
-    schema = _rewritten(structure["schema"]) if rewrites else structure["schema"]
-    return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
+    lark = "\n".join(["%llguidance {}", f"start: {start}", "TAG_TEXT: /(.|\\n)*/", *written.rules])
+    grammars = [{"name": "structural_tag", "lark_grammar": lark}, *written.side_grammars]
+    return json.dumps({"grammars": grammars})
 
 
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
@@ -90,25 +70,12 @@ def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _string(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be strings")
-    return value
-
-
-def _of_format(tag_format: Any, whitespace: str | None, *, rewrites: bool) -> str:
-    written = _Written(whitespace, rewrites=rewrites)
-    start = written.expression(tag_format, "", 0)
-    lark = "\n".join(["%llguidance {}", f"start: {start}", "TAG_TEXT: /(.|\\n)*/", *written.rules])
-    grammars = [{"name": "structural_tag", "lark_grammar": lark}, *written.side_grammars]
-    return json.dumps({"grammars": grammars})
-
-
 class _Written:
     def __init__(self, whitespace: str | None, *, rewrites: bool) -> None:
         self._whitespace, self._rewrites = whitespace, rewrites
         self.rules: list[str] = []
         self.side_grammars: list[dict[str, str]] = []
+        self._texts_until: dict[str, str] = {}
         self._num_formats = 0
 
     def expression(self, tag_format: Any, end: Marker, depth: int) -> str:
@@ -207,9 +174,10 @@ class _Written:
         if isinstance(end, dict):
             until_token, text = _joined("TAG_TEXT", _quoted(end)), _text_of(end)
             return _either([until_token, self._text_until(text)]) if text else until_token
-        name = f"until_{len(self.rules)}"
-        self.rules.append(f"{name}[lazy]: TAG_TEXT {_quoted(end)}")
-        return name
+        if end not in self._texts_until:
+            self._texts_until[end] = f"until_{len(self.rules)}"
+            self.rules.append(f"{self._texts_until[end]}[lazy]: TAG_TEXT {_quoted(end)}")
+        return self._texts_until[end]
 
     def _side_grammar(self, text: str) -> str:
         name = f"grammar_{len(self.side_grammars)}"

@@ -12,7 +12,7 @@ from kvrelay.fleet import RegistryUnavailable, WorkerRecord
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import SequenceDelta
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import DispatchSettings, GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest

@@ -7,7 +7,6 @@ import random
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -189,7 +188,18 @@ def test_a_wrong_setting_is_named(given: dict[str, Any], message: str) -> None:
 
 
 def test_parameters_are_fields_of_the_http_api() -> None:
-    assert {each.name for each in fields(SamplingParams) if each.init} <= set(CompletionRequest.model_fields)
+    assert SamplingParams.model_fields.keys() <= CompletionRequest.model_fields.keys()
+    with pytest.raises(TypeError, match="'temprature'"):
+        SamplingParams(temprature=1)
+
+
+def test_a_copy_of_parameters_is_checked_when_it_is_used(engine: Engine) -> None:
+    params = SamplingParams(n=2, stop=["x"], logit_bias={7: 1.5}, max_tokens=3)
+    copied = params.model_copy(update={"n": 3})
+    assert (copied.request.n, copied.request.stop, copied.request.logit_bias) == (3, ["x"], {7: 1.5})
+    with pytest.raises(ValueError, match="'n'"):
+        engine.add_request("one", [1, 2, 3], params.model_copy(update={"n": 0}))
+    check_empty(engine)
 
 
 def test_an_id_that_is_in_use_is_refused(engine: Engine) -> None:
@@ -272,8 +282,8 @@ def test_drafts_come_from_earlier_outputs(model: Path) -> None:
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     with LLM(str(model), **SMALL, max_model_len=256) as llm:
         (expected,) = llm.generate([1, 2, 3], params)
-        drafted = replace(params, speculation="suffix")
-        salted = replace(drafted, cache_salt="other")
+        drafted = params.model_copy(update={"speculation": "suffix"})
+        salted = drafted.model_copy(update={"cache_salt": "other"})
         for each in (drafted, drafted, salted):
             (answer,) = llm.generate([1, 2, 3], each)
             assert answer.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -8,7 +8,7 @@ from typing import Any, Self
 import msgspec
 
 from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import SequenceDelta
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     Ended,

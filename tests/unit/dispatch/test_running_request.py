@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import SequenceDelta
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.dispatch.running_request import MAX_TAKEN_TOKENS, PushQueue, RunningRequest

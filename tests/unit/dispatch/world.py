@@ -29,7 +29,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import SequenceDelta
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     AwaitLostWorkers,

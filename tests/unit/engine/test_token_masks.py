@@ -271,11 +271,8 @@ LONG_NAMES = {
     "required": ["customer_name", "preferred_colour", "is_available"],
     "additionalProperties": False,
 }
-TAG = {
-    "type": "structural_tag",
-    "structures": [{"begin": "<call>", "schema": LONG_NAMES, "end": "</call>"}],
-    "triggers": ["<ca"],
-}
+CALL = {"begin": "<call>", "content": {"type": "json_schema", "json_schema": LONG_NAMES}, "end": "</call>"}
+TAG = {"format": {"type": "triggered_tags", "triggers": ["<ca"], "tags": [CALL]}}
 FORCING = [
     Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(LONG_NAMES), whitespace=""),
     Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(LONG_NAMES)),

@@ -96,12 +96,10 @@ def test_whitespace_between_the_tokens_of_json_can_be_ruled_out(compiler: Gramma
 
 
 def test_a_structural_tag_constrains_what_follows_its_trigger(compiler: GrammarCompiler) -> None:
-    tag = {
-        "type": "structural_tag",
-        "triggers": ["<call"],
-        "structures": [{"begin": "<call=f>", "schema": {"type": "object", "maxProperties": 0}, "end": "</call>"}],
-    }
-    matcher = compiler.compile(Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps(tag)))
+    schema = {"type": "json_schema", "json_schema": {"type": "object", "maxProperties": 0}}
+    tag = {"begin": "<call=f>", "content": schema, "end": "</call>"}
+    text = json.dumps({"format": {"type": "triggered_tags", "triggers": ["<call"], "tags": [tag]}})
+    matcher = compiler.compile(Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text))
     matcher.accept(TOKENIZER.encode("free text, then <call=f>{}</call> and more", add_special_tokens=False).ids)
     with pytest.raises(GrammarError):
         matcher.accept(TOKENIZER.encode(" <call=g>", add_special_tokens=False).ids)
@@ -123,13 +121,7 @@ def test_a_structural_tag_constrains_what_follows_its_trigger(compiler: GrammarC
         (GrammarKind.GRAMMAR, "start: other", "other"),
         (GrammarKind.GRAMMAR, "", "'root'"),
         (GrammarKind.STRUCTURAL_TAG, "7", "structural tag"),
-        (GrammarKind.STRUCTURAL_TAG, '{"triggers": ["<"]}', "structures"),
-        (GrammarKind.STRUCTURAL_TAG, '{"triggers": ["<"], "structures": []}', "at least one"),
-        (
-            GrammarKind.STRUCTURAL_TAG,
-            '{"triggers": ["<"], "structures": [{"begin": "(", "schema": {}, "end": ""}]}',
-            "no trigger",
-        ),
+        (GrammarKind.STRUCTURAL_TAG, '{"triggers": ["<"]}', "format"),
     ],
 )
 def test_what_is_wrong_is_named(compiler: GrammarCompiler, kind: GrammarKind, text: str, reason: str) -> None:
@@ -189,7 +181,16 @@ HOSTILE = {
     "structures": (
         GrammarKind.STRUCTURAL_TAG,
         json.dumps(
-            {"triggers": ["<"], "structures": [{"begin": f"<{n}", "schema": {}, "end": ""} for n in range(999)]}
+            {
+                "format": {
+                    "type": "triggered_tags",
+                    "triggers": ["<"],
+                    "tags": [
+                        {"begin": f"<{n}", "content": {"type": "json_schema", "json_schema": {}}, "end": ""}
+                        for n in range(999)
+                    ],
+                }
+            }
         ),
     ),
 }

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
-from kvrelay.text.choice import Choice, StopRules
+from kvrelay.text.choice import Choice, SequenceDelta, StopRules
 from kvrelay.text.output_parsing.dialect import find_dialect
 from kvrelay.text.output_parsing.events import ContentText, Event
 from kvrelay.text.parsed_text import ParsedText, StopMatcher, TokenKind
-from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay.text.tokenizer import Detokenizer, Tokenizer
 from kvrelay_router.responses.responses_format import OutputItems, TokenScores
 from tests.fakes.call_families import FAMILIES, TOOLS, Call

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.generation_fields import Flag, Stop
-from kvrelay.text.request.parsing import COMMON, RequestModel, extension_fields, refuse_unsupported
+from kvrelay.text.request.generation_fields import Stop
+from kvrelay.text.request.parsing import COMMON, Flag, RequestModel, extension_fields, refuse_unsupported
 from kvrelay_router.openai.chat_request import MAX_PARTS
 
 FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")

@@ -11,8 +11,7 @@ from starlette.responses import Response
 
 from kvrelay.text.request.api_error import ApiError, fields_named
 from kvrelay.text.request.completion_request import parse_completion
-from kvrelay.text.request.generation_fields import Flag, FlagOn
-from kvrelay.text.request.parsing import NaturalNumbers, RequestModel, parse
+from kvrelay.text.request.parsing import Flag, FlagOn, NaturalNumbers, RequestModel, parse
 from kvrelay.text.request.validation import RequestedOutput, check_token_ids
 from kvrelay.text.service import TextTooLong
 from kvrelay_router.access.identity import names_of

@@ -21,7 +21,7 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.state_machine import IllegalEvent
 from kvrelay.telemetry.tracer import trace_fields
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import SequenceDelta
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     AwaitLostWorkers,

@@ -23,7 +23,7 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     TokenEntry,
 )
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import SequenceDelta
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver
 from kvrelay_router.dispatch.events import FromWorker, TokensArrived, WorkerLost
 from kvrelay_router.dispatch.intake import ScoresReceived

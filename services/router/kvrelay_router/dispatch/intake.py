@@ -13,7 +13,7 @@ import msgspec
 from kvrelay.protocol.messages import PromptLogprobs, SequenceUsage, TokenEntry
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
-from kvrelay.text.sequence_delta import SequenceDelta, join_deltas
+from kvrelay.text.choice import SequenceDelta, join_deltas
 
 
 @final

@@ -11,7 +11,7 @@ import msgspec
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import SequenceDelta
 from kvrelay_router.routing.policy import PolicyName
 
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrelay.protocol.messages import TokenEntry
-from kvrelay.text.sequence_delta import SequenceDelta, join_deltas
+from kvrelay.text.choice import SequenceDelta, join_deltas
 from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, FindPlacement, Instruction
 from kvrelay_router.dispatch.intake import ScoresReceived, TokenIntake

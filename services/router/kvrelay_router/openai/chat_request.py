@@ -9,12 +9,15 @@ from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay.text.chat_template import RESERVED_NAMES, Message
 from kvrelay.text.request.api_error import ApiError, wrong
-from kvrelay.text.request.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
+from kvrelay.text.request.generation_fields import MAX_LOGPROBS
 from kvrelay.text.request.grammar_fields import GenerationFields
 from kvrelay.text.request.parsing import (
     CHAT,
+    Flag,
+    FlagOn,
     NaturalNumbers,
     invalid,
+    or_default,
     parse,
     refuse_unsupported,
     wrong_type,
@@ -243,9 +246,7 @@ def parse_chat(content: dict[str, Any]) -> ChatRequest:
     request = parse(ChatRequest, _without_messages(content) if content.get(PROMPT_TOKENS) else content)
     request.check_tools()
     check_tool_results(request.messages)
-    check_stream_options(content)
-    request.check_beams(wants_logprobs=request.logprobs, max_tokens=request.wanted_tokens)
-    request.check_grammar()
+    request.check_together(wants_logprobs=request.logprobs, max_tokens=request.wanted_tokens)
     if request.num_sequences > request.n:
         raise wrong("best_of", "without 'use_beam_search' it is not supported here", "unsupported_parameter")
     if request.top_logprobs and not request.logprobs:

@@ -12,8 +12,7 @@ from itertools import accumulate
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay.text.choice import Choice
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import Choice, SequenceDelta
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.dispatch.running_request import RunningRequest

@@ -223,7 +223,7 @@ def make_requests(
             request_id=f"{names.unique}-{index}" if many else names.unique,
             prompt_ids=prompt_ids,
             sampling=sampling,
-            num_sequences=1 if fields.use_beam_search else fields.num_sequences,
+            num_sequences=fields.num_samples,
             cache_salt=f"{caller.cache_salt}{fields.salt}",
             session=session or fields.user,
             priority=fields.priority,

@@ -13,8 +13,7 @@ from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.generation_fields import FlagOn
-from kvrelay.text.request.parsing import RequestModel, invalid, wrong_type
+from kvrelay.text.request.parsing import FlagOn, RequestModel, invalid, wrong_type
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 1 << 20

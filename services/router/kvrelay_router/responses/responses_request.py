@@ -9,8 +9,17 @@ import orjson
 from pydantic import Field
 
 from kvrelay.text.request.api_error import ApiError, wrong
-from kvrelay.text.request.generation_fields import MAX_LOGPROBS, Flag, FlagOn, or_default
-from kvrelay.text.request.parsing import COMMON, RequestModel, extension_fields, parse, refuse_unsupported
+from kvrelay.text.request.generation_fields import MAX_LOGPROBS
+from kvrelay.text.request.parsing import (
+    COMMON,
+    Flag,
+    FlagOn,
+    RequestModel,
+    extension_fields,
+    or_default,
+    parse,
+    refuse_unsupported,
+)
 from kvrelay_router.openai.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS, arguments_of
 from kvrelay_router.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
 

@@ -76,13 +76,8 @@ def format_of(grammar: Grammar) -> Format:
         case GrammarKind.GRAMMAR:
             return {"type": "grammar", "grammar": grammar.text}
         case GrammarKind.STRUCTURAL_TAG:
-            written = json.loads(grammar.text)
-            return written["format"] if "format" in written else _triggered(written)
-
-
-def _triggered(written: dict[str, Any]) -> Format:
-    tags = [tag(each["begin"], json_value(each["schema"]), each["end"]) for each in written["structures"]]
-    return {"type": "triggered_tags", "triggers": written["triggers"], "tags": tags}
+            tag_format: Format = json.loads(grammar.text)["format"]
+            return tag_format
 
 
 class CallSyntax(msgspec.Struct, frozen=True, kw_only=True):

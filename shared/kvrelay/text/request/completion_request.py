@@ -7,11 +7,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay.text.request.api_error import ApiError, wrong
-from kvrelay.text.request.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options, or_default
+from kvrelay.text.request.generation_fields import MAX_LOGPROBS
 from kvrelay.text.request.grammar_fields import GenerationFields
 from kvrelay.text.request.parsing import (
     COMPLETION,
+    Flag,
+    FlagOn,
     invalid,
+    or_default,
     parse,
     refuse_unsupported,
     wrong_type,
@@ -61,12 +64,10 @@ def parse_completion(content: dict[str, Any]) -> CompletionRequest:
     """Validates a request body. Raises ApiError."""
     refuse_unsupported(content, COMPLETION)
     request = parse(CompletionRequest, content)
-    check_stream_options(content)
-    request.check_beams(wants_logprobs=request.logprobs is not None, max_tokens=request.max_tokens)
+    request.check_together(wants_logprobs=request.logprobs is not None, max_tokens=request.max_tokens)
     if request.echo and request.logprobs is not None and request.logprob_start_len is not None:
         raise wrong("logprob_start_len", "an echoed prompt with 'logprobs' is scored from its beginning")
     _check_suffix(request)
-    request.check_grammar()
     if request.num_sequences > request.n and request.stream:
         raise wrong("best_of", "results cannot be streamed")
     if request.logprob_token_ids:

@@ -1,22 +1,19 @@
-"""The fields that completions and chat completions share."""
+"""The fields of sampling and stopping, of the HTTP APIs and of the embedded engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, FailFast, Field, WrapValidator
+from pydantic import BeforeValidator, FailFast, Field
 
-from kvrelay.protocol.sampling import BeamSpec, SpeculationMethod
-from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.parsing import RequestModel, invalid, wrong_type
+from kvrelay.protocol.sampling import SpeculationMethod
+from kvrelay.text.request.beam_fields import BeamFields
+from kvrelay.text.request.parsing import Flag, invalid, or_default, wrong_type
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
-MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-MAX_LOGPROB_TOKENS = 128
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 16_384
 MAX_BAD_WORDS = 1024
@@ -80,31 +77,12 @@ def _off_if_minus_one(value: Any) -> Any:
     return 0 if value == -1 and not isinstance(value, bool) else value
 
 
-def _not_zero(value: Any) -> Any:
-    if value == 0 and not isinstance(value, bool):
-        raise invalid("it must be 1 or more, or -1 for what fits")
-    return value
-
-
 def _salt(value: Any) -> Any:
     if value == "":
         raise invalid("it must not be empty; a request without it shares cached blocks")
     return "" if value is None else value
 
 
-def _side(value: Any, _: Any) -> Any:
-    """Accepts None, "left" or "right" and reports one error; pydantic would report one for each literal."""
-    if value in (None, "left", "right"):
-        return value
-    raise invalid("it must be 'left' or 'right'")
-
-
-def or_default(default: Any) -> BeforeValidator:
-    """Null selects the default, as in OpenAI's API."""
-    return BeforeValidator(lambda value: default if value is None else value)
-
-
-Flag = Annotated[bool, or_default(False)]
 FlagOn = Annotated[bool, or_default(True)]
 Stop = Annotated[list[str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map)]
@@ -114,34 +92,9 @@ CacheSalt = Annotated[str, Field(max_length=1024), BeforeValidator(_salt)]
 Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 
 
-MAX_LENGTH_PENALTY = 5.0
+class SamplingFields(BeamFields):
+    """Of all requests, HTTP's and the engine's. `validation` checks the ranges that depend on the model."""
 
-NO_BEAMS: dict[str, tuple[object, ...]] = {"length_penalty": (None, 1.0), "early_stopping": (None, False)}
-"""Values that are harmless without a beam search."""
-
-UNUSED_VALUES: dict[str, float] = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0}
-"""Harmless values of the sampling fields. A beam search does not sample, so other values are mistakes."""
-
-
-def _early_stopping(value: Any, _: Any) -> Any:
-    """Replaces pydantic's messages, of which there would be one for each type of the union."""
-    if value is None or value == "never" or isinstance(value, bool):
-        return value
-    raise wrong_type("it must be true, false or 'never'")
-
-
-class StreamOptions(RequestModel):
-    include_usage: Flag = False
-    continuous_usage_stats: Flag = False
-
-
-class SamplingFields(RequestModel):
-    """Sampling, beams, stopping and streaming. `validation` checks the ranges that depend on the model."""
-
-    model: str
-    stream: Flag = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), or_default(1)] = 1
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0), or_default(0)] = 0
     # If one of these is None, the model's default applies.
@@ -159,108 +112,10 @@ class SamplingFields(RequestModel):
     stop: Stop = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: Flag = False
-    no_stop_trim: Flag = False  # SGLang's name of the same
     ignore_eos: Flag = False
     skip_special_tokens: FlagOn = True
-    return_token_ids: Flag = False
-    return_tokens_as_token_ids: Flag = False
-    cache_salt: CacheSalt = ""
-    extra_key: Annotated[str, Field(max_length=1024), or_default("")] = ""
-    user: Annotated[str, Field(max_length=1024), or_default("")] = ""
-    logprob_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_LOGPROB_TOKENS)
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     logprob_start_len: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None
-    truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
     speculation: SpeculationMethod | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
-    # vLLM's fields of beam searches: `n` texts of `best_of` beams are returned; `best_of` defaults to `n`.
-    use_beam_search: Flag = False
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
-    early_stopping: Annotated[bool | Literal["never"] | None, WrapValidator(_early_stopping)] = None
-
-    @property
-    def keeps_stop_string(self) -> bool:
-        return self.include_stop_str_in_output or self.no_stop_trim
-
-    @property
-    def salt(self) -> str:
-        """Prompts share cached blocks only if it is equal: `cache_salt`, with SGLang's `extra_key` behind it."""
-        if not self.extra_key:
-            return self.cache_salt
-        return f"{len(self.cache_salt)}:{self.cache_salt}{self.extra_key}"
-
-    @property
-    def include_usage(self) -> bool:
-        """True if the stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def running_usage(self) -> bool:
-        """True if all other chunks carry the usage so far as well."""
-        return self.stream_options is not None and self.include_usage and self.stream_options.continuous_usage_stats
-
-    def truncated(self, token_ids: list[int], room: int) -> list[int]:
-        """Returns the prompt cut to `truncate_prompt_tokens`; `room` is the longest prompt for the value -1."""
-        wanted = self.truncate_prompt_tokens
-        if wanted is None:
-            return token_ids
-        num_kept = max(1, room) if wanted == -1 else wanted
-        if len(token_ids) <= num_kept:
-            return token_ids
-        return token_ids[:num_kept] if self.truncation_side == "right" else token_ids[-num_kept:]
-
-    @property
-    def beams(self) -> BeamSpec | None:
-        """The beam search to run, if any."""
-        if not self.use_beam_search:
-            return None
-        return BeamSpec(
-            width=self.best_of or self.n,
-            num_returned=self.n,
-            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
-            early_stopping=bool(self.early_stopping) if self.early_stopping != "never" else "never",
-        )
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of texts to generate for each prompt."""
-        return self.n if self.use_beam_search else self.best_of or self.n
-
-    def check_beams(self, *, wants_logprobs: bool, max_tokens: int | None) -> None:
-        """Raises ApiError for fields that contradict a beam search, or that need one."""
-        if self.prompt_logprobs is not None and self.stream:
-            raise wrong("prompt_logprobs", "scores of a prompt cannot be streamed")
-        if self.logprob_start_len is not None and self.prompt_logprobs is None:
-            raise wrong("logprob_start_len", "it needs 'prompt_logprobs'")
-        if self.logprob_token_ids and (self.use_beam_search or not wants_logprobs):
-            reason = "a beam search has none" if self.use_beam_search else "it needs 'logprobs'"
-            raise wrong("logprob_token_ids", reason)
-        if self.best_of is not None and self.best_of < self.n:
-            raise wrong("best_of", "it must not be less than 'n'")
-        if not self.use_beam_search:
-            for name, harmless in NO_BEAMS.items():
-                if getattr(self, name) not in harmless:
-                    raise wrong(name, "it needs 'use_beam_search' to be true")
-            return
-        for name, unused in UNUSED_VALUES.items():
-            if getattr(self, name) not in (None, unused):
-                raise wrong(name, f"a beam search draws nothing: leave it out, or set it to {unused:g}")
-        for name in ("allowed_token_ids", "bad_words"):
-            if getattr(self, name):
-                raise wrong(name, "the tokens of a beam search cannot be limited; 'logit_bias' can make them unlikely")
-        if self.stop:
-            raise wrong("stop", "stop strings do not end beams; 'stop_token_ids' do")
-        if self.prompt_logprobs is not None:
-            raise wrong("prompt_logprobs", "a beam search does not score its prompt")
-        if wants_logprobs:
-            raise wrong("logprobs", "a beam search has no log-probabilities of tokens, but a score of each text")
-        if max_tokens == 0:
-            raise wrong("max_tokens", "a beam search needs at least 1")
-
-
-def check_stream_options(content: Mapping[str, Any]) -> None:
-    """Raises ApiError for stream options without a stream, as OpenAI does."""
-    if content.get("stream_options") is not None and not content.get("stream"):
-        raise wrong("stream_options", "it is only allowed when 'stream' is true")
+    cache_salt: CacheSalt = ""

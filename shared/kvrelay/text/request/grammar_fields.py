@@ -1,23 +1,25 @@
-"""The request fields that constrain the output, with the names of OpenAI, vLLM and SGLang.
+"""The fields that completions and chat completions share, with the names of OpenAI, vLLM and SGLang.
 
-Every form is converted to one `Grammar`. At most one of the fields may be set.
+Those that constrain the output are converted to one `Grammar`, whatever their form. At most one of them may be set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WrapValidator
 
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.generation_fields import SamplingFields
+from kvrelay.text.request.generation_fields import SamplingFields, TokenIds
+from kvrelay.text.request.parsing import Flag, RequestModel, invalid, or_default
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICE_STRINGS = 10_000
+MAX_LOGPROB_TOKENS = 128
 TOO_DEEP = "it is nested too deeply"
 
 ANY_OBJECT = '{"type":"object"}'
@@ -25,9 +27,38 @@ _VALUES = ("const", "enum", "default", "examples")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 
 
+def _not_zero(value: Any) -> Any:
+    if value == 0 and not isinstance(value, bool):
+        raise invalid("it must be 1 or more, or -1 for what fits")
+    return value
+
+
+def _side(value: Any, _: Any) -> Any:
+    """Accepts None, "left" or "right" and reports one error; pydantic would report one for each literal."""
+    if value in (None, "left", "right"):
+        return value
+    raise invalid("it must be 'left' or 'right'")
+
+
+class StreamOptions(RequestModel):
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+
+
 class GenerationFields(SamplingFields):
     """The fields that completions and chat completions share."""
 
+    model: str
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    no_stop_trim: Flag = False  # SGLang's name of `include_stop_str_in_output`
+    return_token_ids: Flag = False
+    return_tokens_as_token_ids: Flag = False
+    extra_key: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    user: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    logprob_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_LOGPROB_TOKENS)
+    truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None
+    truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -69,7 +100,7 @@ class GenerationFields(SamplingFields):
 
     @cached_property
     def _constraints(self) -> dict[str, Any]:
-        if self.model_fields_set.isdisjoint(GRAMMAR_FIELDS):
+        if self.model_fields_set.isdisjoint(_GRAMMAR_FIELDS):
             return {}
         return {name: value for name in _READERS if _is_set(value := self._value_of(name))}
 
@@ -80,13 +111,49 @@ class GenerationFields(SamplingFields):
         value = getattr(self, param)
         return None if param == "response_format" and value == {"type": "text"} else value
 
-    def check_grammar(self) -> None:
-        """Raises ApiError for fields that contradict a constrained output."""
-        if self.grammar is not None and self.use_beam_search:
-            raise wrong("use_beam_search", "the output of a beam search cannot be constrained")
+    @property
+    def keeps_stop_string(self) -> bool:
+        return self.include_stop_str_in_output or self.no_stop_trim
 
+    @property
+    def salt(self) -> str:
+        """Prompts share cached blocks only if it is equal: `cache_salt`, with SGLang's `extra_key` behind it."""
+        if not self.extra_key:
+            return self.cache_salt
+        return f"{len(self.cache_salt)}:{self.cache_salt}{self.extra_key}"
 
-GRAMMAR_FIELDS = frozenset(GenerationFields.model_fields.keys() - SamplingFields.model_fields.keys())
+    @property
+    def include_usage(self) -> bool:
+        """True if the stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def running_usage(self) -> bool:
+        """True if all other chunks carry the usage so far as well."""
+        return self.stream_options is not None and self.include_usage and self.stream_options.continuous_usage_stats
+
+    def truncated(self, token_ids: list[int], room: int) -> list[int]:
+        """Returns the prompt cut to `truncate_prompt_tokens`; `room` is the longest prompt for the value -1."""
+        wanted = self.truncate_prompt_tokens
+        if wanted is None:
+            return token_ids
+        num_kept = max(1, room) if wanted == -1 else wanted
+        if len(token_ids) <= num_kept:
+            return token_ids
+        return token_ids[:num_kept] if self.truncation_side == "right" else token_ids[-num_kept:]
+
+    def check_together(self, *, wants_logprobs: bool, max_tokens: int | None) -> None:
+        """Raises ApiError for fields that contradict each other, or that need others."""
+        if self.stream_options is not None and not self.stream:
+            raise wrong("stream_options", "it is only allowed when 'stream' is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs", "scores of a prompt cannot be streamed")
+        if self.logprob_start_len is not None and self.prompt_logprobs is None:
+            raise wrong("logprob_start_len", "it needs 'prompt_logprobs'")
+        is_constrained = self.grammar is not None
+        self.check_search(wants_logprobs=wants_logprobs, max_tokens=max_tokens, is_constrained=is_constrained)
+        if self.logprob_token_ids and not wants_logprobs:
+            raise wrong("logprob_token_ids", "it needs 'logprobs'")
 
 
 def _of_response_format(value: Any, param: str, whitespace: str | None) -> Grammar:
@@ -149,15 +216,21 @@ def _of_schema(value: Any, param: str, whitespace: str | None) -> Grammar:
 
 
 def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
-    if isinstance(value, str):
-        _check_size(value, param)
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            raise wrong(param, f"it is not valid JSON: {error}") from None
-    if not isinstance(value, dict | bool):
+    schema = _loaded(value, param)
+    if not isinstance(schema, dict | bool):
         raise wrong(param, "it must be a JSON schema")
-    return value
+    return schema
+
+
+def _loaded(value: Any, param: str) -> Any:
+    """The value of JSON text; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    _check_size(value, param)
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise wrong(param, f"it is not valid JSON: {error}") from None
 
 
 def _closed(value: Any) -> Any:
@@ -204,10 +277,26 @@ _of_regex, _of_grammar = partial(_of_text, GrammarKind.REGEX), partial(_of_text,
 
 
 def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
-    if not isinstance(value, dict | str):
+    tag = _loaded(value, param)
+    if not isinstance(tag, dict):
         raise wrong(param, "it must be an object, or JSON text")
-    text = value if isinstance(value, str) else _json(value, param)
-    return _grammar(GrammarKind.STRUCTURAL_TAG, text, param)
+    tag_format = tag["format"] if "format" in tag else _triggered(tag, param)
+    return _grammar(GrammarKind.STRUCTURAL_TAG, _json({"format": tag_format}, param), param)
+
+
+def _triggered(tag: dict[str, Any], param: str) -> dict[str, Any]:
+    """The older notation of vLLM and SGLang: where the text contains a trigger, it must go on with the `begin` of a
+    structure that starts with that trigger, then a value of its schema, then its `end`."""
+    structures = tag.get("structures")
+    if not isinstance(structures, list) or not structures or not isinstance(tag.get("triggers"), list):
+        raise wrong(param, "it needs a 'format', or 'triggers' and at least one of 'structures'")
+    tags = []
+    for each in structures:
+        if not isinstance(each, dict) or not isinstance(each.get("schema"), dict):
+            raise wrong(f"{param}.structures", "each must be an object with 'begin', 'schema' and 'end'")
+        content = {"type": "json_schema", "json_schema": each["schema"]}
+        tags.append({"begin": each.get("begin"), "content": content, "end": each.get("end")})
+    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
 _READERS: dict[str, Callable[[Any, str, str | None], Grammar]] = {
@@ -223,6 +312,8 @@ _READERS: dict[str, Callable[[Any, str, str | None], Grammar]] = {
     "ebnf": _of_grammar,
     "structural_tag": _of_tag,
 }
+
+_GRAMMAR_FIELDS = (_READERS.keys() - {"json_schema"}) | {"json_schema_text"}
 
 _OF_STRUCTURED_OUTPUTS = {
     "json": "guided_json",

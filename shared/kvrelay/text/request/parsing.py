@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvrelay.text.request.api_error import ApiError, wrong
@@ -61,6 +61,15 @@ def _as_api_error(detail: ErrorDetails) -> ApiError:
 
 NaturalNumbers = Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
 """Token ids, of any number."""
+
+
+def or_default(default: Any) -> BeforeValidator:
+    """Null selects the default, as in OpenAI's API."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+Flag = Annotated[bool, or_default(False)]
+FlagOn = Annotated[bool, or_default(True)]
 
 
 def _param_name(location: tuple[int | str, ...]) -> str:

@@ -107,7 +107,7 @@ COMMON: list[tuple[dict[str, Any], str, str | None]] = [
     ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "invalid_value"),
     ({"structured_outputs": {"regex": 7}}, "structured_outputs.regex", "invalid_value"),
-    ({"structural_tag": {"triggers": []}}, "structural_tag", None),
+    ({"structural_tag": {"triggers": []}}, "structural_tag", "invalid_value"),
     ({"structural_tag": {"format": {"type": "otter"}}}, "structural_tag", None),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_value"),
     (

@@ -13,6 +13,14 @@ from tests.component.router.rig import MODEL, Router
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TAG = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}
+TRIGGERED = {
+    "type": "triggered_tags",
+    "triggers": ["<f"],
+    "tags": [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}],
+}
+TRIGGERED_GRAMMAR = Grammar(
+    kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps({"format": TRIGGERED}, separators=(",", ":"))
+)
 AS_JSON = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(SCHEMA, separators=(",", ":")))
 ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"object"}')
 CHOICE = Grammar(kind=GrammarKind.CHOICE, text='["yes","no"]')
@@ -62,15 +70,10 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, AS_JSON),
     (
         {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
-        Grammar(kind=GrammarKind.STRUCTURAL_TAG, text='{"type":"structural_tag","format":{"type":"any_text"}}'),
+        Grammar(kind=GrammarKind.STRUCTURAL_TAG, text='{"format":{"type":"any_text"}}'),
     ),
-    (
-        {"response_format": {"type": "structural_tag", **TAG}},
-        Grammar(
-            kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps({"type": "structural_tag", **TAG}, separators=(",", ":"))
-        ),
-    ),
-    ({"structural_tag": json.dumps(TAG)}, Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps(TAG))),
+    ({"response_format": {"type": "structural_tag", **TAG}}, TRIGGERED_GRAMMAR),
+    ({"structural_tag": json.dumps(TAG)}, TRIGGERED_GRAMMAR),
 ]
 
 
@@ -118,6 +121,24 @@ async def test_a_schema_that_is_nested_deeply_is_followed_or_refused(router: Rou
         return
     assert answer.status_code == 400, answer.text
     assert "nested too deeply" in answer.json()["error"]["message"]
+    assert not router.dispatcher.requests
+
+
+@pytest.mark.parametrize(
+    ("tag", "reason"),
+    [
+        ({"triggers": ["<"]}, "structures"),
+        ({"triggers": ["<"], "structures": []}, "at least one"),
+        ({"triggers": ["<"], "structures": [{"begin": "<", "end": ""}]}, "schema"),
+        ({"triggers": ["<"], "structures": [{"begin": "(", "schema": {}, "end": ""}]}, "no trigger"),
+        ({"triggers": ["<"], "structures": [{"begin": "<", "schema": {}}]}, "'end'"),
+        ("{", "JSON"),
+        ("7", "object"),
+    ],
+)
+async def test_a_malformed_structural_tag_is_refused(router: Router, tag: Any, reason: str) -> None:
+    answer = await router.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", "structural_tag": tag})
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
     assert not router.dispatcher.requests
 
 

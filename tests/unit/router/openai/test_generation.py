@@ -10,8 +10,7 @@ from typing import cast
 import pytest
 
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.text.choice import Choice, StopRules
-from kvrelay.text.sequence_delta import SequenceDelta
+from kvrelay.text.choice import Choice, SequenceDelta, StopRules
 from kvrelay.text.tokenizer import Tokenizer, make_detokenizer
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed

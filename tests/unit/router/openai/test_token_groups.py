@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
-from kvrelay.text.choice import Choice, StopRules
+from kvrelay.text.choice import Choice, SequenceDelta, StopRules
 from kvrelay.text.request.completion_request import parse_completion
-from kvrelay.text.sequence_delta import SequenceDelta
 from kvrelay.text.service import DecodedPrompt
 from kvrelay.text.tokenizer import Tokenizer, make_detokenizer
 from kvrelay_router.dispatch.interface import GenerateRequest

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay_bench import traces
 from kvrelay_bench.conversations import (
     DEFAULT_ANSWER_TOKENS,
     Turn,
@@ -18,7 +21,12 @@ from kvrelay_bench.conversations import (
     read_conversations,
     user_turns,
 )
-from kvrelay_bench.traces import BadTrace, conversation_trace, read_trace
+from kvrelay_bench.traces import (
+    BadTrace,
+    conversation_trace,
+    read_trace,
+    scaled,
+)
 from tests.fakes.command import command
 
 main = command("simulate")
@@ -120,3 +128,89 @@ def test_a_file_becomes_a_trace_with_a_rate(tmp_path: Path, capsys: pytest.Captu
     assert len(read_trace(path, 3)) == 3
     assert main(["--trace", str(path), "--rate", "4", "--prefill", "1", "--decode", "1"]) == 0
     assert "of best" in capsys.readouterr().out
+
+
+# -- traces of requests ------------------------------------------------------------------------------------------------
+
+
+def mooncake(path: Path, *entries: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def test_traces_are_read_as_they_are_published(tmp_path: Path) -> None:
+    entry: dict[str, object] = {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]}
+    (request,) = read_trace(mooncake(tmp_path / "m.jsonl", entry))
+    assert (request.arrival_s, request.num_prompt_tokens, len(request.tokens())) == (0.0, 600, 600)
+    assert request.tokens()[0] == 7 * 512 and request.tokens()[599] == 9 * 512 + 87
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    first, second = read_trace(path)
+    assert (first.num_prompt_tokens, second.num_output_tokens) == (374, 109)
+    assert second.arrival_s == pytest.approx(4.3145790, abs=1e-5)
+    assert set(first.hash_ids).isdisjoint(second.hash_ids)
+    assert scaled([second], 2.0)[0].arrival_s == pytest.approx(second.arrival_s / 2)
+
+
+@pytest.fixture
+def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The machine's time zone, which has summer time."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "America/New_York")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("new_york")
+@pytest.mark.parametrize(
+    "times",
+    [
+        ["2024-05-10 00:00:00.500000+00:00", "2024-05-10 00:00:01+00:00", "2024-05-10 00:00:02.5+00:00"],
+        ["2024-05-10 00:00:00.5", "2024-05-10 00:00:01Z", "2024-05-10 02:00:02.5000000+02:00"],
+        ["2023-11-05 00:59:59.5", "2023-11-05 01:00:00", "2023-11-05 01:00:01.5"],
+        ["2023-03-12 01:59:59.5", "2023-03-12 02:00:00", "2023-03-12 02:00:01.5"],
+        ["2023-11-05 01:59:59.5", "2023-11-05 02:00:00", "2023-11-05 02:00:01.5"],
+    ],
+)
+def test_times_of_a_trace_are_those_of_their_zone_and_else_of_utc(times: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{each},3,4" for each in times)]))
+    assert [request.arrival_s for request in read_trace(path)] == [0.0, 0.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "contains no request"),
+        ("{}\n", "line 1: it has no"),
+        ("no json\n", "line 1"),
+        ('{"timestamp": 0, "input_length": 0, "output_length": 1}\n', "line 1: lengths must be positive"),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "line 1"),
+        ('{"timestamp": 0, "input_length": Infinity, "output_length": 1}', "line 1"),
+        ('{"timestamp": 0, "input_length": 5}', "line 1: it has no 'output_length'"),
+        ('{"timestamp": 0, "input": "Hi", "output": "Hi"}', "line 1: it has no 'input_length'"),
+        ('[{"timestamp": 0, "input_length": 5, "output_length": 5}]', "it is not a JSON object"),
+        ("TIMESTAMP,ContextTokens\n2024-05-10 00:00:00,5", "line 2: it has no 'GeneratedTokens'"),
+    ],
+)
+def test_a_bad_trace_is_named_with_its_line_and_what_it_lacks(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "bad"
+    path.write_text(text)
+    with pytest.raises(BadTrace, match=f"bad.*{reason}"):
+        read_trace(path)
+
+
+def test_prompts_of_a_long_trace_never_share_by_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids whose tokens wrapped around would do that."""
+    monkeypatch.setattr(traces, "MAX_HASH_ID", 3)
+    path = tmp_path / "a.csv"
+    rows = [f"2023-11-16 18:15:{second},{length},1" for second, length in ((46, 1024), (47, 1000), (48, 1))]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    with pytest.raises(BadTrace, match="more than 4 pieces of 512 tokens; take fewer requests"):
+        read_trace(path)
+    first, second = read_trace(path, 2)
+    assert set(first.hash_ids).isdisjoint(second.hash_ids)

@@ -19,8 +19,6 @@ from benchmarks.peers.statistics import Best, Statistic, best, ratio, statistic
 from kvrelay_bench.answer_reader import Record
 from kvrelay_bench.load_generator import LoadOutcome
 
-pytestmark = pytest.mark.unit
-
 ABOUT = {
     "case": "throughput",
     "load": "Some load.",

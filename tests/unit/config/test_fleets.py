@@ -1,15 +1,21 @@
-"""Further models of a router, from a file."""
+"""The router's configuration: further models, origins of web pages, and a list of workers instead of a Redis."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from kvrelay.config import RouterConfig
+from kvrelay.cli.launch_plan import to_argv
+from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
+from kvrelay.config.loader import resolve
+from kvrelay.config.router import static_worker_address
+from kvrelay.config.up_config import UpConfig
 from kvrelay.fleet.key_limits import SharedLimits
 from kvrelay_router.server import _limits
+from tests.fakes.command import command
 
 TWO = """
 [[fleet]]
@@ -88,3 +94,109 @@ def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="cannot read"):
         RouterConfig(model="org/first", fleets_file=tmp_path / "none.toml")
+
+
+# -- origins of web pages that may use the api -----------------------------------------------------------------------
+
+
+def router(argv: Sequence[str]) -> RouterConfig:
+    return load_config(RouterConfig, argv, environ={"KVRELAY_MODEL": "org/model"})
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "https://chat.example", "http://localhost:3000", "http://[::1]:3000", "chrome-extension://abcdef"]
+)
+def test_origins(origin: str) -> None:
+    argv = [f"--allowed-origin={origin}", "--allowed-origin=http://other.example", f"--allowed-origin={origin}"]
+    assert router(argv).allowed_origins == (origin, "http://other.example")
+    passed_on = to_argv({"allowed_origins": (origin, "http://other.example")}, RouterConfig)
+    assert router(passed_on).allowed_origins == (origin, "http://other.example")
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://", "https://chat.example/", "https://*.example/x", "null"])
+def test_what_is_no_origin(origin: str) -> None:
+    with pytest.raises(ConfigError, match="is not an origin"):
+        router([f"--allowed-origin={origin}"])
+
+
+# -- a list of workers in the router's configuration, and processes that have no redis ----------------------------
+
+
+drain = command("drain")
+
+MODEL = {"KVRELAY_MODEL": "org/model"}
+ONE, OTHER = "http://10.0.0.2:8081", "http://[::1]:8081"
+NO_REDIS = "--redis=none"
+
+
+def router_of(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> RouterConfig:
+    return load_config(RouterConfig, argv, environ={**MODEL, **(environ or {})})
+
+
+def worker(argv: Sequence[str]) -> WorkerConfig:
+    return load_config(WorkerConfig, argv, environ=MODEL, role="decode")
+
+
+def test_the_list_comes_from_flags_the_environment_or_the_file(tmp_path: Path) -> None:
+    assert router_of().static_workers == ()
+    both = (ONE, OTHER)
+    assert router_of([f"--static-worker={ONE}", f"--static-worker={OTHER}"]).static_workers == both
+    assert router_of([f"--static-workers={ONE}, {OTHER}"]).static_workers == both
+    assert router_of(environ={"KVRELAY_STATIC_WORKERS": f"{ONE},{OTHER}"}).static_workers == both
+    path = tmp_path / "k.toml"
+    path.write_text(f'[router]\nstatic_workers = ["{ONE}", "{OTHER}"]\n')
+    assert router_of(["--config", str(path)]).static_workers == both
+    assert router_of(["--config", str(path), f"--static-worker={ONE}"]).static_workers == (ONE,)
+
+
+def test_an_address_is_a_host_and_a_port() -> None:
+    assert static_worker_address(ONE) == ("10.0.0.2", 8081)
+    assert static_worker_address(f"{OTHER}/") == ("::1", 8081)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "10.0.0.2:8081",
+        "https://10.0.0.2:8081",
+        "tcp://10.0.0.2:8081",
+        "http://10.0.0.2",
+        "http://:8081",
+        "http://10.0.0.2:0",
+        "http://10.0.0.2:99999",
+        "http://10.0.0.2:8081/worker",
+        "http://10.0.0.2:8081?x=1",
+        "http://me@10.0.0.2:8081",
+        "http://[::1:8081",
+    ],
+)
+def test_a_bad_address_names_the_flag(url: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        router_of([f"--static-worker={ONE}", f"--static-worker={url}"])
+    assert str(raised.value).startswith("--static-workers = ")
+    assert url in str(raised.value)
+
+
+def test_a_router_without_redis_needs_the_list() -> None:
+    assert not router_of([NO_REDIS, f"--static-worker={ONE}"]).uses_redis
+    assert router_of([f"--static-worker={ONE}"]).uses_redis
+    with pytest.raises(ConfigError, match="redis_url = none needs static_workers"):
+        router_of([NO_REDIS])
+
+
+def test_a_worker_without_redis_needs_its_page() -> None:
+    config = worker([NO_REDIS, "--http-port=8081"])
+    assert not config.uses_redis
+    assert not config.publishes_prefixes
+    assert worker(["--http-port=8081"]).publishes_prefixes
+    with pytest.raises(ConfigError, match="redis_url = none needs http_port"):
+        worker([NO_REDIS])
+
+
+def test_commands_that_need_redis_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="KVRELAY_REDIS_URL = 'none': kvrelay up needs Redis"):
+        resolve(UpConfig, {}, {"KVRELAY_REDIS_URL": "none"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVRELAY_STATIC_WORKERS", ONE)
+        assert drain(["w0", "--redis", "none", "--model", "org/model"]) == 2
+    assert "redis_url is none" in capsys.readouterr().err

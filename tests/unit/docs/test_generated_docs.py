@@ -1,4 +1,4 @@
-"""What the documentation takes from the code is up to date, and its links lead somewhere."""
+"""What the documentation says of the code: generated parts, links, flags of other servers, runbook, tour."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import get_args
 
 import pytest
 
+from kvrelay.cli.launch_plan import up_parser
 from kvrelay.config import RouterConfig, WorkerConfig, reference
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.up_config import UpConfig
+from kvrelay.config.without_effect import ADVICE
 from kvrelay.protocol.messages import AnyBody
+from kvrelay.telemetry.catalogue import METRICS
+from kvrelay.telemetry.metrics import prometheus_name
 from kvrelay.worker.reports import TOTALS, TOTALS_WITHOUT_METRIC
 from scripts import docs
+from tests.document_blocks import ROOT
+from tests.unit.docs.test_blocks import flags_in, known_flags
 
-ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
@@ -78,3 +83,87 @@ def anchors(page: Path) -> set[str]:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# -- the tables for users of other servers name flags that exist here ------------------------------------------------
+
+
+OF_OTHER_COMMANDS = {"--policy"}
+"""Flags of their routers."""
+PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+ROWS = [
+    (row[0].strip(), row[1].strip())
+    for row in re.findall(r"^\| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
+    if row[1].strip() not in ("kvrelay", "Here")
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ROWS, ids=[theirs for theirs, _ in ROWS])
+def test_a_flag_of_ours_exists(theirs: str, ours: str) -> None:
+    known = set().union(*known_flags().values())
+    assert flags_in(ours) - known == set()
+
+
+@pytest.mark.parametrize("theirs", [theirs for theirs, ours in ROWS if ours.startswith("the same")])
+def test_a_flag_with_the_same_name_has_it_at_kvrelay_up(theirs: str) -> None:
+    taken = {name for action in up_parser()._actions for name in action.option_strings}
+    assert flags_in(theirs) - taken == set()
+
+
+def test_kvrelay_up_takes_a_flag_of_theirs_or_says_what_to_use() -> None:
+    taken = {name for action in up_parser()._actions for name in action.option_strings}
+    theirs = set().union(*(flags_in(flag) for flag, _ in ROWS if "ollama" not in flag))
+    assert theirs - taken - ADVICE.keys() - OF_OTHER_COMMANDS == set()
+
+
+def test_metrics_of_ours_exist() -> None:
+    ours = set(re.findall(r"`((?:kvrelay|gen_ai)_\w+)`", PAGE))
+    assert ours
+    assert ours - {prometheus_name(metric) for metric in METRICS.values()} == set()
+
+
+# -- the runbook has a step for every alert --------------------------------------------------------------------------
+
+
+RULES = (ROOT / "deploy" / "observability" / "alerts.yml").read_text(encoding="utf-8")
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+
+
+def test_every_alert_has_a_section_and_no_other_is_named() -> None:
+    alerts = set(re.findall(r"alert: (\w+)", RULES))
+    named = re.findall(r"^((?:`Kvrelay\w+`(?:, )?)+)$", RUNBOOK, re.MULTILINE)
+    assert {name for line in named for name in re.findall(r"\w+", line)} == alerts
+
+
+# -- the tour names ten files in reading order that exist, with their sizes ------------------------------------------
+
+
+TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+STOPS = [
+    (path, int(lines))
+    for path, lines in re.findall(r"^\| *\d+ \| \[[^\]]+\]\(\.\./([^)]+)\) \| (\d+) \|$", TOUR, re.MULTILINE)
+]
+SIZES = {
+    path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path, _ in STOPS if (ROOT / path).exists()
+}
+
+
+def test_the_ten_files_exist_and_have_a_section_each_in_this_order() -> None:
+    paths = [path for path, _ in STOPS]
+    assert len(set(paths)) == 10
+    assert set(paths) - SIZES.keys() == set()
+    assert re.findall(r"^## \d+\. [^\n]+\n\n\[[^\]]+\]\(\.\./([^)]+)\)", TOUR, re.MULTILINE) == paths
+
+
+def test_the_stated_sizes_are_right_within_a_tenth() -> None:
+    assert {path: lines for path, lines in STOPS if abs(lines - SIZES[path]) > SIZES[path] / 10} == {}
+
+
+def test_the_files_have_at_most_3000_lines_together() -> None:
+    (stated,) = re.findall(r"^Together (\d+) lines\.$", TOUR, re.MULTILINE)
+    assert sum(SIZES.values()) <= 3000
+    assert abs(int(stated) - sum(SIZES.values())) <= sum(SIZES.values()) / 10
+
+
+def test_the_readme_names_the_tour() -> None:
+    assert "(docs/tour.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

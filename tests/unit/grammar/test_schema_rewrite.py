@@ -13,8 +13,6 @@ from jsonschema import Draft202012Validator
 from kvrelay.grammar.schema_rewrite import negation, rewritten
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
-
 NAMES = st.sampled_from(["a", "b", "^", "a]"])
 TEXTS = st.sampled_from(["", "a", "b", "ab", "a]", "^-\\", "a b", "ä\n"])
 SCALARS = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.5, 2.0]) | TEXTS

@@ -13,7 +13,6 @@ from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from tests.unit.grammar.test_llguidance_compiler import END, TOKENIZER_JSON
 
-pytestmark = pytest.mark.unit
 TOKENIZER = tokenizers.Tokenizer.from_str(TOKENIZER_JSON)
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 CALL = {"begin": "<f=a>", "content": NUMBER, "end": "</f>"}

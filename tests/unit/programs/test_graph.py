@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_programs import Program, State, assistant, gen, program, select, user
+from kvrelay_programs import (
+    Program,
+    State,
+    assistant,
+    gen,
+    program,
+    select,
+    user,
+)
 from kvrelay_programs.content import Content, Message
+from kvrelay_programs.endpoint import Caller
 from tests.fakes.program_endpoint import FakeEndpoint
 from tests.unit.programs.test_random_programs import Step, random_program, steps
 
@@ -170,3 +180,79 @@ def test_a_wrong_beginning_costs_no_answer() -> None:
     state = check(endpoint=endpoint, compiled=True)  # traced with two flips, run with two others
     assert state.text().count("a") >= 1 and len(endpoint.calls) == 2
     assert endpoint.prefetched == ["afirst first first "]
+
+
+# -- text that all forks begin with ------------------------------------------------------------------------------------
+
+
+LONG = "Answer as a careful reader of all that has been said so far would. "
+
+
+class KeepsOrder(FakeEndpoint):
+    """`order` has prefetched texts, and a call as None."""
+
+    least_prefetch_chars = len("Begin. ")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str | None] = []
+
+    async def prefetch(self, content: Content, caller: Caller) -> None:
+        for _ in range(20):  # calls that do not wait come before it
+            await asyncio.sleep(0)
+        self.order.append(content.whole_text)
+
+    async def _call(self, text: str, caller: Caller) -> None:
+        self.order.append(None)
+        await super()._call(text, caller)
+
+
+@pytest.mark.parametrize("fork_hint", [True, False])
+def test_text_that_all_forks_begin_with_is_computed_before_their_calls(fork_hint: bool) -> None:
+    @program
+    def forked(s: State) -> None:
+        s += "Begin. "
+        forks = s.fork(3)
+        forks += LONG + gen("a", 4)
+        forks += LONG + gen("b", 4)  # behind different answers
+        forks.join()
+
+    endpoint = KeepsOrder()
+    state = forked.run(endpoint=endpoint, fork_hint=fork_hint)
+    assert state.text() == "Begin. "
+    assert endpoint.order == [*(["Begin. ", "Begin. " + LONG] if fork_hint else []), *[None] * 6]
+
+
+@pytest.mark.parametrize("differs", ["text", "short", "later"])
+def test_text_behind_what_differs_is_not_computed_for_all(differs: str) -> None:
+    @program
+    def forked(s: State) -> None:
+        s += "Begin. "
+        forks = s.fork(2)
+        if differs == "text":
+            forks[1] += "Other. "
+        forks += (LONG if differs != "short" else "Go. ") + (gen("a", 4) if differs != "later" else "")
+        if differs == "later":
+            forks[0] += "x"
+            forks += LONG + gen("a", 4)
+        forks.join()
+
+    endpoint = KeepsOrder()
+    forked.run(endpoint=endpoint)
+    prefetched = [each for each in endpoint.order if each is not None]
+    assert prefetched == ["Begin. ", *(["Begin. " + LONG] if differs == "later" else [])]
+
+
+def test_text_of_an_earlier_call_is_not_computed_again_before_a_fork() -> None:
+    @program
+    def asks(s: State, text: str, question: str) -> None:
+        s += text + question
+        forks = s.fork(2)
+        forks += gen("a", 4)
+        forks.join()
+
+    endpoint = KeepsOrder()
+    for text, question, is_new in ((LONG, "Why?", True), (LONG, "How?", False), (LONG, "How many rivers?", True)):
+        endpoint.order.clear()
+        asks.run(text=text, question=question, endpoint=endpoint)
+        assert endpoint.order == [*([text + question] if is_new else []), None, None], question

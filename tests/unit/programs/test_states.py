@@ -15,15 +15,10 @@ from kvrelay_programs import (
     ProgramCancelled,
     ProgramError,
     State,
-    assistant,
     gen,
-    image,
     program,
     select,
-    system,
-    user,
 )
-from kvrelay_programs.content import Content
 from kvrelay_programs.endpoint import Caller
 from kvrelay_programs.errors import caller_location
 from kvrelay_programs.program_loop import program_loop
@@ -188,16 +183,6 @@ def test_a_deadline_ends_a_call_and_is_told_to_the_endpoint() -> None:
     assert left is not None and 0 < left <= 0.05
 
 
-def test_reading_what_was_never_generated_is_refused_with_what_there_is() -> None:
-    @program
-    def wrong(s: State) -> None:
-        s += "Say" + gen("word", 4)
-        s["world"]
-
-    with pytest.raises(KeyError, match=r"no value 'world'.*its values: 'word'"):
-        wrong.run(endpoint=FakeEndpoint())
-
-
 def test_a_fork_whose_calls_nobody_waits_for_is_refused() -> None:
     @program
     def wrong(s: State) -> None:
@@ -207,87 +192,6 @@ def test_a_fork_whose_calls_nobody_waits_for_is_refused() -> None:
 
     with pytest.raises(ProgramError, match=r"left without a join.*'word'"):
         wrong.run(endpoint=FakeEndpoint())
-
-
-def chat_messages(**expressions: Any) -> list[dict[str, Any]]:
-    @program
-    def chat(s: State) -> None:
-        for expression in expressions.values():
-            s += expression
-
-    return chat.run(endpoint=FakeEndpoint()).messages()
-
-
-def test_blocks_become_messages() -> None:
-    messages = chat_messages(
-        system=system("Be kind."), user=user("Who?"), assistant=assistant("I am" + select("who", [" he", " she"]) + ".")
-    )
-    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
-    assert messages[2]["content"] in ("I am he.", "I am she.")
-    [_, with_image] = chat_messages(system=system("x"), user=user("See" + image("https://x.example/a.png")))
-    assert with_image["content"] == [
-        {"type": "text", "text": "See"},
-        {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}},
-    ]
-
-
-def test_blocks_as_contexts() -> None:
-    @program
-    def chat(s: State) -> None:
-        with s.user():
-            s += "Who"
-            s += "?"
-        with s.assistant():
-            s += gen("answer", 4)
-
-    messages = chat.run(endpoint=FakeEndpoint()).messages()
-    assert messages[0] == {"role": "user", "content": "Who?"} and len(messages) == 2
-
-
-@pytest.mark.parametrize(
-    ("appended", "reason"),
-    [
-        ([gen("x", 4)], "behind no text at all"),
-        (["a", user("b")], "a block of the user behind plain text"),
-        ([user("a"), "b"], "text outside of a block"),
-        ([user("a"), gen("x", 4)], "outside of a block of the assistant"),
-        ([user("a" + gen("x", 4))], "outside of a block of the assistant"),
-        ([assistant(gen("x", 4))], "in the first message"),
-        (["a" + image("https://x.example/a.png")], "outside of a block of the user"),
-    ],
-)
-def test_what_cannot_stand_somewhere_is_refused(appended: list[Any], reason: str) -> None:
-    @program
-    def wrong(s: State) -> None:
-        for each in appended:
-            s += each
-
-    endpoint = FakeEndpoint()
-    with pytest.raises(ProgramError, match=reason) as caught:
-        wrong.run(endpoint=endpoint)
-    assert "test_states.py:" in str(caught.value) and not endpoint.calls
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "reason"),
-    [
-        (lambda: gen(""), ValueError, "a name must be"),
-        (lambda: gen("x", regex="a", choices=["b"]), ValueError, "one constraint, not regex and choices"),
-        (lambda: gen("x", choices=[]), ValueError, "at least one text"),
-        (lambda: gen("x", dtype=dict), ValueError, "dtype must be"),
-        (lambda: gen("x", json_schema="{"), ValueError, "not JSON"),
-        (lambda: select("x", []), ValueError, "at least one text"),
-        (lambda: select("x", "abc"), ValueError, "a list"),
-        (lambda: select("x", ["a", ""]), ValueError, "not empty"),
-        (lambda: select("x", ["a", "a"]), ValueError, "twice"),
-        (lambda: select("x", ["New", "b", "New York"]), ValueError, "'New' begins the choice 'New York'"),
-        (lambda: user(user("x")), ValueError, "cannot contain another block"),
-        (lambda: user(3), TypeError, "not int"),  # type: ignore[arg-type]
-    ],
-)
-def test_bad_expressions_are_refused_where_they_are_made(wrong: Any, error: type[Exception], reason: str) -> None:
-    with pytest.raises(error, match=reason):
-        wrong()
 
 
 def test_wrong_arguments_are_refused_before_anything_runs() -> None:
@@ -318,20 +222,6 @@ def test_a_batch_keeps_the_order_and_can_keep_errors() -> None:
     assert states[2].text().startswith("Hello c ")
     with pytest.raises(ProgramError, match="this text is refused"):
         greeting.run_batch(names, endpoint=endpoint)
-
-
-def test_programs_call_programs() -> None:
-    @program
-    def inner(s: State, word: str) -> str:
-        s += word + gen(word, 4)
-        return s[word]
-
-    @program
-    def outer(s: State) -> list[str]:
-        return [inner(s, "one"), inner(s, "two")]
-
-    state = outer.run(endpoint=FakeEndpoint())
-    assert state.text() == f"one{state.result[0]}two{state.result[1]}"
 
 
 def test_locations_are_of_the_program() -> None:
@@ -400,37 +290,6 @@ def test_a_call_that_does_not_end_at_the_deadline_does_not_hold_its_readers(monk
                 each.run(endpoint=Deaf(), deadline_s=0.05)
     finally:
         may_end.set()
-
-
-def test_a_block_ends_with_the_exception_that_leaves_it() -> None:
-    def failing_block(s: State, text: str) -> None:
-        with s.user():
-            s += text
-            raise ZeroDivisionError
-
-    @program
-    def leaving(s: State) -> None:
-        for text in ("one", "two"):
-            with pytest.raises(ZeroDivisionError):
-                failing_block(s, text)
-        s += assistant(gen("word", 4))
-
-    state = leaving.run(endpoint=FakeEndpoint())
-    assert [message["role"] for message in state.messages()] == ["user", "user", "assistant"]
-
-
-def test_a_traced_block_ends_with_the_exception_that_leaves_it() -> None:
-    @program
-    def leaving(s: State) -> None:
-        try:
-            with s.user():
-                s += "one"
-                raise ZeroDivisionError
-        except ZeroDivisionError:
-            s += system("two")
-        s += assistant(gen("word", 4))
-
-    assert leaving.trace().prefix.whole_text.startswith("one\n\ntwo")
 
 
 def test_a_streamed_program_that_exits_ends_its_text() -> None:
@@ -503,79 +362,6 @@ def test_the_end_of_a_program_ends_its_session(fails: bool) -> None:
         ends.run(endpoint=endpoint)
     assert endpoint.session_ended.wait(PATIENCE_S)
     assert endpoint.ended_sessions == [endpoint.callers[0].session]
-
-
-LONG = "Answer as a careful reader of all that has been said so far would. "
-
-
-class KeepsOrder(FakeEndpoint):
-    """`order` has prefetched texts, and a call as None."""
-
-    least_prefetch_chars = len("Begin. ")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[str | None] = []
-
-    async def prefetch(self, content: Content, caller: Caller) -> None:
-        for _ in range(20):  # calls that do not wait come before it
-            await asyncio.sleep(0)
-        self.order.append(content.whole_text)
-
-    async def _call(self, text: str, caller: Caller) -> None:
-        self.order.append(None)
-        await super()._call(text, caller)
-
-
-@pytest.mark.parametrize("fork_hint", [True, False])
-def test_text_that_all_forks_begin_with_is_computed_before_their_calls(fork_hint: bool) -> None:
-    @program
-    def forked(s: State) -> None:
-        s += "Begin. "
-        forks = s.fork(3)
-        forks += LONG + gen("a", 4)
-        forks += LONG + gen("b", 4)  # behind different answers
-        forks.join()
-
-    endpoint = KeepsOrder()
-    state = forked.run(endpoint=endpoint, fork_hint=fork_hint)
-    assert state.text() == "Begin. "
-    assert endpoint.order == [*(["Begin. ", "Begin. " + LONG] if fork_hint else []), *[None] * 6]
-
-
-@pytest.mark.parametrize("differs", ["text", "short", "later"])
-def test_text_behind_what_differs_is_not_computed_for_all(differs: str) -> None:
-    @program
-    def forked(s: State) -> None:
-        s += "Begin. "
-        forks = s.fork(2)
-        if differs == "text":
-            forks[1] += "Other. "
-        forks += (LONG if differs != "short" else "Go. ") + (gen("a", 4) if differs != "later" else "")
-        if differs == "later":
-            forks[0] += "x"
-            forks += LONG + gen("a", 4)
-        forks.join()
-
-    endpoint = KeepsOrder()
-    forked.run(endpoint=endpoint)
-    prefetched = [each for each in endpoint.order if each is not None]
-    assert prefetched == ["Begin. ", *(["Begin. " + LONG] if differs == "later" else [])]
-
-
-def test_text_of_an_earlier_call_is_not_computed_again_before_a_fork() -> None:
-    @program
-    def asks(s: State, text: str, question: str) -> None:
-        s += text + question
-        forks = s.fork(2)
-        forks += gen("a", 4)
-        forks.join()
-
-    endpoint = KeepsOrder()
-    for text, question, is_new in ((LONG, "Why?", True), (LONG, "How?", False), (LONG, "How many rivers?", True)):
-        endpoint.order.clear()
-        asks.run(text=text, question=question, endpoint=endpoint)
-        assert endpoint.order == [*([text + question] if is_new else []), None, None], question
 
 
 def test_extend_appends_and_returns_the_state() -> None:

@@ -19,8 +19,6 @@ from tests.thoroughness import examples
 from tests.unit.protocol.link_network import PEER_TIMEOUT_S, Network, Process
 from tests.unit.protocol.message_strategies import KINDS
 
-pytestmark = pytest.mark.unit
-
 MAX_FORGED_SEQ = 8
 NUMBERS = st.one_of(st.integers(0, MAX_FORGED_SEQ), st.sampled_from([2**31, 2**63 - 1, 2**64 - 1, -1]))
 NOT_RECORDED = {"wake_rank"}

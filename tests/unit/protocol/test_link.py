@@ -1,10 +1,10 @@
-"""The link between processes that live on, one situation at a time."""
+"""The link between processes that live on, one situation at a time: gaps, silence, patience with routers, limits."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvrelay.protocol.link import Delivered, Links
+from kvrelay.protocol.link import Delivered, Links, LinkSettings
 from kvrelay.protocol.messages import Generate, PeerRef, Prompt
 from kvrelay.protocol.sampling import Sampling
 from tests.unit.protocol.link_network import PEER_TIMEOUT_S, Network, size_of_state
@@ -113,3 +113,98 @@ def test_samples_of_a_prompt_share_its_tokens(network: Network, monkeypatch: pyt
     network.run(1.0)
     assert [event.body for event in b.events if isinstance(event, Delivered)] == [body] * 128
     assert not a.lost()
+
+
+# -- workers wait longer for a silent router than for each other, unless its process has ended -----------------------
+
+
+ROUTER_TIMEOUT_S = 6 * PEER_TIMEOUT_S
+
+
+@pytest.fixture
+def patient() -> Network:
+    return Network(settings=LinkSettings(router_timeout_s=ROUTER_TIMEOUT_S))
+
+
+def test_a_router_that_was_stopped_goes_on_with_its_workers(patient: Network) -> None:
+    router, worker = patient.start("r"), patient.start("w", "f")
+    patient.send(router, worker.me, "before")
+    patient.run(1.0)
+    patient.stop("r")
+    patient.send(worker, router.me, "while it stands still")
+    patient.run(3 * PEER_TIMEOUT_S)
+    assert [peer.peer_id for peer in worker.links.silent_routers(patient.now)] == ["r"]
+    patient.resume("r")
+    patient.run(3.0)
+    assert router.texts_from(worker.me) == ["while it stands still"]
+    assert not router.lost() and not worker.lost()
+    assert worker.links.silent_routers(patient.now) == []
+
+
+def test_a_router_that_stays_silent_is_lost_in_the_end(patient: Network) -> None:
+    router, worker = patient.start("r"), patient.start("w", "f")
+    patient.send(router, worker.me, "hello")
+    patient.run(1.0)
+    patient.stop("r")
+    patient.run(ROUTER_TIMEOUT_S - 2.0)
+    assert not worker.lost()
+    patient.run(4.0)
+    assert [event.peer for event in worker.lost()] == [router.me]
+
+
+def test_a_router_whose_process_has_ended_is_lost_like_any_peer(patient: Network) -> None:
+    router, worker = patient.start("r"), patient.start("w", "f")
+    patient.send(router, worker.me, "hello")
+    patient.run(1.0)
+    patient.kill("r")
+    worker.links.process_ended(router.me)
+    patient.run(PEER_TIMEOUT_S - 2.0)
+    assert not worker.lost()
+    patient.run(2.5)
+    assert [event.peer for event in worker.lost()] == [router.me]
+
+
+def test_workers_and_routers_are_not_patient_with_workers(patient: Network) -> None:
+    router, one, other = patient.start("r"), patient.start("one", "f"), patient.start("other", "f")
+    for process in (router, one):
+        patient.send(process, other.me, "hello")
+    patient.run(1.0)
+    patient.stop("other")
+    patient.run(PEER_TIMEOUT_S + 1.0)
+    assert [event.peer for event in (*router.lost(), *one.lost())] == [other.me] * 2
+
+
+# -- a process has links with a bounded number of peers --------------------------------------------------------------
+
+
+@pytest.fixture
+def narrow() -> Network:
+    return Network(settings=LinkSettings(max_peers=3))
+
+
+def test_a_peer_beyond_the_limit_gets_no_answer_until_another_has_left(narrow: Network) -> None:
+    full = narrow.start("full")
+    peers = [narrow.start(f"peer-{number}") for number in range(4)]
+    for peer in peers:
+        narrow.send(peer, full.me, "hello")
+        narrow.run(0.1)
+    narrow.run(1.0)
+    assert [full.texts_from(peer.me) for peer in peers] == [["hello"]] * 3 + [[]]
+    assert full.links.num_beyond_limit >= 1
+    narrow.kill("peer-0")
+    narrow.run(PEER_TIMEOUT_S + 1)
+    narrow.send(peers[3], full.me, "again")
+    narrow.run(2.5)
+    assert full.texts_from(peers[3].me) == ["again"]
+    assert not any(peer.lost() for peer in peers[1:3])
+
+
+def test_a_message_to_a_peer_beyond_the_limit_reports_it_lost(narrow: Network) -> None:
+    full = narrow.start("full")
+    peers = [narrow.start(f"peer-{number}") for number in range(4)]
+    for peer in peers:
+        narrow.send(full, peer.me, "hello")
+    assert [event.peer for event in full.lost()] == [peers[3].me]
+    assert "max_peers" in full.lost()[0].reason
+    narrow.run(1.0)
+    assert [peer.texts_from(full.me) for peer in peers] == [["hello"]] * 3 + [[]]

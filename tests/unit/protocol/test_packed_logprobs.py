@@ -23,8 +23,6 @@ from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.worker.requests import ScoreParts
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
-
 ids = st.integers(0, 2**31 - 1)
 logprobs = st.floats(max_value=1.0, allow_nan=False)
 

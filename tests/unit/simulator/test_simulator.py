@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,16 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.device_profiles import BUILT_IN, MeasuredProfile, StepLoad, UnknownProfile, find_profile
-from kvrelay_bench import traces
 from kvrelay_bench.traces import (
     HASH_TOKENS,
-    BadTrace,
     TracedRequest,
     agent_sessions,
     cold_starts,
-    one_hot_prefix,
-    read_trace,
-    scaled,
 )
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.routing.policy import PolicyName
@@ -33,6 +26,7 @@ from kvrelay_simulator.results import RunSlo, best_possible_hit_rate, figures
 from kvrelay_simulator.workers import Request, WorkerSettings
 from tests.fakes.command import command
 from tests.thoroughness import examples
+from tests.unit.bench.test_conversations import mooncake
 
 main = command("simulate")
 
@@ -167,14 +161,6 @@ def test_a_request_that_fits_nowhere_is_refused_by_number() -> None:
         fleet_of(1, 1).run([TracedRequest(0.0, 100_000, 10, tuple(range(200)))])
 
 
-def test_a_hot_prefix_replicates_in_a_busy_fleet() -> None:
-    fleet = fleet_of(4, 0)
-    requests = ran(fleet, one_hot_prefix(600, 60.0))
-    cold = [request for request in requests if not request.num_cached_tokens]
-    assert {request.computed_by for request in requests} == {worker.name for worker in fleet.prefill}
-    assert len(cold) <= 2 * len(fleet.prefill)
-
-
 # -- the best possible ------------------------------------------------------------------------------------------------
 
 
@@ -286,77 +272,6 @@ def test_a_profile_comes_from_a_file_and_a_bad_one_is_named(tmp_path: Path) -> N
 # -- traces and the command -------------------------------------------------------------------------------------------
 
 
-def mooncake(path: Path, *entries: dict[str, object]) -> Path:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return path
-
-
-def test_traces_are_read_as_they_are_published(tmp_path: Path) -> None:
-    entry: dict[str, object] = {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]}
-    (request,) = read_trace(mooncake(tmp_path / "m.jsonl", entry))
-    assert (request.arrival_s, request.num_prompt_tokens, len(request.tokens())) == (0.0, 600, 600)
-    assert request.tokens()[0] == 7 * 512 and request.tokens()[599] == 9 * 512 + 87
-    path = tmp_path / "a.csv"
-    path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
-    )
-    first, second = read_trace(path)
-    assert (first.num_prompt_tokens, second.num_output_tokens) == (374, 109)
-    assert second.arrival_s == pytest.approx(4.3145790, abs=1e-5)
-    assert set(first.hash_ids).isdisjoint(second.hash_ids)
-    assert scaled([second], 2.0)[0].arrival_s == pytest.approx(second.arrival_s / 2)
-
-
-@pytest.fixture
-def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The machine's time zone, which has summer time."""
-    with monkeypatch.context() as patch:
-        patch.setenv("TZ", "America/New_York")
-        time.tzset()
-        yield
-    time.tzset()
-
-
-@pytest.mark.usefixtures("new_york")
-@pytest.mark.parametrize(
-    "times",
-    [
-        ["2024-05-10 00:00:00.500000+00:00", "2024-05-10 00:00:01+00:00", "2024-05-10 00:00:02.5+00:00"],
-        ["2024-05-10 00:00:00.5", "2024-05-10 00:00:01Z", "2024-05-10 02:00:02.5000000+02:00"],
-        ["2023-11-05 00:59:59.5", "2023-11-05 01:00:00", "2023-11-05 01:00:01.5"],
-        ["2023-03-12 01:59:59.5", "2023-03-12 02:00:00", "2023-03-12 02:00:01.5"],
-        ["2023-11-05 01:59:59.5", "2023-11-05 02:00:00", "2023-11-05 02:00:01.5"],
-    ],
-)
-def test_times_of_a_trace_are_those_of_their_zone_and_else_of_utc(times: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{each},3,4" for each in times)]))
-    assert [request.arrival_s for request in read_trace(path)] == [0.0, 0.5, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "contains no request"),
-        ("{}\n", "line 1: it has no"),
-        ("no json\n", "line 1"),
-        ('{"timestamp": 0, "input_length": 0, "output_length": 1}\n', "line 1: lengths must be positive"),
-        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "line 1"),
-        ('{"timestamp": 0, "input_length": Infinity, "output_length": 1}', "line 1"),
-        ('{"timestamp": 0, "input_length": 5}', "line 1: it has no 'output_length'"),
-        ('{"timestamp": 0, "input": "Hi", "output": "Hi"}', "line 1: it has no 'input_length'"),
-        ('[{"timestamp": 0, "input_length": 5, "output_length": 5}]', "it is not a JSON object"),
-        ("TIMESTAMP,ContextTokens\n2024-05-10 00:00:00,5", "line 2: it has no 'GeneratedTokens'"),
-    ],
-)
-def test_a_bad_trace_is_named_with_its_line_and_what_it_lacks(tmp_path: Path, text: str, reason: str) -> None:
-    path = tmp_path / "bad"
-    path.write_text(text)
-    with pytest.raises(BadTrace, match=f"bad.*{reason}"):
-        read_trace(path)
-
-
 def test_the_command_compares_sweeps_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = [
         {"timestamp": 100 * i, "input_length": 1000, "output_length": 20, "hash_ids": [i % 3, i % 3 + 100]}
@@ -424,18 +339,6 @@ def test_flags_that_make_no_sense_are_refused(
         pytest.importorskip("matplotlib")
     assert main(["--trace", str(trace), *flags]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_prompts_of_a_long_trace_never_share_by_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids whose tokens wrapped around would do that."""
-    monkeypatch.setattr(traces, "MAX_HASH_ID", 3)
-    path = tmp_path / "a.csv"
-    rows = [f"2023-11-16 18:15:{second},{length},1" for second, length in ((46, 1024), (47, 1000), (48, 1))]
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    with pytest.raises(BadTrace, match="more than 4 pieces of 512 tokens; take fewer requests"):
-        read_trace(path)
-    first, second = read_trace(path, 2)
-    assert set(first.hash_ids).isdisjoint(second.hash_ids)
 
 
 def test_a_trace_that_shares_nothing_says_that_no_hits_are_possible(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvrelay.background_writer import write_all
 from kvrelay.telemetry import metrics_file
+from kvrelay.telemetry.metrics import SECONDS, Histogram
 from kvrelay.telemetry.metrics_file import MetricsFile, StepEvent, read_metrics
 from tests.fakes.waiting import PATIENCE_S
 
@@ -138,3 +140,18 @@ def test_all_lines_are_there_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
         file.write(event(number))
     file.close()
     assert numbers_in(tmp_path / "lines") == list(range(2000))
+
+
+# -- histograms and counters, and what travels of them ---------------------------------------------------------------
+
+
+@given(st.lists(st.one_of(st.floats(0, 100), st.sampled_from(SECONDS))))
+def test_every_value_is_counted_once_in_the_bucket_whose_bound_it_does_not_pass(values: list[float]) -> None:
+    histogram = Histogram("s", SECONDS)
+    for value in values:
+        histogram.record(value)
+    report = histogram.report()
+    edges = [float("-inf"), *report.bounds, float("inf")]
+    oracle = [sum(low < value <= high for value in values) for low, high in itertools.pairwise(edges)]
+    assert report.counts == oracle
+    assert report.total == pytest.approx(sum(values))

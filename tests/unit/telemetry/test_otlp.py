@@ -1,4 +1,4 @@
-"""What the standard variables ask for."""
+"""What the standard variables of tracing ask for, and which trace contexts are taken."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.telemetry.catalogue import METRICS
 from kvrelay.telemetry.metrics import SECONDS, Histogram, MetricSample, MetricSamples
 from kvrelay.telemetry.otlp import ExportImpossible, open_export, wanted_exporter
-from kvrelay.telemetry.tracer import Tracer, new_trace
+from kvrelay.telemetry.tracer import TraceContext, Tracer, new_trace, parse_traceparent, sampled, trace_fields
 from tests.fakes.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -149,3 +151,55 @@ def test_the_standard_sampler_decides(
     begun = [export.tracer.begin(traceparent, "chat")[0] for traceparent in ("", str(sent[0]), str(sent[1]))]
     assert [context.is_sampled for context in begun] == [root, asked, not_asked]
     assert [context.trace_id for context in begun[1:]] == [each.trace_id for each in sent]
+
+
+# -- w3c trace context -----------------------------------------------------------------------------------------------
+
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@given(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())
+def test_what_is_written_is_read_back(trace_id: int, span_id: int, is_sampled: bool) -> None:
+    context = TraceContext(trace_id, span_id, is_sampled)
+    assert parse_traceparent(str(context)) == context
+    assert sampled(str(context)) == (context if is_sampled else None)
+    assert trace_fields(str(context)) == {"trace_id": f"{trace_id:032x}", "span_id": f"{span_id:016x}"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "nonsense",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01-more",  # version 00 has four fields
+        f"00-{TRACE}-{SPAN}",
+        f"00-{TRACE}-{SPAN}-01\n",
+    ],
+)
+def test_what_is_no_traceparent_is_none(text: str) -> None:
+    assert parse_traceparent(text) is None
+    assert sampled(text) is None
+    assert trace_fields(text) == {}
+
+
+@pytest.mark.parametrize(("flags", "is_sampled"), [("00", False), ("01", True), ("02", False), ("03", True)])
+def test_the_sampled_flag_is_one_bit(flags: str, is_sampled: bool) -> None:
+    context = parse_traceparent(f"00-{TRACE}-{SPAN}-{flags}")
+    assert context is not None and context.is_sampled is is_sampled
+
+
+def test_later_versions_are_read_as_far_as_they_are_known() -> None:
+    context = parse_traceparent(f"cc-{TRACE}-{SPAN}-01-what-comes-then")
+    assert context is not None and str(context) == f"00-{TRACE}-{SPAN}-01"
+
+
+def test_a_child_is_of_the_same_trace_and_a_span_of_its_own() -> None:
+    parent = new_trace(is_sampled=True)
+    children = {parent.child() for _ in range(100)}
+    assert {child.trace_id for child in children} == {parent.trace_id}
+    assert len({child.span_id for child in children} | {parent.span_id}) == 101

@@ -19,8 +19,6 @@ from kvrelay.text.tokenizer import Tokenizer as RouterTokenizer
 from tests.fakes.text_model import CHATML, CORPUS, SPECIAL, byte_fallback_tokenizer, byte_level_tokenizer
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
-
 THINKING = (  # as Qwen3: reads what an earlier answer contains
     "{%- for m in messages -%}{%- set c = m['content'] | trim -%}"
     "{%- if '</think>' in c -%}{%- set c = c.split('</think>')[-1] | trim -%}{%- endif -%}"

@@ -1,4 +1,4 @@
-"""Prompts around a middle, for the tokenizers of four families."""
+"""Texts become tokens: prompts around a middle, bad words, and texts that are too long for the context."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, normalizers, processors
 
+from kvrelay.text import service as text_service
+from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.fill_in_middle import FORMATS, FillInMiddle, FillInMiddleFormat, find_fill_in_middle
+from kvrelay.text.service import (
+    LONG_TEXT_CHARS,
+    MAX_CHARS_PER_TOKEN,
+    ChatOptions,
+    TextService,
+    TextTooLong,
+    check_length,
+)
 from kvrelay.text.tokenizer import Tokenizer
-from tests.fakes.text_model import byte_fallback_tokenizer, byte_level_tokenizer
+from kvrelay.text.tokenizer import Tokenizer as RouterTokenizer
+from tests.fakes.text_model import CHATML, byte_fallback_tokenizer, byte_level_tokenizer
 
 QWEN, STARCODER, DEEPSEEK, CODE_LLAMA = FORMATS
 CODE_LLAMA_MARKERS = (CODE_LLAMA.prefix, CODE_LLAMA.suffix, CODE_LLAMA.middle, "▁<EOT>")
@@ -75,3 +86,62 @@ def test_the_middle_ends_with_the_models_own_tokens() -> None:
 def test_a_tokenizer_without_all_markers_has_none() -> None:
     assert find_fill_in_middle(Tokenizer(byte_level_tokenizer())) is None
     assert find_fill_in_middle(tokenizer_of(byte_level_tokenizer(), QWEN.prefix, QWEN.suffix)) is None
+
+
+# -- the tokens of bad words -----------------------------------------------------------------------------------------
+
+
+async def test_a_word_of_which_a_tokenizer_leaves_nothing_forbids_nothing() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("\u200b", ""), normalizers.Strip()])
+    service = TextService(RouterTokenizer(tokenizer), ChatTemplate(CHATML, {}))
+    words = await service.encode_bad_words(["\u200b", "otter"])
+    service.close()
+    assert words == (tuple(tokenizer.encode("otter").ids),)
+
+
+# -- texts that are too long for the context are refused before they are tokenized -----------------------------------
+
+
+WORDS = "The otter lives in rivers and eats fish, 12345 of them. "
+
+
+async def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    service = TextService(tokenizer, ChatTemplate(CHATML, {}))
+    monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    text = WORDS * 20_000
+    with pytest.raises(TextTooLong, match=r"to a context of 1000 tokens: at most 16384 are tokenized"):
+        await service.encode(text, add_special_tokens=False, max_tokens=1000)
+    for content in (text, text + "<|im_start|>"):
+        with pytest.raises(TextTooLong):
+            await service.encode_chat([{"role": "user", "content": content}], ChatOptions(), 1000)
+    service.close()
+
+
+@pytest.mark.parametrize(
+    ("num_chars", "max_tokens", "fits"),
+    [
+        (LONG_TEXT_CHARS, 1, True),
+        (LONG_TEXT_CHARS + 1, 1, False),
+        (MAX_CHARS_PER_TOKEN * 4096, 4096, True),
+        (MAX_CHARS_PER_TOKEN * 4096 + 1, 4096, False),
+        (text_service.MAX_TEXT_CHARS, None, True),
+        (text_service.MAX_TEXT_CHARS + 1, None, False),
+        (text_service.MAX_TEXT_CHARS + 1, 1 << 30, False),
+    ],
+)
+def test_the_longest_text(num_chars: int, max_tokens: int | None, fits: bool) -> None:
+    if fits:
+        check_length(num_chars, max_tokens)
+    else:
+        with pytest.raises(TextTooLong):
+            check_length(num_chars, max_tokens)
+
+
+async def test_threads_give_the_tokens_of_the_library() -> None:
+    backend = byte_level_tokenizer()
+    service = TextService(Tokenizer(backend), None)
+    for text in (WORDS, WORDS * 100, WORDS * 1000):
+        assert await service.encode(text, add_special_tokens=True) == backend.encode(text).ids
+    service.close()

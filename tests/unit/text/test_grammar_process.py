@@ -22,8 +22,6 @@ from kvrelay.text.tokenizer import Tokenizer
 from tests.fakes.hostile_grammars import ENDLESS
 from tests.fakes.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.unit
-
 ROOT = Path(__file__).parents[3]
 TOKENIZER = Tokenizer(tokenizers.Tokenizer.from_file(str(ROOT / "models" / "demo" / "tokenizer.json")))
 SPEC = CompilerSpec(TOKENIZER.backend.to_str(), TOKENIZER.vocab_size, (0,), max_cpu_s=0.2)

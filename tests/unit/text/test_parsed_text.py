@@ -24,7 +24,6 @@ from tests.fakes.call_families import FAMILIES, TOOLS, Call
 from tests.fakes.parsed_output import calls_of, content_of, reasoning_of
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
 CALLS: Sequence[Call] = [("weather", {"city": "a STOP é🦦 b", "tags": ["STOP"]})]
 THOUGHT = "<think>\nHm STOP 🦦\n</think>\n\n"
 TOKENIZER = cast(Tokenizer, SimpleNamespace(token_bytes=lambda token_id: bytes([token_id])))

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 from threading import Thread, get_ident
 
-import pytest
-
 from kvrelay.handoff.transports.base import LoopPort
-
-pytestmark = pytest.mark.unit
 
 
 async def test_events_of_a_thread_arrive_in_order_on_the_loops_thread() -> None:

@@ -10,8 +10,6 @@ from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.openai.chat_request import parse_chat
 
-pytestmark = pytest.mark.unit
-
 BOTH = {"reasoning_content": "because", "thinking": "because"}
 
 

@@ -8,8 +8,6 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.openai.delivery import as_api_error
 
-pytestmark = pytest.mark.unit
-
 
 def test_codes_tell_the_kinds_apart() -> None:
     codes = [as_api_error(RequestFailed("", kind)).code for kind in FailureKind]

@@ -12,8 +12,6 @@ from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.access.identity import Caller
 from kvrelay_router.access.rate_limiter import InProgress
 
-pytestmark = pytest.mark.unit
-
 
 def num_admitted(in_progress: InProgress, stack: ExitStack, tenant: str, weight: float = 1.0, fleet: str = "") -> int:
     """Enters generations of a tenant until one is refused."""

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvrelay.text.output_parsing.argument_values import ANY_TYPE, types_of, written_json
 from kvrelay.text.output_parsing.events import ToolCallBegun
 from tests.fakes.call_families import FAMILIES, SYNTAX, Call, Family
 from tests.fakes.parsed_output import all_text_of, calls_of, check_splits, content_of, parsed
 from tests.thoroughness import examples
-
-pytestmark = pytest.mark.unit
 
 HARD: dict[str, Any] = {
     "city": "Zürich \"HB\" 's' \\ {x} </tool_call> 🦦\n\n",
@@ -156,3 +155,57 @@ def test_ids_that_a_model_writes_again_are_replaced(name: str, text: str) -> Non
     assert len(set(ids)) == 3 and ids[0] in text
     if name == "kimi_k2":
         assert ids == ["functions.weather:0", "functions.weather:1", "functions.weather:2"]
+
+
+# -- types that schemas allow, and values that models write as text --------------------------------------------------
+
+
+ROOT: dict[str, Any] = {"$defs": {"unit": {"enum": ["c", "f"]}, "self": {"$ref": "#/$defs/self"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"type": "number"}, {"number", "integer"}),
+        ({"enum": ["a", None]}, {"string", "null"}),
+        ({"const": 3}, {"integer", "number"}),
+        ({"$ref": "#/$defs/unit"}, {"string"}),
+        ({"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "array"}]}, {"string", "array"}),
+        ({"allOf": [{"type": ["string", "object"]}, {"type": "object"}]}, {"object"}),
+        ({"$ref": "#/$defs/self"}, ANY_TYPE),
+        ({"$ref": "https://example.com"}, ANY_TYPE),
+        ({"$ref": "#/$defs/missing"}, ANY_TYPE),
+        ({}, ANY_TYPE),
+        (True, ANY_TYPE),
+    ],
+)
+def test_types(schema: Any, types: set[str]) -> None:
+    assert types_of(schema, ROOT) == types
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("five", {"type": "integer"}, "five"),
+        ("True", {"type": "boolean"}, True),
+        ("None", {"type": ["integer", "null"]}, None),
+        ("5", {"type": ["string", "null"]}, "5"),
+        ("null", {"type": ["string", "null"]}, None),
+        ('"null"', {"type": ["string", "null"]}, "null"),
+        ("{'a': [1, True, 'é']}", {"type": "object"}, {"a": [1, True, "é"]}),
+        ('{"a": NaN}', {"type": "object"}, '{"a": NaN}'),
+        (" [1, 2]\n", {}, [1, 2]),
+        ("hello", {}, "hello"),
+        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+        ("[" * 5000, {"type": "array"}, "[" * 5000),
+        ("'\\ud800'", {}, "?"),
+    ],
+)
+def test_values(text: str, schema: dict[str, Any], value: Any) -> None:
+    written = written_json(text, types_of(schema, schema))
+    assert json.loads(written) == value
+    written.encode()

@@ -19,7 +19,6 @@ from tests.fakes.call_families import FAMILIES
 from tests.fakes.call_families import TOOLS as FAMILY_TOOLS
 from tests.fakes.text_model import byte_level_tokenizer
 
-pytestmark = pytest.mark.unit
 DIALECTS = [
     find_dialect(name, "think", None) for name in sorted({each.parser for each in FAMILIES.values()} - {"harmony"})
 ]

@@ -1,13 +1,15 @@
-"""Formats are found by the chat template."""
+"""Formats of tool calls: found by the chat template, or read from a file."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
 from kvrelay.text.output_parsing.dialect import HarmonyDialect, MarkedDialect, UnknownParser, find_dialect
-
-pytestmark = pytest.mark.unit
-
+from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Tool, ToolCallBegun
+from kvrelay.text.output_parsing.formats import BadFormatFile
 
 HERMES = '<tool_call>\n{"name": "'
 LLAMA = '<|start_header_id|>assistant{"name": "\' + name + \'", "parameters": '
@@ -47,3 +49,59 @@ def test_harmony_is_one_format_for_calls_and_reasoning() -> None:
         find_dialect("harmony", "none", template)
     with pytest.raises(UnknownParser, match="hermes"):
         find_dialect("nonsense", "auto", template)
+
+
+# -- a format of tool calls from a file, as the guide shows it -------------------------------------------------------
+
+
+GUIDE = Path(__file__).parents[4] / "docs" / "guide.md"
+SHOWN = re.findall(r"### A format of your own.*?```python run\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)[0]
+TEXT = 'I look. [CALL] {"name": "define", "arguments": {"word": "ot\\"ter"}} [/CALL] and [CALL] no call'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "my_calls.py"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_the_format_of_the_guide_reads_calls(file: Path, size: int) -> None:
+    file.write_text(SHOWN, encoding="utf-8")
+    dialect = find_dialect(str(file), "none", "a template that shows nothing")
+    assert dialect.calls_tools and dialect.markers == ("[CALL]", "[/CALL]")
+    parser = dialect.new_parser([Tool(name="define")], begins_inside=False)
+    events = [event for at in range(0, len(TEXT), size) for event in parser.feed(TEXT[at : at + size])]
+    events += parser.finish()
+    assert [event.name for event in events if isinstance(event, ToolCallBegun)] == ["define"]
+    arguments = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
+    assert arguments == '{"word": "ot\\"ter"}'
+    content = "".join(event.text for event in events if isinstance(event, ContentText))
+    assert content.startswith("I look.") and content.endswith("and [CALL] no call")
+
+
+def test_it_works_beside_a_reasoning_parser(file: Path) -> None:
+    file.write_text(SHOWN, encoding="utf-8")
+    assert "<think>" in find_dialect(str(file), "think", None).markers
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "there is no such Python file"),
+        ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("def", "SyntaxError"),
+        ("x = 1", "FORMAT must be a .*ToolFormat, not NoneType"),
+        (SHOWN.replace("new_parser=MyParser", "new_parser=lambda tools: 7"), "AttributeError"),
+        (SHOWN.replace("Markers(BEGIN)", "7"), "AttributeError"),
+        (
+            SHOWN.replace("def _call", "def _parse(self): yield from self._until(self._opens, len)\n\n    def _call"),
+            "made '' of",
+        ),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(file: Path, content: str | None, reason: str) -> None:
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    with pytest.raises(BadFormatFile, match=reason) as refused:
+        find_dialect(str(file), "auto", None)
+    assert str(file) in str(refused.value)

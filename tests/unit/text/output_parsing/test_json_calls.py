@@ -12,7 +12,6 @@ from kvrelay.text.output_parsing.json_calls import HermesParser, Llama3JsonParse
 from kvrelay.text.output_parsing.text_parser import MAX_HEAD_CHARS
 from tests.fakes.parsed_output import calls_of, check_splits, content_of, parsed
 
-pytestmark = pytest.mark.unit
 TAG = Llama3JsonParser.tag
 
 ARGUMENTS: Any = {"city": f'Zürich "HB" </tool_call>{TAG}; \\', "tags": ["🦦", {}, [1.5e3, None]], "o": {"}": "{"}}

@@ -19,7 +19,6 @@ from tests.fakes.call_families import FAMILIES
 from tests.fakes.random_constraints import random_schema
 from tests.unit.text.output_parsing.test_call_grammar import Model
 
-pytestmark = pytest.mark.unit
 MAX_TOKENS = 600
 CHUNK = 90
 PARSERS = sorted({family.parser for family in FAMILIES.values()})

@@ -17,7 +17,6 @@ from tests.fakes.call_families import TOOLS
 from tests.fakes.parsed_output import calls_of, check_splits, content_of, parsed, reasoning_of
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
 FUNCTION = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 ENDS = {"close": ["<|im_end|>", "<|endoftext|>"]}

@@ -1,4 +1,4 @@
-"""Ended sessions are reported together, and none is lost."""
+"""How programs call a server: connections, ended sessions, and texts that were sent before."""
 
 from __future__ import annotations
 
@@ -7,14 +7,58 @@ import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvrelay_programs.content import MOST_KEPT, SentTexts
+from kvrelay_programs.endpoint import Connections
 from kvrelay_programs.errors import EndpointError
 from kvrelay_programs.program_loop import MOST_AT_ONCE, SessionEnds
+
+
+async def used(connections: Connections, number: int, held: AsyncExitStack) -> Counter[int]:
+    """How many of `number` calls each client has, by the order in which the clients came."""
+    clients = [await held.enter_async_context(connections.client()) for _ in range(number)]
+    order = {client: place for place, client in enumerate(dict.fromkeys(clients))}
+    return Counter(order[client] for client in clients)
+
+
+def test_a_client_has_few_calls_at_once() -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as held:
+            assert await used(Connections({}, 1), 100, held) == {0: 16, 1: 16, 2: 16, 3: 16, 4: 16, 5: 16, 6: 4}
+
+    asyncio.run(run())
+
+
+def test_a_client_whose_calls_ended_is_used_again() -> None:
+    async def run() -> None:
+        connections = Connections({}, 1)
+        async with AsyncExitStack() as held:
+            async with AsyncExitStack() as first:
+                before = await first.enter_async_context(connections.client())
+            assert await held.enter_async_context(connections.client()) is before
+
+    asyncio.run(run())
+
+
+def test_more_calls_than_clients_have_room_for_are_spread_evenly() -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as held:
+            found = await used(Connections({}, 1), 64 * 16 + 128, held)
+            assert set(found.values()) == {18}
+
+    asyncio.run(run())
+
+
+# -- ended sessions are reported together, and none is lost ----------------------------------------------------------
 
 
 class Reports:
@@ -114,3 +158,18 @@ def test_what_is_left_is_reported_when_the_process_ends() -> None:
         subprocess.run(command, check=True, timeout=120)
     sessions = [name for path in deleted for name in path.removeprefix("/sessions?session=").split("&session=")]
     assert len(set(sessions)) == len(sessions) == 3 and all(name.startswith("program-") for name in sessions)
+
+
+# -- what is known of a text's beginning, against a comparison with each kept text -----------------------------------
+
+
+texts = st.text(alphabet="ab", max_size=8)
+
+
+@given(st.lists(texts, max_size=2 * MOST_KEPT), texts)
+def test_the_longest_beginning_that_one_of_the_last_texts_has(sent: list[str], text: str) -> None:
+    known = SentTexts()
+    for each in sent:
+        known.add(each)
+    expected = [len(list(takewhile(lambda pair: pair[0] == pair[1], zip(each, text, strict=False)))) for each in sent]
+    assert known.num_known(text) == max(expected[-MOST_KEPT:], default=0)

@@ -111,7 +111,7 @@ class Roofline:
 
     @property
     def kv_tokens(self) -> int:
-        """What fits into the memory left by the weights."""
+        """Tokens whose KV fits into the memory that the weights leave."""
         free = MEMORY_SHARE * self.device.memory_bytes * self.num_devices - 2 * self.model.num_params
         copies = max(1, self.stage_size // self.model.num_kv_heads)  # per head, if there are more devices
         return max(0, int(free // (copies * self.kv_bytes_per_token)))

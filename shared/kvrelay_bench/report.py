@@ -30,7 +30,7 @@ APART = 0.02
 
 
 def report_console() -> Console:
-    """As wide as the terminal, `MAX_COLUMNS` at most."""
+    """Returns a console of the terminal's width, `MAX_COLUMNS` at most."""
     console = Console()
     return Console(width=min(MAX_COLUMNS, console.width) if console.is_terminal else MAX_COLUMNS)
 

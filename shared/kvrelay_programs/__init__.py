@@ -1,6 +1,6 @@
 """Programs of several generation calls over one text, run against an OpenAI endpoint: `gen`, `select`, `fork`.
 
-The server gets what single calls cannot tell it: which calls share a prefix, and which belong together.
+The server also learns which calls share a prefix, and which belong together.
 """
 
 from kvrelay_programs.endpoint import Endpoint

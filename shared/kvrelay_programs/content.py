@@ -107,7 +107,7 @@ class Content:
 
 
 def chat_fields(content: Content, ending: str = "") -> dict[str, Any]:
-    """The fields of a chat request whose answer stands at the end of `content` and `ending`."""
+    """The fields of a chat request whose answer continues `content` and `ending`."""
     messages: Sequence[Message] = content.closed_messages
     last = content.continued
     if ending:

@@ -21,7 +21,7 @@ class Location:
 
 
 def is_of_package(file: str) -> bool:
-    """Whether a source file is one of this package."""
+    """Returns whether a source file belongs to this package."""
     return file.startswith(_PACKAGE)
 
 

@@ -262,4 +262,4 @@ async def _content_of(future: Future[Content]) -> Content:
 
 
 def _ignore(error: ProgramError) -> None:
-    """The error stays with the stream."""
+    """The stream keeps the error."""

@@ -145,7 +145,7 @@ class Program:
         argument that is neither in `known` nor a default. Whatever else the program does before, it does here, too.
 
         A run with `compiled` traces it first, with its arguments, and has text that all states of a fork begin with
-        computed with the prefix of the fork. What is behind the end of the graph is interpreted as always.
+        computed with the prefix of the fork. Steps behind the end of the graph are interpreted as always.
         """
         return graph_of(self._function, with_unknown(self._signature, known))
 
@@ -233,7 +233,7 @@ class _Batch:
             with suppress(ProgramError):
                 future.result()
         finally:
-            future.cancel()  # of an interrupted wait
+            future.cancel()  # if the wait was interrupted
 
     def cancel(self) -> None:
         with self._lock:

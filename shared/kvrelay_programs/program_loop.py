@@ -21,7 +21,7 @@ def program_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         pid = os.getpid()
         if pid not in _loops:
-            _loops.clear()  # of the parent, whose thread did not survive the fork
+            _loops.clear()  # the parent's thread did not survive the fork
             loop = asyncio.new_event_loop()
             threading.Thread(target=loop.run_forever, name="kvrelay-programs", daemon=True).start()
             _loops[pid] = loop
@@ -45,7 +45,7 @@ LAST_WAIT_S = 1.0  # that the end of the process may take for what has not been 
 
 
 class SessionEnds:
-    """Collects ended sessions and reports them after a delay. What is left is reported when the process ends.
+    """Collects ended sessions and reports them after a delay. The rest is reported when the process ends.
 
     Used on one event loop.
     """

@@ -54,7 +54,7 @@ class Run:
         self.session = f"program-{uuid.uuid4().hex[:16]}"
         self.loop = program_loop()
         self.usage = Usage()
-        self.failure: ProgramError | None = None  # of a cancelled run
+        self.failure: ProgramError | None = None  # set when the run is cancelled
         self.handled: set[ProgramError] = set()  # raised to the program by a read, which may catch them
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._streams: list[OrderedStream] = []

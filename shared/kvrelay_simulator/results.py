@@ -204,7 +204,7 @@ def draw_runs(runs: Sequence[RunResult], slo: RunSlo, path: Path, title: str) ->
 
 
 def _legend_below(axis: Any) -> None:
-    """Puts the legend under the panel, where it hides no curve."""
+    """Puts the legend under the panel, so that it hides no curve."""
     axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
 
 

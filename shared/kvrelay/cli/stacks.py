@@ -39,7 +39,7 @@ class StackState:
     """What other commands need to know of a stack. `redis_url` contains a password."""
 
     pid: int
-    identity: str  # of the process
+    identity: str  # as `process_identity` states it
     port: int
     url: str
     model: str

@@ -112,7 +112,7 @@ KILL_GRACE_S = 5.0
 MAX_LOG_LINES = 30
 MAX_LOG_COLUMNS = 300
 MAX_ERROR_COLUMNS = 1000
-"""The line of the error is cut later than others, because advice stands at its end."""
+"""An error line may be longer than others, because it ends with advice."""
 _ERROR = re.compile(
     r" (ERROR|CRITICAL) |\"level\": ?\"(error|critical)\"|^[A-Za-z_.]*(Error|Exception)\b.*:|cannot start"
 )

@@ -16,7 +16,7 @@ ENV_PREFIX = "KVRELAY_"
 _OTHERS = frozenset(
     {
         *("CONFIG", "CACHE_DIR", "API_KEY", "URL"),
-        "RANK_PARENT",  # of a rank, set by its worker
+        "RANK_PARENT",  # a worker sets it for its ranks
         # read by the files in deploy/ and by scripts/
         "GRAFANA_PASSWORD_DIR",
         *(

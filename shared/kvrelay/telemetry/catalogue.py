@@ -62,7 +62,7 @@ _METRICS = (
     Metric("kvrelay.pending.refused", "counter", "{request}", ROUTER, "Requests refused because of max_pending_bytes"),
     Metric("kvrelay.retries", "counter", "{attempt}", ROUTER, "Attempts that failed and were followed by another"),
     Metric("kvrelay.protocol_errors", "counter", "{message}", ROUTER, "Messages that contradict their request"),
-    Metric("kvrelay.placements", "counter", "{attempt}", ROUTER, "Attempts by the roles that take part", ("kind",)),
+    Metric("kvrelay.placements", "counter", "{attempt}", ROUTER, "Attempts by the roles of their workers", ("kind",)),
     Metric("kvrelay.grammar.opening_tokens", "counter", "{token}", ROUTER, "Tokens that grammars forced first"),
     Metric("kvrelay.fallback.requests", "counter", "{request}", ROUTER, "Prompts on decode, no prefill worker ready"),
     Metric("kvrelay.fallback.active", "gauge", "1", ROUTER, "1 while no prefill worker is ready"),

@@ -181,7 +181,7 @@ def gen(
 ) -> Expression:
     """Generates text, which the state then holds as `state[name]`.
 
-    Omitted arguments have the value of `run(sampling=...)` or else the endpoint's default. `json_schema` is a schema, its
+    Omitted arguments have the value of `run(sampling=...)` or the endpoint's default. `json_schema` is a schema, its
     JSON text or a pydantic model; `choices` constrains the text to one of these, as it is sampled (`select` compares
     their likelihoods); `dtype` to the text of an int, a float or a bool. `logprobs` is a number of alternatives.
     `extra` has further fields of the request. At most one constraint is allowed; ValueError otherwise.

@@ -81,7 +81,7 @@ class Part:
         return self._model
 
     def runner(
-        self, num_tokens: int, graph_sizes: Sequence[int], kv_dtype: str | None = None, num_swap_slots: int = 0
+        self, num_tokens: int, graph_sizes: Sequence[int], kv_dtype: str | None = None, num_host_slots: int = 0
     ) -> TransformersRunner:
         """With a pool for so many tokens, full of normal random numbers: kernels on zeros draw less power.
 
@@ -89,7 +89,7 @@ class Part:
         """
         model = self.model() if kv_dtype is None else self._with_pool_of(kv_dtype)
         num_blocks = blocks_for(num_tokens, BLOCK_SIZE) + 1
-        runner = TransformersRunner(model, num_blocks, num_swap_slots=num_swap_slots, with_scratch=True)
+        runner = TransformersRunner(model, num_blocks, num_host_slots=num_host_slots, with_scratch=True)
         if self.device.type == "cuda":
             runner.try_graphs(GraphSettings(tuple(graph_sizes)))
         for blocks in runner.pool.split(_FILLED_BLOCKS):

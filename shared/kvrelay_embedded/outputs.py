@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.protocol.sampling import BeamResult, TokenLogprobs
+from kvrelay.protocol.sampling import ScoredText, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.text.choice import Choice, SequenceDelta
@@ -103,8 +103,8 @@ class EngineRequest:
             self.num_cached_tokens = output.sequence.num_cached_tokens
         if output.sequence.key == self.keys[0]:  # every sample scores the same prompt
             self.prompt_logprobs += output.prompt_logprobs
-        if output.beams:
-            return [self._beam(*each) for each in zip(self.choices, output.beams, strict=False)]
+        if output.texts:
+            return [self._beam(*each) for each in zip(self.choices, output.texts, strict=False)]
         if not output.token_ids and output.finish is None:
             return []
         choice = self.choices[output.sequence.key[2]]
@@ -133,7 +133,7 @@ class EngineRequest:
         usage = Usage(len(self.prompt_ids), num_tokens, self.num_cached_tokens or 0)
         return RequestOutput(self.request_id, self.prompt, self.prompt_ids, self.prompt_logprobs, list(texts), usage)
 
-    def _beam(self, choice: Choice, beam: BeamResult) -> StepOutput:
+    def _beam(self, choice: Choice, beam: ScoredText) -> StepOutput:
         choice.feed_beam(beam)
         return self._told(choice, beam_score=beam.score)
 

@@ -125,7 +125,7 @@ class Request:
             sampling=Sampling(max_tokens=self.num_output, ignore_eos=True, stop_token_ids=(LAST_TOKEN,)),
             root=root_hash(model=FINGERPRINT),
             table=BlockTable(block_size),
-            origin=Origin(ROUTER, tenant=self.tenant),
+            origin=Origin(ROUTER, owner=self.tenant),
         )
         sequence.hashes = list(self.hashes)
         return sequence

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrelay.protocol.sampling import BeamSpec, Sampling
-from kvrelay.step.batch import BeamCandidates
+from kvrelay.step.batch import Candidates
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, next_candidates
 
 
@@ -20,7 +20,7 @@ class Text:
 
 
 def search(
-    spec: BeamSpec, ends: Collection[int], max_tokens: int, follow: Callable[[tuple[int, ...]], BeamCandidates]
+    spec: BeamSpec, ends: Collection[int], max_tokens: int, follow: Callable[[tuple[int, ...]], Candidates]
 ) -> list[Text]:
     """`follow` gives the continuations of an output so far."""
     live: list[tuple[tuple[int, ...], np.float32]] = [((), np.float32(0))]
@@ -58,7 +58,7 @@ def expected_beams(prompt: list[int], sampling: Sampling, max_model_len: int) ->
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS_TOKEN_ID,))}
     count = min(VOCAB_SIZE - 1, max(2, 1 + len(ends)) * sampling.beams.width)
 
-    def follow(tokens: tuple[int, ...]) -> BeamCandidates:
+    def follow(tokens: tuple[int, ...]) -> Candidates:
         return next_candidates(np.array([*prompt, *tokens], np.int32), sampling, count)
 
     return search(sampling.beams, ends, min(sampling.max_tokens, max_model_len - len(prompt)), follow)

@@ -20,7 +20,7 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.step.batch import BeamCandidates, ModelSpec, RowResult, StepResult, WorkerBatch, WorkerRow
+from kvrelay.step.batch import Candidates, ModelSpec, RowResult, StepResult, WorkerBatch, WorkerRow
 from tests.fakes.waiting import PATIENCE_S
 
 VOCAB_SIZE = 1000
@@ -41,7 +41,7 @@ def next_token(tokens: NDArray[np.int32], sampling: Sampling, sequence: int) -> 
     return 1 + number // 50 % (VOCAB_SIZE - 1)
 
 
-def next_candidates(tokens: NDArray[np.int32], sampling: Sampling, count: int) -> BeamCandidates:
+def next_candidates(tokens: NDArray[np.int32], sampling: Sampling, count: int) -> Candidates:
     """The best continuations that a beam of these tokens has: deterministic, with close calls, and EOS now and then."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=8, key=b"beam").digest()
     rng = np.random.default_rng(int.from_bytes(digest, "little"))
@@ -49,7 +49,7 @@ def next_candidates(tokens: NDArray[np.int32], sampling: Sampling, count: int) -
     if rng.random() < 0.3 and not sampling.ignore_eos:
         token_ids[rng.integers(0, min(3, count))] = EOS_TOKEN_ID
     logprobs = -0.2 - np.cumsum(rng.exponential(0.4, count))
-    return BeamCandidates(token_ids, logprobs.astype(np.float32))
+    return Candidates(token_ids, logprobs.astype(np.float32))
 
 
 def expected_tokens(prompt: Sequence[int], sampling: Sampling, max_model_len: int, sequence: int = 0) -> list[int]:
@@ -74,7 +74,7 @@ class HashRunner(ModelRunner):
         max_model_len: int = 512,
         step_s: float = 0.0,
         fingerprint: str = "hash-model",
-        num_swap_slots: int = 0,
+        num_host_slots: int = 0,
     ) -> None:
         entries_bytes = block_size * 8
         self._spec = ModelSpec(
@@ -90,9 +90,9 @@ class HashRunner(ModelRunner):
             block_bytes=entries_bytes,
             dtype="int32",
             fingerprint=fingerprint,
-            num_swap_slots=num_swap_slots,
+            num_host_slots=num_host_slots,
         )
-        self._host = np.full((num_swap_slots, self.spec.block_bytes), 0xEE, np.uint8)
+        self._host = np.full((num_host_slots, self.spec.block_bytes), 0xEE, np.uint8)
         self.pool_bytes = np.zeros((num_blocks, self.spec.block_bytes), np.uint8)
         self._entries = self.pool_bytes[:, :entries_bytes].view(np.int32).reshape(num_blocks, block_size, 2)
         self._sequences: dict[SequenceKey, Sampling] = {}
@@ -158,9 +158,9 @@ class HashRunner(ModelRunner):
 
     def _swap(self, batch: WorkerBatch) -> None:
         """Slots hold nonsense until a block is copied there, so a wrong or missing copy gives other tokens."""
-        for block, slot in zip(*batch.swap_out, strict=True):
+        for block, slot in zip(*batch.to_host, strict=True):
             self._host[slot] = self.pool_bytes[block]
-        for block, slot in zip(*batch.swap_in, strict=True):
+        for block, slot in zip(*batch.from_host, strict=True):
             self.pool_bytes[block] = self._host[slot]
 
     def _run(self, row: WorkerRow) -> RowResult:
@@ -178,9 +178,9 @@ class HashRunner(ModelRunner):
         if not row.sample:
             return RowResult()
         sampling = self._sequences[row.key]
-        if row.beam is not None:
-            assert np.array_equal(row.beam.history, read[:, 0])
-            return RowResult(candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
+        if row.wanted is not None:
+            assert np.array_equal(row.wanted.history, read[:, 0])
+            return RowResult(candidates=next_candidates(read[:, 0], sampling, row.wanted.num_candidates))
         if sampling.grammar is not None:
             first, newest = self._newest[row.key]
             if row.has_placeholder and first + len(newest) != end:  # the row was planned for one token more, and there

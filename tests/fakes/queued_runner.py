@@ -38,13 +38,13 @@ class QueuedRunner(HashRunner):
         block_size: int,
         max_model_len: int,
         *,
-        num_swap_slots: int = 0,
+        num_host_slots: int = 0,
         fail_at: dict[SequenceKey, int] | None = None,
         blame: bool = True,
         fails_at_launch: bool = False,
         mistakes: int = 0,
     ) -> None:
-        super().__init__(num_blocks, block_size, max_model_len, num_swap_slots=num_swap_slots)
+        super().__init__(num_blocks, block_size, max_model_len, num_host_slots=num_host_slots)
         self.fail_at = {} if fail_at is None else fail_at
         self.blame = blame
         self.fails_at_launch = fails_at_launch

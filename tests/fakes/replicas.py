@@ -35,13 +35,13 @@ def resolved(batch: WorkerBatch, newest: dict[SequenceKey, int]) -> WorkerBatch:
         token_ids = np.append(row.token_ids[:-1], newest[row.key]).astype(np.int32)
         return msgspec.structs.replace(row, token_ids=token_ids, has_placeholder=False)
 
-    return WorkerBatch(batch.step, list(map(fill, batch.rows)), batch.swap_out, batch.swap_in, batch.copies)
+    return WorkerBatch(batch.step, list(map(fill, batch.rows)), batch.to_host, batch.from_host, batch.copies)
 
 
 def without_samples(batch: WorkerBatch) -> WorkerBatch:
     """Returns a batch that `execute` computes as `follow` would compute the given one."""
-    rows = [msgspec.structs.replace(row, sample=False, beam=None) for row in batch.rows]
-    return WorkerBatch(batch.step, rows, batch.swap_out, batch.swap_in, batch.copies)
+    rows = [msgspec.structs.replace(row, sample=False, wanted=None) for row in batch.rows]
+    return WorkerBatch(batch.step, rows, batch.to_host, batch.from_host, batch.copies)
 
 
 class HashReplica:

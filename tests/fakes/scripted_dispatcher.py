@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import FinishReason, ScoredText, TokenLogprobs
 from kvrelay.text.choice import SequenceDelta
 from kvrelay.text.request.validation import ModelLimits
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
@@ -33,7 +33,7 @@ class Script:
     failure: RequestFailed | None = None
     end_silently: bool = False  # the last delta says no finish reason
     logprob: float = -0.5
-    beams: list[BeamResult] = field(default_factory=list)  # of a beam search: in one delta, without tokens
+    beams: list[ScoredText] = field(default_factory=list)  # of a beam search: in one delta, without tokens
 
 
 def score(token_id: int, num_top: int, logprob: float = -0.5) -> TokenLogprobs:
@@ -153,7 +153,7 @@ class ScriptedHandle(RunningRequest):
             ending = self.request.endings[sequence]
             sampling, prompt_ids = ending.sampling, [*prompt_ids, *ending.token_ids]
         if script.beams:
-            return [SequenceDelta(sequence, [], cached_tokens=16, finish=script.beams[0].finish, beams=script.beams)]
+            return [SequenceDelta(sequence, [], cached_tokens=16, finish=script.beams[0].finish, texts=script.beams)]
         token_ids, finish = script.token_ids, script.finish
         if len(token_ids) > sampling.max_tokens:
             token_ids, finish = token_ids[: sampling.max_tokens], FinishReason.LENGTH

@@ -26,7 +26,7 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     pack_tokens,
 )
-from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling
+from kvrelay.protocol.sampling import FinishReason, Sampling, ScoredText
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.shell import WorkerShell
 from kvrelay.worker.startup import RoleFactory, StartedWorker
@@ -104,7 +104,7 @@ class LocalWorker:
     def is_clean(self) -> bool:
         """No request, no block that anybody holds, and nothing in the swap space."""
         busy = {state: count for state, count in self.blocks.items() if state not in IDLE_STATES and count}
-        if self.context.scheduler.swap_use.num_used_slots:
+        if self.context.scheduler.lifecycle.offload.use.num_used_slots:
             return False
         return not busy and self.started.role.num_open == 0 and not self.context.scheduler.has_work
 
@@ -159,7 +159,7 @@ class Received:
     failure: FailureKind | None = None
     refused: bool = False  # with `failed`: it was not begun
     usage: SequenceUsage | None = None
-    beams: list[BeamResult] = field(default_factory=list)
+    beams: list[ScoredText] = field(default_factory=list)
     cached_tokens: int | None = None
     need_decode: list[NeedDecode] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -257,7 +257,7 @@ class StubRouter:
                 self._take(received, entry.index, entry.token_ids)
                 received.finish = entry.finish or received.finish
                 received.usage = entry.usage or received.usage
-                received.beams = entry.beams or received.beams
+                received.beams = entry.texts or received.beams
                 received.changed.set()
             return
         received = self.received[header.request, header.attempt, header.sequence]
@@ -266,7 +266,7 @@ class StubRouter:
                 received.first_from_prefill = True
                 self._take(received, body.index, [body.token_id] if body.token_id is not None else [])
                 received.finish = body.finish or received.finish
-                received.beams = body.beams or received.beams
+                received.beams = body.texts or received.beams
                 received.cached_tokens = body.cached_tokens
             case Failed():
                 received.failed, received.failure, received.refused = body.cause, body.failure, body.refused

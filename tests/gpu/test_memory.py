@@ -13,7 +13,7 @@ from kvrelay.engine import make as make_module
 from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.memory.gauges import HostGauge, MemoryGauge, PoolDoesNotFit, make_gauge
 from kvrelay.engine.memory.profile import profile_memory
-from kvrelay.step.batch import SwapCopies
+from kvrelay.step.batch import HostCopies
 from tests.tiny_models import build_model
 from tests.unit.engine.test_host_buffer import check, steps
 
@@ -74,7 +74,7 @@ def test_a_share_without_room_for_a_pool_is_refused_with_the_numbers(
 
 def test_blocks_swapped_to_the_host_come_back_as_they_were(device: torch.device) -> None:
     @given(steps(), st.sampled_from([torch.float32, torch.bfloat16]))
-    def any_course(course: list[tuple[SwapCopies, SwapCopies]], dtype: torch.dtype) -> None:
+    def any_course(course: list[tuple[HostCopies, HostCopies]], dtype: torch.dtype) -> None:
         check(course, dtype, str(device))
 
     any_course()

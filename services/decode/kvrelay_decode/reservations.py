@@ -402,7 +402,7 @@ class Reservations:
                 assert request.prefill is not None
                 self.totals["quarantines"] += 1
                 self._quarantine.add(sequence.key, request.prefill, request.processes, time.monotonic())
-                self._scheduler.quarantine(sequence)
+                self._scheduler.drop_handoff(sequence)
                 self.made_room()  # a place among the running sequences; others may also have waited for its prefix
             case FreeBlocks() if sequence.state is SequenceState.WAITING:
                 self._scheduler.abort(sequence.key)

@@ -81,7 +81,7 @@ class DecodeRole:
         scheduler = self._context.scheduler
         return queues | {
             "waiting": len(scheduler.waiting) - scheduler.waiting.num_remote,
-            "swapped": scheduler.swap_use.num_sequences,
+            "swapped": scheduler.lifecycle.offload.use.num_sequences,
             "running": len(scheduler.running),
             "queued_tokens": sum(each.num_tokens for each in scheduler.waiting if each.remote is None),
             "cancelled_requests": len(self._requests.cancelled),
@@ -90,7 +90,7 @@ class DecodeRole:
 
     def totals(self) -> dict[str, float]:
         scheduler = self._context.scheduler
-        use = scheduler.swap_use
+        use = scheduler.lifecycle.offload.use
         totals = self._totals | self._reservations.totals
         return totals | {
             "preemptions": scheduler.num_preemptions,
@@ -283,5 +283,5 @@ def entry_of(output: SequenceOutput, usage: SequenceUsage | None = None) -> Toke
         cached_tokens=output.sequence.num_cached_tokens if usage is not None else None,
         finish=output.finish,
         usage=usage,
-        beams=list(output.beams),
+        texts=list(output.texts),
     )

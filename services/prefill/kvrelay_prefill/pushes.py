@@ -50,7 +50,7 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.transfers import as_sharded_sender, shards_of
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.step.batch import BeamCandidates
+from kvrelay.step.batch import Candidates
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, ScoreParts, pack_candidates
@@ -128,7 +128,7 @@ class PrefillRequest:
     reservations: dict[str, PushedReservation] = field(default_factory=dict)
     scores: ScoreParts | None = None  # if log-probabilities of the prompt are asked for
     timings: HandoffTimings = field(default_factory=HandoffTimings)
-    candidates: BeamCandidates | None = None  # that follow the prompt of a beam search
+    candidates: Candidates | None = None  # that follow the prompt of a beam search
 
 
 class Pushes:

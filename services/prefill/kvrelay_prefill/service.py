@@ -177,10 +177,10 @@ class PrefillRole:
             logprobs=output.logprobs[0] if output.logprobs else None,
             cached_tokens=sequence.num_cached_tokens,
             finish=output.finish,
-            beams=list(output.beams),
+            texts=list(output.texts),
         )
         request.candidates = output.candidates
-        if output.candidates is None or output.finish is not None:  # a beam search sends only its end to the router
+        if output.candidates is None or output.finish is not None:  # candidates go to decode, only an end to the router
             self._requests.send(sequence.origin.router, sequence.key, message)
         num_cached = blocks_for(sequence.num_cached_tokens, self._context.spec.block_size)
         num_blocks = blocks_for(request.prompt.num_tokens, self._context.spec.block_size)  # the first token has none

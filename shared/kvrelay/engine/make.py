@@ -103,7 +103,7 @@ def make_runner(
         num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
     num_slots = ranks.least(num_slots)  # stages may have blocks of unequal size
     with ranks.in_agreement():
-        runner = TransformersRunner(loaded, num_blocks, num_swap_slots=num_slots, with_scratch=graphs is not None)
+        runner = TransformersRunner(loaded, num_blocks, num_host_slots=num_slots, with_scratch=graphs is not None)
     _warn_of_cut(source.max_model_len, runner.spec)
     if graphs is not None:
         runner.try_graphs(graphs)

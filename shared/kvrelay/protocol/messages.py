@@ -47,9 +47,9 @@ from kvrelay.protocol.limits import (
 )
 from kvrelay.protocol.packed_logprobs import PackedLogprobs
 from kvrelay.protocol.sampling import (
-    BeamResults,
     FinishReason,
     Sampling,
+    ScoredTexts,
     StepLogprobs,
     TokenLogprobs,
 )
@@ -229,7 +229,7 @@ class Reassign(Body, frozen=True, kw_only=True, tag="reassign"):
 class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
     """P>R: the first token (none when the prompt was only scored), with its index in the output.
 
-    Of a beam search only its end, if it ends with the prompt: `finish` and `beams`.
+    Of a beam search only its end, if it ends with the prompt: `finish` and `texts`.
     """
 
     index: Index
@@ -237,7 +237,7 @@ class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
     logprobs: TokenLogprobs | None = None
     cached_tokens: Index = 0
     finish: FinishReason | None = None
-    beams: BeamResults = []
+    texts: ScoredTexts = []
 
 
 class PromptLogprobs(Body, frozen=True, kw_only=True, tag="prompt_logprobs"):
@@ -326,7 +326,7 @@ class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """New tokens of one sequence: those that one step brought, one or several. `index` is the output index of the
     first of them. `logprobs` has one entry for each token, or none.
 
-    Of a beam search an entry without tokens comes when it was handed over, and its `beams` with `finish` at the end.
+    Of a beam search an entry without tokens comes when it was handed over, and its `texts` with `finish` at the end.
     """
 
     # No limits: the router looks for its own request, attempt and output index, and each limit would slow every token.
@@ -339,7 +339,7 @@ class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     cached_tokens: Index | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
-    beams: BeamResults = []
+    texts: ScoredTexts = []
 
 
 class TokenBatch(Body, frozen=True, kw_only=True, tag="token_batch"):

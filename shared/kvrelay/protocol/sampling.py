@@ -162,7 +162,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: Annotated[list[LogProb], Meta(max_length=MOST_LOGPROBS)]
 
 
-class BeamResult(msgspec.Struct, frozen=True, array_like=True):
+class ScoredText(msgspec.Struct, frozen=True, array_like=True):
     """A finished text of a beam search. `token_ids` includes the end token, if one ended it."""
 
     token_ids: TextTokens
@@ -172,4 +172,4 @@ class BeamResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 StepLogprobs = Annotated[list[TokenLogprobs], Meta(max_length=MOST_STEP_TOKENS)]
-BeamResults = Annotated[list[BeamResult], Meta(max_length=MOST_SAMPLES)]
+ScoredTexts = Annotated[list[ScoredText], Meta(max_length=MOST_SAMPLES)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_groups import BeamGroups
+from kvrelay.scheduling.fair_shares import FairShares
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.memory.reserved_capacity import ReservedCapacity
@@ -18,7 +19,6 @@ from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSett
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.speculation.forced_tokens import ForcedTokens
 from kvrelay.scheduling.speculation.speculator import Speculator
-from kvrelay.scheduling.tenants import TenantShares
 
 
 class SequenceLifecycle:
@@ -33,12 +33,12 @@ class SequenceLifecycle:
         self.running: dict[SequenceKey, Sequence] = {}
         self.capacity = capacity = ReservedCapacity()
         self.in_progress = PrefixesInProgress()
-        self.shares = TenantShares(self.running, limits.max_running)
+        self.shares = FairShares(self.running, limits.max_running)
         order, starvation_bound = ORDERS[settings.queue_order], settings.queue_starvation_bound
         self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, self.shares)
         self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, capacity)
-        self.swaps = Swapper(blocks, settings)
-        self.beams = BeamGroups(blocks, self.running, capacity)
+        self.offload = Swapper(blocks, settings)
+        self.forks = BeamGroups(blocks, self.running, capacity)
         self.sample_groups = SampleGroups(blocks, limits, capacity)
         self.speculator = Speculator(settings.speculation)
         self.forced = ForcedTokens(settings)
@@ -56,7 +56,7 @@ class SequenceLifecycle:
         stop_tokens = frozenset() if sampling.ignore_eos else self.limits.eos_token_ids
         sequence.stop_tokens = stop_tokens.union(sampling.stop_token_ids)
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
-        self.beams.enter(sequence)
+        self.forks.enter(sequence)
         self.speculator.begin(sequence)
         self.forced.begin(sequence)
         self.blocks.tails.enter(sequence)
@@ -72,13 +72,13 @@ class SequenceLifecycle:
         """A waiting sequence got its blocks: it runs."""
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-        self.swaps.resumed(sequence)
+        self.offload.resumed(sequence)
         self.waiting.admitted(sequence)
         self.sample_groups.settle(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         if sequence.forks is not None:
-            self.beams.admitted(sequence)
+            self.forks.admitted(sequence)
         if self.blocks.shares_prefixes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
@@ -102,10 +102,12 @@ class SequenceLifecycle:
         published = self.blocks.publish(sequence)
         self.in_progress.kept(sequence.key, len(published))
         self.waiting.prefixes_changed(published)
+        if self.blocks.tails.computing.get(sequence) == sequence.num_computed:
+            self._publish_tail(sequence)
 
-    def publish_tail(self, sequence: Sequence) -> None:
-        """A chunk that ends where the sequence's tail does was committed. Sequences that wait for the tail are listed
-        again. One of them computes it if no block is left for a copy."""
+    def _publish_tail(self, sequence: Sequence) -> None:
+        """Offers the sequence's tail, where a chunk has ended. One of those that wait for it computes it if no block is
+        left for a copy."""
         self.blocks.tails.stopped(sequence)
         if self.blocks.num_available > self.num_reserved_blocks:
             self.blocks.tails.publish(sequence)
@@ -154,7 +156,7 @@ class SequenceLifecycle:
         return True
 
     def _victim(self) -> Sequence:
-        """Returns the latest admitted sequence, if several tenants are here, of the one that was served most."""
+        """Returns the latest admitted sequence, if several owners are here, of the one that was served most."""
         latest_first = reversed(self.running.values())
         return max(latest_first, key=self.shares.counter) if self.shares.is_contested else next(latest_first)
 
@@ -167,23 +169,23 @@ class SequenceLifecycle:
             self.preempt(victim, builder)
 
     def preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Takes a sequence's blocks and queues it again. Its KV is swapped to the host or recomputed later.
+        """Takes a sequence's blocks and queues it again. Its KV is copied to the host or recomputed later.
 
         A recomputed sequence computes its output along with its prompt; blocks that it published may still be cached.
         Forks are preempted together, and their common prefix is recomputed.
         """
         sequence = sequence.fork_of or sequence
-        if self.swaps.undo(sequence, builder):
+        if self.offload.undo(sequence, builder):
             builder.preempt(sequence)
-            self.requeue_swapped(sequence)
+            self.requeue_on_host(sequence)
             return
-        is_swapped = self.swaps.preempt(sequence, builder)
+        is_on_host = self.offload.preempt(sequence, builder)
         for each in self.forks_of(sequence):
             builder.drop_row(each)
         self._lose_blocks(sequence)
         builder.preempted.append(sequence)
-        sequence.state = SequenceState.SWAPPED if is_swapped else SequenceState.WAITING
-        if not is_swapped:
+        sequence.state = SequenceState.ON_HOST if is_on_host else SequenceState.WAITING
+        if not is_on_host:
             builder.recomputed.append(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -196,12 +198,12 @@ class SequenceLifecycle:
             self.blocks.free(each)
             each.state = SequenceState.FINISHED  # the others end
         if sequence.forks is not None:
-            self.beams.collapse(sequence)
+            self.forks.collapse(sequence)
 
-    def requeue_swapped(self, sequence: Sequence) -> None:
+    def requeue_on_host(self, sequence: Sequence) -> None:
         """A sequence was to be copied back from the host, and was not: it waits again, its KV still on the host."""
         self._lose_blocks(sequence)
-        sequence.state = SequenceState.SWAPPED
+        sequence.state = SequenceState.ON_HOST
         self.waiting.resume(sequence)
 
     # -- leave --------------------------------------------------------------------------------------------------------
@@ -233,8 +235,8 @@ class SequenceLifecycle:
         else:
             self.waiting.remove(sequence)
         if sequence.forks is not None:
-            self.beams.left(sequence)
-        self.swaps.drop(sequence)
+            self.forks.left(sequence)
+        self.offload.drop(sequence)
         self.speculator.ended(sequence)
         self.forced.ended(sequence)
         self.blocks.tails.ended(sequence)
@@ -251,7 +253,7 @@ class SequenceLifecycle:
 
     def forks_of(self, sequence: Sequence) -> list[Sequence]:
         """Returns the sequences that live and end with this one, which stands for them, and itself."""
-        return [sequence] if sequence.forks is None else self.beams.forks_of(sequence)
+        return [sequence] if sequence.forks is None else self.forks.forks_of(sequence)
 
     @property
     def has_work(self) -> bool:

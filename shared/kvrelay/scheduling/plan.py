@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.kv.pool import BlockState
-from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import FinishReason, ScoredText, TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_cost import pairs
-from kvrelay.step.batch import BeamCandidates, BeamRow, BlockCopy, SwapCopies, WorkerBatch, WorkerRow
+from kvrelay.step.batch import BlockCopy, Candidates, CandidatesWanted, HostCopies, WorkerBatch, WorkerRow
 
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):
@@ -53,7 +53,7 @@ def work_of(rows: Iterable[PlannedRow]) -> tuple[int, float]:
 
 
 @dataclass(slots=True, eq=False)
-class SwapCopy:
+class HostCopy:
     """The KV of a preempted sequence on the host: its first `num_tokens` tokens, one slot per block, in table order.
 
     `is_made`: the step that copies it out has ended. `gain_s`: estimated time that is lost if it is dropped.
@@ -68,17 +68,17 @@ class SwapCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class SwapPlan:
+class HostCopyPlan:
     """The copies between pool and host that a step makes before its forward: first out, then in.
 
     `leaving` and `returning`: the sequences' copies. `held_blocks`: the pool's blocks that the copies read or write.
     They are held as `in_flight` from the plan until the step has ended, besides any other holds.
     """
 
-    out: SwapCopies
-    back: SwapCopies
-    leaving: Seq[SwapCopy]
-    returning: Seq[SwapCopy]
+    out: HostCopies
+    back: HostCopies
+    leaving: Seq[HostCopy]
+    returning: Seq[HostCopy]
     held_blocks: Seq[int]
 
     @property
@@ -94,7 +94,7 @@ class StepPlan:
     `preempted`: sequences that lost their blocks, with forks only their leader. `recomputed`: sequences
     whose KV was lost since the plan before: preempted without a copy, or with a copy that was dropped. `held_back`: why
     the head of the queue was not admitted. `delayed`: the prefill gate held it back, and is asked again in the next
-    pass whether or not anything has changed. `swaps`: copies to and from the host, made even if there are no rows.
+    pass whether or not anything has changed. `host_copies`: to and from the host, made even if there are no rows.
     `copies`: blocks that are copied after that and before the forward. `reservations`: handoffs whose blocks are
     reserved now, so that their transfer may begin. They have no rows. `has_guesses`: some rows may have guesses.
     `jumping`: sequences whose rows may bring tokens that grammars force.
@@ -106,7 +106,7 @@ class StepPlan:
     preempted: Seq[Sequence] = ()
     held_back: str = ""
     recomputed: Seq[Sequence] = ()
-    swaps: SwapPlan | None = None
+    host_copies: HostCopyPlan | None = None
     delayed: bool = False
     copies: Seq[BlockCopy] = ()
     reservations: Seq[Sequence] = ()
@@ -116,7 +116,7 @@ class StepPlan:
     @property
     def has_work(self) -> bool:
         """Returns whether the step has anything to execute."""
-        return bool(self.rows or self.copies) or self.swaps is not None
+        return bool(self.rows or self.copies) or self.host_copies is not None
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -132,7 +132,7 @@ class StepPlan:
 
 
 class NeedsCommit(Exception):
-    """The step in flight must be committed first, because planning this one would preempt or swap a sequence."""
+    """The step in flight must be committed first: planning this one would preempt a sequence, or copy one back."""
 
 
 class PlanBuilder:
@@ -154,8 +154,8 @@ class PlanBuilder:
         self.has_guesses = False  # rows were given guesses; they may have been dropped since
         self.is_short_of_blocks = False  # a running sequence was preempted to free blocks for another one
         self.recomputed: list[Sequence] = []
-        self.leaving: dict[SwapCopy, SwapCopies] = {}
-        self.returning: dict[SwapCopy, SwapCopies] = {}
+        self.leaving: dict[HostCopy, HostCopies] = {}
+        self.returning: dict[HostCopy, HostCopies] = {}
         self.held_back = ""
         self.delayed = False
 
@@ -201,7 +201,7 @@ class PlanBuilder:
     def finish(
         self,
         step: int,
-        swaps: SwapPlan | None = None,
+        host_copies: HostCopyPlan | None = None,
         copies: Seq[BlockCopy] = (),
         reservations: Seq[Sequence] = (),
         jumping: Collection[Sequence] = (),
@@ -213,7 +213,7 @@ class PlanBuilder:
             preempted=self.preempted,
             held_back=self.held_back,
             recomputed=self.recomputed,
-            swaps=swaps,
+            host_copies=host_copies,
             delayed=self.delayed,
             copies=copies,
             reservations=reservations,
@@ -227,8 +227,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
 
     `token_ids`: its new tokens, from output index `index` on; none behind the one that ends it. `logprobs`: one entry
     for each of them if the sequence asks for log-probabilities, else none. `prefilled`: this was the step that
-    completed the prompt's K/V. A beam search brings no tokens. On a prefill worker it brings the `candidates` that
-    follow the prompt, and at its end its `beams`.
+    completed the prompt's K/V. A search over forks brings no tokens. On a prefill worker it brings the `candidates`
+    that follow the prompt, and at its end its `texts`.
     """
 
     sequence: Sequence
@@ -238,8 +238,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: Seq[TokenLogprobs] = ()
     finish: FinishReason | None = None
     prefilled: bool = False
-    candidates: BeamCandidates | None = None
-    beams: Seq[BeamResult] = ()
+    candidates: Candidates | None = None
+    texts: Seq[ScoredText] = ()
 
 
 _PLACEHOLDER = np.zeros(1, np.int32)
@@ -247,17 +247,17 @@ _PLACEHOLDER = np.zeros(1, np.int32)
 
 def worker_batch(plan: StepPlan) -> WorkerBatch:
     """Converts a plan to what a forward needs, as views of the sequences' arrays."""
-    rows, swaps = [_worker_row(row, jumps=row.sequence in plan.jumping) for row in plan.rows], plan.swaps
-    if swaps is None:
+    rows, host = [_worker_row(row, jumps=row.sequence in plan.jumping) for row in plan.rows], plan.host_copies
+    if host is None:
         return WorkerBatch(plan.step, rows, copies=plan.copies)
-    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies)
+    return WorkerBatch(plan.step, rows, host.out, host.back, plan.copies)
 
 
-def _beam_row(sequence: Sequence) -> BeamRow | None:
+def _candidates_wanted(sequence: Sequence) -> CandidatesWanted | None:
     if sequence.forks is None or not sequence.forks.num_candidates:
         return None
     history = sequence.tokens.view(0, sequence.num_tokens)
-    return BeamRow(sequence.forks.num_candidates, history, sequence.num_prompt)
+    return CandidatesWanted(sequence.forks.num_candidates, history, sequence.num_prompt)
 
 
 def _worker_row(row: PlannedRow, *, jumps: bool) -> WorkerRow:
@@ -276,5 +276,5 @@ def _worker_row(row: PlannedRow, *, jumps: bool) -> WorkerRow:
         has_placeholder=has_placeholder,
         num_drafts=0 if row.guesses is None else len(row.guesses),
         jumps=jumps,
-        beam=_beam_row(sequence),
+        wanted=_candidates_wanted(sequence),
     )

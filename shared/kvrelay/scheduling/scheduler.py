@@ -21,7 +21,6 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.chunk_sizes import WholePrompts, make_chunks
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.swapping import SwapUse
 from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies import SchedulingPolicy, find_policy
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
@@ -30,7 +29,7 @@ from kvrelay.scheduling.sequence_admission import SequenceAdmission
 from kvrelay.scheduling.step_commit import StepCommit
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay.scheduling.step_planner import StepPlanner
-from kvrelay.step.batch import BeamCandidates, StepResult
+from kvrelay.step.batch import Candidates, StepResult
 
 
 class Scheduler:
@@ -64,23 +63,25 @@ class Scheduler:
         """Queues a sequence. Raises ValueError for a known one."""
         self.lifecycle.add(sequence)
 
-    def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
+    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
         """A handoff is complete: its prompt's KV is in its blocks, and its first new token in its tokens. It runs.
 
-        A beam search brings the candidates that follow its prompt. Returns its output if they end it.
+        One that is forked brings the `candidates` that follow its prompt. Returns its output if they end it.
         """
-        self._commit.forks.check(sequence, candidates)
+        self.lifecycle.forks.check(sequence, candidates)
         if sequence.state is not SequenceState.WAITING_FOR_REMOTE_KV:
             raise ValueError(f"sequence {sequence.key} is {sequence.state}: it receives no KV")
         self.lifecycle.received(sequence)
         if candidates is not None:
-            return self._commit.forks.adopt(sequence, candidates)
+            self.lifecycle.forks.offer(sequence, candidates)
+            output = self._commit.advance_forks(sequence)
+            return output if output is not None and output.finish is not None else None
         self.lifecycle.publish(sequence)
         self.blocks.adopt(sequence, self.lifecycle.num_reserved_blocks)
         return None
 
     def withhold(self, blocks: frozenset[int]) -> None:
-        """These quarantined blocks, and no others, may never be released."""
+        """These blocks of dropped handoffs, and no others, may never be released."""
         self.blocks.withheld = blocks
 
     def never_fitting(self) -> list[Sequence]:
@@ -90,9 +91,9 @@ class Scheduler:
             return []
         return [sequence for sequence in self.waiting if not self.blocks.may_ever_fit(sequence)]
 
-    def quarantine(self, sequence: Sequence) -> None:
+    def drop_handoff(self, sequence: Sequence) -> None:
         """A handoff was dropped while its sender may still write: it keeps its blocks until `release`."""
-        self.lifecycle.remote.quarantine(sequence)
+        self.lifecycle.remote.drop(sequence)
 
     def release(self, sequence: Sequence, num_computed: int) -> None:
         """A handoff ends, and its sender no longer writes. The KV of its first `num_computed` tokens is valid."""
@@ -190,9 +191,9 @@ class Scheduler:
             builder.admitted = [*still_here, *builder.admitted]
             self._admitted_ahead = []
         copies = self.blocks.copies.plan(self._blocks_with_copies(builder))
-        swaps = self.lifecycle.swaps.seal(builder)
+        host_copies = self.lifecycle.offload.seal(builder)
         jumping = self.lifecycle.forced.jumping
-        plan = builder.finish(self._step, swaps, copies, self.lifecycle.remote.take_reservations(), jumping)
+        plan = builder.finish(self._step, host_copies, copies, self.lifecycle.remote.take_reservations(), jumping)
         if self.admission.prefill_gate is not None:
             self.admission.prefill_gate.passed(len(self.running), len(plan.admitted) - len(builder.returning))
         for row in plan.rows:
@@ -223,7 +224,7 @@ class Scheduler:
         self.blocks.copies.done(plan.copies)
         self.chunks.measured(plan, result.forward_s)
         self.lifecycle.speculator.step_ended(plan, result.forward_s)
-        self.lifecycle.swaps.landed(plan, result.forward_s, result.copy_s)
+        self.lifecycle.offload.landed(plan, result.forward_s, result.copy_s)
         return self._commit.commit_rows(plan.rows, result.rows)
 
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
@@ -242,10 +243,10 @@ class Scheduler:
                 self.lifecycle.leave(sequence)
                 failed.append(sequence)
         if keys is not None:
-            self.lifecycle.swaps.landed(plan, 0.0, 0.0)
+            self.lifecycle.offload.landed(plan, 0.0, 0.0)
         else:
-            for sequence in self.lifecycle.swaps.failed(plan):
-                self.lifecycle.requeue_swapped(sequence)
+            for sequence in self.lifecycle.offload.failed(plan):
+                self.lifecycle.requeue_on_host(sequence)
         return failed
 
     def _landed(self, plan: StepPlan) -> None:
@@ -266,11 +267,6 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Number of preemptions since the start."""
         return self.lifecycle.num_preemptions
-
-    @property
-    def swap_use(self) -> SwapUse:
-        """Copies to and from the host since the start, and the use of the swap space now."""
-        return self.lifecycle.swaps.use
 
     @property
     def num_kept_tokens(self) -> int:

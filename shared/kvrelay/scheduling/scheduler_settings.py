@@ -57,7 +57,7 @@ class SchedulerSettings:
 
     `queue_starvation_bound`: admissions that a waiting sequence lets pass before it is next, whatever the order.
     `preemption`: the KV of a preempted sequence is computed again, copied to the host and back, or whichever is
-    estimated to be faster. `num_swap_slots`: blocks that fit the host's swap space. `swap_block_s`: seconds of a
+    estimated to be faster. `num_host_slots`: blocks that fit the host's swap space. `host_block_s`: seconds of a
     block's copy one way, until measured. `jump_forward`: steps may bring tokens that grammars force.
     `samples_behind`: the runner can run a step with a constrained sequence behind one that samples a token of it;
     otherwise no step is planned behind such a one.
@@ -68,8 +68,8 @@ class SchedulerSettings:
     queue_starvation_bound: int = 64
     chunking: Chunking = "fixed"
     preemption: Preemption = "auto"
-    num_swap_slots: int = 0
-    swap_block_s: float = 0.0
+    num_host_slots: int = 0
+    host_block_s: float = 0.0
     jump_forward: bool = False
     samples_behind: bool = False
     speculation: SpeculationSettings = NO_SPECULATION

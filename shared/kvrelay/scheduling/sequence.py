@@ -3,11 +3,11 @@
 1. WAITING                in the queue, without blocks. A preempted sequence waits again, with its output as part of the
                           tokens to compute. A sequence with `remote` waits until blocks are reserved for its KV.
    WAITING_FOR_REMOTE_KV  only with `remote`: its KV is being received (`queue/remote_kv.py`).
-   QUARANTINED            only with `remote`: its transfer was dropped, and its sender may still write into its blocks.
+   DROPPED                only with `remote`: its transfer was dropped, and its sender may still write into its blocks.
 2. RUNNING                holds blocks; the first `num_computed` tokens have KV. It prefills until all tokens but the
                           newest have KV. A decoding sequence may lack the KV of several tokens if a grammar forced
                           them (`speculation/forced_tokens.py`).
-3. SWAPPED                preempted and in the queue, without blocks; its KV has a copy on the host. It becomes RUNNING
+3. ON_HOST                preempted and in the queue, without blocks; its KV has a copy on the host. It becomes RUNNING
                           when the copy back is planned, and WAITING if the copy is dropped.
 4. FINISHED               left the scheduler and holds nothing there. Terminal.
 
@@ -38,9 +38,9 @@ class SequenceState(StrEnum):
 
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
-    QUARANTINED = "quarantined"
+    DROPPED = "dropped"
     RUNNING = "running"
-    SWAPPED = "swapped"
+    ON_HOST = "on_host"
     FINISHED = "finished"
 
 
@@ -99,15 +99,16 @@ class RemoteKV:
 class Origin:
     """Who asked for a sequence, and on what terms.
 
-    `tenant`: whose share of the worker it uses, with this `weight`. `session`: whose blocks are evicted first once it
-    has ended; empty: none's. `text_owner`: tenant whose earlier outputs its tokens may be guessed from. `sample_group`:
+    `owner`: whose share of the worker it uses, with this `weight`. `session`: whose blocks are evicted first once it
+    has ended; empty: none's. `text_owner`: whose earlier outputs its tokens may be guessed
+    from; None: nobody's. `sample_group`:
     sequences that are admitted, preempted and resumed together; empty: none.
     """
 
     router: PeerRef
     trace: str = ""
     priority: int = 0
-    tenant: str = ""
+    owner: str = ""
     weight: float = 1.0
     session: str = ""
     text_owner: str | None = None
@@ -120,13 +121,15 @@ class Forks:
 
     `leader`: the one that stands for them all. `num_slots`: running sequences that they become. `num_blocks`: blocks
     that the forks will take beside the leader's. `num_candidates`: so many of the most likely next tokens are wanted,
-    instead of a sampled one; 0 while the leader computes a common prefix again.
+    instead of a sampled one; 0 while the leader computes a common prefix again. `are_parted`: forks run beside the
+    leader.
     """
 
     leader: Sequence
     num_slots: int = 1
     num_blocks: int = 0
     num_candidates: int = 0
+    are_parted: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -182,8 +185,7 @@ class Sequence:
         """Number of last tokens whose KV nothing reads: 1 for a prompt that is only scored, as its last token follows
         the last logits that are read."""
         sampling = self.sampling
-        is_generated = sampling.max_tokens or sampling.beams is not None
-        return 0 if is_generated or not sampling.num_prompt_scores(self.num_tokens) else 1
+        return 0 if sampling.max_tokens or not sampling.num_prompt_scores(self.num_tokens) else 1
 
     @property
     def fork_of(self) -> Sequence | None:

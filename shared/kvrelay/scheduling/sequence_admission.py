@@ -21,7 +21,7 @@ from kvrelay.scheduling.sequence import Sequence, SequenceState
 class SequenceAdmission:
     """Admits sequences of one scheduler.
 
-    `decodes_beside_prompts`: whether a sequence that was swapped decodes in the step that admits it.
+    `decodes_beside_prompts`: whether a sequence that resumes decodes in the step that admits it.
     """
 
     def __init__(self, lifecycle: SequenceLifecycle, chunks: Chunks, *, decodes_beside_prompts: bool) -> None:
@@ -32,7 +32,7 @@ class SequenceAdmission:
         self._blocks = lifecycle.blocks
         self._waiting = lifecycle.waiting
         self._remote = lifecycle.remote
-        self._swaps = lifecycle.swaps
+        self._offload = lifecycle.offload
         self._groups = lifecycle.sample_groups
         self._chunks = chunks
         self._decodes_beside_prompts = decodes_beside_prompts
@@ -73,15 +73,15 @@ class SequenceAdmission:
                 return "no room for the whole group"
             if builder.ahead:
                 raise NeedsCommit
-        if sequence.state is SequenceState.SWAPPED:
-            return self._admit_swapped(sequence, builder, beyond_budget)
+        if sequence.state is SequenceState.ON_HOST:
+            return self._admit_from_host(sequence, builder, beyond_budget)
         return self._admit_prompt(sequence, followers, builder, beyond_budget)
 
     @property
     def may_admit_prompt(self) -> bool:
         """Returns whether the prefill gate will be asked, unless blocks are missing or decodes are preempted first."""
         head = self._waiting.head()
-        if head is None or head.remote is not None or head.state is SequenceState.SWAPPED:
+        if head is None or head.remote is not None or head.state is SequenceState.ON_HOST:
             return False
         return self._lifecycle.num_slots < self._limits.max_running
 
@@ -92,7 +92,7 @@ class SequenceAdmission:
         if num_slots + num_wanted > max_running:
             is_full = num_slots >= max_running
             return "max_running reached" if is_full else "max_running leaves no room for all its samples or forks"
-        if self.prefill_gate is None or sequence.state is SequenceState.SWAPPED or sequence.remote is not None:
+        if self.prefill_gate is None or sequence.state is SequenceState.ON_HOST or sequence.remote is not None:
             return ""
         reason = self.prefill_gate.ask(len(self._lifecycle.running))
         builder.delayed = builder.delayed or bool(reason)
@@ -157,13 +157,13 @@ class SequenceAdmission:
 
     # -- preempted sequences ------------------------------------------------------------------------------------------
 
-    def _admit_swapped(self, sequence: Sequence, builder: PlanBuilder, beyond_budget: bool) -> str:
+    def _admit_from_host(self, sequence: Sequence, builder: PlanBuilder, beyond_budget: bool) -> str:
         """Resumes a sequence whose KV is copied back from the host.
 
         Copies of two steps must not overlap, so this raises NeedsCommit if a step is in flight, and there is room. If
         there is none, steps can still be planned ahead.
         """
-        position, headroom = self._swaps.num_tokens(sequence), self._lifecycle.num_reserved_blocks
+        position, headroom = self._offload.num_tokens(sequence), self._lifecycle.num_reserved_blocks
         if builder.ahead:
             if self._blocks.num_missing(sequence, position) + headroom > self._blocks.num_available:
                 return "no blocks"
@@ -175,7 +175,7 @@ class SequenceAdmission:
         )
         if not num_tokens and not beyond_budget:
             return "budget spent"
-        if not self._swaps.resume(sequence, num_tokens, headroom, builder):
+        if not self._offload.resume(sequence, num_tokens, headroom, builder):
             return "no blocks"
         self._admitted(sequence, builder)
         if not decodes and num_tokens:
@@ -188,7 +188,7 @@ class SequenceAdmission:
         """Resumes all samples of a preempted group, whatever the budget, or none. Returns whether it did.
 
         Samples that lack blocks which the first one recomputes wait for them, with reserved capacity. Raises
-        NeedsCommit if there is room and a step is in flight, as samples may be swapped.
+        NeedsCommit if there is room and a step is in flight, as samples may be copied back.
         """
         back = self._groups.plan_return(group)
         num_blocks = back.num_blocks + self._lifecycle.num_reserved_blocks
@@ -203,7 +203,7 @@ class SequenceAdmission:
         for index, sequence in enumerate(back.given):
             if not self._give_all_blocks(sequence, builder, sum(back.reserved.values())):
                 for before in reversed(back.given[:index]):
-                    self._swaps.undo(before, builder)
+                    self._offload.undo(before, builder)
                     self._blocks.free(before)
                 return False
         for sequence in back.given:
@@ -219,7 +219,7 @@ class SequenceAdmission:
     def _give_all_blocks(self, sequence: Sequence, builder: PlanBuilder, num_reserved: int) -> bool:
         """Gives a preempted sequence blocks for all its tokens. `num_reserved` blocks must stay available besides."""
         headroom = self._lifecycle.num_reserved_blocks + num_reserved
-        if sequence.state is SequenceState.SWAPPED:
-            num_next = sequence.num_tokens - self._swaps.num_tokens(sequence)
-            return self._swaps.resume(sequence, num_next, headroom, builder)
+        if sequence.state is SequenceState.ON_HOST:
+            num_next = sequence.num_tokens - self._offload.num_tokens(sequence)
+            return self._offload.resume(sequence, num_next, headroom, builder)
         return self._blocks.admit(sequence, BlockState.COMPUTING, num_next=sequence.num_tokens, headroom=headroom)

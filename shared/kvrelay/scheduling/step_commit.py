@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.beams.beam_commit import BeamCommit
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -18,7 +17,6 @@ class StepCommit:
 
     def __init__(self, lifecycle: SequenceLifecycle) -> None:
         self._lifecycle = lifecycle
-        self.forks = BeamCommit(lifecycle)
         self._block_size = lifecycle.blocks.pool.block_size
 
     def commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
@@ -27,13 +25,15 @@ class StepCommit:
         The KV of all new tokens but the last, and those that a grammar forced, is computed, see `RowResult`.
         """
         outputs: list[SequenceOutput] = []
+        forked: dict[Sequence, None] = {}
         lifecycle, block_size = self._lifecycle, self._block_size
         computing, finished = BlockState.COMPUTING, SequenceState.FINISHED
         forced, tails = lifecycle.forced, lifecycle.blocks.tails
         for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.forks is not None:
-                self.forks.commit_row(row, given)
+                forked[sequence.forks.leader] = None
+                self._commit_fork(row, given)
                 continue
             # `SequenceLifecycle.row_ended` without the call, which would be 5% of the whole commit.
             sequence.num_planned -= row.num_tokens
@@ -68,10 +68,8 @@ class StepCommit:
                 forced.brought_several(sequence)
             elif given.is_late:
                 forced.was_late(sequence)
-            if num_computed - sequence.num_published * block_size >= block_size:
+            if num_computed - sequence.num_published * block_size >= block_size or sequence in tails.computing:
                 lifecycle.publish(sequence)
-            if tails.computing.get(sequence) == num_computed:
-                lifecycle.publish_tail(sequence)
             if prefilled:
                 finish = self._prefilled(sequence, finish)
             if finish:
@@ -80,7 +78,29 @@ class StepCommit:
             if token_ids or scores or prefilled:
                 index = start - sequence.num_prompt
                 outputs.append(SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled))
-        return outputs + self.forks.advance()
+        return outputs + [output for leader in forked if (output := self.advance_forks(leader)) is not None]
+
+    def _commit_fork(self, row: PlannedRow, given: RowResult) -> None:
+        """Forks end only in `advance_forks`, which follows when all rows of the step are committed, so the sequence is
+        always there."""
+        self._lifecycle.row_ended(row)
+        row.sequence.num_computed += row.num_tokens
+        if given.candidates is not None:
+            self._lifecycle.forks.offer(row.sequence, given.candidates)
+
+    def advance_forks(self, leader: Sequence) -> SequenceOutput | None:
+        """A sequence and its forks go on, if all of them have what they wait for. Returns their output, if any."""
+        lifecycle = self._lifecycle
+        if leader.abort_requested:
+            lifecycle.leave(leader)
+            return None
+        assert leader.forks is not None
+        if not leader.forks.are_parted:
+            lifecycle.publish(leader)  # forks publish nothing: one that no other follows is not worth caching
+        output = lifecycle.forks.advance(leader)
+        if output is not None and output.finish is not None:
+            lifecycle.leave(leader)
+        return output
 
     def _prefilled(self, sequence: Sequence, finish: FinishReason | None) -> FinishReason | None:
         """Called when the KV of the whole prompt is computed. Returns why the sequence ends, or None."""

@@ -136,8 +136,8 @@ class StepPlanner:
         )
 
     def plan_prompts(self, builder: PlanBuilder) -> None:
-        """Adds the next chunks of running prompts, those of the tenant that was served least first, and those of a
-        tenant in the order of their admission."""
+        """Adds the next chunks of running prompts, those of the owner that was served least first, and those of an
+        owner in the order of their admission."""
         if builder.prompting is None:
             builder.prompting = [s for s in self._running.values() if s.is_prompting]
         if self._shares.is_contested:
@@ -176,7 +176,7 @@ class StepPlanner:
             builder.held_back = self._admission.admit_next(builder, beyond_budget=beyond_budget)
 
     def admit_neglected(self, builder: PlanBuilder) -> None:
-        """Admits waiting sequences before the next chunks of running prompts whose tenants were served more, so that
+        """Admits waiting sequences before the next chunks of running prompts whose owners were served more, so that
         they do not wait for the rest of a long prompt. Call it after `plan_decodes` and before `plan_prompts`."""
         prompting, counter = builder.prompting, self._shares.counter
         if not self._shares.is_contested or not prompting:

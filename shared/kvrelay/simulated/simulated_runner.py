@@ -36,7 +36,7 @@ from kvrelay.simulated.simulated_model import (
     read_facts,
     salt_of,
 )
-from kvrelay.step.batch import BeamCandidates, ModelSpec, RowResult, StepResult, SwapCopies, WorkerBatch, WorkerRow
+from kvrelay.step.batch import Candidates, HostCopies, ModelSpec, RowResult, StepResult, WorkerBatch, WorkerRow
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Packed:
 
 
 class SimulatedRunner(ModelRunner):
-    """See the module docstring. `num_blocks` and `num_swap_slots` are numbers of blocks of `block_size` tokens."""
+    """See the module docstring. `num_blocks` and `num_host_slots` are numbers of blocks of `block_size` tokens."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class SimulatedRunner(ModelRunner):
         name: str,
         block_size: int,
         num_blocks: int,
-        num_swap_slots: int = 0,
+        num_host_slots: int = 0,
         max_model_len: int | None = None,
     ) -> None:
         self._profile = profile
         self._vocabulary = facts.vocabulary
         self._words = np.zeros((num_blocks, block_size), np.uint64)
-        self._host = np.zeros((num_swap_slots, block_size), np.uint64)
+        self._host = np.zeros((num_host_slots, block_size), np.uint64)
         self._known: dict[SequenceKey, _Known] = {}
         block_bytes = block_size * profile.kv_bytes_per_token
         lengths = [num_blocks * block_size, max_model_len or facts.max_model_len or num_blocks * block_size]
@@ -116,8 +116,8 @@ class SimulatedRunner(ModelRunner):
             block_bytes=block_bytes,
             dtype="simulated",
             fingerprint=_fingerprint(facts, block_size, profile.kv_bytes_per_token),
-            num_swap_slots=num_swap_slots,
-            swap_block_s=block_bytes / profile.transfer_bytes_s,
+            num_host_slots=num_host_slots,
+            host_block_s=block_bytes / profile.transfer_bytes_s,
         )
 
     @property
@@ -165,14 +165,14 @@ class SimulatedRunner(ModelRunner):
     # -- K/V ----------------------------------------------------------------------------------------------------------
 
     def _copy(self, batch: WorkerBatch) -> float:
-        self._swap(batch.swap_out, out=True)
-        self._swap(batch.swap_in, out=False)
+        self._swap(batch.to_host, out=True)
+        self._swap(batch.from_host, out=False)
         if batch.copies:
             sources, targets = [copy.source for copy in batch.copies], [copy.target for copy in batch.copies]
             self._words[targets] = self._words[sources]
-        return (len(batch.swap_out.blocks) + len(batch.swap_in.blocks)) * self._spec.swap_block_s
+        return (len(batch.to_host.blocks) + len(batch.from_host.blocks)) * self._spec.host_block_s
 
-    def _swap(self, copies: SwapCopies, *, out: bool) -> None:
+    def _swap(self, copies: HostCopies, *, out: bool) -> None:
         blocks, slots = list(copies.blocks), list(copies.slots)
         if out and blocks:
             self._host[slots] = self._words[blocks]
@@ -237,8 +237,8 @@ class SimulatedRunner(ModelRunner):
         return results
 
     def _sampled(self, row: WorkerRow, known: _Known, token_id: int, number: int, may_end: bool) -> RowResult:
-        if row.beam is not None:
-            return RowResult(candidates=_candidates(self._vocabulary, number, row.beam.num_candidates, may_end))
+        if row.wanted is not None:
+            return RowResult(candidates=_candidates(self._vocabulary, number, row.wanted.num_candidates, may_end))
         if token_id in known.stops and _is_early(known, row.position + len(row.token_ids)):
             token_id = self._vocabulary.without(token_id, known.stops)
         known.newest = token_id
@@ -288,7 +288,7 @@ def make_simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         name=config.model_name,
         block_size=config.block_size,
         num_blocks=num_blocks,
-        num_swap_slots=num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // block_bytes,
+        num_host_slots=num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // block_bytes,
         max_model_len=config.max_model_len,
     )
 
@@ -319,14 +319,14 @@ def _logprobs(vocabulary: Vocabulary, token_id: int, number: int, num_top: int) 
     return TokenLogprobs(token_id, -math.log(2), top, _halving(len(top)))
 
 
-def _candidates(vocabulary: Vocabulary, number: int, count: int, may_end: bool) -> BeamCandidates:
-    """Puts the end of the text among the first candidates as often as `tokens` samples it. Beams differ in how steeply
+def _candidates(vocabulary: Vocabulary, number: int, count: int, may_end: bool) -> Candidates:
+    """Puts the end of the text among the first candidates as often as `tokens` samples it. Rows differ in how steeply
     the probabilities fall."""
     token_ids = vocabulary.likeliest(number, count).astype(np.int32)
     if may_end and vocabulary.eos_ids and number % END_EVERY == 0:
         token_ids[0] = vocabulary.eos_ids[0]
     falls = 0.4 + 0.6 * (mixed(np.arange(len(token_ids), dtype=np.uint64) + np.uint64(number)) / 2.0**64)
-    return BeamCandidates(token_ids, -np.cumsum(falls).astype(np.float32))
+    return Candidates(token_ids, -np.cumsum(falls).astype(np.float32))
 
 
 def _fingerprint(facts: ModelFacts, block_size: int, kv_bytes_per_token: int) -> str:

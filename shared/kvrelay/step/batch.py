@@ -22,10 +22,10 @@ Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class BeamRow:
-    """Makes a row return the `num_candidates` most likely continuations of a beam instead of a token.
+class CandidatesWanted:
+    """Makes a row return the `num_candidates` most likely next tokens instead of a token.
 
-    `history` is all tokens of the beam, of which the first `num_prompt` are the prompt. Penalties use it.
+    `history` is all tokens of the sequence, of which the first `num_prompt` are the prompt. Penalties use it.
     """
 
     num_candidates: int
@@ -37,8 +37,8 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One sequence's row of a step: `len(token_ids)` tokens, the first at `position`.
 
     `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens. It holds the K/V of the
-    earlier `position` tokens. With `sample`, a token is sampled from the logits after the last token. With `beam`, the
-    best candidates are found instead, and `key` is the same for all beams of a request. With `has_placeholder`, the
+    earlier `position` tokens. With `sample`, a token is sampled from the logits after the last token. With `wanted`,
+    the best candidates are found instead; forks of a sequence share its `key`. With `has_placeholder`, the
     last of `token_ids` is a placeholder for the token that was sampled last for this key, by a step that was in flight
     when the batch was made. The last `num_drafts` of `token_ids` are drafts: guesses of the tokens that come next. The
     step verifies them, so the row may bring up to 1 + num_drafts tokens (see `RowResult`). With `jumps`, the row may
@@ -56,7 +56,7 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
     has_placeholder: bool = False
     num_drafts: int = 0
     jumps: bool = False
-    beam: BeamRow | None = None
+    wanted: CandidatesWanted | None = None
     first_scored: int = 0
     num_scored: int = 0
 
@@ -69,14 +69,14 @@ class BlockCopy:
     target: int
 
 
-class SwapCopies(NamedTuple):
-    """Pairs of pool block `blocks[i]` and host swap slot `slots[i]` to copy, in one direction."""
+class HostCopies(NamedTuple):
+    """Pairs of pool block `blocks[i]` and slot `slots[i]` on the host to copy, in one direction."""
 
     blocks: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
 
 
-NO_COPIES = SwapCopies()
+NO_COPIES = HostCopies()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class WorkerBatch:
 
     step: int
     rows: Sequence[WorkerRow]
-    swap_out: SwapCopies = NO_COPIES
-    swap_in: SwapCopies = NO_COPIES
+    to_host: HostCopies = NO_COPIES
+    from_host: HostCopies = NO_COPIES
     copies: Sequence[BlockCopy] = ()
 
     @property
@@ -102,15 +102,15 @@ class WorkerBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether the batch has rows, copies nothing, and has no rows of beams."""
-        if self.swap_out.blocks or self.swap_in.blocks or self.copies or not self.rows:
+        """Returns whether the batch has rows, copies nothing, and has no rows that want candidates."""
+        if self.to_host.blocks or self.from_host.blocks or self.copies or not self.rows:
             return False
-        return all(row.beam is None for row in self.rows)
+        return all(row.wanted is None for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
-class BeamCandidates:
-    """A beam's most likely continuations, best first: token ids and float32 log-probabilities, both `[k]`.
+class Candidates:
+    """The most likely next tokens, best first: token ids and float32 log-probabilities, both `[k]`.
 
     The log-probabilities are of the model's distribution after penalties, biases and minimum length.
     """
@@ -140,7 +140,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    candidates: BeamCandidates | None = None  # set for a `BeamRow`
+    candidates: Candidates | None = None  # set for a `CandidatesWanted`
     num_forced: int = 0
     is_late: bool = False
 
@@ -203,8 +203,8 @@ class ModelSpec:
     block_bytes: int  # bytes of one block with all layers
     dtype: str
     fingerprint: str  # hash over weights, dtypes, KV layout, block size and tokenizer
-    num_swap_slots: int = 0  # blocks that fit the host's swap space
-    swap_block_s: float = 0.0  # measured seconds to copy a block one way; 0: not measured
+    num_host_slots: int = 0  # blocks that the host keeps for preempted sequences
+    host_block_s: float = 0.0  # measured seconds to copy a block one way; 0: not measured
     device: str = ""  # device name for display: cpu, or a GPU's name and UUID
     kv_dtype: str = ""  # dtype of keys and values in the pool; empty: simulated
     tokenizer: str = ""  # see `kvrelay.tokenizer_identity`

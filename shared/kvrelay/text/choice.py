@@ -13,7 +13,7 @@ import msgspec
 
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
-from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import FinishReason, ScoredText, TokenLogprobs
 from kvrelay.text.output_parsing.dialect import TokenCounter
 from kvrelay.text.output_parsing.events import ContentText, Event
 from kvrelay.text.parsed_text import ParsedText, StopMatcher, TokenKind
@@ -25,7 +25,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, gc=False):
 
     `prompt_logprobs` (for prompt tokens 1, 2, ...) and `cached_tokens` come with a sequence's first delta.
     With `finish` STOP_TOKEN the last token is the end-of-sequence or stop token. With max_tokens 0 one delta comes,
-    with no token, finish LENGTH and the prompt's logprobs. A beam search gives deltas without tokens: its `beams`, best
+    with no token, finish LENGTH and the prompt's logprobs. A beam search gives deltas without tokens: its `texts`, best
     first, with the best one's finish.
     """
 
@@ -36,7 +36,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
-    beams: Sequence[BeamResult] = ()
+    texts: Sequence[ScoredText] = ()
 
 
 def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
@@ -55,7 +55,7 @@ def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
         if delta.usage is not None:
             usage = delta.usage
     return SequenceDelta(
-        first.sequence, token_ids, logprobs or (), first.prompt_logprobs, cached_tokens, last.finish, usage, last.beams
+        first.sequence, token_ids, logprobs or (), first.prompt_logprobs, cached_tokens, last.finish, usage, last.texts
     )
 
 
@@ -104,7 +104,7 @@ class Choice:
         self.index = index
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.beam: BeamResult | None = None  # set if a beam search found this text
+        self.beam: ScoredText | None = None  # set if a beam search found this text
         self.num_tokens = 0
         self.logprob_sum = 0.0
         self._detokenizer = detokenizer
@@ -160,7 +160,7 @@ class Choice:
         if finish is not None and self.finish_reason is None:
             self._finish(finish, token_ids)
 
-    def feed_beam(self, beam: BeamResult) -> None:
+    def feed_beam(self, beam: ScoredText) -> None:
         """Takes the whole sequence that a beam search found."""
         self.beam = beam
         self.feed(SequenceDelta(self.index, beam.token_ids, finish=beam.finish))

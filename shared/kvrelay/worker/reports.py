@@ -226,7 +226,7 @@ class Reports:
         return {state.value: count for state, count in pool.counts().items()} | {"total": pool.num_blocks}
 
     def _swap(self) -> dict[str, int]:
-        use = self._worker.scheduler.swap_use
+        use = self._worker.scheduler.lifecycle.offload.use
         return {"total": use.num_slots, "used": use.num_used_slots}
 
 

@@ -30,7 +30,7 @@ from kvrelay.protocol.sampling import BeamSpec, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.sequence import Origin, Sequence, TokenBuffer
-from kvrelay.step.batch import BeamCandidates, ModelSpec
+from kvrelay.step.batch import Candidates, ModelSpec
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay.worker.context import WorkerContext
 
@@ -293,7 +293,7 @@ def _check_beams(beams: BeamSpec, num_tokens: int, longest: int, spec: ModelSpec
         )
 
 
-def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:
+def pack_candidates(candidates: Candidates) -> PackedCandidates:
     """Returns little-endian int32 token ids and float32 log-probabilities."""
     return PackedCandidates(
         candidates.token_ids.astype("<i4").tobytes(),
@@ -301,10 +301,10 @@ def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:
     )
 
 
-def unpack_candidates(packed: PackedCandidates) -> BeamCandidates:
+def unpack_candidates(packed: PackedCandidates) -> Candidates:
     """Inverts `pack_candidates`. Raises ValueError if the bytes are not such arrays."""
     token_ids = np.frombuffer(packed.token_ids, "<i4").astype(np.int32)
     logprobs = np.frombuffer(packed.logprobs, "<f4").astype(np.float32)
     if len(token_ids) != len(logprobs) or not len(token_ids):
         raise ValueError(f"{len(token_ids)} candidates with {len(logprobs)} log-probabilities")
-    return BeamCandidates(token_ids, logprobs)
+    return Candidates(token_ids, logprobs)

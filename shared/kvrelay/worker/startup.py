@@ -220,12 +220,12 @@ def _log_model(spec: ModelSpec, took_s: float) -> None:
         spec.num_blocks * spec.block_bytes / 2**20,
         spec.max_model_len,
     )
-    if spec.num_swap_slots:
+    if spec.num_host_slots:
         log.info(
             "swap space: %d blocks (%.0f MiB); copying one takes %.3f ms",
-            spec.num_swap_slots,
-            spec.num_swap_slots * spec.block_bytes / 2**20,
-            1e3 * spec.swap_block_s,
+            spec.num_host_slots,
+            spec.num_host_slots * spec.block_bytes / 2**20,
+            1e3 * spec.host_block_s,
         )
 
 
@@ -270,8 +270,8 @@ def make_scheduler(
     limits = SchedulerLimits(config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids))
     settings = replace(
         scheduler_settings(config),
-        num_swap_slots=spec.num_swap_slots,
-        swap_block_s=spec.swap_block_s,
+        num_host_slots=spec.num_host_slots,
+        host_block_s=spec.host_block_s,
         samples_behind=samples_behind,
     )
     return scheduling.make_scheduler(config.scheduler, limits, pool, cache, settings)

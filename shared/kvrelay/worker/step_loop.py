@@ -29,7 +29,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import (
-    BeamCandidates,
+    Candidates,
     DeviceLost,
     GrammarWork,
     RowsFailed,
@@ -162,7 +162,7 @@ class StepLoop:
         if self._observer is not None:
             self._observer.arrived(sequence, is_running=False)
 
-    def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
+    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
         """Runs a handoff whose KV is here, as `Scheduler.adopt` does. Raises ValueError as `add` does."""
         self._introduce(sequence)
         with self._forget_if_refused(sequence.key):

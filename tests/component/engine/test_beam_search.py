@@ -19,7 +19,7 @@ from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.cache import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.protocol.sampling import BeamResult, BeamSpec, EarlyStopping, Sampling
+from kvrelay.protocol.sampling import BeamSpec, EarlyStopping, Sampling, ScoredText
 from kvrelay.scheduling.plan import worker_batch
 from kvrelay.scheduling.policies import BUILT_IN
 from kvrelay.scheduling.scheduler import make_scheduler
@@ -73,8 +73,8 @@ class Engine:
         self.scheduler.add(sequence)
         return sequence
 
-    def run(self) -> dict[Sequence, list[BeamResult]]:
-        results: dict[Sequence, list[BeamResult]] = {}
+    def run(self) -> dict[Sequence, list[ScoredText]]:
+        results: dict[Sequence, list[ScoredText]] = {}
         while self.scheduler.has_work:
             self._preempt_somebody()
             plan = self.scheduler.schedule()
@@ -82,8 +82,8 @@ class Engine:
             self.num_copies += len(plan.copies)
             if plan.rows:
                 for output in self.scheduler.commit(plan, self.runner.execute(worker_batch(plan))):
-                    if output.beams:
-                        results[output.sequence] = list(output.beams)
+                    if output.texts:
+                        results[output.sequence] = list(output.texts)
             self.pool.check_integrity()
         assert self.pool.num_available == self.pool.num_blocks
         assert not len(self.scheduler.blocks.copies)
@@ -117,7 +117,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(4, 250), k=length)
 
 
-def check(results: list[BeamResult], model: Any, prompt: list[int], sampling: Sampling) -> None:
+def check(results: list[ScoredText], model: Any, prompt: list[int], sampling: Sampling) -> None:
     expected = reference_beams(model, prompt, sampling, list(sampling.stop_token_ids) or None)
     assert [each.token_ids for each in results] == [each.token_ids for each in expected]
     for got, wanted in zip(results, expected, strict=True):

@@ -149,11 +149,11 @@ def check(
     scheduler = make_scheduler(name, limits, pool, kept, settings)
     outputs = [expected(prompt, max_tokens) for prompt, max_tokens in jobs()]
     stops = [None if number % 3 else output[len(output) // 2] for number, output in enumerate(outputs)]
-    num_slots = settings.num_swap_slots
+    num_slots = settings.num_host_slots
     runner = TransformersRunner(
         model,
         NUM_BLOCKS,
-        num_swap_slots=num_slots,
+        num_host_slots=num_slots,
         with_scratch=recorder is not None,
         launches_ahead=launches_ahead,
     )
@@ -195,7 +195,7 @@ def test_captured_steps(
     name: str,
     steps: str,
 ) -> None:
-    recorder, settings = FakeRecorder(), SchedulerSettings(num_swap_slots=12)
+    recorder, settings = FakeRecorder(), SchedulerSettings(num_host_slots=12)
     check(capturable_model, expected, name, settings, with_cache=True, recorder=recorder, **STEPS[steps])
     assert recorder.num_replayed > 10
 
@@ -261,7 +261,7 @@ def test_preemption_by_swapping(
 ) -> None:
     """Both ways of preemption in turn, by force; with few slots copies are given up, too."""
     rng = random.Random(num_slots)
-    settings = SchedulerSettings(num_swap_slots=num_slots)
+    settings = SchedulerSettings(num_host_slots=num_slots)
     schedule = Scheduler.schedule
 
     def schedule_after_preemptions(self: Scheduler) -> StepPlan:
@@ -283,7 +283,7 @@ def test_preemption_by_swapping(
         patch.object(swapping, "prefers_swap", lambda *_: rng.random() < 0.8),
     ):
         scheduler = check(model, expected, name, settings, with_cache=with_cache, overlap=False)
-    use = scheduler.swap_use
+    use = scheduler.lifecycle.offload.use
     assert use.num_blocks_out > 0 and use.num_blocks_in > 0
     assert use.num_preemptions < scheduler.num_preemptions
     assert use.num_used_slots == 0

@@ -18,7 +18,7 @@ from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.engine.sample.pending_tokens import BadLogits
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.step.batch import BeamRow, BlockCopy, DeviceLost, SwapCopies, WorkerBatch, WorkerRow
+from kvrelay.step.batch import BlockCopy, CandidatesWanted, DeviceLost, HostCopies, WorkerBatch, WorkerRow
 from tests.component.engine.tensor_parallel_ranks import DividedRunner, RankProcesses
 from tests.fakes.reference_model import generate, load_reference
 from tests.tiny_models import DIVIDED, VOCAB_SIZE, build_model
@@ -97,7 +97,7 @@ def test_what_ranks_hold_and_say_of_themselves(
     whole = make_runner(str(path), dtype="float32", num_blocks=NUM_BLOCKS).spec
     specs = divide(2, path).specs
     spec = specs[0]
-    assert all(replace(each, swap_block_s=spec.swap_block_s) == spec for each in specs)
+    assert all(replace(each, host_block_s=spec.host_block_s) == spec for each in specs)
     assert (spec.num_kv_heads, spec.total_kv_heads, spec.tensor_parallel_size) == (1, 2, 2)
     assert spec.block_bytes * 2 == whole.block_bytes
     assert spec.model_identity == whole.model_identity == whole.fingerprint != spec.fingerprint
@@ -234,12 +234,12 @@ def _mixed_steps() -> Iterator[WorkerBatch]:
         row = WorkerRow(key, tokens[start:stop], start, tables[blocks], sample=False, is_prefill=True)
         return structs.replace(row, **changes)
 
-    history = BeamRow(3, tokens[:20], 20)
+    history = CandidatesWanted(3, tokens[:20], 20)
     yield WorkerBatch(
         0,
         [
             row(scored, slice(0, 40), 0, 570),
-            row(beam, slice(40, 44), 0, 20, sample=True, beam=history),
+            row(beam, slice(40, 44), 0, 20, sample=True, wanted=history),
             row(partly, slice(50, 54), 0, 20),
         ],
     )
@@ -270,8 +270,8 @@ def test_copies_and_swaps_reach_the_blocks_of_all_ranks(
     blocks = sequence.blocks.tolist()
     others = sorted(set(range(NUM_BLOCKS)) - set(blocks))
     slots, targets = tuple(range(len(blocks))), others[: len(blocks)]
-    runner.execute(WorkerBatch(90, [], swap_out=SwapCopies(tuple(blocks), slots)))
-    runner.execute(WorkerBatch(91, [], swap_in=SwapCopies(tuple(targets), slots)))
+    runner.execute(WorkerBatch(90, [], to_host=HostCopies(tuple(blocks), slots)))
+    runner.execute(WorkerBatch(91, [], from_host=HostCopies(tuple(targets), slots)))
     copies = [BlockCopy(source, target) for source, target in zip(targets, others[len(blocks) :], strict=False)]
     runner.execute(WorkerBatch(92, [], copies=copies))
     sequence.blocks, sequence.num_output = np.array([copy.target for copy in copies], np.int32), 8

@@ -101,7 +101,7 @@ def main() -> int:
         BLOCK_SIZE,
         LONGEST,
         fingerprint=given.get("fingerprint", "hash-model"),
-        num_swap_slots=given.get("num_slots", 0),
+        num_host_slots=given.get("num_slots", 0),
     )
     replica = DisturbedReplica(runner, given)
     try:

@@ -51,7 +51,7 @@ def opened(size: int, num_slots: int = 0, silence_s: float = 15.0, **given: dict
         local = LocalRanks([rank_command(meeting, rank, num_slots=num_slots, **own) for rank, own in others.items()])
         group = RankGroup(size, local, silence_s=silence_s)
         write_meeting(group, meeting)
-        leader = LeadingHashRunner(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)
+        leader = LeadingHashRunner(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_host_slots=num_slots)
         try:
             yield Ranks(group, local, leader, RankedRunner(leader, group))
         finally:

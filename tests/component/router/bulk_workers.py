@@ -13,7 +13,7 @@ import msgspec
 from kvrelay.fleet import WorkerRecord
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.messages import AnyBody, Generate, PeerRef, Prompt, SequenceUsage, TokenBatch, TokenEntry
-from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import FinishReason, ScoredText, TokenLogprobs
 from kvrelay.text.service import TextService
 from kvrelay.worker.requests import scores_of
 from kvrelay_router.asgi.app import create_app
@@ -61,9 +61,9 @@ class BulkDecode(FakeDecode):
     def _answer(self, key: Key, prompt: Prompt) -> TokenEntry:
         sampling = prompt.sampling
         token_ids = [FIRST_ID + number % NUM_IDS for number in range(sampling.max_tokens)]
-        beams: list[BeamResult] = []
+        beams: list[ScoredText] = []
         if sampling.beams is not None:
-            beams = [BeamResult(token_ids, -1.0, -1.0, FinishReason.LENGTH)] * sampling.beams.num_returned
+            beams = [ScoredText(token_ids, -1.0, -1.0, FinishReason.LENGTH)] * sampling.beams.num_returned
         return TokenEntry(
             request=key[0],
             attempt=key[1],
@@ -74,7 +74,7 @@ class BulkDecode(FakeDecode):
             cached_tokens=0,
             finish=FinishReason.LENGTH,
             usage=SequenceUsage(prompt_blocks=1, computed_blocks=1),
-            beams=beams,
+            texts=beams,
         )
 
     def _send_all(self, router: PeerRef) -> None:

@@ -226,16 +226,16 @@ def test_a_resumed_attempt_goes_on_where_the_first_stopped(redis_url: str) -> No
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.parametrize(("preemption", "num_swap_slots"), [("recompute", 0), ("swap", 60), ("swap", 9), ("auto", 60)])
+@pytest.mark.parametrize(("preemption", "num_host_slots"), [("recompute", 0), ("swap", 60), ("swap", 9), ("auto", 60)])
 def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_tokens(
-    redis_url: str, tmp_path: Path, preemption: str, num_swap_slots: int
+    redis_url: str, tmp_path: Path, preemption: str, num_host_slots: int
 ) -> None:
     """Two of each, pools nearly full: deferred grants and preemptions, but nobody waits for ever."""
 
     totals: list[dict[str, float]] = []
 
     async def test() -> None:
-        small = [HashRunner(num_blocks=14, max_model_len=224, num_swap_slots=num_swap_slots) for _ in range(4)]
+        small = [HashRunner(num_blocks=14, max_model_len=224, num_host_slots=num_host_slots) for _ in range(4)]
         policy: dict[str, object] = {"token_budget": 48, "max_running": 8, "preemption": preemption}
         policy["metrics_file"] = str(tmp_path / "{worker_id}")
         async with fleet(redis_url, small[:2], small[2:], **policy) as f:
@@ -258,14 +258,14 @@ def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_t
             for each in totals:
                 assert each["preemptions"] == each["preemptions_by_swap"] + each["preemptions_by_recompute"]
             for worker in f.decode:
-                assert worker.started.reports.status().swap == {"total": num_swap_slots, "used": 0}
+                assert worker.started.reports.status().swap == {"total": num_host_slots, "used": 0}
 
     run(test)
     found = [record for file in tmp_path.iterdir() for record in read_metrics(file)]
     steps = [record for record in found if isinstance(record, StepRecord)]
     assert sum(s.num_swapped_out_blocks for s in steps) == sum(each["swapped_out_blocks"] for each in totals)
     assert sum(s.num_swapped_in_blocks for s in steps) == sum(each["swapped_in_blocks"] for each in totals)
-    assert max(s.num_used_swap_slots for s in steps) <= num_swap_slots
+    assert max(s.num_used_swap_slots for s in steps) <= num_host_slots
 
 
 def test_prefill_keeps_the_kv_until_commit_and_serves_another_decode_worker(redis_url: str) -> None:

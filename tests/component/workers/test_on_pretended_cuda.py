@@ -42,7 +42,7 @@ class Runner(TransformersRunner):
 
 def make_runner(directory: Path, device: str) -> Runner:
     model = load_model(open_source(str(directory), "float32", device, 256), 16, TorchBackend())
-    return Runner(model, 40, num_swap_slots=10)
+    return Runner(model, 40, num_host_slots=10)
 
 
 @pytest.mark.slow

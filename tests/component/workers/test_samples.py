@@ -179,7 +179,7 @@ def test_cancels_and_stops_of_any_sample_at_any_moment(
     async def test() -> None:
         rng = random.Random(num_blocks)
         prefill = [HashRunner(num_blocks) for _ in range(num_prefill)]
-        decode = [HashRunner(num_blocks, num_swap_slots=8 * index) for index in range(2)]
+        decode = [HashRunner(num_blocks, num_host_slots=8 * index) for index in range(2)]
         async with fleet(redis_url, prefill, decode, token_budget=32, max_running=6, transfer=transfer) as f:
             kept: list[tuple[list[int], int, Sampling, Received]] = []
             for number in range(40):

@@ -13,7 +13,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.packed_logprobs import packed_in_parts
-from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, ScoredText, TokenLogprobs
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     Ended,
@@ -181,7 +181,7 @@ def test_cached_tokens_are_told_once_and_usage_with_the_next_delta() -> None:
 
 # -- beam search ------------------------------------------------------------------------------------------------------
 
-BEAMS = [BeamResult([1, 2, 3], -0.5, -1.5, LENGTH), BeamResult([4], -0.7, -0.7, FinishReason.STOP_TOKEN)]
+BEAMS = [ScoredText([1, 2, 3], -0.5, -1.5, LENGTH), ScoredText([4], -0.7, -0.7, FinishReason.STOP_TOKEN)]
 
 
 def searching() -> DrivenSequence:
@@ -196,18 +196,18 @@ def test_a_beam_search_is_silent_until_its_texts_come() -> None:
     machine = searching()
     assert machine.handle(tokens(0, cached_tokens=16, usage=SequenceUsage(prompt_blocks=2))) == []
     assert machine.state is AttemptState.STREAMING
-    deliver, ended = machine.handle(tokens(0, finish=LENGTH, beams=BEAMS))
+    deliver, ended = machine.handle(tokens(0, finish=LENGTH, texts=BEAMS))
     assert isinstance(deliver, Deliver)
-    assert (deliver.delta.beams, deliver.delta.finish, deliver.delta.token_ids) == (BEAMS, LENGTH, [])
+    assert (deliver.delta.texts, deliver.delta.finish, deliver.delta.token_ids) == (BEAMS, LENGTH, [])
     assert (deliver.delta.cached_tokens, deliver.delta.usage) == (16, SequenceUsage(prompt_blocks=2))
     assert ended == Ended(None)
 
 
 def test_prefill_may_end_a_beam_search() -> None:
     machine = searching()
-    body = FirstToken(index=0, finish=LENGTH, beams=BEAMS, cached_tokens=3)
+    body = FirstToken(index=0, finish=LENGTH, texts=BEAMS, cached_tokens=3)
     deliver, _ = machine.handle(FirstTokenReceived(P, 1, body))
-    assert isinstance(deliver, Deliver) and deliver.delta.beams == BEAMS
+    assert isinstance(deliver, Deliver) and deliver.delta.texts == BEAMS
     assert machine.state is AttemptState.DONE
 
 

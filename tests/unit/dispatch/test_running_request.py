@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
-from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import FinishReason, Sampling, ScoredText, TokenLogprobs
 from kvrelay.text.choice import SequenceDelta
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.dispatch.placement import PromptPrefixes
@@ -277,8 +277,8 @@ async def test_long_texts_of_a_beam_search_are_taken_a_part_at_a_time(num_tokens
     calls = Calls()
     reader = Reader(calls) if is_pushed else None
     await turn()
-    beams = [BeamResult([number] * num_tokens, -1.0, -1.0, FinishReason.LENGTH) for number in range(9)]
-    calls.handle.deliver(SequenceDelta(0, [], cached_tokens=3, finish=FinishReason.LENGTH, beams=beams))
+    beams = [ScoredText([number] * num_tokens, -1.0, -1.0, FinishReason.LENGTH) for number in range(9)]
+    calls.handle.deliver(SequenceDelta(0, [], cached_tokens=3, finish=FinishReason.LENGTH, texts=beams))
     taken = []
     while calls.handle.has_deltas:
         if reader is None:
@@ -289,8 +289,8 @@ async def test_long_texts_of_a_beam_search_are_taken_a_part_at_a_time(num_tokens
         taken = [delta for end, batch in reader.seen for delta in batch if end == "sink"]
         calls.handle.finish(0)
         await reader.task
-    assert [beam for delta in taken for beam in delta.beams] == beams
-    assert all(len(delta.beams) == 1 or len(delta.beams) * num_tokens <= MAX_TAKEN_TOKENS for delta in taken)
+    assert [beam for delta in taken for beam in delta.texts] == beams
+    assert all(len(delta.texts) == 1 or len(delta.texts) * num_tokens <= MAX_TAKEN_TOKENS for delta in taken)
     assert len(taken) == (1 if num_tokens == 1 else 3 if num_tokens < MAX_TAKEN_TOKENS else len(beams))
     assert [delta.cached_tokens for delta in taken] == [3] + [None] * (len(taken) - 1)
 

@@ -13,7 +13,7 @@ from kvrelay.engine.sample.beam_candidates import best_candidates
 from kvrelay.engine.sample.pending_tokens import BadLogits
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
-from kvrelay.step.batch import BeamRow
+from kvrelay.step.batch import CandidatesWanted
 from tests.thoroughness import examples
 from tests.unit.engine import sampling_oracle
 from tests.unit.engine.test_sampler import CPU, EOS, VOCAB_SIZE, key, make_logits, samplings
@@ -45,7 +45,7 @@ def test_a_batch_of_beams_against_rows_written_out(
     beams, positions = [], []
     for request, _, output, count in given_rows:
         history = np.array([*prompts[request], *output], np.int32)
-        beams.append(BeamRow(count, history, len(prompts[request])))
+        beams.append(CandidatesWanted(count, history, len(prompts[request])))
         positions.append(len(history))
     found = best_candidates(sampler, [key(r) for r, _, _, _ in given_rows], beams, np.array(positions), logits)
     for row, (request, _, output, count) in enumerate(given_rows):
@@ -61,7 +61,7 @@ def test_a_batch_of_beams_against_rows_written_out(
 
 def test_rows_that_are_not_finite_are_named() -> None:
     sampler = Sampler(VOCAB_SIZE, EOS, CPU)
-    beam = BeamRow(2, np.array([1], np.int32), 1)
+    beam = CandidatesWanted(2, np.array([1], np.int32), 1)
     for index in range(2):
         sampler.add(key(index), Sampling(beams=BeamSpec(width=1, num_returned=1)), [1], 1)
     logits = make_logits(2)

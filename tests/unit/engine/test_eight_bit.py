@@ -24,7 +24,7 @@ from kvrelay.engine.run.device_pool import DevicePool
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.step.batch import BlockCopy, SwapCopies, WorkerBatch
+from kvrelay.step.batch import BlockCopy, HostCopies, WorkerBatch
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, randomize
 from tests.unit.engine.driving import Driven, run, start
@@ -136,10 +136,10 @@ class Disturbed:
 
     def swap(self, sequence: Driven) -> None:
         slots = tuple(range(len(sequence.blocks)))
-        self.runner.execute(WorkerBatch(0, [], swap_out=SwapCopies(tuple(sequence.blocks.tolist()), slots)))
+        self.runner.execute(WorkerBatch(0, [], to_host=HostCopies(tuple(sequence.blocks.tolist()), slots)))
         targets, self.spare = np.split(self.spare, [len(sequence.blocks)])
         self.leave(sequence, targets)
-        self.runner.execute(WorkerBatch(0, [], swap_in=SwapCopies(tuple(targets.tolist()), slots)))
+        self.runner.execute(WorkerBatch(0, [], from_host=HostCopies(tuple(targets.tolist()), slots)))
 
     def leave(self, sequence: Driven, targets: np.ndarray) -> None:
         self.runner.pool_bytes[sequence.blocks] = 0x7F
@@ -253,7 +253,7 @@ def test_a_block_takes_a_quarter_of_float32s_bytes(kv_cache_dtype: str, model_di
     small = make(model_dir("llama"), kv_cache_dtype, num_blocks=None, memory_bytes=1 << 20).spec
     assert 4 * small.block_bytes == exact.block_bytes
     assert small.num_blocks == 4 * exact.num_blocks
-    assert small.num_swap_slots == 4 * exact.num_swap_slots
+    assert small.num_host_slots == 4 * exact.num_host_slots
     assert (exact.dtype, exact.kv_dtype) == ("float32", "float32")
     assert (small.dtype, small.kv_dtype) == ("float32", kv_cache_dtype)
 

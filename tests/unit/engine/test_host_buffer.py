@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.engine.run.host_buffer import HostBuffer, pinned_memory
-from kvrelay.step.batch import SwapCopies
+from kvrelay.step.batch import HostCopies
 
 pytestmark = pytest.mark.unit
 NUM_BLOCKS, NUM_SLOTS = 9, 7
@@ -31,7 +31,7 @@ def contents(pool: torch.Tensor) -> list[float]:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[tuple[SwapCopies, SwapCopies]]:
+def steps(draw: st.DrawFn) -> list[tuple[HostCopies, HostCopies]]:
     """Steps of a run: no block or slot twice on one side, none of the slots that are read is written."""
     drawn = []
     for _ in range(draw(st.integers(1, 6))):
@@ -42,16 +42,16 @@ def steps(draw: st.DrawFn) -> list[tuple[SwapCopies, SwapCopies]]:
             blocks = draw(st.permutations(range(NUM_BLOCKS)))[: len(part)]
             pairs = list(zip(blocks, part, strict=True))
             pairs = sorted(pairs) if draw(st.booleans()) else pairs
-            both.append(SwapCopies(tuple(b for b, _ in pairs), tuple(s for _, s in pairs)))
+            both.append(HostCopies(tuple(b for b, _ in pairs), tuple(s for _, s in pairs)))
         drawn.append((both[0], both[1]))
     return drawn
 
 
-def check(course: list[tuple[SwapCopies, SwapCopies]], dtype: torch.dtype, device: str) -> None:
+def check(course: list[tuple[HostCopies, HostCopies]], dtype: torch.dtype, device: str) -> None:
     pool = make_pool(dtype, device)
     buffer = HostBuffer(pool, NUM_SLOTS)
-    everywhere = SwapCopies(tuple(range(NUM_SLOTS)), tuple(range(NUM_SLOTS)))
-    buffer.swap(everywhere, SwapCopies())
+    everywhere = HostCopies(tuple(range(NUM_SLOTS)), tuple(range(NUM_SLOTS)))
+    buffer.swap(everywhere, HostCopies())
     blocks, slots = [float(n) for n in range(NUM_BLOCKS)], [float(n) for n in range(NUM_SLOTS)]
     for number, (out, back) in enumerate(course):
         assert buffer.swap(out, back) >= 0
@@ -65,7 +65,7 @@ def check(course: list[tuple[SwapCopies, SwapCopies]], dtype: torch.dtype, devic
 
 
 @given(steps(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_blocks_go_out_before_others_come_in(course: list[tuple[SwapCopies, SwapCopies]], dtype: torch.dtype) -> None:
+def test_blocks_go_out_before_others_come_in(course: list[tuple[HostCopies, HostCopies]], dtype: torch.dtype) -> None:
     check(course, dtype, "cpu")
 
 
@@ -81,13 +81,13 @@ def test_more_memory_than_there_is_is_refused_by_the_settings_name() -> None:
         HostBuffer(make_pool(torch.float32), 1 << 50)
 
 
-@pytest.mark.parametrize("copies", [SwapCopies((9,), (0,)), SwapCopies((-1,), (0,)), SwapCopies((0,), (7,))])
-def test_a_block_or_slot_that_there_is_not_is_refused(copies: SwapCopies) -> None:
+@pytest.mark.parametrize("copies", [HostCopies((9,), (0,)), HostCopies((-1,), (0,)), HostCopies((0,), (7,))])
+def test_a_block_or_slot_that_there_is_not_is_refused(copies: HostCopies) -> None:
     pool = make_pool(torch.float32)
     with pytest.raises(IndexError, match="but there are"):
-        HostBuffer(pool, NUM_SLOTS).swap(copies, SwapCopies())
+        HostBuffer(pool, NUM_SLOTS).swap(copies, HostCopies())
     with pytest.raises(IndexError, match="but there are"):
-        HostBuffer(pool, NUM_SLOTS).swap(SwapCopies(), copies)
+        HostBuffer(pool, NUM_SLOTS).swap(HostCopies(), copies)
 
 
 # -- pinned memory: the driver is made up ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.engine.run.waits import Waits
 from kvrelay.engine.sample import sampler, truncation
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.step.batch import BeamRow, BlockCopy, DeviceLost, RowsFailed, SwapCopies, WorkerBatch, WorkerRow
+from kvrelay.step.batch import BlockCopy, CandidatesWanted, DeviceLost, HostCopies, RowsFailed, WorkerBatch, WorkerRow
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.fakes.late_copies import LateCopies
 from tests.unit.engine.driving import Driven, failing_logits, run, start
@@ -189,10 +189,10 @@ def test_what_needs_the_host_is_not_launched_behind_another_step(models: Callabl
     batch = behind(sequences, first)
     row = batch.rows[0]
     with_row = {
-        "a beam": msgspec.structs.replace(row, beam=BeamRow(2, np.zeros(4, np.int32), 3)),
+        "a beam": msgspec.structs.replace(row, wanted=CandidatesWanted(2, np.zeros(4, np.int32), 3)),
         "scored": scored.row(10),
     }
-    copies = SwapCopies((0,), (0,))
+    copies = HostCopies((0,), (0,))
     assert runner.can_launch_behind(batch)
     assert runner.can_launch_behind(replace(batch, rows=[penalised.row(40)]))
     waits = behind([penalised], first).rows[0]
@@ -200,8 +200,8 @@ def test_what_needs_the_host_is_not_launched_behind_another_step(models: Callabl
     assert runner.can_launch_behind(replace(batch, rows=behind([scored], first).rows)), "its prompt is computed"
     refused = {name: replace(batch, rows=[each, *batch.rows[1:]]) for name, each in with_row.items()}
     refused |= {
-        "swapped out": replace(batch, swap_out=copies),
-        "swapped in": replace(batch, swap_in=copies),
+        "swapped out": replace(batch, to_host=copies),
+        "swapped in": replace(batch, from_host=copies),
         "copied": replace(batch, copies=[BlockCopy(0, 1)]),
         "nothing": replace(batch, rows=[]),
     }
@@ -296,7 +296,10 @@ def test_a_draw_that_was_begun_by_a_step_that_fails_is_given_up(models: Callable
     drawing, searched = start(runner, [[1] * 20, [2] * 20], SAMPLINGS["penalised"], 3)
     runner.pool[int(searched.blocks[0])] = float("nan")
     beam = msgspec.structs.replace(
-        searched.row(20), token_ids=np.array([2], np.int32), position=19, beam=BeamRow(2, np.full(20, 2, np.int32), 20)
+        searched.row(20),
+        token_ids=np.array([2], np.int32),
+        position=19,
+        wanted=CandidatesWanted(2, np.full(20, 2, np.int32), 20),
     )
     with pytest.raises(RowsFailed) as caught:
         runner.execute(WorkerBatch(1, [drawing.row(20), beam]))

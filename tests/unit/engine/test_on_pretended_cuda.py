@@ -20,7 +20,16 @@ from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
-from kvrelay.step.batch import NO_COPIES, BeamRow, BlockCopy, DeviceLost, RowResult, SwapCopies, WorkerBatch, WorkerRow
+from kvrelay.step.batch import (
+    NO_COPIES,
+    BlockCopy,
+    CandidatesWanted,
+    DeviceLost,
+    HostCopies,
+    RowResult,
+    WorkerBatch,
+    WorkerRow,
+)
 from kvrelay.worker.speeds import measure_costs
 from kvrelay.worker.worker_main import load_runner
 from tests.fakes import pretended_flashinfer
@@ -130,9 +139,9 @@ def beam_steps(runner: TransformersRunner) -> list[RowResult]:
     runner.add_sequence(key, sampling, prompt.tolist(), len(prompt))
 
     def row(token_ids: np.ndarray, position: int, table: list[int], history: np.ndarray) -> WorkerRow:
-        beam = BeamRow(6, history, len(prompt))
+        beam = CandidatesWanted(6, history, len(prompt))
         blocks = np.array(table, np.int32)
-        return WorkerRow(key, token_ids, position, blocks, sample=True, is_prefill=position == 0, beam=beam)
+        return WorkerRow(key, token_ids, position, blocks, sample=True, is_prefill=position == 0, wanted=beam)
 
     results = list(runner.execute(WorkerBatch(0, [row(prompt, 0, [3, 4], prompt)])).rows)
     assert results[0].candidates is not None
@@ -168,7 +177,7 @@ def test_a_sequence_goes_on_behind_its_swap_out_and_in(model_dir: Callable[[str]
             backend=TorchBackend(),
             swap_bytes=20 * 32768,
         )
-        assert runner.spec.num_swap_slots >= 8
+        assert runner.spec.num_host_slots >= 8
         prompts = [list(range(4, 60)), list(range(100, 120))]
         sequences = [
             Driven(("s", 0, i), prompt, Sampling(temperature=0.0), 12, np.arange(first, first + 6, dtype=np.int32))
@@ -180,8 +189,8 @@ def test_a_sequence_goes_on_behind_its_swap_out_and_in(model_dir: Callable[[str]
         def step(
             *rows_of: Driven,
             runner: TransformersRunner = runner,
-            out: SwapCopies = NO_COPIES,
-            back: SwapCopies = NO_COPIES,
+            out: HostCopies = NO_COPIES,
+            back: HostCopies = NO_COPIES,
         ) -> None:
             rows = [sequence.row(100) for sequence in rows_of]
             result = runner.execute(WorkerBatch(0, rows, out, back))
@@ -191,12 +200,12 @@ def test_a_sequence_goes_on_behind_its_swap_out_and_in(model_dir: Callable[[str]
         mover, other = sequences
         step(mover)
         step(mover, other)
-        step(other, out=SwapCopies(tuple(range(10, 16)), (5, 2, 3, 4, 0, 1)))
+        step(other, out=HostCopies(tuple(range(10, 16)), (5, 2, 3, 4, 0, 1)))
         step(other)
-        step(out=SwapCopies((30, 31), (6, 7)))
+        step(out=HostCopies((30, 31), (6, 7)))
         mover.blocks = np.array([50, 70, 60, 61, 52, 51], np.int32)
-        step(other, back=SwapCopies((50, 70, 60, 61, 52, 51), (5, 2, 3, 4, 0, 1)))
-        step(mover, back=SwapCopies((30, 31), (6, 7)))
+        step(other, back=HostCopies((50, 70, 60, 61, 52, 51), (5, 2, 3, 4, 0, 1)))
+        step(mover, back=HostCopies((30, 31), (6, 7)))
         for _ in range(6):
             step(mover, other)
         outputs.append([sequence.output for sequence in sequences])
@@ -283,7 +292,7 @@ def test_what_a_worker_loads_on_a_gpu(
     runner = load_runner(config)
     assert isinstance(runner, TransformersRunner)
     assert runner.spec.device == "Pretended GPU (GPU-00000000-0000-0000-0000-000000000002)"
-    assert runner.spec.num_swap_slots > 0
+    assert runner.spec.num_host_slots > 0
     assert isinstance(runner._model.backend, FlashInferBackend)
     assert runner._graphs is not None and runner._graphs.sizes[:3] == (1, 2, 4)
     assert runner._graphs.sizes[-1] == 64, "of tokens: rows may have several"

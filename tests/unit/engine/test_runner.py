@@ -19,7 +19,7 @@ from kvrelay.engine.run.device import Moment
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.engine.sample.pending_tokens import BadLogits
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.step.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
+from kvrelay.step.batch import BlockCopy, CandidatesWanted, DeviceLost, WorkerBatch, WorkerRow
 from tests.fakes.late_copies import LateCopies
 from tests.fakes.reference_model import generate, load_reference
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
@@ -200,7 +200,7 @@ def test_sequences_are_added_while_a_step_waits_for_the_device(
     LateCopies(monkeypatch, lambda: free.append(not runner._lock.locked()))
     sampled = start(runner, make_prompts((9,)), Sampling(temperature=0.7, logprobs=1), num_output=1, seed=94)[0]
     searched = start(runner, make_prompts((7,)), GREEDY, num_output=1, seed=95)[0]
-    row = msgspec.structs.replace(searched.row(7), beam=BeamRow(2, np.array(searched.tokens, np.int32), 7))
+    row = msgspec.structs.replace(searched.row(7), wanted=CandidatesWanted(2, np.array(searched.tokens, np.int32), 7))
     runner.execute(WorkerBatch(0, [sampled.row(9), row]))
     assert free == [True] * 3
 

@@ -17,7 +17,7 @@ from kvrelay.engine.sample.beam_candidates import best_candidates
 from kvrelay.engine.sample.pending_logprobs import token_logprobs
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
-from kvrelay.step.batch import BeamRow
+from kvrelay.step.batch import CandidatesWanted
 from tests.fakes.late_copies import LateCopies
 from tests.tiny_models import ARCHITECTURES
 from tests.unit.engine.test_architectures import SERVED
@@ -85,7 +85,7 @@ def test_log_probabilities_and_candidates_come_back_in_one_copy(monkeypatch: pyt
     key = ("request", 0, 0)
     spec = BeamSpec(width=3, num_returned=1, length_penalty=1.0, early_stopping=False)
     sampler.add(key, Sampling(beams=spec), [1], 1)
-    beam = BeamRow(6, np.array([1], np.int32), 1)
+    beam = CandidatesWanted(6, np.array([1], np.int32), 1)
     with Waits() as waits:
         found = best_candidates(sampler, [key] * 3, [beam] * 3, np.full(3, 1), logits)
     assert [len(each.token_ids) for each in found] == [6, 6, 6]

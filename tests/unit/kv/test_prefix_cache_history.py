@@ -233,7 +233,7 @@ class PoolAndCache(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences and self.step is None)
     @rule(number=PICK, num_taken=st.integers(0, 4))
-    def swap_out(self, number: int, num_taken: int) -> None:
+    def to_host(self, number: int, num_taken: int) -> None:
         """A sequence leaves for the host; a row of the same step takes up to `num_taken` of its blocks at once."""
         sequence = self.pick(number)
         names = [*sequence.hashes, *[None] * len(sequence.blocks)][: len(sequence.blocks)]
@@ -261,7 +261,7 @@ class PoolAndCache(RuleBasedStateMachine):
 
     @precondition(lambda self: self.swapped and self.step is None)
     @rule(number=PICK)
-    def swap_in(self, number: int) -> None:
+    def from_host(self, number: int) -> None:
         """What the cache still has is shared, the rest is copied back."""
         swapped = self.swapped[number % len(self.swapped)]
         matched = self.cache.match(swapped.hashes)

@@ -73,7 +73,7 @@ class Ranked(FailingRunner):
         self.let_run = self.leader.let_run
         self.pool_bytes = self.leader.pool_bytes
         self.replicas = [
-            HashReplica(HashRunner(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)) for _ in range(2)
+            HashReplica(HashRunner(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_host_slots=num_slots)) for _ in range(2)
         ]
         self.ranked = RankedRunner(self.leader, cast(RankGroup, ReplicasHere(*self.replicas)))
         self.in_flight: list[RankedStep] = []

@@ -117,7 +117,7 @@ class Bench:
         return sequence
 
     def _queue(self, sequence: Sequence) -> None:
-        sequence.origin.tenant, sequence.origin.weight = self.tenant, self.weight
+        sequence.origin.owner, sequence.origin.weight = self.tenant, self.weight
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
 
@@ -174,15 +174,15 @@ class Bench:
 
     def between_plan_and_landing(self, plan: StepPlan) -> None:
         """A handoff that is granted all there is now, and writes into it at once, touches nothing of the step's."""
-        if plan.swaps is None:
+        if plan.host_copies is None:
             return
         allocated = self.pool.allocate(self.pool.num_available, BlockState.RESERVED)
         granted = set(allocated)
         for sequence in plan.reservations:
             granted |= set(sequence.table.ids[sequence.num_published :].tolist())
-        assert granted.isdisjoint(plan.swaps.out.blocks)
-        assert granted.isdisjoint(plan.swaps.back.blocks)
-        assert not set(plan.swaps.out.slots) & set(plan.swaps.back.slots)
+        assert granted.isdisjoint(plan.host_copies.out.blocks)
+        assert granted.isdisjoint(plan.host_copies.back.blocks)
+        assert not set(plan.host_copies.out.slots) & set(plan.host_copies.back.slots)
         self.pool.check_integrity()
         self.pool.release(allocated, BlockState.RESERVED)
 
@@ -217,9 +217,9 @@ class Bench:
     def check_pool(self) -> None:
         self.pool.check_integrity()
         self.scheduler.waiting.check_integrity()
-        copying = any(plan.swaps for plan in self.scheduler._uncommitted)
+        copying = any(plan.host_copies for plan in self.scheduler._uncommitted)
         if not copying:
-            self.scheduler.lifecycle.swaps.check_integrity()
+            self.scheduler.lifecycle.offload.check_integrity()
         running = list(self.scheduler.running.values())
         assert self.scheduler.lifecycle.num_slots <= self.scheduler.limits.max_running
         holders = {s for s in [*running, *self.sequences] if s.num_planned} | set(

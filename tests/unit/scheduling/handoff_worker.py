@@ -69,7 +69,7 @@ class HandoffWorker:
         if sequence in self.lands_at:
             del self.lands_at[sequence]
             if quarantine_rounds:
-                self.scheduler.quarantine(sequence)
+                self.scheduler.drop_handoff(sequence)
                 self.quarantined[sequence] = self.round + quarantine_rounds
                 return
             self.scheduler.release(sequence, 0)
@@ -160,7 +160,7 @@ class HandoffWorker:
         scheduler = self.scheduler
         if scheduler.settings.queue_order != "fcfs" or self.bench.blocks.shares_prefixes:
             return
-        waiting = [each for each in self.open if each.state in (SequenceState.WAITING, SequenceState.SWAPPED)]
+        waiting = [each for each in self.open if each.state in (SequenceState.WAITING, SequenceState.ON_HOST)]
         if any(each.num_preemptions for each in waiting) or any(each.origin.sample_group for each in self.open):
             return
         following = next(iter(waiting), None)

@@ -32,7 +32,7 @@ class OverlappedBench(Bench):
             self.following = self.scheduler.schedule_ahead()
             assert self.scheduler.num_preemptions == before, "planning ahead preempted"
             if self.following is not None:
-                assert self.following.rows and self.following.swaps is None
+                assert self.following.rows and self.following.host_copies is None
                 self.num_planned_ahead += 1
                 new.append(self.following)
         self.check_pool()

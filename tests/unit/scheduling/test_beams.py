@@ -15,14 +15,14 @@ from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for_group
-from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling
+from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, ScoredText
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_search import BeamSearch
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
-from kvrelay.step.batch import BeamCandidates
+from kvrelay.step.batch import Candidates
 from kvrelay.worker.step_loop import StepLoop
 from tests.fakes.beam_oracle import Text, expected_beams, search
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens, next_candidates
@@ -52,7 +52,7 @@ class World:
         limits = SchedulerLimits(token_budget, max_running, MAX_MODEL_LEN, frozenset({EOS_TOKEN_ID}))
         built = make_scheduler(scheduler, limits, self.pool, kept, policy or SchedulerSettings())
         self.scheduler = built
-        self.results: dict[Sequence, list[BeamResult]] = {}
+        self.results: dict[Sequence, list[ScoredText]] = {}
         self.num_copies = 0
         self._number = 0
 
@@ -118,7 +118,7 @@ class World:
                 self.scheduler.abort(output.sequence.key)
             if output.finish is not None and output.sequence.sampling.beams is not None:
                 assert output.sequence not in self.results, "finished twice"
-                self.results[output.sequence] = list(output.beams)
+                self.results[output.sequence] = list(output.texts)
 
     def run(self) -> None:
         for _ in range(4000):
@@ -163,7 +163,7 @@ class World:
                 assert not leader.table.num_blocks, "a group that waits holds something"
 
 
-def check_texts(got: list[BeamResult], expected: list[Text]) -> None:
+def check_texts(got: list[ScoredText], expected: list[Text]) -> None:
     assert [tuple(each.token_ids) for each in got] == [text.token_ids for text in expected]
     assert [each.score for each in got] == [text.score for text in expected]
     assert [each.logprob for each in got] == [float(text.logprob) for text in expected]
@@ -240,14 +240,14 @@ def search_of(width: int, max_tokens: int, **rest: Any) -> Sampling:
 
 
 NO_CANDIDATES = [
-    BeamCandidates(np.zeros(0, np.int32), np.zeros(0, np.float32)),
-    BeamCandidates(np.array([1, 2], np.int32), np.array([-0.5], np.float32)),
-    BeamCandidates(np.array([1, 2], np.int32), np.array([-0.5, np.nan], np.float32)),
+    Candidates(np.zeros(0, np.int32), np.zeros(0, np.float32)),
+    Candidates(np.array([1, 2], np.int32), np.array([-0.5], np.float32)),
+    Candidates(np.array([1, 2], np.int32), np.array([-0.5, np.nan], np.float32)),
 ]
 
 
 @pytest.mark.parametrize("candidates", NO_CANDIDATES)
-def test_a_handoff_with_candidates_that_are_none_is_refused_and_leaves_nothing(candidates: BeamCandidates) -> None:
+def test_a_handoff_with_candidates_that_are_none_is_refused_and_leaves_nothing(candidates: Candidates) -> None:
     world = World(num_blocks=16, token_budget=32)
     sequence = world.make([1] * 6, search_of(2, 8))
     world.runner.drop_sequence(sequence.key)  # the step loop adds it when it is adopted
@@ -321,12 +321,12 @@ def test_a_search_that_is_aborted_while_its_step_waits_behind_one_that_fails_end
 # -- the search's state against a search that is written as plainly as can be ----------------------------------------
 
 
-def follow(tokens: tuple[int, ...], seed: int, vocabulary: int, count: int, levels: int) -> BeamCandidates:
+def follow(tokens: tuple[int, ...], seed: int, vocabulary: int, count: int, levels: int) -> Candidates:
     """A distribution over a small vocabulary; few `levels` make many ties."""
     rng = np.random.default_rng([seed, *tokens])
     logprobs = -rng.integers(1, levels, vocabulary).astype(np.float32) / np.float32(8)
     best = np.lexsort((np.arange(vocabulary), -logprobs))[:count]
-    return BeamCandidates(best.astype(np.int32), logprobs[best])
+    return Candidates(best.astype(np.int32), logprobs[best])
 
 
 @settings(max_examples=examples(400), deadline=None)
@@ -377,11 +377,11 @@ def test_equal_to_the_plain_search(
 
 def test_a_step_that_does_not_fit_changes_nothing() -> None:
     beams = BeamSearch(BeamSpec(width=2, num_returned=2), {0}, 3)
-    row = BeamCandidates(np.array([1, 2, 3], np.int32), np.array([-1, -2, -3], np.float32))
+    row = Candidates(np.array([1, 2, 3], np.int32), np.array([-1, -2, -3], np.float32))
     with pytest.raises(ValueError, match="2 rows"):
         beams.advance([row, row])
     with pytest.raises(ValueError, match="empty"):
-        beams.advance([BeamCandidates(row.token_ids[:0], row.logprobs[:0])])
+        beams.advance([Candidates(row.token_ids[:0], row.logprobs[:0])])
     assert beams.num_tokens == 0
     beams.advance([row])
     assert beams.tokens.tolist() == [1, 2]

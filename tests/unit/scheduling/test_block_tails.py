@@ -29,7 +29,7 @@ class KVBench(Bench):
 
     def __init__(self, num_blocks: int, token_budget: int, max_running: int, **others: object) -> None:
         super().__init__(num_blocks, token_budget, max_running, **others)  # type: ignore[arg-type]
-        self.runner = HashRunner(num_blocks, BLOCK_SIZE, num_blocks * BLOCK_SIZE, num_swap_slots=8)
+        self.runner = HashRunner(num_blocks, BLOCK_SIZE, num_blocks * BLOCK_SIZE, num_host_slots=8)
         self.num_computed = 0
         self._batches: dict[int, WorkerBatch] = {}
 
@@ -229,7 +229,7 @@ policies = st.builds(
     queue_starvation_bound=st.integers(1, 6),
     chunking=st.sampled_from(["fixed", "dynamic"]),
     preemption=st.sampled_from(["recompute", "swap"]),
-    num_swap_slots=st.sampled_from([0, 8]),
+    num_host_slots=st.sampled_from([0, 8]),
 )
 
 

@@ -35,8 +35,8 @@ policies = st.builds(
     queue_starvation_bound=st.integers(1, 6),
     chunking=st.sampled_from(["fixed", "dynamic"]),
     preemption=st.sampled_from(["auto", "recompute", "swap", "swap"]),
-    num_swap_slots=st.sampled_from([0, 3, 8, 40]),
-    swap_block_s=st.sampled_from([0.0, 1e-9, 1e3]),
+    num_host_slots=st.sampled_from([0, 3, 8, 40]),
+    host_block_s=st.sampled_from([0.0, 1e-9, 1e3]),
 )
 
 
@@ -86,7 +86,7 @@ class History:
             assert sequence.prefill_only or name in self.finished
         assert self.bench.pool.num_available == NUM_BLOCKS
         assert not self.bench.scheduler.lifecycle.in_progress
-        assert self.bench.scheduler.swap_use.num_used_slots == 0
+        assert self.bench.scheduler.lifecycle.offload.use.num_used_slots == 0
 
 
 def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]], num_tenants: int = 1) -> None:
@@ -101,7 +101,7 @@ def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]
             break
         history.step()
     history.check_end()
-    assert not bench.scheduler.lifecycle.shares.num_waiting_tenants
+    assert not bench.scheduler.lifecycle.shares.num_waiting_owners
     bench.scheduler.lifecycle.shares.check_integrity()
 
 
@@ -164,7 +164,7 @@ def test_nobody_is_passed_by_more_than_the_bound(scheduler: str, order: QueueOrd
 
 def test_a_group_that_lacks_one_block_does_not_come_back_to_lose_it_again() -> None:
     """Samples of 17 tokens share their first block: with their next tokens that makes 1 + 4 * 4 of 16 blocks."""
-    policy = SchedulerSettings(queue_order="sjf", chunking="dynamic", preemption="swap", num_swap_slots=8)
+    policy = SchedulerSettings(queue_order="sjf", chunking="dynamic", preemption="swap", num_host_slots=8)
     wanted = [
         ([1, 2, 1], 13, 0, 0, "local"),
         ([1, 2, 1, 2, 1], 20, 2, 2, "adopted group"),

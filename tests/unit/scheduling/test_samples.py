@@ -41,10 +41,10 @@ class World:
     max_running: int = 8
     scheduler_name: str = "sarathi"
     policy: SchedulerSettings = field(default_factory=SchedulerSettings)
-    num_swap_slots: int = 0
+    num_host_slots: int = 0
 
     def __post_init__(self) -> None:
-        self.runner = HashRunner(self.num_blocks, BLOCK, MAX_LEN, num_swap_slots=self.policy.num_swap_slots)
+        self.runner = HashRunner(self.num_blocks, BLOCK, MAX_LEN, num_host_slots=self.policy.num_host_slots)
         self.pool = BlockPool(self.num_blocks, BLOCK)
         limits = SchedulerLimits(self.token_budget, self.max_running, MAX_LEN, frozenset())
         built = make_scheduler(self.scheduler_name, limits, self.pool, PrefixCache(self.pool), self.policy)
@@ -206,7 +206,7 @@ policies = st.builds(
     SchedulerSettings,
     chunking=st.sampled_from(["fixed", "dynamic"]),
     preemption=st.sampled_from(["recompute", "swap"]),
-    num_swap_slots=st.sampled_from([0, 6, 40]),
+    num_host_slots=st.sampled_from([0, 6, 40]),
 )
 
 

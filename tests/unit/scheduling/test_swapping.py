@@ -36,7 +36,7 @@ class World:
     ) -> None:
         self.rng = random.Random(seed)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.runner = HashRunner(num_blocks, BLOCK_SIZE, num_swap_slots=policy.num_swap_slots)
+        self.runner = HashRunner(num_blocks, BLOCK_SIZE, num_host_slots=policy.num_host_slots)
         cache = NullCache() if make_cache is NullCache else make_cache(self.pool)  # type: ignore[call-arg]
         limits = SchedulerLimits(16, 6, self.runner.spec.max_model_len, frozenset({0}))
         scheduler = make_scheduler(name, limits, self.pool, cache, policy)
@@ -69,8 +69,8 @@ class World:
     def abort_somebody(self, plan: StepPlan) -> None:
         """Those whose blocks are being copied first: nothing but the copies' own hold keeps them from others."""
         alive = [s for s in self.sequences if s.state is not SequenceState.FINISHED]
-        if plan.swaps is not None:
-            alive = [copy.sequence for copy in (*plan.swaps.returning, *plan.swaps.leaving)]
+        if plan.host_copies is not None:
+            alive = [copy.sequence for copy in (*plan.host_copies.returning, *plan.host_copies.leaving)]
         if alive:
             sequence = self.rng.choice(alive)
             self.ended.add(sequence.key[0])
@@ -120,7 +120,7 @@ class World:
 
     def check(self) -> None:
         self.pool.check_integrity()
-        self.scheduler.lifecycle.swaps.check_integrity()
+        self.scheduler.lifecycle.offload.check_integrity()
         self.scheduler.waiting.check_integrity()
         assert self.pool.counts()[BlockState.IN_FLIGHT] == 0
 
@@ -132,10 +132,10 @@ class World:
                 output = sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist()
                 assert output == expected_tokens(prompt, sequence.sampling, longest)
         assert self.pool.num_available == self.pool.num_blocks
-        use = self.scheduler.swap_use
+        use = self.scheduler.lifecycle.offload.use
         assert (use.num_used_slots, use.num_sequences) == (0, 0)
         assert not self.scheduler.lifecycle.in_progress
-        assert not self.scheduler.lifecycle.swaps._expected
+        assert not self.scheduler.lifecycle.offload._expected
 
 
 requests = st.lists(st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=24), st.integers(1, 20)), max_size=10)
@@ -156,7 +156,7 @@ def test_tokens_are_those_of_an_undisturbed_run_whatever_is_preempted_and_how(
     name: str, wanted: list[tuple[list[int], int]], course: list[str], num_blocks: int, num_slots: int,
     cache: type[Cache], seed: int,
 ) -> None:  # fmt: skip
-    policy = SchedulerSettings(num_swap_slots=num_slots)
+    policy = SchedulerSettings(num_host_slots=num_slots)
     world = World(name, policy, num_blocks, cache, seed)
     with patch.object(swapping, "prefers_swap", lambda *_: world.rng.random() < 0.7):
         for prompt, max_tokens in wanted:
@@ -171,7 +171,7 @@ def test_tokens_are_those_of_an_undisturbed_run_whatever_is_preempted_and_how(
 
 
 def swap_bench(**settings_of: object) -> Bench:
-    policy = {"preemption": "swap", "num_swap_slots": 16} | settings_of
+    policy = {"preemption": "swap", "num_host_slots": 16} | settings_of
     return Bench(num_blocks=8, token_budget=16, settings=SchedulerSettings(**policy), cache=False)  # type: ignore[arg-type]
 
 
@@ -194,13 +194,13 @@ def test_a_swapped_sequence_goes_on_where_it_was_and_nothing_is_computed_again()
     assert sum(plan.num_prefill_tokens for plan in plans) == 24
     assert [sequence.num_output for sequence in sequences] == [14, 14]
     assert not any(plan.recomputed for plan in plans)
-    use = bench.scheduler.swap_use
+    use = bench.scheduler.lifecycle.offload.use
     assert use.num_preemptions == bench.scheduler.num_preemptions
     assert use.num_blocks_out == use.num_blocks_in > 0
 
 
 def test_samples_of_one_prompt_share_its_slots() -> None:
-    policy = SchedulerSettings(preemption="swap", num_swap_slots=40)
+    policy = SchedulerSettings(preemption="swap", num_host_slots=40)
     bench = Bench(num_blocks=16, token_budget=32, settings=policy)
     sequences = [bench.add([1] * 16 + [number], 8) for number in range(3)]
     for _ in range(4):
@@ -210,15 +210,15 @@ def test_samples_of_one_prompt_share_its_slots() -> None:
         assert sequence.is_decoding
         bench.scheduler.lifecycle.preempt(sequence, builder)
     num_blocks = sum(len(copy.slots) for copy in builder.leaving)
-    assert bench.scheduler.swap_use.num_used_slots == num_blocks - 2 * 4  # four blocks of prompt
+    assert bench.scheduler.lifecycle.offload.use.num_used_slots == num_blocks - 2 * 4  # four blocks of prompt
 
 
 def test_auto_swaps_only_where_copying_takes_less_time() -> None:
     for block_s, swaps in ((1e-9, True), (1.0, False)):
-        bench = swap_bench(preemption="auto", swap_block_s=block_s)
+        bench = swap_bench(preemption="auto", host_block_s=block_s)
         _, second = two_that_do_not_fit(bench)
         step_until_preempted(bench)
-        assert (second.state is SequenceState.SWAPPED) == swaps
+        assert (second.state is SequenceState.ON_HOST) == swaps
 
 
 def test_a_prompt_computed_for_its_scores_is_kept_once_beside_the_cache() -> None:
@@ -238,7 +238,7 @@ def test_a_prompt_computed_for_its_scores_is_kept_once_beside_the_cache() -> Non
 @pytest.mark.parametrize("group", ["", "samples"])
 def test_steps_are_planned_ahead_while_nobody_can_come_back_from_the_host(group: str) -> None:
     """And as soon as there is room, the next step is not: so it comes back as early as without overlap."""
-    settings = SchedulerSettings(preemption="swap", num_swap_slots=16)
+    settings = SchedulerSettings(preemption="swap", num_host_slots=16)
     bench = OverlappedBench(num_blocks=8, settings=settings, cache=False, eos=-1)
     first = bench.add([1] * 8, 18)
     others = [make_sequence([number] * 4, 12, f"other{number}") for number in (2, 3)]
@@ -250,7 +250,7 @@ def test_steps_are_planned_ahead_while_nobody_can_come_back_from_the_host(group:
         bench.step()
     ahead = bench.num_planned_ahead
     for _ in range(3):
-        assert any(other.state is SequenceState.SWAPPED for other in others)
+        assert any(other.state is SequenceState.ON_HOST for other in others)
         bench.step()
     assert bench.num_planned_ahead > ahead + 1
     for _ in range(200):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.scheduling.fair_shares import MAX_IDLE_TENANTS, OUTPUT_COST, FairShares
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.tenants import MAX_IDLE_TENANTS, OUTPUT_COST, TenantShares
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import SCHEDULERS, Bench, make_sequence
 
@@ -37,7 +37,7 @@ class Flood:
     def fill(self) -> None:
         """Queues so many requests that every tenant still waits after the next step."""
         for tenant, weight in self.weights.items():
-            waiting = sum(each.origin.tenant == tenant for each in self.bench.scheduler.waiting)
+            waiting = sum(each.origin.owner == tenant for each in self.bench.scheduler.waiting)
             for _ in range(waiting, 2 * MAX_RUNNING):
                 self.add(tenant, weight)
 
@@ -139,7 +139,7 @@ def test_a_light_tenant_keeps_its_lead_until_its_credit_is_used_up() -> None:
         while "flood" not in admitted or "light" not in admitted:
             flood.fill()
             plan, _ = bench.step()
-            admitted += [each.origin.tenant for each in plan.admitted]
+            admitted += [each.origin.owner for each in plan.admitted]
         return admitted.count("light") - admitted.index("light")
 
     assert admitted_before(credit=60.0) > admitted_before(credit=0.0)
@@ -158,10 +158,10 @@ def test_output_counts_for_sequences_that_leave_and_for_those_that_run() -> None
 
 
 def test_nothing_is_counted_per_step_while_one_tenant_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(shares: TenantShares) -> None:
+    def fail(shares: FairShares) -> None:
         raise AssertionError("output was counted")
 
-    monkeypatch.setattr(TenantShares, "settle", fail)
+    monkeypatch.setattr(FairShares, "settle", fail)
     bench = bench_for()
     bench.tenant = "alone"
     for number in range(12):
@@ -179,7 +179,7 @@ def test_a_preemption_takes_from_the_tenant_that_was_served_most() -> None:
     preempted: Counter[str] = Counter()
     while light.num_output != 20:
         plan, _ = bench.step()
-        preempted.update(each.origin.tenant for each in plan.preempted)
+        preempted.update(each.origin.owner for each in plan.preempted)
     assert preempted["heavy"] and not preempted["light"]
     bench.run()
     assert all(each.num_output == 30 for each in heavy)
@@ -239,13 +239,13 @@ def test_handoffs_have_fair_turns_too() -> None:
 
 
 def test_tenants_that_are_gone_are_forgotten_beyond_a_limit() -> None:
-    shares = TenantShares({}, 8)
+    shares = FairShares({}, 8)
     for number in range(2 * MAX_IDLE_TENANTS):
         sequence = make_sequence([1], 1, f"r{number}")
-        sequence.origin.tenant = f"t{number}"
+        sequence.origin.owner = f"t{number}"
         shares.enter(sequence)
-        shares.begins_to_wait(sequence.origin.tenant)
-        shares.stops_waiting(sequence.origin.tenant)
+        shares.begins_to_wait(sequence.origin.owner)
+        shares.stops_waiting(sequence.origin.owner)
         shares.leave(sequence)
     assert len(shares._idle) == MAX_IDLE_TENANTS
 
@@ -258,7 +258,7 @@ def test_while_tenants_wait_none_holds_more_slots_than_its_share() -> None:
     for _ in range(40):
         flood.fill()
         bench.step()
-        held = [each.origin.tenant for each in bench.scheduler.running.values()]
+        held = [each.origin.owner for each in bench.scheduler.running.values()]
         assert held.count("long") <= 6 and held.count("short") <= 2
     bench.scheduler.lifecycle.shares.check_integrity()
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockState
+from kvrelay.scheduling.fair_shares import FairShares
 from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS, depth_first
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP, WaitingQueue
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.tenants import TenantShares
 from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, make_sequence
 
@@ -252,7 +252,7 @@ def test_a_queue_that_waits_for_one_block_is_all_there_in_the_step_in_which_it_c
     """More than a step may look at: those are looked at whose turn it is."""
     bench = Bench(64)
     promised = PrefixesInProgress()
-    shares = TenantShares({}, 8)
+    shares = FairShares({}, 8)
     queue = WaitingQueue(ORDERS[order], bench.blocks, promised, 1 << 20, shares)
     waiting = [make_sequence([1] * 9, 1, f"r{n}") for n in range(3 * PROBES_A_STEP)]
     promised.promise(("other", 1, 0), waiting[0].block_hashes(1))

@@ -49,11 +49,11 @@ PROFILE = MeasuredProfile(
 
 
 def runner_of(
-    num_blocks: int = 40, block_size: int = 8, num_swap_slots: int = 0, num_stages: int = 1
+    num_blocks: int = 40, block_size: int = 8, num_host_slots: int = 0, num_stages: int = 1
 ) -> SimulatedRunner:
     profile = msgspec.structs.replace(PROFILE, num_stages=num_stages)
     return SimulatedRunner(
-        profile, FACTS, name="test", block_size=block_size, num_blocks=num_blocks, num_swap_slots=num_swap_slots
+        profile, FACTS, name="test", block_size=block_size, num_blocks=num_blocks, num_host_slots=num_host_slots
     )
 
 
@@ -82,7 +82,7 @@ def serve(
     spec, served = runner.spec, Served()
     limits = SchedulerLimits(token_budget, 8, spec.max_model_len, frozenset(spec.eos_token_ids))
     pool = BlockPool(spec.num_blocks, spec.block_size)
-    stages = {"num_swap_slots": spec.num_swap_slots, "num_stages": num_stages}
+    stages = {"num_host_slots": spec.num_host_slots, "num_stages": num_stages}
     chosen = SchedulerSettings(**stages, **policy)  # type: ignore[arg-type]
     built = make_scheduler(scheduler, limits, pool, PrefixCache(pool), chosen)
     is_pipeline = num_stages > 1 and overlap
@@ -139,7 +139,7 @@ samplings = st.builds(
     jobs=st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=90), samplings), min_size=1, max_size=9),
     block_size=st.sampled_from([8, 16]),
     scheduler=st.sampled_from(list(SCHEDULERS)),
-    num_swap_slots=st.sampled_from([0, 20]),
+    num_host_slots=st.sampled_from([0, 20]),
     overlap=st.booleans(),
     num_stages=st.integers(1, 4),
 )
@@ -147,12 +147,12 @@ def test_outputs_are_the_continuations_whatever_the_batches_preemptions_and_shar
     jobs: list[tuple[list[int], Sampling]],
     block_size: int,
     scheduler: str,
-    num_swap_slots: int,
+    num_host_slots: int,
     overlap: bool,
     num_stages: int,
 ) -> None:
-    runner = runner_of(160 // block_size, block_size, num_swap_slots, num_stages)
-    preemption = "swap" if num_swap_slots else "auto"
+    runner = runner_of(160 // block_size, block_size, num_host_slots, num_stages)
+    preemption = "swap" if num_host_slots else "auto"
     how: dict[str, Any] = {"scheduler": scheduler, "overlap": overlap, "num_stages": num_stages}
     served = serve(runner, jobs, **how, preemption=preemption)
     for number, (prompt, sampling) in enumerate(jobs):
@@ -186,9 +186,9 @@ def test_every_sample_has_the_scores_of_the_prompt(num_prompt: int, overlap: boo
 def test_a_crowded_pool_preempts_and_nothing_changes() -> None:
     """The case above meets preemptions at random; this one must."""
     jobs = [([3 + n] * 20, Sampling(temperature=0, max_tokens=60, ignore_eos=True)) for n in range(6)]
-    for num_swap_slots in (0, 30):
-        runner = runner_of(24, num_swap_slots=num_swap_slots)
-        served = serve(runner, jobs, preemption="swap" if num_swap_slots else "recompute")
+    for num_host_slots in (0, 30):
+        runner = runner_of(24, num_host_slots=num_host_slots)
+        served = serve(runner, jobs, preemption="swap" if num_host_slots else "recompute")
         assert served.num_preemptions > 0
         assert [served.output[n] for n in range(6)] == [continuation(*job, VOCABULARY, 192) for job in jobs]
 
@@ -336,7 +336,7 @@ def test_logprobs_are_those_of_a_distribution() -> None:
 @given(prompt=st.lists(st.integers(3, 49), min_size=1, max_size=40), width=st.integers(1, 4))
 def test_a_beam_search_gives_the_same_texts_whatever_the_steps(prompt: list[int], width: int) -> None:
     sampling = Sampling(max_tokens=12, beams=BeamSpec(width=width, num_returned=width))
-    found = [serve(runner_of(), [(prompt, sampling)], token_budget=budget).results[0].beams for budget in (8, 64)]
+    found = [serve(runner_of(), [(prompt, sampling)], token_budget=budget).results[0].texts for budget in (8, 64)]
     assert found[0] == found[1]
     assert len({tuple(each.token_ids) for each in found[0]}) == width
 
@@ -371,12 +371,12 @@ def test_the_pool_holds_what_the_profile_says_or_what_is_asked_for() -> None:
     spec = make_simulated_runner(config_of()).spec
     assert spec.block_bytes == 16 * 131072  # of Llama 3 8B
     assert spec.num_blocks == int((0.9 * 80e9 - 2 * 8.03e9) // 131072) // 16
-    assert spec.num_swap_slots == spec.num_blocks // 4
+    assert spec.num_host_slots == spec.num_blocks // 4
     assert spec.max_model_len == 8192
     assert make_simulated_runner(config_of(num_blocks=100, max_model_len=1600)).spec.num_blocks == 100
     assert make_simulated_runner(config_of(num_blocks=10**5, max_model_len=10**6)).spec.max_model_len == 10**6
     assert make_simulated_runner(config_of(kv_memory_bytes=64 << 20)).spec.num_blocks == 32
-    assert make_simulated_runner(config_of(role="prefill")).spec.num_swap_slots == 0
+    assert make_simulated_runner(config_of(role="prefill")).spec.num_host_slots == 0
 
 
 def test_devices_of_one_model_exchange_kv_and_those_of_different_models_do_not() -> None:

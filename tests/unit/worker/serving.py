@@ -95,7 +95,7 @@ class FailingRunner(HashRunner):
     def __init__(
         self, fail_at: dict[SequenceKey, int], num_slots: int, *, blame: bool, num_blocks: int = NUM_BLOCKS
     ) -> None:
-        super().__init__(num_blocks, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)
+        super().__init__(num_blocks, BLOCK_SIZE, LONGEST, num_host_slots=num_slots)
         self.fail_at = fail_at
         self.blame = blame
         self.let_run = threading.Semaphore(0)
@@ -162,7 +162,7 @@ class Service:
         limits = SchedulerLimits(24, 6, LONGEST, frozenset({EOS_TOKEN_ID}))
         policy = SchedulerSettings(
             preemption="swap",
-            num_swap_slots=num_slots,
+            num_host_slots=num_slots,
             jump_forward=jump_forward,
             samples_behind=isinstance(self.runner, QueuedRunner),
             num_stages=num_stages,
@@ -278,7 +278,7 @@ def serve(service: Service) -> Service:
     assert service.pool.num_available == service.pool.num_blocks, "blocks were left behind"
     assert service.runner.num_sequences == 0, "sampler state was left behind"
     assert not service.scheduler.lifecycle.in_progress
-    assert service.scheduler.swap_use.num_used_slots == 0
+    assert service.scheduler.lifecycle.offload.use.num_used_slots == 0
     forced = service.scheduler.lifecycle.forced
     assert not forced.jumping and not forced.unsettled, "records of sequences were left behind"
     return service

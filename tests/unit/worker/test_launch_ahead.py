@@ -63,7 +63,7 @@ def serve_queued(
     def make(fail_at: dict[tuple[str, int, int], int], num_slots: int) -> QueuedRunner:
         runner = QueuedRunner(
             *(NUM_BLOCKS, BLOCK_SIZE, LONGEST),
-            num_swap_slots=num_slots,
+            num_host_slots=num_slots,
             fail_at=fail_at,
             blame=blame,
             fails_at_launch=fails_at_launch,
@@ -131,8 +131,8 @@ class Crowd:
     def committed(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             self.tokens[output.sequence.key] += output.token_ids
-            if output.beams:
-                self.beams[output.sequence.key] = [tuple(beam.token_ids) for beam in output.beams]
+            if output.texts:
+                self.beams[output.sequence.key] = [tuple(beam.token_ids) for beam in output.texts]
         self.pool.check_integrity()
         if not self.scheduler.has_work:
             self.loop.stop()

@@ -14,8 +14,8 @@ from kvrelay.engine.masks.token_masks import GrammarFailed, NoTokenAllowed
 from kvrelay.engine.sample.pending_tokens import BadLogits
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.plan import StepPlan, SwapPlan
-from kvrelay.step.batch import DeviceLost, RowsFailed, StepResult, SwapCopies, WorkerBatch
+from kvrelay.scheduling.plan import HostCopyPlan, StepPlan
+from kvrelay.step.batch import DeviceLost, HostCopies, RowsFailed, StepResult, WorkerBatch
 from kvrelay.worker.launchers import ThreadLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop, log_failed_step
 from tests.fakes.waiting import PATIENCE_S
@@ -23,8 +23,8 @@ from tests.fakes.waiting import PATIENCE_S
 
 def test_a_step_without_rows_is_executed_for_its_copies() -> None:
     """Else what a sequence that preempted itself left for the host would never be free."""
-    swaps = SwapPlan(SwapCopies((3,), (0,)), SwapCopies(), (), (), (3,))
-    plans = [StepPlan(1, [], swaps=swaps), StepPlan(2, [])]
+    swaps = HostCopyPlan(HostCopies((3,), (0,)), HostCopies(), (), (), (3,))
+    plans = [StepPlan(1, [], host_copies=swaps), StepPlan(2, [])]
     runner: Any = Mock(execute=lambda batch: StepResult(batch.step, [], 0.0, 0.1))
     committed: list[tuple[StepPlan, float]] = []
     planned: list[int] = []
@@ -71,8 +71,8 @@ def test_a_sequence_that_preempted_itself_is_planned_again_at_once() -> None:
 
 def test_a_loop_that_sleeps_lends_its_cores() -> None:
     """And its steps use those that others lend."""
-    swaps = SwapPlan(SwapCopies((3,), (0,)), SwapCopies(), (), (), (3,))
-    plans = [StepPlan(1, []), StepPlan(2, [], swaps=swaps), StepPlan(3, [])]
+    swaps = HostCopyPlan(HostCopies((3,), (0,)), HostCopies(), (), (), (3,))
+    plans = [StepPlan(1, []), StepPlan(2, [], host_copies=swaps), StepPlan(3, [])]
     memory = memoryview(bytearray(leases_bytes(2)))
     own, others, threads = [0], [0], list[tuple[int, int]]()
     cores = CoreLeases(memory, 0, 2, [1, 1], lambda count: own.__setitem__(0, count))
@@ -121,7 +121,10 @@ def test_the_sampler_forgets_a_sequence_that_the_scheduler_refuses(known: bool) 
 @pytest.mark.parametrize("error", [DeviceLost("GPU 0"), RuntimeError("this step only")])
 def test_the_loop_ends_with_its_device_and_with_nothing_less(error: Exception) -> None:
     """Who was in the step hears of it either way."""
-    plans = [StepPlan(1, [], swaps=SwapPlan(SwapCopies((3,), (0,)), SwapCopies(), (), (), (3,))), StepPlan(2, [])]
+    plans = [
+        StepPlan(1, [], host_copies=HostCopyPlan(HostCopies((3,), (0,)), HostCopies(), (), (), (3,))),
+        StepPlan(2, []),
+    ]
     planned: list[int] = []
     sequence: Any = Mock()
     scheduler: Any = Mock(

@@ -230,5 +230,5 @@ def _entry_of(header: Header, first: FirstToken) -> TokenEntry:
         logprobs=[] if first.logprobs is None else [first.logprobs],
         cached_tokens=first.cached_tokens,
         finish=first.finish,
-        beams=first.beams,
+        texts=first.texts,
     )

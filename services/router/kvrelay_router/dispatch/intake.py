@@ -85,7 +85,7 @@ class TokenIntake:
         delta = None
         if token_ids or finish is not None:
             self.output += token_ids
-            if self._has_details or entry.beams:
+            if self._has_details or entry.texts:
                 delta = self._delta_with_details(entry, token_ids, logprobs, finish)
             else:
                 delta = SequenceDelta(self._sequence, token_ids, logprobs, finish=finish)
@@ -111,7 +111,7 @@ class TokenIntake:
             self._cached_tokens,
             finish,
             self._usage,
-            entry.beams,
+            entry.texts,
         )
         if self._scores_due:
             self._scores_due = False

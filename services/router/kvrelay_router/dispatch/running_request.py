@@ -115,7 +115,7 @@ class ActiveSequence:
             record.usage = delta.usage
         if delta.finish is not None:
             record.finish = str(delta.finish)
-            record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.beams)
+            record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.texts)
 
 
 class RunningRequest:
@@ -179,7 +179,7 @@ class RunningRequest:
         """Returns the deltas that wait, joined to one per sequence. If they are many, some wait for the next call."""
         deltas, self._deltas = self._deltas, []
         if len(deltas) <= 1:
-            return [self._first_texts(deltas[0])] if deltas and deltas[0].beams else deltas
+            return [self._first_texts(deltas[0])] if deltas and deltas[0].texts else deltas
         num_taken = num_tokens = 0
         for delta in deltas[:MAX_TAKEN]:
             num_tokens += len(delta.token_ids)
@@ -193,15 +193,15 @@ class RunningRequest:
     def _first_texts(self, delta: SequenceDelta) -> SequenceDelta:
         """Takes the first texts of a beam search. The others wait for the next call."""
         num_taken = num_tokens = 0
-        for beam in delta.beams:
+        for beam in delta.texts:
             num_tokens += len(beam.token_ids)
             if num_taken and num_tokens > MAX_TAKEN_TOKENS:
                 break
             num_taken += 1
-        if num_taken == len(delta.beams):
+        if num_taken == len(delta.texts):
             return delta
-        self._deltas = [replace(delta, beams=delta.beams[num_taken:], cached_tokens=None, usage=None)]
-        return replace(delta, beams=delta.beams[:num_taken])
+        self._deltas = [replace(delta, texts=delta.texts[num_taken:], cached_tokens=None, usage=None)]
+        return replace(delta, texts=delta.texts[:num_taken])
 
     def _joined(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
         """Joins deltas to one per sequence."""
@@ -249,7 +249,7 @@ class RunningRequest:
         if not sink.can_take():
             sink.wake()
             return False
-        if len(deltas) == 1 and not deltas[0].beams:  # nearly always: as `take`, without the call
+        if len(deltas) == 1 and not deltas[0].texts:  # nearly always: as `take`, without the call
             self._deltas = []
             sink.take(deltas)
             return len(deltas[0].token_ids) > 1

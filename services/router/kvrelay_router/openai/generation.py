@@ -247,7 +247,7 @@ class PromptSink:
                 run.saw_cached(delta.cached_tokens)
             if delta.prompt_logprobs:
                 run.prompt_logprobs = delta.prompt_logprobs
-            if delta.beams:
+            if delta.texts:
                 events += self._feed_beams(delta)
                 continue
             if choice.finish_reason is not None:
@@ -265,10 +265,10 @@ class PromptSink:
         """A beam search brings all texts, the best first, in one delta or several."""
         run, events = self._run, b""
         unfinished = [choice for choice in run.choices if choice.finish_reason is None]
-        for choice, beam in zip(unfinished, delta.beams, strict=False):
+        for choice, beam in zip(unfinished, delta.texts, strict=False):
             choice.feed_beam(beam)
             events += self._generation.add(run, choice)
-        self._generation.choices_finished(len(delta.beams))
+        self._generation.choices_finished(len(delta.texts))
         return events
 
 

@@ -10,8 +10,8 @@ from kvrelay.step.batch import ModelSpec
 from kvrelay.tokenizer_identity import identity_of_file
 
 
-def spec_of(model: CausalModel, num_blocks: int, num_swap_slots: int, swap_block_s: float) -> ModelSpec:
-    """Returns the spec of a model with a pool of `num_blocks`. `swap_block_s`: seconds that copying a block to the host
+def spec_of(model: CausalModel, num_blocks: int, num_host_slots: int, host_block_s: float) -> ModelSpec:
+    """Returns the spec of a model with a pool of `num_blocks`. `host_block_s`: seconds that copying a block to the host
     takes."""
     layout, source = model.layout, model.source
     path, size = find_model_dir(source.name), 1 if model.part.shards is None else model.part.shards.size
@@ -30,8 +30,8 @@ def spec_of(model: CausalModel, num_blocks: int, num_swap_slots: int, swap_block
         block_bytes=layout.block_bytes,
         dtype=dtype_name(layout.dtype),
         fingerprint=shard_fingerprint(identity, size, num_stages),
-        num_swap_slots=num_swap_slots,
-        swap_block_s=swap_block_s,
+        num_host_slots=num_host_slots,
+        host_block_s=host_block_s,
         device=describe_device(source.device),
         kv_dtype=dtype_name(layout.pool_dtype),
         tokenizer=identity_of_file(path / "tokenizer.json"),

@@ -19,7 +19,7 @@ import torch
 
 from kvrelay.backends.backend import bits
 from kvrelay.engine.run.device import to_device
-from kvrelay.step.batch import SwapCopies, WorkerBatch
+from kvrelay.step.batch import HostCopies, WorkerBatch
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class HostBuffer:
 
     def copy(self, batch: WorkerBatch) -> float:
         """Makes all copies of a step, in its order. Returns the seconds of those between pool and host."""
-        copy_s = self.swap(batch.swap_out, batch.swap_in)
+        copy_s = self.swap(batch.to_host, batch.from_host)
         if batch.copies:  # every source is read before any target is written
             sources = to_device(np.array([copy.source for copy in batch.copies], np.int64), self._pool.device)
             targets = to_device(np.array([copy.target for copy in batch.copies], np.int64), self._pool.device)
@@ -53,7 +53,7 @@ class HostBuffer:
             pool.index_copy_(0, targets, pool.index_select(0, sources))
         return copy_s
 
-    def swap(self, out: SwapCopies, back: SwapCopies) -> float:
+    def swap(self, out: HostCopies, back: HostCopies) -> float:
         """Copies the blocks of `out` from the pool to host slots, then those of `back` from host slots into the pool.
 
         Returns the seconds that the copies took.
@@ -82,17 +82,17 @@ class HostBuffer:
         count = min(len(self._slots), len(self._pool), _MEASURED_BLOCKS)
         if not count:
             return 0.0
-        copies = SwapCopies(tuple(range(count)), tuple(range(count)))
+        copies = HostCopies(tuple(range(count)), tuple(range(count)))
         self.swap(copies, copies)  # warm-up: the first write to a host page allocates it
         return self.swap(copies, copies) / (2 * count)
 
-    def _check(self, copies: SwapCopies) -> None:
+    def _check(self, copies: HostCopies) -> None:
         for name, ids, limit in (("block", copies.blocks, len(self._pool)), ("slot", copies.slots, len(self._slots))):
             if ids and (min(ids) < 0 or max(ids) >= limit):
                 raise IndexError(f"{name}s from {min(ids)} to {max(ids)}, but there are {limit}")
 
 
-def _runs(copies: SwapCopies) -> Iterator[tuple[int, int, int]]:
+def _runs(copies: HostCopies) -> Iterator[tuple[int, int, int]]:
     """Yields (block, slot, length) of the longest runs that are contiguous on both sides."""
     start = 0
     blocks, slots = copies

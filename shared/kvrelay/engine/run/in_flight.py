@@ -34,7 +34,7 @@ from kvrelay.engine.run.device import Moment, is_settled, to_device, use_on_this
 from kvrelay.engine.sample.pending_tokens import PendingTokens
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.step.batch import BeamCandidates, DeviceLost, GrammarWork, RowResult, StepResult, WorkerBatch
+from kvrelay.step.batch import Candidates, DeviceLost, GrammarWork, RowResult, StepResult, WorkerBatch
 
 
 class Sampled(NamedTuple):
@@ -71,7 +71,7 @@ class Asked:
     error: Exception | None = None
     late_rows: set[int] = field(default_factory=set)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    candidates: dict[int, BeamCandidates] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
     captured: bool = False
     copy_s: float = 0.0
     begin: Moment | None = None

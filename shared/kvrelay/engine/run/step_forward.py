@@ -78,13 +78,13 @@ class StepForward:
 
     def sampled(self) -> tuple[list[int], DraftRows | None]:
         """The rows that sample, once for each place, and the places of drafts, if there are any. Beams are left out."""
-        wanted = [at for at, row in enumerate(self.rows) if row.sample and row.beam is None]
+        wanted = [at for at, row in enumerate(self.rows) if row.sample and row.wanted is None]
         drafts = DraftRows.of(self.rows, wanted)
         return (wanted if drafts is None else drafts.rows.tolist()), drafts
 
     def beams(self) -> list[int]:
         """The beams' rows that sample."""
-        return [at for at, row in enumerate(self.rows) if row.sample and row.beam is not None]
+        return [at for at, row in enumerate(self.rows) if row.sample and row.wanted is not None]
 
     def head_inputs(self) -> Iterator[torch.Tensor]:
         """The hidden states of each call of the head for a step of several ranks, in the order of the calls."""

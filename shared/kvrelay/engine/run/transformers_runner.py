@@ -35,7 +35,7 @@ from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.step.batch import BeamCandidates, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
+from kvrelay.step.batch import Candidates, DeviceLost, ModelSpec, StepResult, WorkerBatch, WorkerRow
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class TransformersRunner:
         model: CausalModel,
         num_blocks: int,
         *,
-        num_swap_slots: int = 0,
+        num_host_slots: int = 0,
         with_scratch: bool = False,
         launches_ahead: bool | None = None,
     ) -> None:
@@ -65,14 +65,14 @@ class TransformersRunner:
         self._populating: threading.Thread | None = None
         self._pool = self._blocks[:num_blocks]
         self._graphs: DecodeGraphs | None = None
-        self._host = HostBuffer(self._pool, num_swap_slots)
+        self._host = HostBuffer(self._pool, num_host_slots)
         # Guards the sampler and the scored prompts. Released while waiting for the device.
         self._lock = threading.Lock()
         compiler = partial(make_grammar_compiler, source.name, model.vocab_size, model.eos_token_ids)
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
         self._scored = ScoredPrompts(self._lock)
         self._lockstep = Lockstep() if model.is_divided else None
-        self._spec = spec_of(model, num_blocks, num_swap_slots, self._host.measure())
+        self._spec = spec_of(model, num_blocks, num_host_slots, self._host.measure())
         self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
 
     @property
@@ -421,7 +421,7 @@ class TransformersRunner:
             token_ids[places] = self._sampler.last_sampled(keys, positions)
         return token_ids, None
 
-    def _find_candidates(self, forward: StepForward) -> dict[int, BeamCandidates]:
+    def _find_candidates(self, forward: StepForward) -> dict[int, Candidates]:
         """The candidates of the beams' rows that sample and are still known, by row of the step."""
         wanted = forward.beams()
         if not wanted:
@@ -436,7 +436,7 @@ class TransformersRunner:
             logits = self._at(logits, known)
             packed = forward.packed
             positions = (packed.positions + packed.query_lens)[places].astype(np.int64)
-            keys, beams = zip(*((rows[place].key, rows[place].beam) for place in places), strict=True)
+            keys, beams = zip(*((rows[place].key, rows[place].wanted) for place in places), strict=True)
             found = best_candidates(self._sampler, keys, beams, positions, logits)
         return dict(zip(places, found, strict=True))
 

@@ -15,16 +15,16 @@ from kvrelay.engine.run.device import to_host
 from kvrelay.engine.sample.pending_tokens import check_finite
 from kvrelay.engine.sample.sampler import Sampler, Seen
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.step.batch import BeamCandidates, BeamRow
+from kvrelay.step.batch import Candidates, CandidatesWanted
 
 
 def best_candidates(
     sampler: Sampler,
     keys: Sequence[SequenceKey],
-    beams: Sequence[BeamRow],
+    beams: Sequence[CandidatesWanted],
     positions: NDArray[np.int64],
     logits: torch.Tensor,
-) -> list[BeamCandidates]:
+) -> list[Candidates]:
     """By row the `num_candidates` best continuations, best first; fewer where the vocabulary has fewer.
 
     What min_tokens forbids has -inf, and is left out unless there is nothing else.
@@ -49,16 +49,12 @@ def best_candidates(
     ]
 
 
-def _candidates(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> BeamCandidates:
+def _candidates(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Candidates:
     possible = np.isfinite(logprobs)
-    return (
-        BeamCandidates(token_ids[possible], logprobs[possible])
-        if possible.any()
-        else BeamCandidates(token_ids, logprobs)
-    )
+    return Candidates(token_ids[possible], logprobs[possible]) if possible.any() else Candidates(token_ids, logprobs)
 
 
-def _seen(beams: Sequence[BeamRow], penalised: NDArray[np.bool_]) -> Seen:
+def _seen(beams: Sequence[CandidatesWanted], penalised: NDArray[np.bool_]) -> Seen:
     """The earlier tokens of the rows that have a penalty."""
     rows, token_ids, in_output = [], [], []
     for row in np.flatnonzero(penalised).tolist():

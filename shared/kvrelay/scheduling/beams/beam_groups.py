@@ -10,7 +10,8 @@ A group is in one of three states:
 
 PREFIX becomes BEAMS when the prefix is computed, unless the search ends with it. BEAMS becomes PREFIX when the group is
 preempted. The leader has the request's key, stands for the group outside this room, and is the first of the beams. The
-rest of the scheduler knows a beam by `Sequence.forks` alone.
+rest of the scheduler knows a beam by `Sequence.forks` alone, and calls this room when a sequence enters, is admitted,
+loses its blocks or leaves, and when rows of forks are committed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_search import BeamSearch
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.reserved_capacity import ReservedCapacity
+from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.sequence import Forks, Sequence, SequenceState, TokenBuffer
-from kvrelay.step.batch import BeamCandidates
+from kvrelay.step.batch import Candidates
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +40,7 @@ class BeamGroup:
     forks: Forks
     search: BeamSearch
     beams: list[Sequence]
-    has_beams: bool = False
-    offered: dict[SequenceKey, BeamCandidates] = field(default_factory=dict)
+    offered: dict[SequenceKey, Candidates] = field(default_factory=dict)
     texts: list[TokenBuffer] = field(default_factory=list)
 
     @property
@@ -49,7 +50,7 @@ class BeamGroup:
             return len(self.offered) == len(self.beams)
         return self.leader.num_computed == self.leader.num_tokens
 
-    def take_candidates(self) -> list[BeamCandidates]:
+    def take_candidates(self) -> list[Candidates]:
         """Returns the candidates of all beams, which are no longer offered."""
         rows = [self.offered[beam.key] for beam in self.beams]
         self.offered.clear()
@@ -64,11 +65,6 @@ class BeamGroups:
         self._running = running
         self._capacity = capacity
         self._groups: dict[Sequence, BeamGroup] = {}  # by leader
-
-    def of(self, fork: Sequence) -> BeamGroup:
-        """Returns the group of a beam."""
-        assert fork.forks is not None
-        return self._groups[fork.forks.leader]
 
     def forks_of(self, leader: Sequence) -> list[Sequence]:
         """Returns all sequences of a leader's group."""
@@ -97,17 +93,53 @@ class BeamGroups:
         """All beams have lost their blocks: the leader computes the prefix again, and the others are dropped."""
         group = self._groups[leader]
         self._capacity.end(group)
-        if group.has_beams:
+        if group.forks.are_parted:
             group.offered.clear()
             group.texts = [beam.tokens for beam in group.beams]
-            group.beams, group.has_beams = [leader], False
+            group.beams, group.forks.are_parted = [leader], False
             leader.tokens = TokenBuffer(group.texts[0].view(0, _num_common(group.texts)))
             group.forks.num_candidates = 0
             group.forks.num_blocks = self._num_fork_blocks(group)
 
-    def branch(self, group: BeamGroup) -> None:
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def check(sequence: Sequence, candidates: Candidates | None) -> None:
+        """Raises ValueError unless a beam search, and no other sequence, brings candidates that follow its prompt."""
+        if (sequence.forks is None) != (candidates is None):
+            raise ValueError(f"sequence {sequence.key}: a beam search needs candidates, no other sequence has any")
+        if candidates is not None:
+            BeamSearch.check(candidates)
+
+    def offer(self, fork: Sequence, candidates: Candidates) -> None:
+        """A step has found the candidates of a beam."""
+        assert fork.forks is not None
+        self._groups[fork.forks.leader].offered[fork.key] = candidates
+
+    def advance(self, leader: Sequence) -> SequenceOutput | None:
+        """Makes a step of a search if it has the candidates of all its beams. Returns its output if that ends it, or if
+        the candidates are those that follow the prompt."""
+        group = self._groups[leader]
+        if not group.is_ready:
+            return None
+        is_prefix, first = not group.forks.are_parted, None
+        if group.forks.num_candidates:
+            rows = group.take_candidates()
+            first = rows[0] if is_prefix else None
+            group.search.advance(rows)
+        texts = group.search.results() if group.search.is_done else []
+        if not texts and not leader.prefill_only:
+            self._branch(group)
+        if not texts and first is None:
+            return None
+        finish = texts[0].finish if texts else None
+        return SequenceOutput(leader, 0, finish=finish, prefilled=is_prefix, candidates=first, texts=texts)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _branch(self, group: BeamGroup) -> None:
         """Makes the sequences of a group the live beams of its search."""
-        if group.has_beams:
+        if group.forks.are_parted:
             self._follow(group)
             self._running.update((beam.key, beam) for beam in group.beams)
             return
@@ -116,7 +148,7 @@ class BeamGroups:
         self._blocks.change_block_state(leader, BlockState.RUNNING)
         unused = leader.table.truncate(blocks_for(leader.num_computed, leader.table.block_size))
         self._blocks.pool.release(unused, BlockState.RUNNING)
-        group.forks.num_blocks, group.has_beams = 0, True
+        group.forks.num_blocks, group.forks.are_parted = 0, True
         if texts := group.texts:
             group.texts = []
             group.forks.num_candidates = group.search.num_candidates
@@ -127,8 +159,6 @@ class BeamGroups:
         else:
             self._follow(group)
         self._place_behind_leader(group)
-
-    # -- inside -------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _num_fork_blocks(group: BeamGroup) -> int:

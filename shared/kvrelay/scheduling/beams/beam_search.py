@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason
-from kvrelay.step.batch import BeamCandidates
+from kvrelay.protocol.sampling import BeamSpec, FinishReason, ScoredText
+from kvrelay.step.batch import Candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ class BeamSearch:
         return self._steps[-1].tokens
 
     @staticmethod
-    def check(candidates: BeamCandidates) -> None:
+    def check(candidates: Candidates) -> None:
         """Raises ValueError if these are no candidates: none at all, or without a log-probability for each."""
         num_tokens, logprobs = len(candidates.token_ids), candidates.logprobs
         if not num_tokens or len(logprobs) != num_tokens or np.isnan(logprobs).any():
             raise ValueError(f"{num_tokens} candidates with {len(logprobs)} log-probabilities, or one that is NaN")
 
-    def advance(self, rows: Sequence[BeamCandidates]) -> None:
+    def advance(self, rows: Sequence[Candidates]) -> None:
         """A step: the best continuations of each live beam, in the order of the beams.
 
         Raises:
@@ -114,7 +114,7 @@ class BeamSearch:
         self._steps.append(_Step(parents[live], tokens[live]))
         self.is_done = not len(live) or not self._goes_on()
 
-    def results(self) -> list[BeamResult]:
+    def results(self) -> list[ScoredText]:
         """The best finished texts, best first, at most `num_returned`. O(their tokens)."""
         return [self._result(hypothesis) for hypothesis in self._finished[: self.spec.num_returned]]
 
@@ -153,11 +153,11 @@ class BeamSearch:
         best_possible = self._scores[0] / np.float32(float(length) ** penalty)
         return bool(best_possible > np.float32(self._finished[-1].score))
 
-    def _result(self, hypothesis: _Hypothesis) -> BeamResult:
+    def _result(self, hypothesis: _Hypothesis) -> ScoredText:
         token_ids = [hypothesis.token]
         beam = hypothesis.parent
         for step in reversed(self._steps[: hypothesis.num_tokens - 1]):
             token_ids.append(int(step.tokens[beam]))
             beam = int(step.parents[beam])
         token_ids.reverse()
-        return BeamResult(token_ids, hypothesis.score, hypothesis.logprob, hypothesis.finish)
+        return ScoredText(token_ids, hypothesis.score, hypothesis.logprob, hypothesis.finish)

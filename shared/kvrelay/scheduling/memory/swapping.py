@@ -33,11 +33,11 @@ from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.plan import PlanBuilder, StepPlan, SwapCopy, SwapPlan, work_of
+from kvrelay.scheduling.plan import HostCopy, HostCopyPlan, PlanBuilder, StepPlan, work_of
 from kvrelay.scheduling.scheduler_settings import Preemption, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_cost import CalibratedCost, StepCost, pairs
-from kvrelay.step.batch import SwapCopies
+from kvrelay.step.batch import HostCopies
 
 SWAP_PART = 4
 """The swap space is the pool's size divided by this, unless it is configured."""
@@ -223,12 +223,12 @@ class Swapper:
     def __init__(self, blocks: BlockManager, settings: SchedulerSettings) -> None:
         self._blocks = blocks
         self._preemption = settings.preemption
-        self.space = SwapSpace(0 if settings.preemption == "recompute" else settings.num_swap_slots)
-        self._copies: dict[SequenceKey, SwapCopy] = {}  # copies of queued sequences; the one resumed last comes first
+        self.space = SwapSpace(0 if settings.preemption == "recompute" else settings.num_host_slots)
+        self._copies: dict[SequenceKey, HostCopy] = {}  # copies of queued sequences; the one resumed last comes first
         self._lost: list[Sequence] = []  # their copies were not made: the next plan reports them as recomputed
         self._use = SwapUse(num_slots=self.space.num_slots)
         self.cost = CalibratedCost()
-        self.block_s = RunningMean(settings.swap_block_s or COPY_BLOCK_S)
+        self.block_s = RunningMean(settings.host_block_s or COPY_BLOCK_S)
         self.lost_share = RunningMean(1.0)
         self._expected: dict[SequenceKey, tuple[int, int]] = {}  # (full blocks that others held, all full blocks)
 
@@ -260,18 +260,18 @@ class Swapper:
             self._drop_copy(copy)
             builder.recomputed.append(copy.sequence)
         stored = self.space.store(hashes)
-        copy = SwapCopy(sequence, stored.slots, sequence.num_computed, sequence.block_state, times.gain_of_copy_s)
+        copy = HostCopy(sequence, stored.slots, sequence.num_computed, sequence.block_state, times.gain_of_copy_s)
         self._copies[sequence.key] = copy
         table = sequence.table.ids
         blocks = tuple(self._blocks.copies.origin(int(table[index])) for index in stored.new)
-        builder.leaving[copy] = SwapCopies(blocks, tuple(stored.slots[index] for index in stored.new))
+        builder.leaving[copy] = HostCopies(blocks, tuple(stored.slots[index] for index in stored.new))
         self._use.num_preemptions += 1
         return True
 
-    def _yielding(self, hashes: Seq[BlockHash | None], num_new: int) -> list[SwapCopy] | None:
+    def _yielding(self, hashes: Seq[BlockHash | None], num_new: int) -> list[HostCopy] | None:
         """Returns the copies to drop for `num_new` free slots, or None if dropping all copies is not enough."""
         missing = num_new - self.space.num_free
-        yielding: list[SwapCopy] = []
+        yielding: list[HostCopy] = []
         for copy in self._copies.values():
             if missing <= 0:
                 break
@@ -281,7 +281,7 @@ class Swapper:
                 missing -= self.space.num_released_by(copy.slots, keep=hashes)
         return yielding if missing <= 0 else None
 
-    def _drop_copy(self, copy: SwapCopy) -> None:
+    def _drop_copy(self, copy: HostCopy) -> None:
         del self._copies[copy.sequence.key]
         self.space.release(copy.slots)
         copy.sequence.state = SequenceState.WAITING
@@ -313,7 +313,7 @@ class Swapper:
             return False
         del self._copies[sequence.key]
         start, stop = sequence.num_published, len(copy.slots)
-        builder.returning[copy] = SwapCopies(tuple(sequence.table.ids[start:stop].tolist()), copy.slots[start:])
+        builder.returning[copy] = HostCopies(tuple(sequence.table.ids[start:stop].tolist()), copy.slots[start:])
         return True
 
     def resumed(self, sequence: Sequence) -> None:
@@ -333,7 +333,7 @@ class Swapper:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def seal(self, builder: PlanBuilder) -> SwapPlan | None:
+    def seal(self, builder: PlanBuilder) -> HostCopyPlan | None:
         """The plan is complete: holds all blocks that its copies read and write."""
         builder.recomputed += [sequence for sequence in self._lost if sequence.state is not SequenceState.FINISHED]
         self._lost.clear()
@@ -342,11 +342,11 @@ class Swapper:
         out, back = _joined(builder.leaving.values()), _joined(builder.returning.values())
         held_blocks = tuple(dict.fromkeys((*out.blocks, *back.blocks)))
         self._blocks.pool.hold_or_allocate(held_blocks, BlockState.IN_FLIGHT)
-        return SwapPlan(out, back, tuple(builder.leaving), tuple(builder.returning), held_blocks)
+        return HostCopyPlan(out, back, tuple(builder.leaving), tuple(builder.returning), held_blocks)
 
     def landed(self, plan: StepPlan, forward_s: float, copy_s: float) -> None:
         """The step has ended and its copies are made."""
-        swaps = plan.swaps
+        swaps = plan.host_copies
         if swaps is not None:
             self._blocks.pool.release(swaps.held_blocks, BlockState.IN_FLIGHT)
             for copy in swaps.returning:
@@ -364,7 +364,7 @@ class Swapper:
     def failed(self, plan: StepPlan) -> list[Sequence]:
         """The step failed and its copies may not be made. Returns running sequences whose KV is only on the host: the
         caller takes their blocks and queues them as swapped."""
-        swaps = plan.swaps
+        swaps = plan.host_copies
         if swaps is None:
             return []
         self._blocks.pool.release(swaps.held_blocks, BlockState.IN_FLIGHT)
@@ -387,13 +387,13 @@ class Swapper:
         slots = {slot for copy in self._copies.values() for slot in copy.slots}
         assert len(slots) == self.space.num_used, "slots in use that no copy has"
         for copy in self._copies.values():
-            assert copy.sequence.state is SequenceState.SWAPPED and not copy.sequence.table.num_blocks
+            assert copy.sequence.state is SequenceState.ON_HOST and not copy.sequence.table.num_blocks
 
 
-def _joined(copies: Iterable[SwapCopies]) -> SwapCopies:
+def _joined(copies: Iterable[HostCopies]) -> HostCopies:
     blocks: list[int] = []
     slots: list[int] = []
     for each in copies:
         blocks += each.blocks
         slots += each.slots
-    return SwapCopies(tuple(blocks), tuple(slots))
+    return HostCopies(tuple(blocks), tuple(slots))

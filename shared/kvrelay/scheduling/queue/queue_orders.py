@@ -30,13 +30,13 @@ Priority = Callable[[Sequence, int], int]
 @dataclass(frozen=True, slots=True)
 class QueueOrder:
     """`reads_cache`: the priority depends on cached blocks. `depth_first`: `depth_first` gives the priorities.
-    `precedes_tenants`: a smaller priority is first whichever tenant's turn it is."""
+    `precedes_shares`: a smaller priority is first whoever's turn it is."""
 
     name: QueueOrderName
     priority: Priority
     reads_cache: bool = False
     depth_first: bool = False
-    precedes_tenants: bool = False
+    precedes_shares: bool = False
 
 
 def _arrival(sequence: Sequence, num_cached_blocks: int) -> int:
@@ -66,7 +66,7 @@ ORDERS: dict[QueueOrderName, QueueOrder] = {
         QueueOrder("fcfs", _arrival),
         QueueOrder("lpm", _cached_prefix, reads_cache=True),
         QueueOrder("dfs_weight", _arrival, depth_first=True),
-        QueueOrder("priority", _priority, precedes_tenants=True),
+        QueueOrder("priority", _priority, precedes_shares=True),
         QueueOrder("sjf", _job, reads_cache=True),
         QueueOrder("random", _hash_of_key),
     )

@@ -4,7 +4,7 @@
 2. WAITING_FOR_REMOTE_KV  admitted: all its blocks are reserved, the transfer may begin. Counts towards `max_running`.
 3. RUNNING                adopted: all blocks and the first token are here. From now on a sequence like any other: if it
                           is preempted, it waits and is computed here.
-   QUARANTINED            dropped while its sender may still write: holds its blocks, and counts towards nothing else.
+   DROPPED                dropped while its sender may still write: holds its blocks, and counts towards nothing else.
 4. FINISHED               released or ended. Holds nothing.
 
 Samples of one request arrive as handoffs of their own, one after the other; each says how many are still to come. When
@@ -189,11 +189,11 @@ class RemoteSequences:
         """All KV is here: its sender writes nothing any more."""
         self._end_transfer(sequence)
 
-    def quarantine(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence) -> None:
         """Given up while its sender may still write into its blocks."""
         self._end_transfer(sequence)
         self._blocks.change_block_state(sequence, BlockState.QUARANTINED)
-        sequence.state = SequenceState.QUARANTINED
+        sequence.state = SequenceState.DROPPED
 
     def leave(self, sequence: Sequence) -> None:
         """Ends a handoff that was not adopted. Its sender writes nothing any more; blocks are published or lost."""

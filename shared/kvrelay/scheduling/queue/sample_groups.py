@@ -116,7 +116,7 @@ class SampleGroups:
 
     @staticmethod
     def _waits(sequence: Sequence) -> bool:
-        return sequence.state in (SequenceState.WAITING, SequenceState.SWAPPED)
+        return sequence.state in (SequenceState.WAITING, SequenceState.ON_HOST)
 
     # -- capacity -----------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class SampleGroups:
 
     def _num_to_wait_for(self, sequence: Sequence, first: Sequence) -> int:
         """Returns the number of blocks that a sequence lacks and that `first` recomputes if it is admitted before."""
-        if sequence.state is SequenceState.SWAPPED:
+        if sequence.state is SequenceState.ON_HOST:
             return 0
         missing = self._blocks.num_in_common(sequence, first) - self._blocks.num_cached_blocks(sequence)
         return max(0, missing)

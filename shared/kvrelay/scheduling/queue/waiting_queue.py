@@ -4,8 +4,8 @@ Local prompts and handoffs (`remote_kv`) wait in one queue, in one order. A wait
 
 1. RESERVED  capacity is reserved for it (`sample_groups`, `remote_kv`). It is admitted before all others, unless a
              block that it misses is still being computed or sent.
-2. RESUMED   it was preempted. Resumed sequences of its tenant follow, the latest preempted first.
-3. LISTED    it is in the heap of its tenant, by (priority, arrival).
+2. RESUMED   it was preempted. Resumed sequences of its owner follow, the latest preempted first.
+3. LISTED    it is in the heap of its owner, by (priority, arrival).
 4. PARKED    the first block that it misses is being computed by a running sequence, or sent for another handoff. It is
              listed again when that block is published, or when that computation or transfer ends without it.
 
@@ -14,13 +14,13 @@ sequences that miss these blocks (found by hash) get a new priority. It shrinks 
 sequence reaches the top of the heap. So the top is the best sequence although no step sorts or matches the whole queue:
 besides the sequences that it admits, a step looks up at most `PROBES_A_STEP` prefixes, and none if nothing changed.
 
-Starvation bound: once `starvation_bound` other sequences of its tenant were admitted since a sequence joined, only
+Starvation bound: once `starvation_bound` other sequences of its owner were admitted since a sequence joined, only
 sequences that joined before it, and preempted ones, may be admitted first. It is not parked from then on. So it is
 admitted after at most the bound plus the queue's length at its arrival. A sample group counts as one.
 
-Each tenant has a lane of its own. If several wait, `tenants` says which is next and which holds too much to be. With
-the order `priority` the lane with the most urgent head is next, and the share decides between equals; a lane that let
-`starvation_bound` admissions of others pass is next whatever its priority.
+Each owner of sequences has a lane of its own. If several wait, `fair_shares` says which is next and which holds too
+much to be. With the order `priority` the lane with the most urgent head is next, and the share decides between equals;
+a lane that let `starvation_bound` admissions of others pass is next whatever its priority.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from itertools import count, islice
 
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.fair_shares import FairShare, FairShares
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import QueueOrder, depth_first
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.tenants import TenantShare, TenantShares
 
 PROBES_A_STEP = 64
 REARRANGE_STEPS = 8
@@ -51,7 +51,7 @@ GONE = -1
 
 @dataclass(slots=True, eq=False)
 class QueuedSequence:
-    """A sequence in its tenant's lane. `joined`: admissions of its tenant before it joined."""
+    """A sequence in its owner's lane. `joined`: admissions of its owner before it joined."""
 
     sequence: Sequence
     lane: Lane
@@ -64,10 +64,10 @@ class QueuedSequence:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """The waiting sequences of one tenant. `since`: admissions of all tenants when one of this tenant was admitted
+    """The waiting sequences of one owner. `since`: admissions of all owners when one of this owner was admitted
     last, or when it began to wait."""
 
-    share: TenantShare
+    share: FairShare
     since: int
     resumed: deque[Sequence] = field(default_factory=deque)
     entries: OrderedDict[SequenceKey, QueuedSequence] = field(default_factory=OrderedDict)  # ordered by arrival
@@ -97,7 +97,7 @@ class WaitingQueue(Collection[Sequence]):
         blocks: BlockManager,
         in_progress: PrefixesInProgress,
         starvation_bound: int,
-        shares: TenantShares,
+        shares: FairShares,
     ) -> None:
         self._order = order
         self._blocks = blocks
@@ -108,7 +108,7 @@ class WaitingQueue(Collection[Sequence]):
         """Handoffs among the waiting sequences."""
         self._reserved: dict[SequenceKey, Sequence] = {}
         self._reserved_entries: dict[SequenceKey, QueuedSequence] = {}  # those that were LISTED or PARKED before
-        self._lanes: dict[str, Lane] = {}  # the sequences that are not RESERVED, by tenant
+        self._lanes: dict[str, Lane] = {}  # the sequences that are not RESERVED, by owner
         self._numbers = count()
         self._num_admitted = 0
         self._waits_for: dict[BlockHash, dict[QueuedSequence, None]] = {}
@@ -132,7 +132,7 @@ class WaitingQueue(Collection[Sequence]):
     def __contains__(self, sequence: object) -> bool:
         if not isinstance(sequence, Sequence):
             return False
-        lane = self._lanes.get(sequence.origin.tenant)
+        lane = self._lanes.get(sequence.origin.owner)
         is_in_lane = lane is not None and (sequence.key in lane.entries or sequence in lane.resumed)
         return is_in_lane or sequence.key in self._reserved
 
@@ -153,16 +153,16 @@ class WaitingQueue(Collection[Sequence]):
             self._list(entry, self._look(entry) if self._order.reads_cache else self._order.priority(sequence, 0))
 
     def resume(self, sequence: Sequence) -> None:
-        """Queues a preempted sequence before all others of its tenant."""
+        """Queues a preempted sequence before all others of its owner."""
         lane = self._lane_of(sequence)
         lane.resumed.appendleft(sequence)
         lane.share.num_waiting_slots += sequence.num_slots
 
     def _lane_of(self, sequence: Sequence) -> Lane:
-        lane = self._lanes.get(sequence.origin.tenant)
+        lane = self._lanes.get(sequence.origin.owner)
         if lane is None:
-            share = self._shares.begins_to_wait(sequence.origin.tenant)
-            lane = self._lanes[sequence.origin.tenant] = Lane(share, self._num_admitted)
+            share = self._shares.begins_to_wait(sequence.origin.owner)
+            lane = self._lanes[sequence.origin.owner] = Lane(share, self._num_admitted)
         return lane
 
     def reserve(self, sequence: Sequence) -> None:
@@ -190,7 +190,7 @@ class WaitingQueue(Collection[Sequence]):
             self._take_out(sequence)
 
     def _take_out(self, sequence: Sequence) -> QueuedSequence | None:
-        lane = self._lanes[sequence.origin.tenant]
+        lane = self._lanes[sequence.origin.owner]
         entry = lane.entries.pop(sequence.key, None)
         if entry is None:
             lane.resumed.remove(sequence)
@@ -200,8 +200,8 @@ class WaitingQueue(Collection[Sequence]):
             self._changed.pop(entry, None)
         lane.share.num_waiting_slots -= sequence.num_slots
         if lane.is_empty:
-            del self._lanes[sequence.origin.tenant]
-            self._shares.stops_waiting(sequence.origin.tenant)
+            del self._lanes[sequence.origin.owner]
+            self._shares.stops_waiting(sequence.origin.owner)
         return entry
 
     def admitted(self, sequence: Sequence) -> None:
@@ -210,7 +210,7 @@ class WaitingQueue(Collection[Sequence]):
         self._shares.admitted(sequence, sequence.num_published * sequence.table.block_size, is_reserved=is_reserved)
         self._num_admitted += not is_reserved
         if not is_reserved:
-            self._lanes[sequence.origin.tenant].since = self._num_admitted
+            self._lanes[sequence.origin.owner].since = self._num_admitted
         self.remove(sequence)
 
     # -- who is next --------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class WaitingQueue(Collection[Sequence]):
         if self._reserved and (sequence := self.reserved_head()) is not None:
             return sequence
         lanes = self._lanes.values()
-        first: tuple[Sequence, TenantShare] | None = None
+        first: tuple[Sequence, FairShare] | None = None
         for lane in lanes if len(lanes) == 1 else sorted(lanes, key=self._turn_of):
             if (sequence := self._head_of(lane)) is not None:
                 first = first or (sequence, lane.share)
@@ -229,9 +229,9 @@ class WaitingQueue(Collection[Sequence]):
         return first[0] if first is not None else None
 
     def _turn_of(self, lane: Lane) -> tuple[int, float, int]:
-        """Sorts lanes. Of tenants that were served equally, the one that was admitted least recently is first."""
+        """Sorts lanes. Of owners that were served equally, the one that was admitted least recently is first."""
         priority = 0
-        if self._order.precedes_tenants:
+        if self._order.precedes_shares:
             is_due = self._num_admitted - lane.since >= self._starvation_bound
             top = self._top(lane)
             first = lane.resumed[0].origin.priority if lane.resumed else LAST if top is None else top.priority
@@ -298,7 +298,7 @@ class WaitingQueue(Collection[Sequence]):
         listed = [entry for lane in lanes for _, _, version, entry in lane.heap if version == entry.version]
         assert len(set(listed)) == len(listed)
         parked = {entry for lane in lanes for entry in lane.entries.values()} - set(listed)
-        assert not any(lane.is_empty for lane in lanes) and len(lanes) == self._shares.num_waiting_tenants
+        assert not any(lane.is_empty for lane in lanes) and len(lanes) == self._shares.num_waiting_owners
         assert len(parked) == self._num_parked
         for entry in parked:
             assert entry.missing in self._in_progress or entry in self._changed, "parked for nothing"

@@ -152,7 +152,7 @@ INDEXED_PER_STEP = 8192
 next ones."""
 
 TextOwner = tuple[str, BlockHash]
-"""A tenant, and the root of the hashes of its blocks, which differs between cache salts."""
+"""An owner of text, and the root of the hashes of its blocks, which differs between cache salts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def likeliest(paths: Seq[Seq[int]], count: int) -> tuple[list[int], list[float]]
 
 
 class SequenceDrafts:
-    """The speculator's state of one sequence. `kind` and `shares` describe the latest drafts. `owner`: the tenant whose
+    """The speculator's state of one sequence. `kind` and `shares` describe the latest drafts. `owner`: that whose
     earlier outputs are looked up; None: none are."""
 
     __slots__ = ("guess", "index", "kind", "owner", "pause", "rates", "shares", "with_shares")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason
+from kvrelay.protocol.sampling import BeamSpec, FinishReason, ScoredText
 from kvrelay.text.request.validation import ModelLimits
 from tests.component.router.rig import Router
 from tests.fakes.scripted_dispatcher import Script
@@ -17,12 +17,12 @@ from tests.fakes.waiting import PATIENCE_S
 HELLO = [{"role": "user", "content": "hi"}]
 
 
-def finds(router: Router, *texts: str) -> list[BeamResult]:
+def finds(router: Router, *texts: str) -> list[ScoredText]:
     """From now on every search gives these texts; the first one ends by itself, the others by length."""
     end = router.tokens("<|im_end|>")
-    results = [BeamResult(router.tokens(texts[0]) + end, -0.5, -2.0, FinishReason.STOP_TOKEN)]
+    results = [ScoredText(router.tokens(texts[0]) + end, -0.5, -2.0, FinishReason.STOP_TOKEN)]
     results += [
-        BeamResult(router.tokens(text), -0.5 - number, -3.0 - number, FinishReason.LENGTH)
+        ScoredText(router.tokens(text), -0.5 - number, -3.0 - number, FinishReason.LENGTH)
         for number, text in enumerate(texts[1:], 1)
     ]
     router.dispatcher.script = lambda request, sequence: Script([], beams=results)

@@ -1,5 +1,7 @@
 """Fair shares of a worker among tenants: the order of the waiting queue between tenants, and a limit of running slots.
 
+A sequence's `origin.owner` is its tenant.
+
 Order: virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A tenant's counter
 grows by the tokens that the worker computes or receives for it, divided by the tenant's weight. A prompt counts when it
 is admitted, without cached tokens; output counts `OUTPUT_COST` times as much, when it is generated. Tokens that are
@@ -36,7 +38,7 @@ MAX_IDLE_TENANTS = 1024
 
 
 @dataclass(slots=True, eq=False)
-class TenantShare:
+class FairShare:
     """What one tenant was served. `num_slots`: running slots that its sequences here take, or will take.
     `num_waiting_slots`: those of waiting sequences without reserved capacity. `num_admitted` numbers its admissions;
     `last_turn`: when the latest one was."""
@@ -50,7 +52,7 @@ class TenantShare:
     last_turn: int = 0
 
 
-class TenantShares:
+class FairShares:
     """The shares of one scheduler's tenants. `running`: the scheduler's running sequences, only read."""
 
     def __init__(
@@ -59,15 +61,15 @@ class TenantShares:
         self.idle_credit = idle_credit
         self._running = running
         self._max_running = max_running
-        self._present: dict[str, TenantShare] = {}  # tenants with sequences in the scheduler
-        self._idle: dict[str, TenantShare] = {}  # the others, the latest to leave at the end
-        self._waiting: dict[str, TenantShare] = {}
+        self._present: dict[str, FairShare] = {}  # tenants with sequences in the scheduler
+        self._idle: dict[str, FairShare] = {}  # the others, the latest to leave at the end
+        self._waiting: dict[str, FairShare] = {}
         self._num_counted: dict[SequenceKey, int] = {}  # output tokens of the sequences here
         self._last_counter = 0.0  # counter of the tenant that left last
         self._turn = 0
 
     @property
-    def num_waiting_tenants(self) -> int:
+    def num_waiting_owners(self) -> int:
         return len(self._waiting)
 
     @property
@@ -77,18 +79,18 @@ class TenantShares:
 
     def counter(self, sequence: Sequence) -> float:
         """Returns the counter of the sequence's tenant."""
-        return self._present[sequence.origin.tenant].counter
+        return self._present[sequence.origin.owner].counter
 
     # -- tenants come and go ------------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence joined the scheduler. Its latest weight is the tenant's."""
-        share = self._present.get(sequence.origin.tenant)
+        share = self._present.get(sequence.origin.owner)
         if share is None:
             if len(self._present) == 1:
                 self.settle()  # nothing was counted while one tenant was here
-            share = self._idle.pop(sequence.origin.tenant, None) or TenantShare(sequence.origin.weight)
-            self._present[sequence.origin.tenant] = share
+            share = self._idle.pop(sequence.origin.owner, None) or FairShare(sequence.origin.weight)
+            self._present[sequence.origin.owner] = share
         share.weight = sequence.origin.weight
         share.num_sequences += 1
         share.num_slots += sequence.num_slots
@@ -96,18 +98,18 @@ class TenantShares:
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence left the scheduler."""
-        share = self._present[sequence.origin.tenant]
+        share = self._present[sequence.origin.owner]
         self._count_output(sequence, share)
         del self._num_counted[sequence.key]
         share.num_sequences -= 1
         share.num_slots -= sequence.num_slots
         if not share.num_sequences:
-            del self._present[sequence.origin.tenant]
-            self._idle[sequence.origin.tenant] = share
+            del self._present[sequence.origin.owner]
+            self._idle[sequence.origin.owner] = share
             if len(self._idle) > MAX_IDLE_TENANTS:
                 del self._idle[next(iter(self._idle))]
 
-    def begins_to_wait(self, tenant: str) -> TenantShare:
+    def begins_to_wait(self, tenant: str) -> FairShare:
         """The first sequence of a tenant waits."""
         share = self._present[tenant]
         others = [each.counter for each in self._waiting.values()]
@@ -125,7 +127,7 @@ class TenantShares:
     def admitted(self, sequence: Sequence, num_cached: int, *, is_reserved: bool = False) -> None:
         """A sequence was admitted, of which `num_cached` tokens were cached. If it was preempted before, its prompt has
         been counted. `is_reserved`: as a part of its sample group, which counts as one admission."""
-        share = self._present[sequence.origin.tenant]
+        share = self._present[sequence.origin.owner]
         self._turn += 1
         share.num_admitted += not is_reserved
         share.last_turn = self._turn
@@ -141,15 +143,15 @@ class TenantShares:
         """Counts the output of running sequences. O(running)."""
         for key, sequence in self._running.items():
             if key in self._num_counted:  # of forks only the leader is
-                self._count_output(sequence, self._present[sequence.origin.tenant])
+                self._count_output(sequence, self._present[sequence.origin.owner])
 
-    def _count_output(self, sequence: Sequence, share: TenantShare) -> None:
+    def _count_output(self, sequence: Sequence, share: FairShare) -> None:
         num_new = sequence.num_output - self._num_counted[sequence.key]
         if num_new > 0:
             share.counter += OUTPUT_COST * num_new * sequence.num_slots / share.weight
             self._num_counted[sequence.key] = sequence.num_output
 
-    def may_take(self, share: TenantShare, num_slots: int, turn_of: TenantShare) -> bool:
+    def may_take(self, share: FairShare, num_slots: int, turn_of: FairShare) -> bool:
         """Returns whether a waiting tenant may take so many more running slots, any number if it holds none. `turn_of`:
         the tenant that is next, which can be passed because it holds its share."""
         if share is not turn_of and share.counter - turn_of.counter >= self.idle_credit:

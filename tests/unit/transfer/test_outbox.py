@@ -1,4 +1,4 @@
-"""What a sender has to send and has in flight: situations one at a time, then random histories of all of them."""
+"""What a sender has to send and has in flight, one situation at a time and at random, and how a push is cut."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.handoff.transports.base import Pushed, SenderDrained, SenderEvent, TransferFailed
-from kvrelay.handoff.transports.outbox import Copies, InFlightSend, Outbox, Piece
+from kvrelay.handoff.transports.base import BlockPush, Pushed, SenderDrained, SenderEvent, TransferFailed
+from kvrelay.handoff.transports.outbox import Copies, FrameSizes, InFlightSend, Outbox, Piece, cut, frame_blocks
 from tests.thoroughness import examples
-
-pytestmark = pytest.mark.unit
 
 BLOCK_BYTES = 100
 WINDOW = 2
@@ -87,26 +85,6 @@ def test_peers_take_turns(outbox: Outbox) -> None:
     assert [in_flight.peer for in_flight in submit_all(outbox)] == ["p", "q", "p", "q"]
 
 
-def test_a_gathered_piece_is_not_reported_again_when_it_comes_back(outbox: Outbox) -> None:
-    push(outbox, "p", piece("r", 0, direct=False))
-    [in_flight] = submit_all(outbox)
-    assert outbox.complete(in_flight.number, 0.0)[1] == []
-
-
-def test_an_abort_drops_what_waits_and_drains_with_the_last_loan(outbox: Outbox) -> None:
-    push(outbox, "p", *[piece("r", block) for block in range(5)])
-    push(outbox, "q", piece("r", 5))
-    sends = submit_all(outbox)
-    assert outbox.abort("r", 0.0) == []
-    assert outbox.is_aborting("r")
-    assert outbox.abort("r", 0.0) == []
-    assert submit_all(outbox) == []
-    for in_flight in sends[:-1]:
-        assert outbox.complete(in_flight.number, 0.0)[1] == []
-    assert outbox.complete(sends[-1].number, 0.0)[1] == [SenderDrained("r")]
-    assert not outbox.is_aborting("r")
-
-
 def test_a_lost_loan_fails_what_waits_for_its_peer_and_nobody_else(outbox: Outbox) -> None:
     for peer, reservations in (("p", "aabbc"), ("q", "d")):
         push(outbox, peer, *[piece(name, block) for block, name in enumerate(reservations)])
@@ -117,13 +95,6 @@ def test_a_lost_loan_fails_what_waits_for_its_peer_and_nobody_else(outbox: Outbo
     assert outbox.fail(second.number, "gone", 0.0) == [SenderDrained("a")]
     assert outbox.complete(other.number, 0.0)[1] == [Pushed("d", (0,), BLOCK_BYTES)]
     outbox.check_integrity()
-
-
-def test_aborting_what_is_not_lent_drains_at_once(outbox: Outbox) -> None:
-    assert outbox.abort("unknown", 0.0) == [SenderDrained("unknown")]
-    push(outbox, "p", piece("r", 0))
-    assert outbox.abort("r", 0.0) == [SenderDrained("r")]
-    assert submit_all(outbox) == []
 
 
 def test_a_peer_that_does_not_end_aborted_sends_in_time_is_overdue(outbox: Outbox) -> None:
@@ -255,3 +226,75 @@ def test_every_block_is_pushed_once_or_aborted_and_every_abort_drains_once(steps
     assert history.num_drained == history.num_aborted
     assert all(count == 1 for count in history.pushed.values())
     assert set(history.block_of) - history.dropped <= set(history.pushed)
+
+
+# -- how a push is cut into pieces -----------------------------------------------------------------------------------
+
+
+NUM_BLOCKS = 1000
+KIB = 1024
+SIZES = FrameSizes()
+
+
+def pieces_of(sources: list[int], block_bytes: int, sizes: FrameSizes = SIZES) -> list[Piece]:
+    copies = [BlockPush(10 + i, source, 5000 - i) for i, source in enumerate(sources)]
+    return list(cut("r", Copies.of(copies, NUM_BLOCKS), block_bytes, sizes))
+
+
+def columns(copies: Copies) -> list[tuple[int, int, int]]:
+    return list(zip(copies.indices.tolist(), copies.sources.tolist(), copies.slots.tolist(), strict=True))
+
+
+def sources_of(pieces: list[Piece]) -> list[list[int]]:
+    return [piece.copies.sources.tolist() for piece in pieces]
+
+
+@given(
+    st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=300),
+    st.sampled_from([KIB, 16 * KIB, 64 * KIB, 300 * KIB, 2048 * KIB]),
+)
+def test_every_copy_is_in_one_piece_and_every_piece_fits(sources: list[int], block_bytes: int) -> None:
+    pieces = pieces_of(sources, block_bytes)
+    triples = sorted(triple for piece in pieces for triple in columns(piece.copies))
+    assert triples == [(10 + i, source, 5000 - i) for i, source in enumerate(sources)]
+    for piece in pieces:
+        assert 1 <= len(piece.copies) <= frame_blocks(block_bytes, SIZES)
+        if piece.direct:
+            assert (np.diff(piece.copies.sources) == 1).all(), "a direct piece is one run of the pool"
+
+
+def test_scattered_blocks_are_gathered_by_the_frame() -> None:
+    pieces = pieces_of(list(range(0, 400, 2)), 16 * KIB)
+    assert [len(piece.copies) for piece in pieces] == [64, 64, 64, 8]
+    assert not any(piece.direct for piece in pieces)
+
+
+def test_long_runs_go_directly_and_short_ones_are_gathered() -> None:
+    run = list(range(100, 116))  # 256 KiB
+    pieces = pieces_of([5, *reversed(run), 7, 200, 201], 16 * KIB)
+    assert [(piece.direct, piece.copies.sources.tolist()) for piece in pieces] == [
+        (True, run),
+        (False, [5, 7, 200, 201]),
+    ]
+
+
+def test_a_push_that_is_one_run_goes_directly_however_short() -> None:
+    [piece] = pieces_of([8, 7], KIB)
+    assert piece.direct
+    assert piece.copies.sources.tolist() == [7, 8]
+
+
+def test_a_long_run_is_cut_into_frames() -> None:
+    assert [len(piece.copies) for piece in pieces_of(list(range(150)), 16 * KIB)] == [64, 64, 22]
+
+
+def test_blocks_larger_than_a_frame_go_one_by_one() -> None:
+    assert sources_of(pieces_of([3, 9, 4], 2048 * KIB)) == [[3], [4], [9]]
+
+
+@pytest.mark.parametrize(
+    "copy", [BlockPush(0, NUM_BLOCKS, 0), BlockPush(0, -1, 0), BlockPush(-1, 0, 0), BlockPush(0, 0, 1 << 32)]
+)
+def test_numbers_out_of_range_are_refused(copy: BlockPush) -> None:
+    with pytest.raises(ValueError, match="block"):
+        Copies.of([BlockPush(0, 0, 0), copy], NUM_BLOCKS)

@@ -1,21 +1,20 @@
-"""A sender's thread: it goes on without commands, and ends also if a library holds it."""
+"""A sender's thread ends also if a library holds it; and the way from a thread to the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from threading import Event
+from threading import Event, Thread, get_ident
 
 import numpy as np
 import pytest
 
 from kvrelay.handoff.transports import base
-from kvrelay.handoff.transports.base import BlockPush, SenderEvent
+from kvrelay.handoff.transports.base import BlockPush, LoopPort, SenderEvent
 from kvrelay.handoff.transports.outbox import Outbox
 from kvrelay.handoff.transports.pool_memory import HostPool
 from kvrelay.handoff.transports.sender_thread import QueuedPush, SenderThread
 from tests.fakes.waiting import until
 
-pytestmark = pytest.mark.unit
 NUM_WAITS = 20_000
 
 
@@ -104,3 +103,35 @@ def test_closing_does_not_wait_for_ever_and_says_whether_the_pool_is_still_read(
         assert sender.has_ended and sender.is_closed.is_set()
 
     asyncio.run(test())
+
+
+# -- the way from a thread to the event loop -------------------------------------------------------------------------
+
+
+async def test_events_of_a_thread_arrive_in_order_on_the_loops_thread() -> None:
+    arrived: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+    port: LoopPort[int] = LoopPort(lambda event: arrived.put_nowait((event, get_ident())))
+
+    def emit_all() -> None:
+        for event in range(3):
+            port.emit(event)
+
+    Thread(target=emit_all).start()
+    assert [await arrived.get() for _ in range(3)] == [(event, get_ident()) for event in range(3)]
+
+
+async def test_a_thread_that_dies_is_reported_to_the_loop() -> None:
+    reports: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.put_nowait(context))
+    error = KeyError("gone")
+    LoopPort[int](lambda event: None).report_crash("kv-sender", error)
+    report = await reports.get()
+    assert report["exception"] is error
+    assert "kv-sender" in str(report["message"])
+
+
+def test_an_event_for_a_closed_loop_is_dropped() -> None:
+    async def make() -> LoopPort[int]:
+        return LoopPort(lambda event: None)
+
+    asyncio.run(make()).emit(1)

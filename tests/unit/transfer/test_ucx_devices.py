@@ -1,15 +1,19 @@
-"""Which devices UCX gets for the address that a worker listens at."""
+"""NIXL and UCX: which devices an address gets, and what an import may not do to its process."""
 
 from __future__ import annotations
 
+import io
+import logging
+import logging.config
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 
 from kvrelay.handoff.transports import nixl_agent
-from kvrelay.handoff.transports.nixl_agent import VARIABLE, TransportUnavailable, devices_for
-
-pytestmark = pytest.mark.unit
+from kvrelay.handoff.transports.nixl_agent import VARIABLE, TransportUnavailable, devices_for, import_api
+from kvrelay.logs import BackgroundHandler
 
 ADDRESSES = {"lo": "127.0.0.1", "eth0": "192.0.2.2", "eth1": "198.51.100.2", "down0": None}
 
@@ -65,3 +69,43 @@ def test_the_kernel_tells_the_address_of_the_loopback_device(monkeypatch: pytest
     monkeypatch.delenv(VARIABLE, raising=False)
     device = devices_for("127.0.0.1")
     assert device in [name for _, name in socket.if_nameindex()]
+
+
+# -- what the import of nixl may not do to the process that imports it -----------------------------------------------
+
+
+CONFIGURES_LOGGING = """
+import logging.config
+
+logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+logging.raiseExceptions = False
+"""
+
+
+@pytest.mark.parametrize("then", ["", "raise ImportError('no library')\n"])
+def test_the_log_goes_on(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "configuring_nixl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "_api.py").write_text(CONFIGURES_LOGGING + then)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(nixl_agent, "PACKAGES", (package.name,))
+    for module in (package.name, f"{package.name}._api"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    stream = io.StringIO()
+    handler, log = BackgroundHandler(stream), logging.getLogger("of a worker with nixl")
+    log.addHandler(handler)
+    try:
+        configure = logging.config.dictConfig
+        if then:
+            with pytest.raises(TransportUnavailable, match="no library"):
+                import_api()
+        else:
+            import_api()
+        assert logging.config.dictConfig is configure and logging.raiseExceptions
+        log.warning("a line after the import")
+        handler.flush()
+        assert stream.getvalue() == "a line after the import\n"
+    finally:
+        log.removeHandler(handler)
+        handler.close()

@@ -1,14 +1,18 @@
-"""The header on the wire."""
+"""The header on the wire, how receivers are named and reached, and parts of blocks as runs of bytes."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvrelay.handoff.transports.base import MalformedEndpoint
+from kvrelay.handoff.transports.pool_memory import BlockPart, PartCopy
 from kvrelay.handoff.transports.wire import MAGIC, WIRE_VERSION, MalformedBlocks, decode_header, encode_header
-
-pytestmark = pytest.mark.unit
+from kvrelay.handoff.transports.zmq_receiver import choose_address, local_address
+from kvrelay.messaging.zmq_context import tcp_address
 
 
 @pytest.mark.parametrize("checksums", [None, [0, 0xDEADBEEF, (1 << 32) - 1]])
@@ -53,3 +57,93 @@ def test_a_cut_header_is_malformed() -> None:
     for length in range(len(whole)):
         with pytest.raises(MalformedBlocks):
             decode_header(whole[:length])
+
+
+# -- how receivers are named and reached -----------------------------------------------------------------------------
+
+
+LOCAL = local_address()
+ENDPOINT = {"address": "tcp://10.0.0.7:5555", "local": LOCAL, "machine": "m1"}
+
+
+def test_a_receiver_on_this_machine_is_reached_locally() -> None:
+    assert choose_address(ENDPOINT, "m1") == LOCAL
+
+
+@pytest.mark.parametrize("own_machine", ["m2", None])
+def test_any_other_is_reached_over_tcp(own_machine: str | None) -> None:
+    assert choose_address(ENDPOINT, own_machine) == "tcp://10.0.0.7:5555"
+
+
+@pytest.mark.parametrize(("host", "address"), [("decode-1.svc", "tcp://decode-1.svc:80"), ("::1", "tcp://[::1]:80")])
+def test_hosts_of_all_kinds_make_addresses(host: str, address: str) -> None:
+    assert tcp_address(host, 80) == address
+    assert choose_address({"address": address}, None) == address
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        {},
+        {"address": "10.0.0.7:5555"},
+        {"address": "tcp://10.0.0.7"},
+        {"address": "tcp://10.0.0.7:0"},
+        {"address": "tcp://10.0.0.7:65536"},
+        {"address": "tcp://*:80"},
+        {"address": "tcp://a b:80"},
+        {"address": "ipc:///tmp/socket"},
+        {"address": "inproc://name"},
+        {"address": "tcp://h:80", "machine": "m1"},
+        {"address": "tcp://h:80", "machine": "m1", "local": "ipc:///tmp/socket"},
+        {"address": "tcp://h:80", "machine": "m1", "local": "tcp://h:81"},
+    ],
+)
+def test_any_other_endpoint_is_malformed(endpoint: dict[str, str]) -> None:
+    with pytest.raises(MalformedEndpoint):
+        choose_address(endpoint, "m1")
+
+
+# -- parts of blocks as runs of bytes, against the bytes that a part names -------------------------------------------
+
+
+@st.composite
+def block_parts(draw: st.DrawFn, num_rows: int, num_bytes: int) -> BlockPart:
+    block_rows = num_rows + draw(st.integers(0, 3))
+    row_bytes = num_bytes + draw(st.integers(0, 3))
+    first_row = draw(st.integers(0, block_rows - num_rows))
+    first_byte = draw(st.integers(0, row_bytes - num_bytes))
+    return BlockPart(block_rows, row_bytes, first_row, num_rows, first_byte, num_bytes)
+
+
+@st.composite
+def part_copies(draw: st.DrawFn) -> PartCopy:
+    size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    return PartCopy(0, draw(block_parts(*size)), draw(block_parts(*size)))
+
+
+def bytes_of(part: BlockPart) -> list[int]:
+    """The places of a part's bytes in its block, in the order of the copy."""
+    places = np.arange(part.block_bytes).reshape(part.block_rows, part.row_bytes)
+    rows = places[part.first_row : part.first_row + part.num_rows]
+    chosen: list[int] = rows[:, part.first_byte : part.first_byte + part.num_bytes].ravel().tolist()
+    return chosen
+
+
+@given(part_copies())
+def test_runs_copy_the_bytes_of_the_part_in_their_order(copy: PartCopy) -> None:
+    source, target = copy.runs()
+    assert (source.num_rows, source.num_bytes) == (target.num_rows, target.num_bytes)
+    assert (bytes_of(source), bytes_of(target)) == (bytes_of(copy.source), bytes_of(copy.target))
+    assert (source.block_bytes, target.block_bytes) == (copy.source.block_bytes, copy.target.block_bytes)
+
+
+@given(part_copies())
+def test_there_is_one_run_where_both_sides_have_one(copy: PartCopy) -> None:
+    def is_run(part: BlockPart) -> bool:
+        return set(np.diff(bytes_of(part)).tolist()) <= {1}
+
+    num_runs = copy.runs()[0].num_rows
+    if is_run(copy.source) and is_run(copy.target) and copy.source.num_rows > 1:
+        assert num_runs == 1
+    else:
+        assert num_runs == copy.source.num_rows

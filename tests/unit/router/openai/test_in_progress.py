@@ -1,4 +1,4 @@
-"""How many generations a router takes, and how many of one tenant."""
+"""How many generations a router takes, how large their answers may be, and which status a failure has."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from contextlib import ExitStack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
+from kvrelay.config.router import RouterConfig
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.access.identity import Caller
 from kvrelay_router.access.rate_limiter import InProgress
+from kvrelay_router.dispatch.interface import RequestFailed
+from kvrelay_router.openai.api_service import ApiSettings
+from kvrelay_router.openai.delivery import as_api_error
+from kvrelay_router.openai.planning import AnswerShape, check_answer
 
 
 def num_admitted(in_progress: InProgress, stack: ExitStack, tenant: str, weight: float = 1.0, fleet: str = "") -> int:
@@ -83,3 +90,105 @@ def test_never_more_than_the_limit_and_a_tenant_with_none_gets_a_free_place(
                 admitted.add(tenant)
             assert in_progress.num_requests <= limit
     assert in_progress.num_requests == 0
+
+
+# -- what an answer may hold is bounded before anything is queued ----------------------------------------------------
+
+
+LIMIT = 64 << 20
+
+
+def scored(num_prompts: int, **fields: object) -> AnswerShape:
+    shape: dict[str, object] = {
+        "prompt_tokens": [2000] * num_prompts,
+        "max_tokens": [1] * num_prompts,
+        "num_sequences": 1,
+        "num_returned": 1,
+        "has_echo": True,
+        "logprobs": 20,
+        "echo_logprobs": 20,
+        "prompt_logprobs": 20,
+    }
+    return AnswerShape(**(shape | fields))  # type: ignore[arg-type]
+
+
+def test_an_answer_of_hundreds_of_megabytes_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ApiError) as refused:
+        check_answer(scored(200), LIMIT)
+    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "answer_too_large", "logprobs")
+    for number in ("200 prompts", "400000 tokens", f"{400_000 * 42 + 200 * 21} log-probabilities", str(LIMIT)):
+        assert number in refused.value.message
+
+
+def test_choices_count_as_often_as_the_answer_repeats_their_prompt() -> None:
+    check_answer(scored(4), LIMIT)
+    with pytest.raises(ApiError):
+        check_answer(scored(4, num_sequences=8, num_returned=8, num_prompt_scores=8), LIMIT)
+
+
+def test_prompt_tokens_before_the_scored_part_take_little() -> None:
+    fields: dict[str, object] = {"has_echo": False, "logprobs": None, "echo_logprobs": None, "max_tokens": [0] * 200}
+    shape = scored(200, **fields, logprob_start_len=1990)
+    check_answer(shape, LIMIT)
+    assert shape.num_scores == 200 * 11 * 21 and shape.total_bytes > 200 * 1989 * len("null,")
+    with pytest.raises(ApiError):
+        check_answer(scored(200, **fields), LIMIT)
+
+
+def test_text_alone_may_be_long() -> None:
+    plain = scored(
+        1, prompt_tokens=[8000], max_tokens=[120_000], logprobs=None, echo_logprobs=None, prompt_logprobs=None
+    )
+    check_answer(plain, LIMIT)
+    with pytest.raises(ApiError) as refused:
+        check_answer(scored(1, max_tokens=[131_072], num_sequences=1024, logprobs=None), LIMIT)
+    assert refused.value.param == "n"
+
+
+def test_the_output_that_fits_is_the_longest_that_is_allowed() -> None:
+    shape = scored(1, prompt_tokens=[10], max_tokens=[131_072], num_sequences=2)
+    fitting = shape.tokens_that_fit(LIMIT)
+    assert 0 < fitting < 131_072
+    check_answer(scored(1, prompt_tokens=[10], max_tokens=[fitting], num_sequences=2), LIMIT)
+    with pytest.raises(ApiError):
+        check_answer(scored(1, prompt_tokens=[10], max_tokens=[fitting + 1], num_sequences=2), LIMIT)
+
+
+# -- the http layer takes its part of the router's config ------------------------------------------------------------
+
+
+def test_settings_come_from_the_config() -> None:
+    config = RouterConfig(
+        model="org/name",
+        api_keys=(SecretStr("one"), SecretStr("two")),
+        request_timeout_s=7.0,
+        max_queued_requests=5,
+    )
+    settings = ApiSettings.from_config(config)
+    assert settings.model_name == "org/name"
+    assert settings.api_keys == ("one", "two")
+    assert (settings.request_timeout_s, settings.max_requests) == (7.0, 5)
+
+
+# -- every kind of failure has an http status and an error code ------------------------------------------------------
+
+
+def test_codes_tell_the_kinds_apart() -> None:
+    codes = [as_api_error(RequestFailed("", kind)).code for kind in FailureKind]
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        (FailureKind.DEADLINE, 504, "request_timeout"),
+        (FailureKind.TOO_LARGE, 400, "exceeds_worker_capacity"),
+        (FailureKind.NO_TOKEN_ALLOWED, 400, "no_token_allowed"),
+        (FailureKind.GRAMMAR_FAILED, 400, "grammar_failed"),
+        (FailureKind.ENGINE_ERROR, 502, "engine_error"),
+        (FailureKind.NO_WORKER, 503, "no_worker_ready"),
+    ],
+)
+def test_statuses(kind: FailureKind, status: int, code: str) -> None:
+    error = as_api_error(RequestFailed("", kind))
+    assert (error.status, error.code) == (status, code)

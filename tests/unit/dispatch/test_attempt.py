@@ -35,7 +35,6 @@ from kvrelay_router.dispatch.retry import MAX_UNCOUNTED_ATTEMPTS, PROVEN_TOKENS
 from kvrelay_router.fleet.load import worker_key
 from tests.unit.dispatch.attempt_events import (
     D2,
-    D3,
     LENGTH,
     P2,
     D,
@@ -55,7 +54,7 @@ from tests.unit.dispatch.driven_sequence import (
     Done,
     DrivenSequence,
 )
-from tests.unit.dispatch.world import PROMPT, peer, spec
+from tests.unit.dispatch.world import PROMPT, spec
 
 # -- placement --------------------------------------------------------------------------------------------------------
 
@@ -122,14 +121,6 @@ def test_nor_do_those_that_come_while_another_one_is_awaited(replaced_by: Callab
     assert delivered(machine.handle(tokens(0, 5, worker=D2))) == [5]
 
 
-def test_exclusions_add_up() -> None:
-    machine = placed()
-    machine.handle(need("d"))
-    machine.handle(DecodeChosen(D2))
-    find = machine.handle(lost(D2, "silent"))[-1]
-    assert isinstance(find, FindDecode) and find.excluded == {worker_key(D), worker_key(D2)}
-
-
 def test_no_decode_worker_left_ends_the_attempt_with_prefills_answer() -> None:
     machine = placed()
     machine.handle(need("d"))
@@ -148,15 +139,6 @@ def test_an_attempt_whose_lost_decode_worker_came_back_too_late_for_it_is_void()
     find = machine.handle(failed(P))[-1]
     assert isinstance(find, FindPlacement) and find.delay_s > 0
     assert machine.attempts._budget.num_counted == 0
-
-
-def test_while_another_decode_worker_is_awaited_nothing_asks_for_one_again() -> None:
-    machine = placed()
-    machine.handle(need("d"))
-    assert machine.handle(need("d")) == []
-    assert machine.handle(lost(D, "killed")) == []
-    (send,) = machine.handle(DecodeChosen(D2))
-    assert isinstance(send, Send) and send.body == Reassign(decode=D2)
 
 
 def test_a_new_start_of_the_lost_decode_worker_takes_over_and_late_word_about_the_old_one_counts_for_nothing() -> None:
@@ -201,37 +183,6 @@ def test_before_the_commit_a_failure_cancels_both_and_starts_over(
     assert isinstance(send, Send) and isinstance(send.body, Prefill) and send.attempt == 2
     assert unpack_tokens(send.body.prompt.tokens).tolist() == [*PROMPT, 5]
     assert send.body.prompt.num_output == 1
-
-
-def test_after_the_commit_prefill_does_not_matter_and_decode_does() -> None:
-    machine = placed()
-    machine.handle(tokens(0, 5))
-    assert machine.handle(lost(P, "killed")) == []
-    assert machine.handle(failed(P)) == []
-    instructions = machine.handle(lost(D, "killed"))
-    assert sent(instructions) == [("p", Cancel), ("d", Cancel)]
-    assert isinstance(instructions[-1], FindPlacement) and instructions[-1].avoid == {"d"}
-
-
-def test_what_an_old_attempt_held_back_is_not_mixed_with_the_new_ones() -> None:
-    machine = placed()
-    machine.handle(first(5))
-    machine.handle(tokens(2, 77))
-    machine.handle(lost(D, "killed"))
-    machine.handle(WorkersAssigned(P, D2, 60.0))
-    assert machine.handle(tokens(1, 88)) == []
-    assert delivered(machine.handle(tokens(1, 6, attempt=2, worker=D2))) == [6]
-    assert delivered(machine.handle(tokens(2, 7, attempt=2, worker=D2))) == [7]
-
-
-def test_a_resumed_attempt_of_one_token_goes_to_prefill_alone() -> None:
-    machine = placed(max_tokens=3)
-    machine.handle(tokens(0, 5, 6))
-    machine.handle(lost(D, "killed"))
-    assert not machine.needs_decode
-    machine.handle(WorkersAssigned(P, None, 60.0))
-    instructions = machine.handle(first(7, index=2, attempt=2, finish=LENGTH))
-    assert delivered(instructions) == [7] and instructions[-1] == Ended(None)
 
 
 def test_all_tokens_known_is_the_end_even_if_the_finish_was_lost() -> None:
@@ -344,23 +295,11 @@ def test_an_attempt_that_brought_enough_tokens_clears_a_suspect() -> None:
     assert isinstance(find, FindPlacement) and not find.is_suspect
 
 
-def test_a_committed_decode_worker_that_gave_us_up_costs_no_attempt() -> None:
-    machine = placed(max_attempts=1)
-    machine.handle(tokens(0, 5))
-    assert isinstance(machine.handle(lost(D, "it lost us", is_alive=True))[-1], FindPlacement)
-
-
 def test_a_failure_that_would_repeat_itself_is_final_and_both_are_told() -> None:
     machine = placed()
     instructions = machine.handle(failed(P, retriable=False))
     assert sent(instructions) == [("p", Cancel), ("d", Cancel)]
     assert instructions[-1] == broken("broken")
-
-
-def test_another_start_of_a_worker_is_another_worker() -> None:
-    machine = placed()
-    assert machine.handle(lost(peer("d", incarnation=2), "killed")) == []
-    assert machine.handle(lost(D3, "killed")) == []
 
 
 # -- illegal events ---------------------------------------------------------------------------------------------------

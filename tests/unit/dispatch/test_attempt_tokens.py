@@ -75,13 +75,6 @@ def test_a_batch_that_overlaps_delivers_what_is_new_with_its_logprobs() -> None:
     assert (deliver.delta.token_ids, deliver.delta.logprobs) == ([6], logprobs[1:])
 
 
-def test_a_finish_of_the_past_does_not_end_what_went_on() -> None:
-    machine = placed()
-    machine.handle(tokens(0, 5, 6))
-    assert machine.handle(first(5, finish=LENGTH)) == []
-    assert not machine.is_over
-
-
 def test_a_finish_without_a_new_token_ends_the_sequence() -> None:
     machine = placed()
     machine.handle(tokens(0, 5))
@@ -136,17 +129,6 @@ def test_a_prompt_that_is_computed_again_repeats_and_loses_no_logprobs() -> None
     assert machine.attempts.computes_prompt == D
     assert machine.handle(scores(0, 12, 13, worker=D)) == machine.handle(scores(0, 12, worker=D)) == []
     assert scored(machine.handle(tokens(0, 5))) == [12, 13]
-
-
-def test_parts_of_a_lost_worker_give_way_to_those_of_the_next() -> None:
-    machine = placed(prompt_logprobs=0)
-    machine.handle(scores(0, 99))
-    machine.handle(lost(P, "killed"))
-    assert machine.handle(scores(1, 98)) == []  # late
-    machine.handle(WorkersAssigned(P2, D, 60.0))
-    assert machine.handle(scores(0, 12, attempt=2, worker=P2)) == []
-    assert machine.handle(scores(1, 13, attempt=2, worker=P2)) == []
-    assert scored(machine.handle(first(9, attempt=2, worker=P2))) == [12, 13]
 
 
 def test_complete_parts_of_a_lost_worker_are_good_for_the_next_attempt() -> None:

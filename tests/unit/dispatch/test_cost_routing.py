@@ -128,22 +128,11 @@ def test_decode_computes_a_long_prompt_if_prefill_is_busy_for_longer_than_its_st
     assert num_streams == 0 or names(choose(auto, {}, idle, decode)) == ("p", "d")
 
 
-def test_decode_without_room_computes_no_prompt() -> None:
-    full = worker("d", "decode", num_free_blocks=100)
-    busy = worker("p", "prefill", queued_tokens=100_000)
-    assert names(choose(demand(4096, local_prefill_tokens=None), {}, busy, full)) == ("p", "d")
-
-
 def test_a_decode_worker_without_measurements_is_taken_to_be_as_fast_as_prefill() -> None:
     """It has none until it gets a prompt, so waiting for them would keep prompts away forever."""
     unmeasured = worker("d", "decode", step_cost=None)
     auto = demand(64, local_prefill_tokens=None)
     assert names(choose(auto, {}, worker("p", "prefill", queued_tokens=9000), unmeasured)) == (None, "d")
-
-
-def test_speeds_that_nobody_measured_decide_nothing() -> None:
-    unknown = (worker("p", "prefill", queued_tokens=9000, step_cost=None), worker("d", "decode", step_cost=None))
-    assert names(choose(demand(64, local_prefill_tokens=None), {}, *unknown)) == ("p", "d")
 
 
 @pytest.mark.parametrize("policy", [policy for policy in get_args(PolicyName) if policy != "cost"])

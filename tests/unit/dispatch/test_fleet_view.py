@@ -64,16 +64,6 @@ class Fleet:
         return [candidate.worker_id for candidate in (*candidates.prefill, *candidates.decode)]
 
 
-def test_a_registered_worker_is_used_once_it_has_answered() -> None:
-    fleet = Fleet()
-    fleet.view.registered([record("d")], fleet.now)
-    assert fleet.states() == {"d": "joining"}
-    assert fleet.usable() == []
-    fleet.view.answered(ref(record("d")), status(), fleet.now)
-    assert fleet.states() == {"d": "ready"}
-    assert fleet.usable() == ["d"]
-
-
 def test_a_lost_worker_comes_back_when_it_answers() -> None:
     fleet = Fleet(record("d"))
     fleet.view.lost(ref(record("d")), "silent", fleet.now)
@@ -179,24 +169,6 @@ def test_limits_are_the_least_of_the_ready_workers() -> None:
     assert limits is not None and limits.max_model_len == 100
 
 
-def test_limits_of_beam_searches_are_those_of_decode_workers() -> None:
-    workers = [
-        record("p", role="prefill", max_running=2, num_blocks=10),
-        record("d", max_running=9, num_blocks=70),
-        record("e", max_running=12, num_blocks=60),
-    ]
-    limits = (fleet := Fleet(*workers)).view.limits(fleet.now)
-    assert limits is not None
-    assert (limits.max_running, limits.num_blocks, limits.block_size) == (9, 60, 16)
-
-
-def test_limits_stay_known_while_all_workers_are_away() -> None:
-    fleet = Fleet(record("a"))
-    fleet.view.lost(ref(record("a")), "silent", fleet.now)
-    assert fleet.view.limits(fleet.now) is not None
-    assert Fleet().view.limits(0.0) is None
-
-
 def test_reported_load_counts_beside_the_routers_own_and_not_twice() -> None:
     worker = record("p", role="prefill")
     fleet = Fleet(worker)
@@ -208,19 +180,6 @@ def test_reported_load_counts_beside_the_routers_own_and_not_twice() -> None:
     assert _queued_tokens(fleet) == 500
     fleet.load.move(mine, None, 0, None)
     assert _queued_tokens(fleet) == 200
-
-
-def test_outstanding_load_is_moved_and_vanishes() -> None:
-    load = OutstandingLoad()
-    held = Held()
-    p, d, d2 = (ref(record(name)) for name in ("p", "d", "d2"))
-    load.move(held, p, 30, d)
-    load.move(held, None, 0, d)
-    load.move(held, None, 0, d2)
-    assert load.of(("d2", d2.incarnation)).num_sequences == 1
-    load.check_integrity()
-    load.move(held, None, 0, None)
-    assert load.is_empty
 
 
 def _queued_tokens(fleet: Fleet) -> int:

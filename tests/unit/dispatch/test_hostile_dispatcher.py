@@ -35,8 +35,6 @@ from tests.fakes.traffic import changed, recorded_traffic
 from tests.thoroughness import examples
 from tests.unit.dispatch.routed_fleet import peer_of, record_of
 
-pytestmark = pytest.mark.unit
-
 ME = PeerRef("router", "1", "tcp://router")
 GOOD, OTHERS = "good", ("r0", "r1")
 MAX_TOKENS = 6

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.protocol.messages import Status
 from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.placement import PromptPrefixes
 from kvrelay_router.routing.estimates import Decision
 from kvrelay_router.routing.policy import PolicyName
-from tests.unit.dispatch.routed_fleet import Fleet, chosen_prefill, names, peer_of
+from tests.unit.dispatch.routed_fleet import Fleet, chosen_prefill, names
 
 
 @pytest.mark.parametrize("policy", get_args(PolicyName))
@@ -29,15 +28,6 @@ def test_a_worker_that_was_not_heard_lately_gets_nothing_while_others_are(policy
     assert chosen is not None and chosen.peer_id == "d1", "the last one there is"
     fleet.silent_s = {"p0": 3.0, "p1": 4.0, "d0": 5.0, "d1": 6.0}  # this router itself stood still
     assert {names(fleet.place([number] * 200, number)[0])[0] for number in range(8)} <= {"p0", "p1"}
-
-
-def test_a_new_start_of_an_excluded_decode_worker_is_another_one() -> None:
-    fleet = Fleet("p0", "d0")
-    prompt = PromptPrefixes([1] * 200)
-    assert fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "1")})) is None
-    assert fleet.placement.has_decode("f") and not fleet.placement.has_decode("another")
-    chosen = fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "0")}))
-    assert chosen is not None and chosen.peer_id == "d0"
 
 
 def test_a_burst_between_two_load_reports_spreads() -> None:
@@ -159,13 +149,3 @@ def test_what_no_placement_serves_in_time_is_refused_and_what_another_policy_wou
     with pytest.raises(TooLate) as caught:
         fleet.placement.place("r", prompt=long, needs_decode=True, deadline_s=0.05)
     assert caught.value.retry_after_s == pytest.approx(soon.expected.ttft_s - 0.05)
-
-
-def test_speeds_that_nobody_measured_refuse_nobody() -> None:
-    fleet = Fleet("p0", "d0")
-    for name, record in fleet.records.items():
-        status = Status(query=1, draining=False, queues={}, blocks={"free": 4096}, totals={})
-        fleet.view.answered(peer_of(record), status, 0.0)
-        assert name in fleet.records
-    decision = fleet.placement.place("r", prompt=PromptPrefixes([1] * 4096), needs_decode=True, deadline_s=1e-6)
-    assert isinstance(decision, Decision)

@@ -55,21 +55,6 @@ def test_choices_of_one_request_do_not_count_twice() -> None:
 CHAINS = [hash_blocks(root_hash(model="m"), [tree // 4] * 64 + [tree] * 64, 16) for tree in range(16)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.sampled_from("ab"))), st.integers(8, 40))
-def test_expected_prefixes_are_closed_bounded_and_know_the_latest(
-    sent: list[tuple[int, int, str]], capacity: int
-) -> None:
-    view = ExpectedPrefixes()
-    for tree, length, name in sent:
-        view.sent(name, CHAINS[tree][:length], capacity)
-        assert view.match(CHAINS[tree])[name] >= length
-    for chain in CHAINS:
-        for name, num_held in view.match(chain).items():
-            view._workers[name].check_integrity()
-            assert view._workers[name].num_blocks <= capacity
-            assert num_held <= len(chain)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.integers(0, 3)), max_size=60),
     st.integers(0, 40),

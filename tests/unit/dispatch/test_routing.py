@@ -36,11 +36,6 @@ def decided(policy: PolicyName, wish: Demand, *workers: Candidate) -> tuple[str 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prefill_and_decode_share_the_work(policy: PolicyName) -> None:
-    assert decided(policy, demand(), worker("p", "prefill"), worker("d", "decode")) == ("p", "d")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_one_token_is_prefills_alone(policy: PolicyName) -> None:
     wish = demand(needs_decode=False)
     assert decided(policy, wish, worker("p", "prefill"), worker("d", "decode")) == ("p", None)
@@ -52,13 +47,6 @@ def test_without_prefill_decode_works_alone_and_it_is_a_fallback() -> None:
     assert isinstance(decision, Decision)
     assert decision.is_fallback and decision.prefill is None
     assert "no prefill worker" in decision.reasons[0]
-
-
-def test_workers_of_different_fingerprints_are_not_paired() -> None:
-    alien = worker("p", "prefill", "other")
-    decision = decide("least_loaded", demand(), CandidateWorkers.of([alien, worker("d", "decode")]))
-    assert isinstance(decision, Decision)
-    assert decision.is_fallback and decision.prefill is None
 
 
 def test_without_decode_nothing_is_placed_but_one_token() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import FinishReason, Sampling, ScoredText, TokenLogprobs
 from kvrelay.text.choice import SequenceDelta
@@ -106,32 +105,6 @@ async def test_what_waits_comes_at_once_merged_per_sequence() -> None:
     assert calls.num_cancelled == 0
 
 
-async def test_tokens_come_before_the_error() -> None:
-    calls = Calls()
-    calls.handle.deliver(SequenceDelta(0, [1]))
-    calls.handle.fail(RequestFailed("broken", FailureKind.DEADLINE))
-    deltas = read_batches(calls.handle)
-    assert await anext(deltas) == [SequenceDelta(0, [1])]
-    with pytest.raises(RequestFailed, match="broken") as failure:
-        await anext(deltas)
-    assert failure.value.kind is FailureKind.DEADLINE
-
-
-async def test_a_waiting_reader_wakes_up() -> None:
-    calls = Calls()
-
-    async def read() -> list[list[SequenceDelta]]:
-        return [batch async for batch in read_batches(calls.handle)]
-
-    reader = asyncio.create_task(read())
-    await asyncio.sleep(0)
-    calls.handle.deliver(SequenceDelta(0, [1]))
-    await asyncio.sleep(0.01)
-    calls.handle.deliver(SequenceDelta(0, [2], finish=FinishReason.LENGTH))
-    calls.handle.finish(0)
-    assert len(await reader) == 2
-
-
 async def test_leaving_early_cancels_once() -> None:
     calls = Calls()
     calls.handle.deliver(SequenceDelta(0, [1]))
@@ -179,27 +152,6 @@ async def test_a_sink_gets_what_comes_while_the_reader_sleeps_joined_per_sequenc
     calls.handle.stop(1)
     await reader.task
     assert (calls.stopped, calls.num_cancelled) == ([1], 0)
-
-
-async def test_a_sink_that_is_not_ready_leaves_it_to_the_reader() -> None:
-    calls = Calls()
-    reader = Reader(calls)
-    reader.ready = False
-    reader.may_go_on.clear()
-    await turn()
-    calls.handle.deliver(SequenceDelta(0, [1]))
-    await turn()
-    reader.ready = True
-    calls.handle.deliver(SequenceDelta(0, [2]))  # must not overtake the first, with which the reader is busy
-    await turn()
-    assert reader.seen == []
-    reader.may_go_on.set()
-    await turn()
-    assert reader.seen == [("task", [SequenceDelta(0, [1])]), ("task", [SequenceDelta(0, [2])])]
-    calls.handle.deliver(SequenceDelta(0, [3]))
-    await turn()
-    assert reader.seen[2:] == [("sink", [SequenceDelta(0, [3])])]
-    reader.task.cancel()
 
 
 async def test_a_sink_that_was_disconnected_gets_nothing() -> None:

@@ -32,7 +32,7 @@ from kvrelay_router.http.body import PendingMemory
 from kvrelay_router.http.http_server import ConnectionLimits, HttpServer, allowed_connections, bind, serve
 from kvrelay_router.openai.api_service import ApiSettings, FurtherModel
 from kvrelay_router.openai.request_metrics import RequestMetrics
-from kvrelay_router.responses.response_store import OwnResponses, RedisResponses, ResponseStore
+from kvrelay_router.responses.response_store import OwnResponses, ResponseStore
 from kvrelay_router.served_fleet import ServedFleet, fleet_samples, start_fleet
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class RouterServer:
             return OwnResponses(bounds)
         shared = SharedResponses(config.redis_url, config.redis_prefix, bounds)
         self._closing.push_async_callback(shared.close)
-        return RedisResponses(shared)
+        return shared
 
     async def _meet_workers(self) -> None:
         """Waits for workers before the port opens: the first clients would get "no worker is ready"."""

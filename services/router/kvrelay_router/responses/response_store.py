@@ -28,10 +28,6 @@ class StoredResponse(msgspec.Struct, frozen=True):
     items: tuple[bytes, ...]
     output_ids: tuple[str, ...] = ()
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.response) + sum(map(len, self.items)) + sum(map(len, self.output_ids))
-
     def output_item(self, item_id: str) -> bytes | None:
         """JSON of an item of its output."""
         if item_id not in self.output_ids:
@@ -40,30 +36,30 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class OwnResponses:
-    """Responses in the memory of this process, for routers without Redis. Drops those that were not used for the
-    longest time. Each API key has its own."""
+    """As `SharedResponses`, in the memory of this process, for routers without Redis. Drops what was not used for
+    the longest time, of the owner with the most bytes."""
 
     def __init__(self, bounds: StoreBounds, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._bounds = bounds
         self._clock = clock
-        self._responses: OrderedDict[tuple[str, str], tuple[StoredResponse, float]] = OrderedDict()
+        self._responses: OrderedDict[tuple[str, str], tuple[bytes, float]] = OrderedDict()
         self._bytes_of: dict[str, int] = {}  # keyed by owner
         self.num_bytes = 0
 
-    async def put(self, owner: str, response_id: str, stored: StoredResponse) -> bool:
+    async def put(self, owner: str, response_id: str, data: bytes) -> bool:
         """Returns whether the response was stored: it may be too large."""
-        if stored.num_bytes > self._bounds.max_bytes:
+        if len(data) > self._bounds.max_bytes:
             return False
         self._drop((owner, response_id))
-        self._responses[owner, response_id] = stored, self._clock()
-        self._count(owner, stored.num_bytes)
+        self._responses[owner, response_id] = data, self._clock()
+        self._count(owner, len(data))
         self._drop_expired()
         while self.num_bytes > self._bounds.max_bytes or len(self._responses) > self._bounds.max_responses:
             largest = max(self._bytes_of, key=lambda each: (self._bytes_of[each], each))
             self._drop(next(key for key in self._responses if key[0] == largest))
         return True
 
-    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+    async def get(self, owner: str, response_id: str) -> bytes | None:
         self._drop_expired()
         found = self._responses.pop((owner, response_id), None)
         if found is None:
@@ -85,7 +81,7 @@ class OwnResponses:
         found = self._responses.pop(key, None)
         if found is None:
             return False
-        self._count(key[0], -found[0].num_bytes)
+        self._count(key[0], -len(found[0]))
         return True
 
     def _count(self, owner: str, num_bytes: int) -> None:
@@ -95,33 +91,7 @@ class OwnResponses:
             del self._bytes_of[owner]
 
 
-class RedisResponses:
-    """As `OwnResponses`, in Redis. While it is away responses are served and not stored, and the others raise 503."""
-
-    def __init__(self, shared: SharedResponses) -> None:
-        self._shared = shared
-
-    async def put(self, owner: str, response_id: str, stored: StoredResponse) -> bool:
-        try:
-            return await self._shared.put(owner, response_id, msgspec.msgpack.encode(stored))
-        except StoreUnavailable:
-            return False
-
-    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        try:
-            data = await self._shared.get(owner, response_id)
-        except StoreUnavailable as error:
-            raise _away(error) from error
-        return None if data is None else msgspec.msgpack.decode(data, type=StoredResponse)
-
-    async def delete(self, owner: str, response_id: str) -> bool:
-        try:
-            return await self._shared.delete(owner, response_id)
-        except StoreUnavailable as error:
-            raise _away(error) from error
-
-
-ResponseStore = OwnResponses | RedisResponses
+ResponseStore = OwnResponses | SharedResponses
 
 
 def _away(error: StoreUnavailable) -> ApiError:
@@ -151,7 +121,12 @@ class StoredConversations:
         return Response(stored.response, media_type="application/json")
 
     async def delete(self, http: Request, response_id: str) -> Response:
-        if self._store is None or not await self._store.delete(names_of(http).caller.owner, response_id):
+        """Deletes a stored response, or returns 404."""
+        try:
+            is_deleted = self._store is not None and await self._store.delete(names_of(http).caller.owner, response_id)
+        except StoreUnavailable as error:
+            raise _away(error) from error
+        if not is_deleted:
             raise _not_found(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -175,7 +150,7 @@ class StoredConversations:
         return items, stored.items
 
     def keep(self, owner: str, earlier: tuple[bytes, ...], items: list[Any]) -> Keep | None:
-        """What stores the response that continues `earlier` and the request's own `items`."""
+        """What stores the response that continues `earlier` and the request's own `items`. None if nothing is to."""
         store = self._store
         if store is None:
             return None
@@ -184,12 +159,22 @@ class StoredConversations:
         async def keep(response: dict[str, Any]) -> bool:
             output = tuple(orjson.dumps(_without_scores(item)) for item in response["output"])
             ids = tuple(item["id"] for item in response["output"])
-            return await store.put(owner, response["id"], StoredResponse(orjson.dumps(response), given + output, ids))
+            stored = StoredResponse(orjson.dumps(response), given + output, ids)
+            try:
+                return await store.put(owner, response["id"], msgspec.msgpack.encode(stored))
+            except StoreUnavailable:  # the response is served all the same
+                return False
 
         return keep
 
     async def _find(self, owner: str, response_id: str) -> StoredResponse | None:
-        return None if self._store is None else await self._store.get(owner, response_id)
+        if self._store is None:
+            return None
+        try:
+            data = await self._store.get(owner, response_id)
+        except StoreUnavailable as error:
+            raise _away(error) from error
+        return None if data is None else msgspec.msgpack.decode(data, type=StoredResponse)
 
     async def _item(self, reference: dict[str, Any], where: str, owner: str) -> Any:
         """The item that is referred to. Its id names its response."""

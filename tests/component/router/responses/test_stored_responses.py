@@ -16,7 +16,7 @@ from kvrelay.text.service import TextService
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.http_server import bind, serve
 from kvrelay_router.openai.api_service import ApiSettings
-from kvrelay_router.responses.response_store import OwnResponses, RedisResponses
+from kvrelay_router.responses.response_store import OwnResponses
 from tests.component.router.rig import MODEL, Router, running_router
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.waiting import PATIENCE_S
@@ -142,7 +142,7 @@ async def routers_with(redis: EmbeddedRedis, text: TextService, **settings: Any)
         for _ in range(2):
             shared = SharedResponses(redis.url, "kvrelay", StoreBounds())
             stack.push_async_callback(shared.close)
-            running = running_router(text, responses=RedisResponses(shared), **settings)
+            running = running_router(text, responses=shared, **settings)
             routers.append(await stack.enter_async_context(running))
         yield routers
 

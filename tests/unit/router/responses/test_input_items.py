@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.fleet.shared_responses import StoreBounds
 from kvrelay.text.request.api_error import ApiError
-from kvrelay_router.responses.response_store import OwnResponses, StoredResponse
+from kvrelay_router.responses.response_store import OwnResponses
 from kvrelay_router.responses.responses_request import as_items, input_messages
 from tests.fakes.response_oracle import CALLS, Key, ResponseOracle
 
@@ -123,8 +123,8 @@ def test_too_many_parts_are_refused() -> None:
 # -- the bounded store of responses in memory ------------------------------------------------------------------------
 
 
-def response_of(size: int) -> StoredResponse:
-    return StoredResponse(b"x" * (size // 2), (b"x" * (size - size // 2),))
+def response_of(size: int) -> bytes:
+    return b"x" * size
 
 
 @given(calls=CALLS, max_responses=st.integers(1, 6))
@@ -133,7 +133,7 @@ def test_the_owner_with_the_most_bytes_drops_what_it_did_not_use(
 ) -> None:
     async def run() -> None:
         store, oracle = OwnResponses(StoreBounds(30, max_responses)), ResponseOracle(30, max_responses)
-        kept: dict[Key, StoredResponse] = {}
+        kept: dict[Key, bytes] = {}
         for call, key, size in calls:
             if call == "put":
                 kept[key] = response_of(size)

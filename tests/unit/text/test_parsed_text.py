@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import cast
@@ -13,13 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
 from kvrelay.text.choice import Choice, SequenceDelta, StopRules
 from kvrelay.text.output_parsing.dialect import find_dialect
 from kvrelay.text.output_parsing.events import ContentText, Event
 from kvrelay.text.parsed_text import ParsedText, StopMatcher, TokenKind
 from kvrelay.text.tokenizer import Detokenizer, Tokenizer
-from kvrelay_router.responses.responses_format import OutputItems, TokenScores
+from kvrelay_router.dispatch.interface import GenerateRequest
+from kvrelay_router.openai.generation import PromptRun
+from kvrelay_router.responses.responses_format import ResponseFormat
+from kvrelay_router.responses.responses_request import LOGPROBS, parse_response
 from tests.fakes.call_families import FAMILIES, TOOLS, Call
 from tests.fakes.parsed_output import calls_of, content_of, reasoning_of
 from tests.thoroughness import examples
@@ -168,16 +171,18 @@ def test_messages_of_a_response_have_the_scores_of_their_own_tokens(
     cuts: list[int], include_reasoning: bool, is_stream: bool
 ) -> None:
     choice = new_choice("hermes", hides_reasoning=not include_reasoning)
-    items = OutputItems("x", TokenScores(TOKENIZER, 0), {})
+    request = parse_response({"model": "m", "input": "x", "include": [LOGPROBS], "stream": is_stream})
+    run = PromptRun(GenerateRequest(request_id="r", prompt_ids=[1], sampling=Sampling()), [choice])
+    answer = ResponseFormat("x", request, run, TOKENIZER, None)
     call = FAMILIES["hermes"].calls(CALLS)
     for delta in deltas_of(f"{THOUGHT}First 🦦.{call}Then é.{call}", cuts, scored=True):
         choice.feed(delta)
         if is_stream:
-            deque(items.feed(choice), maxlen=0)
-    deque([*items.feed(choice), *items.end(choice)], maxlen=0)
-    kept = [item for item in items.items if item.type != "reasoning"]
-    assert [item.type for item in kept] == ["message", "function_call", "message", "function_call"]
+            answer.add(run, choice)
+    asyncio.run(answer.finish())
+    kept = [item for item in answer.document({})["output"] if item["type"] != "reasoning"]
+    assert [item["type"] for item in kept] == ["message", "function_call", "message", "function_call"]
     for item, expected in zip(kept[::2], ("First 🦦.", "Then é."), strict=True):
-        part = item.part() or {}
+        (part,) = item["content"]
         assert part["text"] == expected
         assert bytes(byte for score in part["logprobs"] for byte in score["bytes"]).decode() == expected

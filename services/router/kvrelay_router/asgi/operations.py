@@ -31,7 +31,6 @@ MAX_LISTED = 100
 MAX_ENDED = 256
 TIMELINES_AT_ONCE = 32
 """Prompts of a request about which workers are asked together. All that answer together are written together."""
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 
 class OperationRoutes:
@@ -108,7 +107,12 @@ class OperationRoutes:
     async def request(self, http: Request, request_id: str) -> Response:
         """Returns the record of a request by its `x-request-id` or answer id, or 404. Several prompts give a list."""
         owner = names_of(http).caller.visible_owner
-        found = await self._recent(request_id, owner) or await self._recent(_bare(request_id), owner)
+        found, share = [], LoopShare()
+        for each in self._service.aliases.resolve(request_id, owner):
+            for service in self._models.services:
+                if (record := service.dispatcher.recent_request(each, owner)) is not None:
+                    found.append(record)
+            await share.pause()  # a request may have a thousand prompts, and each prompt some twenty attempts
         if not found:
             raise self._not_found(request_id)
         return json_response({"requests": found} if len(found) > 1 else found[0])
@@ -151,13 +155,8 @@ class OperationRoutes:
     async def timeline(self, http: Request, request_id: str) -> Response:
         """Returns the events of a request with their times, or 404. Accepts the same ids as `request`."""
         owner = names_of(http).caller.visible_owner
-        for name in (request_id, _bare(request_id)):
-            if known := await self._timelines(self._service.aliases.resolve(name, owner), owner):
-                return json_response({"timelines": known})
-        raise self._not_found(request_id)
-
-    async def _timelines(self, names: list[str], owner: str | None) -> list[dict[str, Any]]:
         known: list[dict[str, Any]] = []
+        names = self._service.aliases.resolve(request_id, owner)
         for start in range(0, len(names), TIMELINES_AT_ONCE):
             asked = [
                 service.dispatcher.timeline(each, owner)
@@ -165,7 +164,9 @@ class OperationRoutes:
                 for service in self._models.services
             ]
             known += [timeline for timeline in await asyncio.gather(*asked) if timeline is not None]
-        return known
+        if not known:
+            raise self._not_found(request_id)
+        return json_response({"timelines": known})
 
     async def dashboard(self) -> Response:
         """Returns the fleet page. The page itself holds no data: it requests them, with the key if one is required."""
@@ -179,19 +180,3 @@ class OperationRoutes:
             status=404,
             code="request_not_found",
         )
-
-    async def _recent(self, name: str, owner: str | None) -> list[dict[str, Any]]:
-        found, share = [], LoopShare()
-        for each in self._service.aliases.resolve(name, owner):
-            for service in self._models.services:
-                if (request := service.dispatcher.recent_request(each, owner)) is not None:
-                    found.append(request)
-            await share.pause()  # a request may have a thousand prompts, and each prompt some twenty attempts
-        return found
-
-
-def _bare(request_id: str) -> str:
-    for prefix in ANSWER_PREFIXES:
-        if request_id.startswith(prefix):
-            return request_id.removeprefix(prefix)
-    return request_id

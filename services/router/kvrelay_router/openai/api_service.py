@@ -27,6 +27,7 @@ from kvrelay_router.http.body import PendingMemory, read_json_object
 from kvrelay_router.openai.request_metrics import TIMINGS
 
 MAX_ALIASES = 4096
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 _ANY_ARRAY = '{"type":"array"}'
 
 
@@ -103,9 +104,11 @@ class RequestAliases:
             self._names.popitem(last=False)
 
     def resolve(self, name: str, owner: str | None = None) -> list[str]:
-        """Returns the ids in dispatch, of the latest request of this owner (None: of any). An unknown id may be one
-        itself."""
-        return self._names.get((owner, name), [name])
+        """Returns the ids in dispatch of the latest request of this owner (None: of any), by its id or its answer's. An
+        unknown id may be one itself."""
+        bare = next((name.removeprefix(each) for each in ANSWER_PREFIXES if name.startswith(each)), name)
+        spellings = list(dict.fromkeys((name, bare)))
+        return next((ids for each in spellings if (ids := self._names.get((owner, each)))), spellings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
+from bisect import bisect
+from itertools import accumulate
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -30,6 +33,11 @@ TIMEOUT_GRACE_S = 5.0
 
 ROUTE_HEADER = "x-kvrelay-route"
 """Sent with any value, it asks for the decision of the router, with its reasons, in the answer's header."""
+
+MAX_ROUTES_BYTES = 4094
+"""Proxies take 4 KiB of a header, which a list of routes fills with its brackets."""
+MAX_NAMES_BYTES = 1024
+NOTE_BYTES = 32
 
 LIFE_SIGN_INTERVAL_S = 15.0
 """Proxies close connections that are silent for a minute."""
@@ -120,8 +128,18 @@ class GenerationResponse(Response):
             await stream.start(self._answer_headers(generation).items())
 
     def _answer_headers(self, generation: Generation) -> dict[str, str]:
-        headers = generation.served_by_headers()
-        return headers | {ROUTE_HEADER: generation.routes()} if self._wants_route else headers
+        """The workers that took part, and if asked for, the decisions behind it as JSON, one for each prompt."""
+        served = generation.served_by()
+        workers = {
+            "x-kvrelay-prefill": dict.fromkeys(each.prefill for each in served if each.prefill),
+            "x-kvrelay-decode": dict.fromkeys(each.decode for each in served if each.decode),
+        }
+        headers = {name: _fitting(list(ids), ", ", MAX_NAMES_BYTES, "%d more") for name, ids in workers.items() if ids}
+        if self._wants_route:
+            routes = [json.dumps(each.describe_route(), separators=(",", ":")) for each in served]
+            joined = _fitting(routes, ",", MAX_ROUTES_BYTES, '{"left_out":%d}')
+            headers[ROUTE_HEADER] = joined if [joined] == routes else f"[{joined}]"
+        return headers
 
     def _take(self, generation: Generation) -> bytes:
         events = generation.take()
@@ -139,6 +157,16 @@ class GenerationResponse(Response):
             await error_response(error, scope["path"])(scope, receive, send)
             return
         await stream.end(self._answer.failure(error) + self._answer.done)
+
+
+def _fitting(texts: list[str], separator: str, num_bytes: int, note: str) -> str:
+    """The texts, joined. If they have more bytes, as many of the first as fit beside a note of how many do not."""
+    joined = separator.join(texts)
+    if len(joined) <= num_bytes:
+        return joined
+    ends = accumulate(len(text) + len(separator) for text in texts)
+    num_fitting = bisect(list(ends), num_bytes - NOTE_BYTES)
+    return separator.join([*texts[:num_fitting], note % (len(texts) - num_fitting)])
 
 
 _FAILURES: dict[FailureKind, tuple[int, str]] = {

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.text.choice import Choice, SequenceDelta
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
+from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, ServedBy
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.http.event_stream import EventStream
 from kvrelay_router.loop_share import LoopShare
-
-MAX_ROUTES_BYTES = 4096
-MAX_NAMES_BYTES = 1024
-NOTE_BYTES = 32
 
 
 @dataclass(slots=True)
@@ -195,27 +188,9 @@ class Generation:
         self._failure = failure
         self.wake()
 
-    def served_by_headers(self) -> dict[str, str]:
-        """Which workers took part, as far as is known by now, and as many as a header of 1 KiB names."""
-        served = [sink.handle.served_by for sink in self._sinks]
-        headers = {
-            "x-kvrelay-prefill": _joined([each.prefill for each in served]),
-            "x-kvrelay-decode": _joined([each.decode for each in served]),
-        }
-        return {name: value for name, value in headers.items() if value}
-
-    def routes(self) -> str:
-        """The decisions behind it as JSON in one line of ASCII, one for each prompt.
-
-        Those that do not fit 4 KiB, which is what proxies take of a header, are left out; the last item counts them.
-        """
-        routes = [json.dumps(sink.handle.served_by.describe_route(), separators=(",", ":")) for sink in self._sinks]
-        if len(routes) == 1 and len(routes[0]) <= MAX_ROUTES_BYTES:
-            return routes[0]
-        fitting = _fitting(routes, MAX_ROUTES_BYTES, 1)
-        if len(fitting) < len(routes):
-            fitting.append(f'{{"left_out":{len(routes) - len(fitting)}}}')
-        return f"[{','.join(fitting)}]"
+    def served_by(self) -> list[ServedBy]:
+        """Which workers take part in each prompt, as far as is known by now."""
+        return [sink.handle.served_by for sink in self._sinks]
 
 
 class PromptSink:
@@ -270,18 +245,3 @@ class PromptSink:
             events += self._generation.add(run, choice)
         self._generation.choices_finished(len(delta.texts))
         return events
-
-
-def _joined(names: list[str | None]) -> str:
-    distinct = list(dict.fromkeys([name for name in names if name]))
-    joined = ", ".join(distinct)
-    if len(joined) <= MAX_NAMES_BYTES:
-        return joined
-    fitting = _fitting(distinct, MAX_NAMES_BYTES, 2)
-    return ", ".join([*fitting, f"{len(distinct) - len(fitting)} more"])
-
-
-def _fitting(texts: list[str], num_bytes: int, separator_bytes: int) -> list[str]:
-    """As many of the first texts, joined, as fit beside a note of how many do not."""
-    ends = accumulate(len(text) + separator_bytes for text in texts)
-    return texts[: bisect(list(ends), num_bytes - NOTE_BYTES)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.text.choice import Choice
-from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, ReasoningText, ToolCallBegun, ToolCallEnded
+from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 from kvrelay.text.parsed_text import TokenKind
 from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.tokenizer import Tokenizer
@@ -34,11 +33,13 @@ class ResponseFormat(AnswerFormat):
         self.is_stream = request.stream
         self._run, self._keep = run, keep
         (self._choice,) = run.choices
-        scores = TokenScores(tokenizer, request.top_logprobs if request.wants_logprobs else None)
-        self._output = OutputItems(unique, scores, namespaces(request))
+        self._scores = TokenScores(tokenizer, request.top_logprobs if request.wants_logprobs else None)
+        self._unique, self._namespaces = unique, namespaces(request)
+        self._items: list[OutputItem] = []
+        self._is_open = False  # the last item
         self._num_events = 0
         self._around_delta = b"", b""  # JSON before and after a delta of the open item
-        self._end_steps: list[Step] = []
+        self._last_events = b""
         self._ended: dict[str, Any] = {}
         sampling = run.request.sampling
         self._fields: dict[str, Any] = {
@@ -65,21 +66,25 @@ class ResponseFormat(AnswerFormat):
         }
 
     def add(self, run: PromptRun, choice: Choice) -> bytes:
-        return self._start() + self._events(self._output.feed(choice), "completed")
+        return self._start() + b"".join(map(self._part, choice.take_events()))
 
     async def finish(self) -> None:
-        """Stores the response before the client gets it. A text that was cut makes it incomplete. `store` is false if
-        it could not be stored."""
-        self._end_steps = [*self._output.feed(self._choice), *self._output.end(self._choice)]
+        """Stores the response before the client gets it. A text that was cut makes it incomplete, and an output without
+        any is an empty text. `store` is false if it could not be stored."""
+        self._last_events = self.add(self._run, self._choice)
+        if not self._items:
+            self._last_events += self._begin("message")
+        if self._is_in("message"):
+            self._items[-1].add("", self._scores.take(self._choice))
+        self._last_events += self._end_item(self._status)
+        output = [item.fields("completed") for item in self._items[:-1]] + [self._items[-1].fields(self._status)]
         reason = {"incomplete_details": {"reason": "max_output_tokens"}} if self._status == "incomplete" else {}
-        output = self._output.fields(self._status)
         self._ended = self._object(self._status, output, usage=self._usage(), **reason)
         if self._keep is not None:
             self._ended["store"] = await self._keep(self._ended)
 
     def end(self, usage: dict[str, Any]) -> bytes:
-        last = self._start() + self._events(self._end_steps, self._status)
-        return last + self._event(f"response.{self._status}", response=self._ended)
+        return self._last_events + self._event(f"response.{self._status}", response=self._ended)
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         return self._ended
@@ -114,48 +119,69 @@ class ResponseFormat(AnswerFormat):
         begun = self._object("in_progress", [])
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def _events(self, steps: Iterable[Step], status: str) -> bytes:
-        """`status`: of an item that ends."""
-        return b"".join([self._step(step, status) for step in steps])
+    def _part(self, part: Event) -> bytes:
+        match part:
+            case ContentText(text):
+                return self._text("message", text, self._scores.take(self._choice))
+            case ReasoningText(text):
+                return self._text("reasoning", text, [])
+            case ToolCallBegun(_, call_id, name):
+                namespace = {"namespace": self._namespaces[name]} if name in self._namespaces else {}
+                return self._begin("function_call", call_id=call_id, name=name, **namespace)
+            case ArgumentsDelta(_, text):
+                return self._text("function_call", text, [])
+            case _:
+                return self._end_item("completed")
 
-    def _step(self, step: Step, status: str) -> bytes:
-        kind, item, text, scores = step
-        if kind == "text":
-            return self._delta(item, text, scores)
-        return self._begin(item) if kind == "begun" else self._item_end(item, status)
+    def _is_in(self, kind: str) -> bool:
+        return self._is_open and self._items[-1].type == kind
+
+    def _text(self, kind: str, text: str, scores: list[Scores]) -> bytes:
+        """New text of an item of this type, which is begun first if another one is open."""
+        opening = b"" if self._is_in(kind) else self._begin(kind)
+        item = self._items[-1]
+        item.add(text, scores)
+        if scores or not self.is_stream:
+            return opening + self._event(f"{EVENTS[kind]}.delta", **self._place(item), delta=text, logprobs=scores)
+        number, self._num_events = self._num_events, self._num_events + 1
+        before, after = self._around_delta
+        return b"%b%b%d%b%b}\n\n" % (opening, before, number, after, orjson.dumps(text))
 
     def _place(self, item: OutputItem) -> dict[str, Any]:
-        place = {"item_id": item.head["id"], "output_index": self._output.items.index(item)}
+        place = {"item_id": item.head["id"], "output_index": len(self._items) - 1}
         return place if item.type == "function_call" else {**place, "content_index": 0}
 
-    def _begin(self, item: OutputItem) -> bytes:
-        index = self._output.items.index(item)
-        events = self._event("response.output_item.added", output_index=index, item=item.fields("in_progress"))
-        kind, place = f"{EVENTS[item.type]}.delta", self._place(item)
-        head = {"type": kind, **place, **({"logprobs": []} if item.type == "message" else {})}
-        before = b'event: %b\ndata: %b,"sequence_number":' % (kind.encode(), orjson.dumps(head)[:-1])
+    def _begin(self, kind: str, **fields: Any) -> bytes:
+        """Everything around the text of an event that brings nothing else is written once for each item."""
+        events, index = self._end_item("completed"), len(self._items)
+        prefix, own = _HEADS[kind]
+        number = f"_{index}" if index else ""
+        item = OutputItem({"id": f"{prefix}_{self._unique}{number}", "type": kind, **own, **fields})
+        self._items.append(item)
+        self._is_open = True
+        events += self._event("response.output_item.added", output_index=index, item=item.fields("in_progress"))
+        delta, place = f"{EVENTS[kind]}.delta", self._place(item)
+        head = {"type": delta, **place, **({"logprobs": []} if kind == "message" else {})}
+        before = b'event: %b\ndata: %b,"sequence_number":' % (delta.encode(), orjson.dumps(head)[:-1])
         self._around_delta = before, b',"delta":'
         if (part := item.part("")) is None:
             return events
         return events + self._event("response.content_part.added", **place, part=part)
 
-    def _delta(self, item: OutputItem, text: str, scores: list[Scores]) -> bytes:
-        """Everything around the text of an event that brings nothing else is written once for each item."""
-        if scores:
-            return self._event(f"{EVENTS[item.type]}.delta", **self._place(item), delta=text, logprobs=scores)
-        number, self._num_events = self._num_events, self._num_events + 1
-        before, after = self._around_delta
-        return b"%b%d%b%b}\n\n" % (before, number, after, orjson.dumps(text))
-
-    def _item_end(self, item: OutputItem, status: str) -> bytes:
-        place = self._place(item)
+    def _end_item(self, status: str) -> bytes:
+        """Ends the open item, if there is one."""
+        if not self._is_open:
+            return b""
+        self._is_open, item = False, self._items[-1]
+        place, index = self._place(item), len(self._items) - 1
         events = self._event(f"{EVENTS[item.type]}.done", **place, **item.done_fields)
         if (part := item.part()) is not None:
             events += self._event("response.content_part.done", **place, part=part)
-        index = place["output_index"]
         return events + self._event("response.output_item.done", output_index=index, item=item.fields(status))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        if not self.is_stream:
+            return b""
         number, self._num_events = self._num_events, self._num_events + 1
         content = {"type": kind, "sequence_number": number, **fields}
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(content))
@@ -240,69 +266,3 @@ _HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "function_call": ("fc", {}),
 }
 """The prefix of an item's id and the fields that all items of a type have."""
-
-Step = tuple[Literal["begun", "text", "ended"], OutputItem, str, list[Scores]]
-
-
-class OutputItems:
-    """Collects the items of an output. Each step is reported once, so that a stream can write its event.
-
-    `namespaces`: those of functions that are in one, by the functions' names.
-    """
-
-    def __init__(self, unique: str, scores: TokenScores, namespaces: Mapping[str, str]) -> None:
-        self._unique, self._scores, self._namespaces = unique, scores, namespaces
-        self._is_open = False
-        self.items: list[OutputItem] = []
-
-    def feed(self, choice: Choice) -> Iterator[Step]:
-        """The steps that new text makes."""
-        for part in choice.take_events():
-            match part:
-                case ContentText(content):
-                    yield from self._text("message", content, self._scores.take(choice))
-                case ReasoningText(content):
-                    yield from self._text("reasoning", content, [])
-                case ToolCallBegun(_, call_id, name):
-                    namespace = {"namespace": self._namespaces[name]} if name in self._namespaces else {}
-                    yield from self._begin("function_call", call_id=call_id, name=name, **namespace)
-                case ArgumentsDelta(_, arguments):
-                    yield from self._text("function_call", arguments, [])
-                case ToolCallEnded():
-                    yield from self._end()
-
-    def end(self, choice: Choice) -> Iterator[Step]:
-        """The steps after the last text. An output without any is an empty text."""
-        if not self.items:
-            yield from self._begin("message")
-        if self._is_in("message"):
-            self.items[-1].add("", self._scores.take(choice))
-        yield from self._end()
-
-    def fields(self, last_status: str) -> list[dict[str, Any]]:
-        """All items at the end. Only the last one may be incomplete."""
-        return [item.fields("completed" if item is not self.items[-1] else last_status) for item in self.items]
-
-    def _is_in(self, kind: str) -> bool:
-        return self._is_open and self.items[-1].type == kind
-
-    def _text(self, kind: str, text: str, scores: list[Scores]) -> Iterator[Step]:
-        if not self._is_in(kind):
-            yield from self._begin(kind)
-        item = self.items[-1]
-        item.add(text, scores)
-        yield "text", item, text, scores
-
-    def _begin(self, kind: str, **head: Any) -> Iterator[Step]:
-        yield from self._end()
-        prefix, own = _HEADS[kind]
-        number = f"_{len(self.items)}" if self.items else ""
-        head = {"id": f"{prefix}_{self._unique}{number}", "type": kind, **own, **head}
-        self.items.append(OutputItem(head))
-        self._is_open = True
-        yield "begun", self.items[-1], "", []
-
-    def _end(self) -> Iterator[Step]:
-        if self._is_open:
-            self._is_open = False
-            yield "ended", self.items[-1], "", []

@@ -87,40 +87,17 @@ T = TypeVar("T")
 
 
 class EmbeddedText:
-    """The router's text service, for callers that do not await."""
+    """The router's text service, for callers that do not await, from any thread and under a running event loop."""
 
     def __init__(self, model: str) -> None:
         self.service = TextService.load(model, num_threads=1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self.service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> list[int]:
-        """Raises ValueError if the template refuses the messages."""
-        options = ChatOptions(template_kwargs=template_kwargs)
-        try:
-            return self._wait(self.service.encode_chat([dict(message) for message in messages], options))
-        except ChatTemplateError as error:
-            raise ValueError(f"The messages cannot be rendered: {error}") from None
-
-    def encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        return self._wait(self.service.encode_bad_words(words)) if words else ()
-
-    def check_grammar(self, grammar: Any) -> None:
-        """Raises ValueError for a grammar that cannot be followed."""
-        if grammar is None:
-            return
-        try:
-            self._wait(self.service.grammars.check(grammar))
-        except GrammarError as error:
-            raise ValueError(f"The output cannot be constrained: {error}") from None
-
     def close(self) -> None:
         self.service.close()
         self._thread.shutdown(wait=True)
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """A thread of its own, because a notebook's thread has an event loop that runs."""
         return self._thread.submit(asyncio.run, work).result()
 
@@ -191,7 +168,11 @@ class Engine:
         self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
         """A conversation as token ids. Raises ValueError if the chat template refuses it, or there is none."""
-        return self._text.encode_chat(messages, template_kwargs or {})
+        options = ChatOptions(template_kwargs=template_kwargs or {})
+        try:
+            return self._text.wait(self._text.service.encode_chat([dict(message) for message in messages], options))
+        except ChatTemplateError as error:
+            raise ValueError(f"The messages cannot be rendered: {error}") from None
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -293,7 +274,8 @@ class Engine:
 
     def _prompt_ids(self, prompt: Prompt, request: CompletionRequest) -> list[int]:
         if isinstance(prompt, str):
-            prompt_ids = self._text.encode(prompt, add_special_tokens=request.add_special_tokens)
+            tokenizer = self._text.service.tokenizer
+            prompt_ids = tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
         else:
             prompt_ids = [operator.index(token_id) for token_id in prompt]
         if not prompt_ids:
@@ -304,9 +286,14 @@ class Engine:
     def _sampling(self, request: CompletionRequest, prompt_ids: list[int]) -> Sampling:
         limits = self._limits
         check_vocabulary(request, limits)
-        bad_words = self._text.encode_bad_words(request.bad_words)
+        text = self._text
+        bad_words = text.wait(text.service.encode_bad_words(request.bad_words)) if request.bad_words else ()
         check_bad_words(request, bad_words, limits)
-        self._text.check_grammar(request.grammar)
+        if request.grammar is not None:
+            try:
+                text.wait(text.service.grammars.check(request.grammar))
+            except GrammarError as error:
+                raise ValueError(f"The output cannot be constrained: {error}") from None
         wanted = RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS)
         max_tokens = allowed_output(len(prompt_ids), wanted, limits, "prompt")
         return make_sampling(

@@ -24,7 +24,7 @@ MACHINES = {
     "sender": ("kvrelay.handoff.sender", "SenderHandoff"),
     "receiver": ("kvrelay.handoff.receiver", "ReceiverHandoff"),
     "attempts": ("kvrelay_router.dispatch.attempt", "SequenceAttempts"),
-    "intake": ("kvrelay_router.dispatch.intake", "TokenIntake"),
+    "intake": ("kvrelay_router.dispatch.running_request", "TokenIntake"),
 }
 """Module and class of each kind of machine. They are imported by name, because the services import this package."""
 

@@ -21,7 +21,7 @@ from kvrelay_router.dispatch.events import (
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.inbox import _entry_of
-from kvrelay_router.dispatch.intake import ScoresReceived, TokenIntake
+from kvrelay_router.dispatch.running_request import ScoresReceived, TokenIntake
 from tests.unit.handoff.check.values import clone
 
 

@@ -24,7 +24,7 @@ from kvrelay_router.dispatch.events import (
     TokensArrived,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.intake import ScoresReceived
+from kvrelay_router.dispatch.running_request import ScoresReceived
 from tests.unit.dispatch.attempt_events import (
     D2,
     LENGTH,

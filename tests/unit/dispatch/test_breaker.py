@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_router.dispatch import breaker
-from kvrelay_router.dispatch.breaker import Breakers, BreakerState
-from kvrelay_router.fleet.load import worker_key
+from kvrelay_router.fleet import load
+from kvrelay_router.fleet.load import Breakers, BreakerState, worker_key
 from kvrelay_router.routing.estimates import Candidate, CandidateWorkers
 from tests.unit.dispatch.world import peer
 
@@ -22,8 +21,8 @@ BOTH = CandidateWorkers.of([BAD, GOOD])
 @pytest.fixture(autouse=True, scope="module")
 def few_failures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(breaker, "THRESHOLD", 3)
-        patched.setattr(breaker, "LONGEST_S", 8.0)
+        patched.setattr(load, "THRESHOLD", 3)
+        patched.setattr(load, "LONGEST_S", 8.0)
         yield
 
 
@@ -98,7 +97,7 @@ def test_at_most_one_request_in_any_cooldown_reaches_an_open_worker(events: list
             sent.clear()
         elif BAD in breakers.usable(BOTH, now).decode:
             if breakers.state(KEY, now) is BreakerState.HALF_OPEN and event == "send":
-                assert not sent or now - sent[-1] >= breaker.COOLDOWN_S
+                assert not sent or now - sent[-1] >= load.COOLDOWN_S
                 sent.append(now)
             if event == "send":
                 breakers.dispatched(KEY, now)

@@ -24,7 +24,7 @@ from kvrelay.handoff.transports.sharded import LandingProgress, PushProgress
 from kvrelay.protocol.messages import Drained, PeerRef, TokenEntry
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.state_machine import Transition, TransitionTable
-from kvrelay_router.dispatch.intake import TokenIntake
+from kvrelay_router.dispatch.running_request import TokenIntake
 from tests.unit.handoff.check import prefill_side
 from tests.unit.handoff.check.search import Counterexample, Explored, explore
 from tests.unit.handoff.check.state import Size, State

@@ -27,7 +27,6 @@ from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, first_search
 from kvrelay_router.dispatch.events import Cancelled, SequenceSpec, StopMatched, WorkerBack
 from kvrelay_router.dispatch.inbox import Inbox
-from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import (
     DispatchSettings,
     GenerateRequest,
@@ -38,7 +37,7 @@ from kvrelay_router.dispatch.interface import (
 )
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import AttemptTracing, RequestCounts, RequestRecords, latency_of, timeline_of
-from kvrelay_router.dispatch.running_request import ActiveSequence, PushQueue, RunningRequest, own_figures
+from kvrelay_router.dispatch.running_request import ActiveSequence, PushQueue, RunningRequest, TokenIntake, own_figures
 from kvrelay_router.fleet.load import OutstandingLoad
 from kvrelay_router.fleet.view import FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet.watch import FleetWatch, ListWorkers, StaticWorkers

@@ -26,11 +26,10 @@ from kvrelay.protocol.messages import (
 from kvrelay.text.choice import SequenceDelta
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver
 from kvrelay_router.dispatch.events import FromWorker, TokensArrived, WorkerLost
-from kvrelay_router.dispatch.intake import ScoresReceived
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.dispatch.records import RequestRecords
 from kvrelay_router.dispatch.retry import PROVEN_TOKENS
-from kvrelay_router.dispatch.running_request import ActiveSequence
+from kvrelay_router.dispatch.running_request import ActiveSequence, ScoresReceived
 from kvrelay_router.fleet.load import worker_key
 from kvrelay_router.fleet.watch import FleetWatch
 
@@ -100,7 +99,7 @@ class Inbox:
 
     def _on_tokens(self, peer: PeerRef, entries: list[TokenEntry]) -> None:
         breakers = self._placement.breakers
-        has_failures = breakers.has_failures
+        has_failures = bool(breakers.by_worker)
         for entry in entries:
             sequence = self._sequences.get((entry.request, entry.sequence))
             if has_failures and _is_success(entry, sequence):

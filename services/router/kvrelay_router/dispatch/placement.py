@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.protocol.messages import PeerRef, pack_tokens
 from kvrelay.scheduling.step_cost import pairs
-from kvrelay_router.dispatch.breaker import Breakers
 from kvrelay_router.dispatch.interface import TooLate
-from kvrelay_router.fleet.load import WorkerKey, worker_key
+from kvrelay_router.fleet.load import Breakers, WorkerKey, worker_key
 from kvrelay_router.fleet.view import FleetView
 from kvrelay_router.routing.estimates import Candidate, CandidateWorkers, Decision, Demand, NoPlacement
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes, PrefixPopularity, PrefixView

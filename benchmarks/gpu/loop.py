@@ -11,9 +11,9 @@ import numpy as np
 
 from benchmarks.gpu.scale import BLOCK_SIZE
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.kv.cache import NullCache
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import NullCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef
@@ -56,7 +56,7 @@ def serve(
     """All jobs at once, greedily and whatever the stop tokens, until the last ends; without a prefix cache."""
     pool = BlockPool(runner.spec.num_blocks, BLOCK_SIZE)
     limits = SchedulerLimits(token_budget, max_running, runner.spec.max_model_len, frozenset())
-    scheduler = make_scheduler("sarathi", limits, pool, NullCache(), SchedulerSettings())
+    scheduler = make_scheduler("sarathi", limits, pool, NullCache(pool), SchedulerSettings())
     loop = StepLoop(runner, scheduler, overlap=overlap, make_launcher=choose_launcher(runner, overlap=overlap))
     sequences = [greedy_sequence(number, job.prompt, job.max_tokens, BLOCK_SIZE) for number, job in enumerate(jobs)]
     by_key = {sequence.key: job for sequence, job in zip(sequences, jobs, strict=True)}

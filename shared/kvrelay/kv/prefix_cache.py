@@ -58,7 +58,10 @@ class PrefixCache:
         return self._num_evictable
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest cached prefix, which counts as used now. O(its length)."""
+        """The blocks of the longest cached prefix, which counts as used now. O(its length).
+
+        No hold is taken: hold them before the next allocation, or it may evict them.
+        """
         matched = self._blocks_of(hashes[: self.peek(hashes)])
         self._touch(matched)
         return matched
@@ -81,13 +84,20 @@ class PrefixCache:
         return self._block_of.get(block_hash)
 
     def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
-        """Publishes a chain from its first block on. O(its length). See `Cache.insert`."""
+        """Publishes a chain from its first block on; hashes[i] names the content of blocks[i], computed and complete.
+
+        Returns the cached block for each hash: the caller's own, or one that was there before. Then the caller's is a
+        duplicate that the cache does not know; it may go on using it, or hold the cached one and release its own.
+        O(its length). Raises BlockError if a block is not held, or is cached under another hash.
+        """
         stored = self._publish(None, hashes, blocks)
         self._touch(stored)
         return stored
 
     def extend(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
-        """Publishes the blocks behind `parent_hash`. O(their number). See `Cache.extend`.
+        """Publishes the blocks behind `parent_hash` (None: a chain starts here). Returns as `insert`.
+
+        If the parent is not cached any more, nothing is inserted. O(their number).
 
         Blocks that were cached already do not count as used: that would have to reach up to the root.
         """
@@ -124,8 +134,11 @@ class PrefixCache:
         return evicted
 
     def demote(self, hashes: Sequence[BlockHash]) -> None:
-        """Moves evictable nodes to the list's head. See `Cache.demote`: no node outside of `hashes` stands on one of
-        them, so every node still comes before its parent. O(their number)."""
+        """Moves evictable nodes to the list's head. O(their number).
+
+        Each of `hashes` stands behind its parent, and no node outside of them stands on one of them, so every node
+        still comes before its parent.
+        """
         older, newer, end, pins = self._older, self._newer, self._end, self._pins
         for block_hash in hashes:
             node = self._block_of.get(block_hash)
@@ -364,3 +377,13 @@ class PrefixCache:
         self._block_of.drop(hashes)
         if self._record_events and hashes:
             self._events.append(Removed(tuple(hashes)))
+
+
+class NullCache(PrefixCache):
+    """Caches nothing: every prompt is computed completely, and the fleet's prefix index has nothing of this worker."""
+
+    def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
+        return list(blocks)
+
+    def extend(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
+        return list(blocks)

@@ -59,7 +59,7 @@ class BeamSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         require(self.num_returned <= self.width, "more texts are to be returned than there are beams")
 
 
-class ReasoningSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ReasoningSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="span"):
     """Reasoning at the beginning of an output, between two single tokens. A grammar applies behind it."""
 
     begin_id: TokenId
@@ -69,7 +69,7 @@ class ReasoningSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_budget: Index | None = None
 
 
-class ReasoningChannels(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ReasoningChannels(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="channels"):
     """A budget for reasoning that is written in messages of a channel of its own, among others (harmony).
 
     Behind the budget a message of reasoning ends with `closing_ids`, which also begin the next message, up to the name
@@ -122,8 +122,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # How drafts are found, which has no effect on the output; None: as the worker's setting says.
     speculation: SpeculationMethod | None = None
     grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
-    reasoning: ReasoningSpan | None = None  # set if the output has a grammar behind it, or a budget; not for beams
-    channels: ReasoningChannels | None = None  # in place of `reasoning`; a grammar is of the whole output
+    # Set if the output has a grammar behind it, or a budget; not for beams. With channels, a grammar is of the whole.
+    reasoning: ReasoningSpan | ReasoningChannels | None = None
 
     def num_prompt_scores(self, num_prompt: int) -> int:
         """The number of prompt tokens to score, of `num_prompt`."""
@@ -137,7 +137,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def is_constrained(self) -> bool:
         """Returns whether a grammar or a budget for reasoning decides which tokens may come next."""
-        return self.grammar is not None or self.reasoning is not None or self.channels is not None
+        return self.grammar is not None or self.reasoning is not None
 
     @property
     def follows_output(self) -> bool:

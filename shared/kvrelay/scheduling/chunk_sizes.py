@@ -2,59 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from kvrelay.scheduling.plan import PlanBuilder, StepPlan, work_of
-from kvrelay.scheduling.scheduler_settings import Chunking
 from kvrelay.scheduling.step_cost import CalibratedCost, StepCost, pairs
 
 MIN_CHUNK = 16
 """The shortest dynamic chunk, so that a prompt advances however long the decodes of its step take."""
 
 
-class Chunks(Protocol):
-    """Decides the sizes of chunks. May learn from the times of steps."""
+class Chunks:
+    """How many tokens of a prompt join a step: the rest of the token budget (Agrawal et al., Sarathi-Serve, OSDI 2024,
+    section 4.2)."""
 
     def size(self, num_remaining: int, position: int, builder: PlanBuilder) -> int:
         """Returns how many tokens of a prompt, from `position` on, join the builder. 0: none, also of later prompts."""
-        ...
-
-    def measured(self, plan: StepPlan, forward_s: float) -> None:
-        """A step took `forward_s`."""
-        ...
-
-    def calibrate(self, cost: StepCost) -> None:
-        """Takes the cost of steps that was measured at the start."""
-        ...
-
-
-class FixedChunks:
-    """Chunks take the rest of the token budget (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4.2)."""
-
-    def size(self, num_remaining: int, position: int, builder: PlanBuilder) -> int:
         return min(num_remaining, max(0, builder.budget_left))
 
     def measured(self, plan: StepPlan, forward_s: float) -> None:
-        pass
+        """A step took `forward_s`."""
 
     def calibrate(self, cost: StepCost) -> None:
-        pass
+        """Takes the cost of steps that was measured at the start."""
 
 
-class WholePrompts:
+class WholePrompts(Chunks):
     """Prompts are not cut. They fit the token budget together; a prompt longer than the budget is alone in its step."""
 
     def size(self, num_remaining: int, position: int, builder: PlanBuilder) -> int:
         return num_remaining if num_remaining <= builder.budget_left or not builder.prompts else 0
 
-    def measured(self, plan: StepPlan, forward_s: float) -> None:
-        pass
 
-    def calibrate(self, cost: StepCost) -> None:
-        pass
-
-
-class DynamicChunks:
+class DynamicChunks(Chunks):
     """Chunks of nearly equal time: the time of a chunk of the whole token budget at the start of a prompt. Never more
     tokens than the budget. Later chunks attend to more tokens, so they are shorter."""
 
@@ -76,8 +53,3 @@ class DynamicChunks:
     def calibrate(self, cost: StepCost) -> None:
         """Starts from this cost. Measured steps correct it as before."""
         self.cost = CalibratedCost(cost)
-
-
-def make_chunks(chunking: Chunking, token_budget: int) -> Chunks:
-    """Returns the chunk sizes of the setting `chunking`."""
-    return DynamicChunks(token_budget) if chunking == "dynamic" else FixedChunks()

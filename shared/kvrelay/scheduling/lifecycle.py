@@ -8,7 +8,6 @@ from kvrelay.scheduling.beams.beam_groups import BeamGroups
 from kvrelay.scheduling.fair_shares import FairShares
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
-from kvrelay.scheduling.memory.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.memory.swapping import Swapper
 from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, PlannedRow
 from kvrelay.scheduling.queue.queue_orders import ORDERS
@@ -31,15 +30,14 @@ class SequenceLifecycle:
         self.limits = limits
         self.blocks = blocks
         self.running: dict[SequenceKey, Sequence] = {}
-        self.capacity = capacity = ReservedCapacity()
         self.in_progress = PrefixesInProgress()
         self.shares = FairShares(self.running, limits.max_running)
         order, starvation_bound = ORDERS[settings.queue_order], settings.queue_starvation_bound
         self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, self.shares)
-        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, capacity)
+        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress)
         self.offload = Swapper(blocks, settings)
-        self.forks = BeamGroups(blocks, self.running, capacity)
-        self.sample_groups = SampleGroups(blocks, limits, capacity)
+        self.forks = BeamGroups(blocks, self.running)
+        self.sample_groups = SampleGroups(blocks, limits)
         self.speculator = Speculator(settings.speculation)
         self.forced = ForcedTokens(settings)
         self.num_preemptions = 0
@@ -263,9 +261,9 @@ class SequenceLifecycle:
     @property
     def num_slots(self) -> int:
         """Number of running sequences, with those that capacity is reserved for: forks, samples and handoffs."""
-        return len(self.running) + self.capacity.num_slots
+        return len(self.running) + self.blocks.capacity.num_slots
 
     @property
     def num_reserved_blocks(self) -> int:
         """Number of blocks that are reserved for samples, forks and handoffs."""
-        return self.capacity.num_blocks
+        return self.blocks.capacity.num_blocks

@@ -198,29 +198,6 @@ class PlanBuilder:
         if row is not None:
             self.budget_left += row.num_computed
 
-    def finish(
-        self,
-        step: int,
-        host_copies: HostCopyPlan | None = None,
-        copies: Seq[BlockCopy] = (),
-        reservations: Seq[Sequence] = (),
-        jumping: Collection[Sequence] = (),
-    ) -> StepPlan:
-        return StepPlan(
-            step,
-            self.rows,
-            admitted=self.admitted,
-            preempted=self.preempted,
-            held_back=self.held_back,
-            recomputed=self.recomputed,
-            host_copies=host_copies,
-            delayed=self.delayed,
-            copies=copies,
-            reservations=reservations,
-            has_guesses=self.has_guesses,
-            jumping=jumping,
-        )
-
 
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     """What a committed step brought one sequence.

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
-from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.chunk_sizes import WholePrompts, make_chunks
+from kvrelay.scheduling.chunk_sizes import Chunks, DynamicChunks, WholePrompts
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, SequenceOutput, StepPlan
@@ -45,7 +45,7 @@ class Scheduler:
         self.lifecycle = SequenceLifecycle(limits, blocks, settings)
         self.running = self.lifecycle.running
         self.waiting = self.lifecycle.waiting
-        self.chunks = make_chunks(settings.chunking, limits.token_budget) if policy.cuts_prompts else WholePrompts()
+        self.chunks = _make_chunks(policy, limits, settings)
         self.admission = SequenceAdmission(
             self.lifecycle,
             self.chunks,
@@ -192,8 +192,20 @@ class Scheduler:
             self._admitted_ahead = []
         copies = self.blocks.copies.plan(self._blocks_with_copies(builder))
         host_copies = self.lifecycle.offload.seal(builder)
-        jumping = self.lifecycle.forced.jumping
-        plan = builder.finish(self._step, host_copies, copies, self.lifecycle.remote.take_reservations(), jumping)
+        plan = StepPlan(
+            self._step,
+            builder.rows,
+            admitted=builder.admitted,
+            preempted=builder.preempted,
+            held_back=builder.held_back,
+            recomputed=builder.recomputed,
+            host_copies=host_copies,
+            delayed=builder.delayed,
+            copies=copies,
+            reservations=self.lifecycle.remote.take_reservations(),
+            has_guesses=builder.has_guesses,
+            jumping=self.lifecycle.forced.jumping,
+        )
         if self.admission.prefill_gate is not None:
             self.admission.prefill_gate.passed(len(self.running), len(plan.admitted) - len(builder.returning))
         for row in plan.rows:
@@ -279,8 +291,14 @@ class Scheduler:
         return self.lifecycle.has_work
 
 
+def _make_chunks(policy: SchedulingPolicy, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
+    if not policy.cuts_prompts:
+        return WholePrompts()
+    return DynamicChunks(limits.token_budget) if settings.chunking == "dynamic" else Chunks()
+
+
 def make_scheduler(
-    name: str, limits: SchedulerLimits, pool: BlockPool, cache: Cache, settings: SchedulerSettings
+    name: str, limits: SchedulerLimits, pool: BlockPool, cache: PrefixCache, settings: SchedulerSettings
 ) -> Scheduler:
     """Returns a scheduler with a policy and a block manager of its own. Raises UnknownScheduler."""
     policy = find_policy(name)()

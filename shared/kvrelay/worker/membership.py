@@ -26,7 +26,7 @@ from kvrelay.fleet.worker_registry import (
     WorkerIdTaken,
     WorkerRecord,
 )
-from kvrelay.kv.cache import Cache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process import ServiceEnds, StartFailed
 from kvrelay.process_identity import can_be_seen, has_ended
 
@@ -191,7 +191,7 @@ class CacheEvents:
     """Drains the cache's events for the prefix index at an interval on the event loop. The publisher's thread sends
     them."""
 
-    def __init__(self, cache: Cache, publisher: IndexPublisher) -> None:
+    def __init__(self, cache: PrefixCache, publisher: IndexPublisher) -> None:
         self._cache = cache
         self._publisher = publisher
 

@@ -18,9 +18,8 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.run.graph_sizes import default_sizes, largest_size
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.worker_registry import Registry, WorkerRecord
-from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import LinkEvent, LinkSettings
@@ -233,10 +232,10 @@ MAX_DELAY_S = 1.0
 """Seconds for which the prefill delayer may hold a prompt back, whatever the other ranks have."""
 
 
-def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
+def make_cache(config: WorkerConfig, pool: BlockPool) -> PrefixCache:
     """The prefix cache, or one that caches nothing."""
     if not config.prefix_cache:
-        return NullCache()
+        return NullCache(pool)
     return PrefixCache(pool, record_events=config.publishes_prefixes)
 
 
@@ -263,7 +262,7 @@ def graph_sizes(config: WorkerConfig) -> tuple[int, ...]:
 
 
 def make_scheduler(
-    config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache: Cache, *, samples_behind: bool = False
+    config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache: PrefixCache, *, samples_behind: bool = False
 ) -> Scheduler:
     """The scheduler, with the model's limits and the number of swap slots that fit this machine. `samples_behind`: see
     `SchedulerSettings`."""

@@ -16,9 +16,8 @@ from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.kv.cache import NullCache
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, EarlyStopping, Sampling, ScoredText
 from kvrelay.scheduling.plan import worker_batch
 from kvrelay.scheduling.policies import BUILT_IN
@@ -55,7 +54,7 @@ class Engine:
         recorder: FakeRecorder | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        cache = PrefixCache(self.pool) if with_cache else NullCache()
+        cache = PrefixCache(self.pool) if with_cache else NullCache(self.pool)
         limits = SchedulerLimits(token_budget, max_running, 400, frozenset())
         scheduler = make_scheduler(name, limits, self.pool, cache, settings or SchedulerSettings())
         self.scheduler = scheduler

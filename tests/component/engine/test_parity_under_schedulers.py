@@ -18,9 +18,8 @@ from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling, SpeculationMethod
 from kvrelay.scheduling.memory import swapping
@@ -144,7 +143,7 @@ def check(
 
     `launches_ahead`: see `TransformersRunner`."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    kept: Cache = PrefixCache(pool) if with_cache else NullCache()
+    kept: PrefixCache = PrefixCache(pool) if with_cache else NullCache(pool)
     limits = SchedulerLimits(48, 8, LONGEST, frozenset())
     scheduler = make_scheduler(name, limits, pool, kept, settings)
     outputs = [expected(prompt, max_tokens) for prompt, max_tokens in jobs()]

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.kv.block_index import BlockIndex
-from kvrelay.kv.cache import BlockError, Cache, IntegrityError, NullCache
+from kvrelay.kv.cache import BlockError, IntegrityError
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache
 from kvrelay.kv.session_blocks import SessionBlocks
 
 ROOT = root_hash(model="m")
@@ -24,7 +24,7 @@ def chain(text: str) -> list[BlockHash]:
     return hash_blocks(ROOT, [ord(character) for character in text], 1)
 
 
-def publish(pool: BlockPool, cache: Cache, text: str) -> list[int]:
+def publish(pool: BlockPool, cache: PrefixCache, text: str) -> list[int]:
     """A whole request: match, compute, publish, end. Returns its blocks."""
     hashes = chain(text)
     blocks = cache.match(hashes)
@@ -36,7 +36,7 @@ def publish(pool: BlockPool, cache: Cache, text: str) -> list[int]:
     return blocks
 
 
-def cached_texts(cache: Cache, texts: list[str]) -> list[str]:
+def cached_texts(cache: PrefixCache, texts: list[str]) -> list[str]:
     """The cached prefix of each text."""
     return [text[: cache.peek(chain(text))] for text in texts]
 
@@ -112,7 +112,7 @@ def test_a_lost_pin_is_found(pool: BlockPool, cache: PrefixCache) -> None:
 
 
 def test_no_cache_keeps_nothing(pool: BlockPool) -> None:
-    cache: Cache = NullCache()
+    cache = NullCache(pool)
     publish(pool, cache, "ab")
     hashes = chain("abc")
     assert cache.match(hashes) == []

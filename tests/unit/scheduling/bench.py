@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
@@ -73,7 +72,7 @@ class Bench:
         eos: int = EOS,
     ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        kept: Cache = PrefixCache(self.pool) if cache else NullCache()
+        kept: PrefixCache = PrefixCache(self.pool) if cache else NullCache(self.pool)
         limits = SchedulerLimits(token_budget, max_running, num_blocks * BLOCK_SIZE, frozenset({eos}))
         settings = settings or SchedulerSettings()
         built = make_scheduler(scheduler, limits, self.pool, kept, settings)

@@ -106,7 +106,7 @@ class HandoffWorker:
             each.origin.sample_group == sequence.origin.sample_group != "" for each in self.open
         ):
             return  # its group may have been admitted before
-        if self.scheduler.lifecycle.capacity.num_slots > len(self.lands_at) or sequence.origin.sample_group:
+        if self.scheduler.blocks.capacity.num_slots > len(self.lands_at) or sequence.origin.sample_group:
             return
         for other in self.open[: self.open.index(sequence)]:
             waits = other.state is SequenceState.WAITING and not other.num_preemptions and not other.origin.sample_group

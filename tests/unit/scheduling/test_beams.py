@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, ScoredText
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -48,7 +47,7 @@ class World:
     ) -> None:
         self.runner = HashRunner(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        kept: Cache = PrefixCache(self.pool) if cache else NullCache()
+        kept: PrefixCache = PrefixCache(self.pool) if cache else NullCache(self.pool)
         limits = SchedulerLimits(token_budget, max_running, MAX_MODEL_LEN, frozenset({EOS_TOKEN_ID}))
         built = make_scheduler(scheduler, limits, self.pool, kept, policy or SchedulerSettings())
         self.scheduler = built

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanBuilder, StepPlan, worker_batch
@@ -32,12 +31,12 @@ class World:
     """A scheduler, a runner that computes, and peers that write into every block that they can be granted."""
 
     def __init__(
-        self, name: str, policy: SchedulerSettings, num_blocks: int, make_cache: type[Cache], seed: int
+        self, name: str, policy: SchedulerSettings, num_blocks: int, make_cache: type[PrefixCache], seed: int
     ) -> None:
         self.rng = random.Random(seed)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.runner = HashRunner(num_blocks, BLOCK_SIZE, num_host_slots=policy.num_host_slots)
-        cache = NullCache() if make_cache is NullCache else make_cache(self.pool)  # type: ignore[call-arg]
+        cache = make_cache(self.pool)
         limits = SchedulerLimits(16, 6, self.runner.spec.max_model_len, frozenset({0}))
         scheduler = make_scheduler(name, limits, self.pool, cache, policy)
         self.scheduler = scheduler
@@ -154,7 +153,7 @@ faults = st.lists(st.sampled_from(["", "", "", "abort", "not executed", "rows fa
 )
 def test_tokens_are_those_of_an_undisturbed_run_whatever_is_preempted_and_how(
     name: str, wanted: list[tuple[list[int], int]], course: list[str], num_blocks: int, num_slots: int,
-    cache: type[Cache], seed: int,
+    cache: type[PrefixCache], seed: int,
 ) -> None:  # fmt: skip
     policy = SchedulerSettings(num_host_slots=num_slots)
     world = World(name, policy, num_blocks, cache, seed)

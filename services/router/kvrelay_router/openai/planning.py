@@ -201,7 +201,7 @@ def _may_be_forced(sampling: Sampling) -> bool:
     if sampling.grammar is None:
         return False
     has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-    begins_later = sampling.reasoning is not None or sampling.channels is not None
+    begins_later = sampling.reasoning is not None
     return not (has_logprobs or begins_later or sampling.limits_tokens or sampling.beams is not None)
 
 

@@ -32,7 +32,7 @@ from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask, remove
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import ReasoningSpan, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import GrammarWork, RowsFailed
 
@@ -234,10 +234,10 @@ class TokenMasks:
         mask_words = len(self._all_tokens)
         if sampling.grammar is not None:
             matcher, mask_words = self._compile(sampling.grammar), self._compiler.mask_words
-        if sampling.reasoning is not None:
+        if isinstance(sampling.reasoning, ReasoningSpan):
             matcher = ReasoningMatcher(sampling.reasoning, matcher, self._all_tokens, self._eos_token_ids)
-        if sampling.channels is not None:
-            matcher = ChannelMatcher(sampling.channels, matcher, self._all_tokens)
+        elif sampling.reasoning is not None:
+            matcher = ChannelMatcher(sampling.reasoning, matcher, self._all_tokens)
         if sampling.limits_tokens:
             matcher = LimitedMatcher(TokenLimits.of(sampling, self._vocab_size), matcher, self._all_tokens)
         assert matcher is not None

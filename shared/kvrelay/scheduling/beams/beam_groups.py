@@ -26,7 +26,6 @@ from kvrelay.kv.table import BlockTable, blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_search import BeamSearch
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.sequence import Forks, Sequence, SequenceState, TokenBuffer
 from kvrelay.step.batch import Candidates
@@ -60,10 +59,10 @@ class BeamGroup:
 class BeamGroups:
     """The beam groups of one scheduler. `running`: the scheduler's running sequences, which this changes."""
 
-    def __init__(self, blocks: BlockManager, running: dict[SequenceKey, Sequence], capacity: ReservedCapacity) -> None:
+    def __init__(self, blocks: BlockManager, running: dict[SequenceKey, Sequence]) -> None:
         self._blocks = blocks
         self._running = running
-        self._capacity = capacity
+        self._capacity = blocks.capacity
         self._groups: dict[Sequence, BeamGroup] = {}  # by leader
 
     def forks_of(self, leader: Sequence) -> list[Sequence]:

@@ -6,13 +6,13 @@ as tokens come. `slot_use` measures the waste of each (Kwon et al., SOSP 2023, f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from kvrelay.kv.cache import Cache, NullCache
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, BlockState
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache
 from kvrelay.kv.session_blocks import SessionBlocks
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies
@@ -34,14 +34,41 @@ class SlotUse:
         return self.allocated - self.committed
 
 
+class ReservedCapacity:
+    """Running slots and blocks that are kept for sequences that come later, the one account of a scheduler: forks,
+    samples and handoffs reserve here, each under keys of its own."""
+
+    def __init__(self) -> None:
+        self.num_slots = 0
+        self.num_blocks = 0
+        self._entries: dict[Hashable, tuple[int, int]] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def reserve(self, key: Hashable, num_slots: int, num_blocks: int) -> None:
+        """Reserves capacity, in place of what was reserved under this key."""
+        self.end(key)
+        self._entries[key] = num_slots, num_blocks
+        self.num_slots += num_slots
+        self.num_blocks += num_blocks
+
+    def end(self, key: Hashable) -> None:
+        """Ends a reservation, if there is one under this key."""
+        num_slots, num_blocks = self._entries.pop(key, (0, 0))
+        self.num_slots -= num_slots
+        self.num_blocks -= num_blocks
+
+
 class BlockManager:
     """Gives a sequence the blocks of its whole prompt at admission, and one at a time from then on."""
 
-    def __init__(self, pool: BlockPool, cache: Cache, max_model_len: int) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache, max_model_len: int) -> None:
         self.pool = pool
         self.cache = cache
         self.max_model_len = max_model_len
         self.copies = BlockCopies(pool)
+        self.capacity = ReservedCapacity()
         self.withheld: frozenset[int] = frozenset()
         """Blocks that a silent sender may still write into: they may never be released."""
         # Blocks that steps in flight read and that are in no table, each with the number of these steps.

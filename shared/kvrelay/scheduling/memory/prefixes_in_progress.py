@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash, hash_blocks
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache
 from kvrelay.kv.session_blocks import SessionBlocks
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies
@@ -98,13 +97,13 @@ class PrefixesInProgress:
 class BlockTails:
     """The tails of one pool. A cache other than the radix tree has none."""
 
-    def __init__(self, pool: BlockPool, cache: Cache, copies: BlockCopies, sessions: SessionBlocks) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache, copies: BlockCopies, sessions: SessionBlocks) -> None:
         self._block_size = pool.block_size
         self._pool = pool
         self._cache = cache
         self._copies = copies
         self._sessions = sessions
-        self._is_used = isinstance(cache, PrefixCache)
+        self._is_used = not isinstance(cache, NullCache)
         self._ends: dict[Sequence, int] = {}
         self.computing: dict[Sequence, int] = {}
         """Sequences that compute their tail for others too, and where it ends: a chunk of theirs ends there."""

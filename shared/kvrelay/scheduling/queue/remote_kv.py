@@ -24,7 +24,6 @@ from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
-from kvrelay.scheduling.memory.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -47,13 +46,12 @@ class RemoteSequences:
         limits: SchedulerLimits,
         waiting: WaitingQueue,
         in_progress: PrefixesInProgress,
-        capacity: ReservedCapacity,
     ) -> None:
         self._blocks = blocks
         self._limits = limits
         self._waiting = waiting
         self._in_progress = in_progress
-        self._capacity = capacity
+        self._capacity = blocks.capacity
         self.receiving: dict[SequenceKey, Sequence] = {}
         self._expected: dict[str, _Expected] = {}
         self._pending: dict[str, dict[SequenceKey, Sequence]] = {}  # handoffs in the queue, by sample group

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.reserved_capacity import ReservedCapacity
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
@@ -41,10 +40,10 @@ class SampleGroups:
     """The groups of one scheduler's sequences. A sequence without a group forms one of its own. A sequence that only
     computes its prompt for a handoff leaves with its first token, so it is in no group."""
 
-    def __init__(self, blocks: BlockManager, limits: SchedulerLimits, capacity: ReservedCapacity) -> None:
+    def __init__(self, blocks: BlockManager, limits: SchedulerLimits) -> None:
         self._blocks = blocks
         self._limits = limits
-        self._capacity = capacity
+        self._capacity = blocks.capacity
         self._members: dict[str, dict[SequenceKey, Sequence]] = {}
         self._lost: set[SequenceKey] = set()  # samples that were RESERVED before
 

@@ -192,8 +192,7 @@ def make_sampling(
         beams=fields.beams,
         speculation=fields.speculation,
         grammar=grammar,
-        reasoning=reasoning if isinstance(reasoning, ReasoningSpan) else None,
-        channels=reasoning if isinstance(reasoning, ReasoningChannels) else None,
+        reasoning=reasoning,
     )
 
 

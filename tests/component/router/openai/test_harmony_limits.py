@@ -66,8 +66,8 @@ async def test_the_worker_gets_a_budget_over_all_messages_of_reasoning(router: R
         return token_id
 
     sampling = await sampling_of(router, thinking_token_budget=7)
-    assert sampling.reasoning is None and sampling.grammar is None
-    assert sampling.channels == ReasoningChannels(
+    assert sampling.grammar is None
+    assert sampling.reasoning == ReasoningChannels(
         channel_id=ids("<|channel|>"),
         message_id=ids("<|message|>"),
         start_id=ids("<|start|>"),
@@ -78,16 +78,20 @@ async def test_the_worker_gets_a_budget_over_all_messages_of_reasoning(router: R
         token_budget=7,
     )
     opened = await sampling_of(router, thinking_token_budget=0, **OPENED)
-    assert opened.channels is not None and opened.channels.is_open and opened.channels.token_budget == 0
-    assert (await sampling_of(router)).channels is None
+    assert (
+        isinstance(opened.reasoning, ReasoningChannels)
+        and opened.reasoning.is_open
+        and opened.reasoning.token_budget == 0
+    )
+    assert (await sampling_of(router)).reasoning is None
 
 
 async def test_the_other_apis_take_a_budget(router: Router) -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     message = await sampling_of(router, "/v1/messages", max_tokens=9, thinking=thinking)
-    assert message.channels is not None and message.channels.token_budget == 1024
+    assert isinstance(message.reasoning, ReasoningChannels) and message.reasoning.token_budget == 1024
     response = await sampling_of(router, "/v1/responses", input="hi", thinking_token_budget=4)
-    assert response.channels is not None and response.channels.token_budget == 4
+    assert isinstance(response.reasoning, ReasoningChannels) and response.reasoning.token_budget == 4
 
 
 @pytest.mark.parametrize(
@@ -106,7 +110,7 @@ async def test_the_other_apis_take_a_budget(router: Router) -> None:
 )
 async def test_a_constraint_is_of_the_answer_alone(router: Router, fields: Any, good: str, bad: str) -> None:
     sampling = await sampling_of(router, **fields)
-    assert sampling.channels is None
+    assert sampling.reasoning is None
     thought = f"{ANALYSIS}Four 🦦, {bad}{NEXT}"
     for text, is_allowed in (
         (f"{FINAL}{good}", True),
@@ -129,7 +133,7 @@ async def test_a_message_that_is_continued_is_the_answer(router: Router) -> None
 
 async def test_required_calls_have_a_budget_too(router: Router) -> None:
     sampling = await sampling_of(router, tools=[TOOL], tool_choice="required", thinking_token_budget=5)
-    assert sampling.channels is not None and sampling.channels.token_budget == 5
+    assert isinstance(sampling.reasoning, ReasoningChannels) and sampling.reasoning.token_budget == 5
     call = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + json.dumps({"city": "a"})
     assert allows(sampling.grammar, f"{ANALYSIS}Hm{NEXT}{call}") and not allows(sampling.grammar, f"{FINAL}No.")
 

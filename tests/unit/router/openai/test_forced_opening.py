@@ -83,7 +83,7 @@ def test_a_token_behind_the_opening_is_left_to_a_worker(max_tokens: int, stops: 
         Sampling(grammar=ANY_CHOICE, allowed_token_ids=(5, 6)),
         Sampling(grammar=ANY_CHOICE, bad_words=((5, 6),)),
         Sampling(grammar=ANY_CHOICE, reasoning=ReasoningSpan(begin_id=1, end_id=2)),
-        Sampling(grammar=ANY_CHOICE, channels=CHANNELS),
+        Sampling(grammar=ANY_CHOICE, reasoning=CHANNELS),
         Sampling(grammar=ANY_CHOICE, beams=BeamSpec(width=2, num_returned=1)),
     ],
 )

@@ -85,7 +85,7 @@ async def streamed(client: httpx.AsyncClient, body: dict[str, Any], begun: async
 
 
 def test_sixteen_workers_in_two_processes_give_every_stream_its_tokens(start: Callable[..., Stack]) -> None:
-    stack = start("--prefill", "8", "--decode", "8", "--workers-per-process", "8")
+    stack = start("--prefill", "8", "--decode", "8", "--num-workers", "8")
     assert set(stack.children()) == {"router", "prefill-0", "decode-0"}
     assert len(stack.workers("prefill")) == len(stack.workers("decode")) == 8
     bodies: list[dict[str, Any]] = [
@@ -155,7 +155,7 @@ def test_a_process_of_many_workers_that_is_killed_costs_no_stream_a_token(
     start: Callable[..., Stack], role: str
 ) -> None:
     """Long enough to be in the middle of it whenever the kill comes: it waits until every stream has begun."""
-    stack = start("--prefill", "8", "--decode", "8", "--workers-per-process", "4", "--max-attempts", "10")
+    stack = start("--prefill", "8", "--decode", "8", "--num-workers", "4", "--max-attempts", "10")
     killed = stack.children()[f"{role}-0"]
     parameters = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
     bodies = [

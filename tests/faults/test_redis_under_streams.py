@@ -116,7 +116,7 @@ def test_no_stream_notices(tmp_path: Path, fault: Fault) -> None:
     servers = Servers(tmp_path, is_watched=fault is failed_over)
     profile = tmp_path / "quick.json"
     profile.write_text(json.dumps(PROFILE))
-    fleet = ("--prefill", "6", "--decode", "6", "--workers-per-process", "6", "--peer-timeout-s", "60")
+    fleet = ("--prefill", "6", "--decode", "6", "--num-workers", "6", "--peer-timeout-s", "60")
     device = ("--backend", "simulated", "--profile", str(profile))
     try:
         with Stack(DEMO_MODEL, tmp_path / "state", "--redis", servers.url, *fleet, *device) as stack:

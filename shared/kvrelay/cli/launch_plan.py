@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.cli.gpus import VISIBLE, AssignedGpus, Gpu, list_gpus, place_workers
+from kvrelay.cli.gpus import ROLES, VISIBLE, AssignedGpus, Gpu, list_gpus, place_workers
 from kvrelay.config.common import CommonConfig, is_wildcard
 from kvrelay.config.loader import (
     ConfigError,
@@ -82,23 +82,22 @@ def make_plan(
         check_up_file(path)
     # Two instances on one Redis must not have equal worker ids.
     suffix = f"-{secrets.token_hex(2)}" if own.redis_url else ""
-    processes = [
-        (role, f"{role}-{number}{suffix}", num_workers)
-        for role, total in (("prefill", own.prefill), ("decode", own.decode))
-        for number, num_workers in enumerate(_shared_out(total, own.workers_per_process))
-    ]
     passed = {name: value for name, value in flags.items() if name not in UpConfig.model_fields}
     decided = {"host": LOOPBACK, "advertise_host": LOOPBACK}
     if own.redis_url:
         decided["redis_url"] = own.redis_url
     shared: dict[str, Any] = {**passed, **decided, "port": 0, "transfer_port": 0, "rank_host": LOOPBACK, "rank_port": 0}
     workers = []
-    for role, name, num_workers in processes:
-        values = {**shared, "worker_id": name, "num_workers": num_workers}
-        size = own.prefill_tensor_parallel_size if role == "prefill" else own.decode_tensor_parallel_size
-        if size is not None:
-            values["tensor_parallel_size"] = size
-        workers.append(resolve(WorkerConfig, values, environ, role=role))
+    sizes = (own.prefill, own.prefill_tensor_parallel_size), (own.decode, own.decode_tensor_parallel_size)
+    for role, (num_workers, size) in zip(ROLES, sizes, strict=True):
+        if not num_workers:
+            continue
+        values = shared if size is None else {**shared, "tensor_parallel_size": size}
+        # Its `num_workers` is the most workers of a process.
+        each = resolve(WorkerConfig, {**values, "worker_id": role}, environ, role=role)
+        for number, num_here in enumerate(_shared_out(num_workers, each.num_workers)):
+            own_fields = {"worker_id": f"{role}-{number}{suffix}", "num_workers": num_here}
+            workers.append(resolve(WorkerConfig, {**values, **own_fields}, environ, role=role))
     lending = tuple(each.worker_id for each in workers if _computes_here(each))
     workers = _with_threads(workers)
     placed: dict[str, AssignedGpus] = {}

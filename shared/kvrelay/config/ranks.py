@@ -10,6 +10,8 @@ from kvrelay.config.common import CommonConfig, ProcessConfig, is_wildcard
 
 MAX_RANKS = 64
 DEVICE_FORM = "auto, cpu, cuda or cuda:N"
+WAIT_FOR_WORKER_S = 900.0
+"""Time that a rank waits for its worker, whose pod may still fetch its image. Ranks that it starts end with it."""
 
 
 class RankedConfig(CommonConfig):
@@ -150,4 +152,3 @@ class RankConfig(ProcessConfig):
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of this rank (default: one per core)"
     )
-    rank_timeout_s: float = Field(default=60.0, ge=0.5, le=3600, description="seconds to wait for the worker")

@@ -23,9 +23,6 @@ class UpConfig(BaseModel):
         default=1, ge=0, le=1024, description="prefill workers to start; 0: decode workers also compute prompts"
     )
     decode: int = Field(default=1, ge=1, le=1024, description="decode workers to start")
-    workers_per_process: int = Field(
-        default=1, ge=1, le=1024, description="workers per process, with backend = simulated"
-    )
     port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
     host: str = Field(default="127.0.0.1", min_length=1, description="address of the HTTP endpoint")
     redis_url: str | None = Field(

@@ -46,7 +46,6 @@ _RANKS = "kvrelay up starts all ranks itself"
 DECIDED = {
     "worker_id": _NAMES,
     "router_id": _NAMES,
-    "num_workers": "set workers_per_process in [up]",
     "advertise_host": _PORTS,
     "message_host": _PORTS,
     "message_port": _PORTS,

@@ -337,7 +337,7 @@ class WorkerConfig(RankedConfig):
 
     def _check_simulated(self) -> None:
         if self.backend != "simulated" and self.num_workers > 1:
-            raise ValueError("several workers in a process (num_workers, workers_per_process) need backend = simulated")
+            raise ValueError("several workers in a process (num_workers) need backend = simulated")
         if self.backend == "simulated" and self.memory_utilization is not None:
             raise ValueError("memory_utilization cannot be measured with backend = simulated: set num_blocks")
         if self.backend == "simulated" and self.num_ranks > 1:
@@ -348,9 +348,7 @@ class WorkerConfig(RankedConfig):
                 f"(allowed: a profile without -ppM)"
             )
         if self.num_workers > 1 and self.data_parallel_size > 1:
-            raise ValueError(
-                "one group of data_parallel_size per process: num_workers and workers_per_process must be 1"
-            )
+            raise ValueError("one group of data_parallel_size per process: num_workers must be 1")
         num_here = self.data_parallel_size if self.backend == "simulated" else self.num_workers
         if max(num_here, self.num_workers) > 1 and (self.port or self.transfer_port or self.http_port):
             raise ValueError(

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from kvrelay.config.ranks import RankConfig
+from kvrelay.config.ranks import WAIT_FOR_WORKER_S, RankConfig
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.load.checkpoint import read_config
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
@@ -152,7 +152,7 @@ def _follow(config: RankConfig) -> None:
     host, _, port = config.engine.rpartition(":")
     host = host.strip("[]")
     device = find_device(config.device)
-    coordinator = GroupCoordinator.connect(config.rank, None, (host, int(port)), config.rank_timeout_s, device)
+    coordinator = GroupCoordinator.connect(config.rank, None, (host, int(port)), WAIT_FOR_WORKER_S, device)
     with ExitStack() as closing:
         closing.callback(coordinator.close)
         _check_equal(coordinator, _versions())
@@ -218,8 +218,7 @@ def _rank_commands(config: WorkerConfig, port: int, device: torch.device) -> lis
     """The ranks that are started here: the first ones. GPUs are used in the order of the ranks, from rank 0's on."""
     host = f"[{config.rank_host}]" if ":" in config.rank_host else config.rank_host
     flags = [f"--engine={host}:{port}", f"--log-level={config.log_level}", f"--log-format={config.log_format}"]
-    flags += [f"--rank-timeout-s={config.rank_timeout_s:g}", f"--threads={_threads(config)}"]
-    flags += [f"--host={config.host}", f"--advertise-host={config.reachable_host}"]
+    flags += [f"--threads={_threads(config)}", f"--host={config.host}", f"--advertise-host={config.reachable_host}"]
     if config.curve_key_file is not None:
         flags.append(f"--curve-key-file={config.curve_key_file}")
     commands = []

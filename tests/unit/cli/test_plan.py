@@ -84,16 +84,17 @@ def test_two_on_one_redis_get_different_names() -> None:
 
 
 def test_simulated_workers_share_processes() -> None:
-    flags = {"prefill": "5", "decode": "2", "workers_per_process": "2", "backend": "simulated"}
+    flags = {"prefill": "5", "decode": "2", "num_workers": "2", "backend": "simulated"}
     plan = make_plan(flags, ENVIRON)
     processes = [(worker.worker_id, worker.num_workers) for worker in plan.workers]
     assert processes == [("prefill-0", 2), ("prefill-1", 2), ("prefill-2", 1), ("decode-0", 2)]
-    with pytest.raises(ConfigError, match=r"workers_per_process.* need backend = simulated"):
+    with pytest.raises(ConfigError, match=r"num_workers.* need backend = simulated"):
         make_plan(flags | {"backend": "auto"}, ENVIRON)
 
 
 def test_there_is_always_a_decode_worker() -> None:
-    assert [worker.role for worker in make_plan({"prefill": "0"}, ENVIRON).workers] == ["decode"]
+    flags = {"prefill": "0", "prefill_delayer": True}  # which prefill workers refuse
+    assert [worker.role for worker in make_plan(flags, ENVIRON).workers] == ["decode"]
     with pytest.raises(ConfigError, match="--decode"):
         make_plan({"decode": "0"}, ENVIRON)
 

@@ -52,7 +52,6 @@ def test_the_table_of_up_wins_over_the_router_s_and_that_over_the_top_level(plan
         ('[prefill]\nredis_url = "redis://h"', r"\[prefill\] redis_url has no effect.* in \[up\]"),
         ('[router]\nredis_url = "redis://h"', r"\[router\] redis_url has no effect"),
         ("[router]\nmessage_port = 7\nrouter_id = 'r'", r"message_port has no effect.*; \[router\] router_id has no"),
-        ("[worker]\nnum_workers = 2", "num_workers has no effect.*workers_per_process"),
         ("[rank]\nthreads = 2", r"\[rank\] threads has no effect.*starts all ranks itself"),
         ("[up]\nmetrics_port = 9\n[router]\nmetrics_port = 10", r"\[router\] metrics_port has no effect"),
         ("[worker]\nhttp_port = 9", "http_port = 9: each worker needs a port of its own"),

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from kvrelay.config.loader import resolve
-from kvrelay.config.ranks import RankConfig
+from kvrelay.config.ranks import WAIT_FOR_WORKER_S, RankConfig
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 from tests.unit.deploy.kustomize import Resource, key, render
@@ -242,7 +242,7 @@ def test_pods_of_a_group_are_the_ranks_of_one_worker() -> None:
     assert (rank.rank, rank.reachable_host, rank.threads) == (1, "10.0.0.2", 4)
     assert rank.engine == f"{fields['LWS_LEADER_ADDRESS']}:{worker.rank_port}"
     assert (worker.rank_host, worker.reachable_host) == ("10.0.0.1", "10.0.0.1")
-    assert worker.rank_timeout_s == rank.rank_timeout_s
+    assert worker.rank_timeout_s == WAIT_FOR_WORKER_S
     assert {"name": "ranks", "containerPort": worker.rank_port} in leader["spec"]["containers"][0]["ports"]
     # The leader is ready only once the others have joined, so they must not wait for that.
     assert group["startupPolicy"] == "LeaderCreated"

@@ -196,15 +196,6 @@ def test_a_bad_value_names_its_flag_and_what_is_allowed(flag: str, allowed: str)
     assert ";" not in message  # nothing else is wrong
 
 
-def test_a_bad_value_names_the_variable_or_the_file_it_came_from(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="KVRELAY_TOKEN_BUDGET = '0'"):
-        worker(environ={"KVRELAY_TOKEN_BUDGET": "0"})
-    path = tmp_path / "k.toml"
-    path.write_text("token_budget = 0")
-    with pytest.raises(ConfigError, match=r"k\.toml: token_budget = 0"):
-        worker(["--config", str(path)])
-
-
 def test_all_bad_values_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         worker(["--token-budget=0", "--num-blocks=0"])

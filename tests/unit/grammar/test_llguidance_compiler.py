@@ -95,16 +95,6 @@ def test_whitespace_between_the_tokens_of_json_can_be_ruled_out(compiler: Gramma
     assert walk(compiler, compact, 1) in ('{"a":true,"b":null}', '{"a":false,"b":null}')
 
 
-def test_a_structural_tag_constrains_what_follows_its_trigger(compiler: GrammarCompiler) -> None:
-    schema = {"type": "json_schema", "json_schema": {"type": "object", "maxProperties": 0}}
-    tag = {"begin": "<call=f>", "content": schema, "end": "</call>"}
-    text = json.dumps({"format": {"type": "triggered_tags", "triggers": ["<call"], "tags": [tag]}})
-    matcher = compiler.compile(Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text))
-    matcher.accept(TOKENIZER.encode("free text, then <call=f>{}</call> and more", add_special_tokens=False).ids)
-    with pytest.raises(GrammarError):
-        matcher.accept(TOKENIZER.encode(" <call=g>", add_special_tokens=False).ids)
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [

@@ -22,7 +22,7 @@ from kvrelay.device_profiles import MeasuredProfile
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies import BUILT_IN as SCHEDULERS
 from kvrelay.scheduling.scheduler import make_scheduler
@@ -157,17 +157,6 @@ def test_outputs_are_the_continuations_whatever_the_batches_preemptions_and_shar
     served = serve(runner, jobs, **how, preemption=preemption)
     for number, (prompt, sampling) in enumerate(jobs):
         assert served.output[number] == continuation(prompt, sampling, VOCABULARY, runner.spec.max_model_len)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("num_prompt", [1, 8, 9, 40, 45])
-def test_samples_compute_the_full_blocks_of_their_prompt_once(num_prompt: int, overlap: bool) -> None:
-    prompt, sampling = list(range(3, 3 + num_prompt)), Sampling(seed=1, max_tokens=20, ignore_eos=True)
-    served = serve(runner_of(), [(prompt, sampling)] * 6, overlap=overlap, are_samples=True)
-    num_shared = (num_prompt - 1) // 8 * 8  # blocks of 8 tokens
-    assert served.num_prefill_tokens == num_shared + 6 * (num_prompt - num_shared)
-    for number, output in served.output.items():
-        assert output == continuation(prompt, sampling, VOCABULARY, 320, number)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -330,27 +319,6 @@ def test_logprobs_are_those_of_a_distribution() -> None:
     assert sum(map(math.exp, entry.top_logprobs)) < 1
     assert [each.token_id for each in result.prompt_logprobs] == prompt[1:]
     assert all(len(each.top_ids) == 2 and each.logprob < 0 for each in result.prompt_logprobs)
-
-
-@settings(max_examples=20, deadline=None)
-@given(prompt=st.lists(st.integers(3, 49), min_size=1, max_size=40), width=st.integers(1, 4))
-def test_a_beam_search_gives_the_same_texts_whatever_the_steps(prompt: list[int], width: int) -> None:
-    sampling = Sampling(max_tokens=12, beams=BeamSpec(width=width, num_returned=width))
-    found = [serve(runner_of(), [(prompt, sampling)], token_budget=budget).results[0].texts for budget in (8, 64)]
-    assert found[0] == found[1]
-    assert len({tuple(each.token_ids) for each in found[0]}) == width
-
-
-def test_an_end_token_and_a_stop_token_end_a_text_and_not_before_min_tokens() -> None:
-    jobs = [([n % 40 + 3, n // 40 + 3], Sampling(temperature=0, max_tokens=180, min_tokens=20)) for n in range(100)]
-    served = serve(runner_of(2000), jobs)
-    assert all(len(output) > 20 for output in served.output.values())
-    ended = [n for n, result in served.results.items() if result.finish is FinishReason.STOP_TOKEN]
-    assert 0 < len(ended) < 100
-    assert all(served.output[n][-1] == 2 for n in ended)
-    stopping = Sampling(temperature=0, max_tokens=180, min_tokens=20, stop_token_ids=tuple(range(3, 30)))
-    served = serve(runner_of(2000), [(prompt, stopping) for prompt, _ in jobs])
-    assert all(len(output) > 20 and not set(output[:20]) & set(range(3, 30)) for output in served.output.values())
 
 
 # -- the model and the configuration ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tests.faults.storm.processes import StackSettings
 from tests.faults.storm.storm import StormOptions, run_storm
 
 
+@pytest.mark.always
 @pytest.mark.timeout(900)
 @pytest.mark.sends_requests
 def test_constrained_outputs_are_valid_and_the_same_through_random_faults(

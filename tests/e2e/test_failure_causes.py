@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,9 @@ import httpx
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.process import HeldPort
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.failing_worker import FailingToken
+from tests.fakes.service_processes import ServiceProcesses
 from tests.fakes.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -27,22 +23,18 @@ WORKER = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--threads", "1", "-
 WORKER += ["--token-budget", "64", "--max-running", "4", "--no-fused-layers"]
 ROUTER = ["--model", str(DEMO_MODEL), "--max-attempts", "1", "--local-prefill-tokens", "0"]
 SHORT_TIMEOUT_S = "2"
-START_TIMEOUT_S = 2 * PATIENCE_S
 
 
-class FailingSystem:
+class FailingSystem(ServiceProcesses):
     """A prefill and a decode worker that fail at certain tokens, and two routers: `impatient` has a short time limit
     for requests. Every request has one attempt."""
 
-    def __init__(self, stack: ExitStack, directory: Path) -> None:
-        self._stack, self._directory = stack, directory
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
-        self.gate = directory / "gate"
+    def __init__(self, directory: Path, redis_url: str) -> None:
+        self.gate, self._armed = directory / "gate", directory / "armed"
+        environ = {"KVRELAY_TEST_ARMED": str(self._armed), "KVRELAY_TEST_GATE": str(self.gate)}
+        super().__init__(directory, redis_url, environ)
         os.mkfifo(self.gate)
-        self._armed = directory / "armed"
-        self._environment = environment | {"KVRELAY_TEST_ARMED": str(self._armed), "KVRELAY_TEST_GATE": str(self.gate)}
-        self._redis = stack.enter_context(EmbeddedRedis())
-        self._workers: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}  # id and process by role
+        self._workers: dict[str, str] = {}  # ids by role
         self._numbers = count()
         for role in ("prefill", "decode"):
             self._start_worker(role)
@@ -53,58 +45,41 @@ class FailingSystem:
 
     def replace(self, role: str) -> None:
         """Starts a worker in the place of one that has ended."""
-        _, process = self._workers[role]
-        assert process.wait(PATIENCE_S) != 0
+        assert self.processes.pop(self._workers[role]).wait(PATIENCE_S) != 0
         self._armed.unlink()  # a worker tries its model at the start, with any tokens
         self._start_worker(role)
         self._until_ready()
         self._armed.touch()
 
-    def _start_worker(self, role: str) -> None:
-        name = f"{role}-{next(self._numbers)}"
-        process = self._start(name, "tests.fakes.failing_worker", role, "--worker-id", name, *WORKER)
-        self._workers[role] = name, process
-
-    def _start_router(self, name: str, *flags: str) -> httpx.Client:
-        port = self._stack.enter_context(HeldPort()).port
-        self._start(name, "kvrelay_router", *ROUTER, "--port", str(port), "--router-id", name, *flags)
-        return self._stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=2 * PATIENCE_S))
-
-    def _start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        log = self._stack.enter_context((self._directory / f"{name}.log").open("wb"))
-        command = [sys.executable, "-m", *arguments, "--redis-url", self._redis.url]
-        process = self._stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log, env=self._environment))
-        self._stack.callback(process.kill)
-        return process
-
     def num_committed(self) -> int:
         """How many handoffs the present decode worker has told `patient` of."""
-        workers = self.patient.get("/fleet").raise_for_status().json()["workers"]
-        name, _ = self._workers["decode"]
+        workers = self.ready_workers(self.patient)
+        name = self._workers["decode"]
         return next(int(worker["totals"]["handoffs_committed"]) for worker in workers if worker["worker_id"] == name)
+
+    def _start_worker(self, role: str) -> None:
+        name = self._workers[role] = f"{role}-{next(self._numbers)}"
+        self.start(name, "tests.fakes.failing_worker", role, "--worker-id", name, *WORKER)
+
+    def _start_router(self, name: str, *flags: str) -> httpx.Client:
+        port = self.hold_port()
+        self.start(name, "kvrelay_router", *ROUTER, "--port", str(port), "--router-id", name, *flags)
+        return self.client(port)
 
     def _until_ready(self) -> None:
         """Until both routers see the present workers, and no others, as ready."""
-        expected = {name for name, _ in self._workers.values()}
-        for router in (self.patient, self.impatient):
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while _ready_workers(router) != expected:
-                assert time.monotonic() < deadline, "the system did not become ready"
-                time.sleep(0.1)
+        expected = set(self._workers.values())
 
+        def is_seen_by(router: httpx.Client) -> bool:
+            return {each["worker_id"] for each in self.ready_workers(router)} == expected
 
-def _ready_workers(router: httpx.Client) -> set[str]:
-    try:
-        workers = router.get("/fleet").raise_for_status().json()["workers"]
-    except httpx.HTTPError:
-        return set()
-    return {worker["worker_id"] for worker in workers if worker["state"] == "ready"}
+        self.wait_until(lambda: is_seen_by(self.patient) and is_seen_by(self.impatient))
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FailingSystem]:
-    with ExitStack() as stack:
-        yield FailingSystem(stack, tmp_path_factory.mktemp("system"))
+    with EmbeddedRedis() as redis, FailingSystem(tmp_path_factory.mktemp("system"), redis.url) as system:
+        yield system
 
 
 def read_by_prefill(token: FailingToken) -> dict[str, Any]:

@@ -150,19 +150,6 @@ def test_a_small_pool_serves_more_than_it_holds_and_refuses_what_it_never_can(tm
         stack.wait_until_clean()
 
 
-def test_an_interrupt_during_the_start_ends_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvrelay.cli.main", "up", "--port", "0", "--state-dir", str(tmp_path)]
-    with (tmp_path / "out").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
-    root = psutil.Process(process.pid)
-    wait_until(lambda: len(root.children(recursive=True)) >= 4 or process.poll() is not None)
-    family = root.children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE_S) in (0, 130)
-    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
-    assert not alive
-
-
 def test_a_worker_that_is_stopped_while_it_compiles_ends_with_its_compiler(tmp_path: Path) -> None:
     """Loading goes on in a thread, which a worker cannot stop: it leaves without it."""
     compiler = tmp_path / "gcc"

@@ -28,6 +28,10 @@ GROWN_OUTPUT = 250
 """With a prompt of 20 tokens 17 blocks: three such sequences do not fit into a pool, and are admitted with 2 each."""
 
 
+Size = int | tuple[int, int]
+"""Ranks, or stages and the ranks of each."""
+
+
 def ranks_of(pid: int) -> list[int]:
     """The processes of a worker's other ranks."""
     children = psutil.Process(pid).children()
@@ -64,31 +68,18 @@ def check_samples(stack: Stack, model: Path, prompt: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.always
-def test_one_role(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Decode workers that compute prompts as well, one of which loses a rank."""
-    model = tiny_model("llama")
-    flags = ("--prefill", "0", "--decode", "2", "--decode-tensor-parallel-size", "2", *FLAGS)
-    with Stack(model, tmp_path, *flags) as stack:
-        workers = [name for name in stack.children() if name.startswith("decode")]
-        assert [len(ranks_of(stack.children()[name])) for name in workers] == [1, 1]
-        prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
-        for _ in range(2):  # the second time with what was cached
-            check_together(stack, model, prompts)
-        kill_a_rank(stack, model, prompts, "decode-0")
-        check_together(stack, model, prompts)
-        stack.wait_until_clean()
-        every = [pid for name in workers for pid in ranks_of(stack.children()[name])]
-        assert len(every) == 2
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in every))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.always), "qwen3"])
-def test_stages(architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Decode workers of two stages that compute prompts as well, one of which loses a stage."""
+@pytest.mark.parametrize(
+    ("divided", "architecture"),
+    [
+        pytest.param("decode-tensor", "llama", marks=pytest.mark.always),
+        pytest.param("pipeline", "llama", marks=pytest.mark.always),
+        ("pipeline", "qwen3"),
+    ],
+)
+def test_one_role(divided: str, architecture: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Decode workers of two ranks or stages that compute prompts as well, one of which loses one of them."""
     model = tiny_model(architecture)
-    flags = ("--prefill", "0", "--decode", "2", "--pipeline-parallel-size", "2", *FLAGS)
+    flags = ("--prefill", "0", "--decode", "2", f"--{divided}-parallel-size", "2", *FLAGS)
     with Stack(model, tmp_path, *flags) as stack:
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
         for _ in range(2):  # the second time with what was cached
@@ -129,14 +120,26 @@ def kill_a_rank(
         *((2, 2, "llama", "auto"), (2, 1, "qwen3", "zmq"), (1, 2, "mistral", "auto"), (4, 1, "gemma", "auto")),
         *((1, 4, "qwen3-moe", "zmq"), (2, 2, "qwen2", "zmq"), (4, 1, "qwen2", "zmq"), (1, 4, "llama", "auto")),
         *((2, 1, "qwen3-moe", "auto"), (1, 2, "gemma", "zmq"), (1, 1, "llama", "zmq")),
+        ((2, 1), (1, 1), "qwen3", "auto"),
+        ((1, 1), (2, 2), "tied-llama", "zmq"),
+        ((1, 2), (2, 1), "mistral", "auto"),
+        ((2, 2), (1, 2), "gemma", "zmq"),
+        ((2, 2), (2, 2), "qwen3-moe", "zmq"),
+        ((3, 1), (2, 2), "gemma3", "auto"),
     ],
+    ids=str,
 )
 def test_handoffs_between_sizes(
-    prefill: int, decode: int, architecture: str, transfer: str, tiny_model: Callable[[str], Path], tmp_path: Path
+    prefill: Size, decode: Size, architecture: str, transfer: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    model = tiny_model(architecture)
-    flags = [f"--prefill-tensor-parallel-size={prefill}", f"--decode-tensor-parallel-size={decode}"]
-    with Stack(model, tmp_path, *flags, f"--transfer={transfer}", "--transfer-checksums", *FLAGS) as stack:
+    model, file = tiny_model(architecture), tmp_path / "kvrelay.toml"
+    text = ""
+    for role, size in (("prefill", prefill), ("decode", decode)):
+        stages, ranks = size if isinstance(size, tuple) else (1, size)
+        text += f"[{role}]\npipeline_parallel_size = {stages}\ntensor_parallel_size = {ranks}\n"
+    file.write_text(text)
+    flags = (f"--config={file}", f"--transfer={transfer}", "--transfer-checksums")
+    with Stack(model, tmp_path, *flags, *FLAGS) as stack:
         check_handoffs(stack, model, transfer)
 
 
@@ -164,68 +167,20 @@ def check_transport(stack: Stack, transfer: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefill", "decode", "architecture", "transfer"),
+    ("sizes", "killed", "architecture", "transfer"),
     [
-        ((2, 1), (1, 1), "qwen3", "auto"),
-        ((1, 1), (2, 2), "tied-llama", "zmq"),
-        ((1, 2), (2, 1), "mistral", "auto"),
-        ((2, 2), (1, 2), "gemma", "zmq"),
-        ((2, 2), (2, 2), "qwen3-moe", "zmq"),
-        ((3, 1), (2, 2), "gemma3", "auto"),
-    ],
-)
-def test_handoffs_between_stages(
-    prefill: tuple[int, int],
-    decode: tuple[int, int],
-    architecture: str,
-    transfer: str,
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
-    """Sizes are stages, and ranks of each stage."""
-    file = tmp_path / "kvrelay.toml"
-    file.write_text(
-        "".join(
-            f"[{role}]\npipeline_parallel_size = {stages}\ntensor_parallel_size = {ranks}\n"
-            for role, (stages, ranks) in (("prefill", prefill), ("decode", decode))
-        )
-    )
-    flags = [f"--config={file}", f"--transfer={transfer}", "--transfer-checksums"]
-    with Stack(tiny_model(architecture), tmp_path, *flags, *FLAGS) as stack:
-        check_handoffs(stack, tiny_model(architecture), transfer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "transfer"), [(1, "auto"), (2, "zmq")])
-def test_handoffs_while_stages_are_killed(
-    size: int, transfer: str, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Stages of one rank, and of two."""
-    model = tiny_model("llama")
-    flags = ("--pipeline-parallel-size=2", f"--tensor-parallel-size={size}", "--decode=2", f"--transfer={transfer}")
-    with Stack(model, tmp_path, *flags, *FLAGS) as stack:
-        prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
-        for victim in ("prefill-0", "decode-1"):
-            kill_a_rank(stack, model, prompts, victim)
-            check_together(stack, model, prompts)
-        stack.wait_until_clean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prefill", "decode", "killed", "architecture", "transfer"),
-    [
-        (2, 2, (("prefill-0", 0), ("decode-1", 1)), "llama", "auto"),
-        pytest.param(2, 1, (("prefill-0", 1),), "qwen2", "zmq", marks=pytest.mark.always),
-        (1, 2, (("decode-1", 0),), "qwen3-moe", "zmq"),
-        (4, 1, (("prefill-0", 1), ("prefill-0", 3)), "mistral", "auto"),
-        (1, 4, (("decode-1", 2), ("decode-1", 0)), "qwen3", "auto"),
+        ({"prefill-tensor": 2, "decode-tensor": 2}, (("prefill-0", 0), ("decode-1", 1)), "llama", "auto"),
+        pytest.param({"prefill-tensor": 2}, (("prefill-0", 1),), "qwen2", "zmq", marks=pytest.mark.always),
+        ({"decode-tensor": 2}, (("decode-1", 0),), "qwen3-moe", "zmq"),
+        ({"prefill-tensor": 4}, (("prefill-0", 1), ("prefill-0", 3)), "mistral", "auto"),
+        ({"decode-tensor": 4}, (("decode-1", 2), ("decode-1", 0)), "qwen3", "auto"),
+        ({"pipeline": 2}, (("prefill-0", 1), ("decode-1", 1)), "llama", "auto"),
+        ({"pipeline": 2, "tensor": 2}, (("prefill-0", 1), ("decode-1", 1)), "llama", "zmq"),
     ],
     ids=str,
 )
 def test_handoffs_while_ranks_are_killed(
-    prefill: int,
-    decode: int,
+    sizes: dict[str, int],
     killed: Sequence[tuple[str, int]],
     architecture: str,
     transfer: str,
@@ -234,8 +189,8 @@ def test_handoffs_while_ranks_are_killed(
 ) -> None:
     """Rank 0 is the worker's own process."""
     model = tiny_model(architecture)
-    flags = (f"--prefill-tensor-parallel-size={prefill}", f"--decode-tensor-parallel-size={decode}", "--decode=2")
-    with Stack(model, tmp_path, *flags, f"--transfer={transfer}", *FLAGS) as stack:
+    flags = [f"--{name}-parallel-size={size}" for name, size in sizes.items()]
+    with Stack(model, tmp_path, *flags, "--decode=2", f"--transfer={transfer}", *FLAGS) as stack:
         prompts = [prompt_of(length, VOCAB_SIZE) for length in LENGTHS]
         for victim, rank in killed:
             kill_a_rank(stack, model, prompts, victim, rank)

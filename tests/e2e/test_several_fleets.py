@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,32 +11,34 @@ import httpx
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.process import HeldPort, die_with_parent
+from kvrelay.process import HeldPort
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
 from tests.e2e.prompts import prompt_of
-from tests.fakes.waiting import PATIENCE_S, wait_until
+from tests.fakes.service_processes import ServiceProcesses
+from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
-START_S = 200.0
 MAX_TOKENS = 12
 DEMO, TINY = "kvrelay-demo", "tiny"
 WORKER = ("--dtype", "float32", "--threads", "1", "--num-blocks", "64", "--transfer", "zmq")
 
 
-class TwoFleets:
+class TwoFleets(ServiceProcesses):
     """A router, and a prefill and a decode worker of each model."""
 
-    def __init__(self, directory: Path, redis_url: str, http: httpx.Client, models: dict[str, Path]) -> None:
-        self._directory, self._redis_url = directory, redis_url
-        self.http, self._models = http, models
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, directory: Path, redis_url: str, models: dict[str, Path]) -> None:
+        super().__init__(directory, redis_url)
+        self._models = models
+        self._fleets = directory / "fleets.toml"
+        self._fleets.write_text(f'[[fleet]]\nmodel = "{models[TINY]}"\nserved_model_name = "{TINY}, alias"\n')
 
-    def start_router(self, port: int, *more: str, name: str = "router") -> None:
-        fleets = self._directory / "fleets.toml"
-        fleets.write_text(f'[[fleet]]\nmodel = "{self._models[TINY]}"\nserved_model_name = "{TINY}, alias"\n')
-        flags = ("--fleets-file", str(fleets), "--local-prefill-tokens", "0", "--metrics-port", str(port))
+    def start_router(self, *more: str, name: str = "router") -> None:
+        """Requests go to the newest router."""
+        port = self.hold_port()
+        self.http = self.client(port)
+        flags = ("--fleets-file", str(self._fleets), "--local-prefill-tokens", "0", "--metrics-on-api-port")
         self._start(name, DEMO, "router", "--port", str(port), *flags, *more)
 
     def start_worker(self, role: str, model: str, *more: str) -> None:
@@ -52,38 +50,22 @@ class TwoFleets:
         for role in ("prefill", "decode"):
             self.start_worker(role, model)
 
-    def _start(self, name: str, model: str, *arguments: str) -> None:
-        common = ["--model", str(self._models[model]), "--redis", self._redis_url]
-        command = [sys.executable, "-m", "kvrelay.cli.main", arguments[0], *common, *arguments[1:]]
-        environment = {each: value for each, value in os.environ.items() if not each.startswith("KVRELAY_")}
-        with (self._directory / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, preexec_fn=die_with_parent()
-            )
+    def _start(self, name: str, model: str, role: str, *arguments: str) -> None:
+        self.start(name, "kvrelay.cli.main", role, "--model", str(self._models[model]), *arguments)
 
     def ready_models(self) -> set[str]:
         """The models with a ready worker of each role; none until the router serves."""
-        for name, process in self.processes.items():
-            assert process.poll() is None, (self._directory / f"{name}.log").read_text()[-3000:]
-        try:
-            models = self.http.get("/ready").json().get("models", {})
-        except httpx.TransportError:
-            return set()
+        models = self.get(self.http, "/ready").get("models", {})
         return {
             name for name, each in models.items() if each["ready"] and each["workers"] == {"prefill": 1, "decode": 1}
         }
 
     def wait_until_ready(self, *models: str) -> None:
-        deadline = time.monotonic() + START_S
-        while not self.ready_models() >= set(models):
-            assert time.monotonic() < deadline, (self._directory / "router.log").read_text()[-3000:]
-            time.sleep(0.1)
+        self.wait_until(lambda: self.ready_models() >= set(models))
 
     def kill_workers(self, model: str) -> None:
         for role in ("prefill", "decode"):
-            process = self.processes.pop(f"{role} of {model}")
-            process.kill()
-            process.wait(PATIENCE_S)
+            self.kill(f"{role} of {model}")
 
     def complete(self, model: str, prompt: list[int], **headers: str) -> httpx.Response:
         body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -101,26 +83,14 @@ class TwoFleets:
         view: dict[str, Any] = self.http.get("/fleet").raise_for_status().json()
         return view
 
-    def stop(self) -> None:
-        for process in self.processes.values():
-            process.terminate()
-        for process in self.processes.values():
-            try:
-                process.wait(PATIENCE_S)
-            finally:
-                process.kill()
-
 
 @contextmanager
 def two_fleets(directory: Path, models: dict[str, Path], *flags: str, has_redis: bool = True) -> Iterator[TwoFleets]:
     """`flags`: more of the router."""
     with ExitStack() as stack:
         redis_url = stack.enter_context(EmbeddedRedis()).url if has_redis else "none"
-        port = stack.enter_context(HeldPort()).port
-        http = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=2 * PATIENCE_S))
-        fleets = TwoFleets(directory, redis_url, http, models)
-        stack.callback(fleets.stop)
-        fleets.start_router(port, *flags)
+        fleets = stack.enter_context(TwoFleets(directory, redis_url, models))
+        fleets.start_router(*flags)
         yield fleets
 
 
@@ -177,17 +147,14 @@ def test_static_workers_of_two_models(tiny_model: Callable[[str], Path], tmp_pat
         for model in (DEMO, TINY):
             fleets.check_output(model, model, 1)
         # An address of one fleet comes back with a worker of the other: both notice.
-        process = fleets.processes.pop(f"decode of {TINY}")
-        process.kill()
-        process.wait(PATIENCE_S)
+        fleets.kill(f"decode of {TINY}")
         moved = ("--http-port", str(ports["decode", TINY]), "--worker-id", "decode-1")
         fleets.processes["another decode"] = fleets.processes.pop(f"decode of {DEMO}")
         fleets.start_worker("decode", DEMO, *moved)
-        deadline = time.monotonic() + START_S
         expected = [(DEMO, "decode-0"), (DEMO, "decode-1"), (DEMO, "prefill-0"), (TINY, "prefill-0")]
-        while sorted((each["model"], each["worker_id"]) for each in ready_workers(fleets)) != expected:
-            assert time.monotonic() < deadline, fleets.fleet()
-            time.sleep(0.1)
+        fleets.wait_until(
+            lambda: sorted((each["model"], each["worker_id"]) for each in fleets.ready_workers(fleets.http)) == expected
+        )
         assert fleets.complete(TINY, [1, 2], **{"x-request-timeout": "1"}).status_code in (503, 504)
         assert fleets.complete(DEMO, [1, 2]).status_code == 200
 
@@ -202,13 +169,9 @@ def test_routers_share_limits_of_keys_and_stored_responses_of_all_models(
         for model in models:
             fleets.start_workers(model)
         fleets.wait_until_ready(DEMO, TINY)
-        port = stack.enter_context(HeldPort()).port
-        fleets.start_router(port, *flags, name="other router")
-        one, other = (
-            fleets.http,
-            stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=2 * PATIENCE_S)),
-        )
-        fleets.http = other
+        one = fleets.http
+        fleets.start_router(*flags, name="other router")
+        other = fleets.http
         fleets.wait_until_ready(DEMO, TINY)
         for model in (DEMO, TINY):  # each router continues what the other answered
             first = respond(one, model, input="What is an otter?")
@@ -228,7 +191,3 @@ def respond(client: httpx.Client, model: str, **fields: Any) -> dict[str, Any]:
     response: dict[str, Any] = answer.json()
     assert response["store"] is True
     return response
-
-
-def ready_workers(fleets: TwoFleets) -> list[dict[str, Any]]:
-    return [each for each in fleets.fleet()["workers"] if each["state"] == "ready"]

@@ -19,8 +19,7 @@ from kvrelay.engine.parallel.part_plan import RankGroups
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import DeviceLost, WorkerBatch
-from tests.component.engine.tensor_parallel_ranks import choose_means, free_address
-from tests.fakes.forked import engine_context
+from tests.component.engine.tensor_parallel_ranks import choose_means, engine_context, free_address
 from tests.fakes.waiting import PATIENCE_S
 from tests.unit.engine.driving import Driven, start
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import traceback
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
@@ -18,8 +19,16 @@ from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.process import HeldPort
 from kvrelay.step.batch import StepResult, WorkerBatch
-from tests.fakes.forked import engine_context
 from tests.fakes.waiting import PATIENCE_S
+
+PRELOADED = ["kvrelay.engine.make"]
+
+
+def engine_context() -> ForkServerContext:
+    """Processes are forked from one that has imported the engine and computed nothing: it has no threads yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def free_address() -> tuple[str, int]:

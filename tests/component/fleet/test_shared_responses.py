@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from kvrelay.fleet import shared_responses
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.shared_responses import ENTRY_BYTES, SharedResponses, StoreBounds, StoreUnavailable
-from tests.fakes.redis_servers import ClusterNode
 from tests.fakes.response_oracle import CALLS, Key, ResponseOracle
 from tests.fakes.waiting import until
 from tests.thoroughness import examples
@@ -119,16 +117,6 @@ async def test_any_id_is_just_unknown(server: EmbeddedRedis, client: Any, name: 
         await store.put("a", "1", b"one")
         assert await store.get("a", name) is None and not await store.delete("a", name)
         assert await store.get("a", "1") == b"one"
-
-
-async def test_a_cluster_holds_all_in_one_slot(tmp_path: Path) -> None:
-    with ClusterNode(tmp_path) as node:  # which refuses scripts that reach over slots
-        url = f"redis+cluster://127.0.0.1:{node.port}"
-        async with opened(url, StoreBounds(max_responses=2)) as store:
-            for name in "123":
-                await store.put("a", name, b"data")
-                await store.put("b", name, b"data")
-            assert await store.get("b", "3") == b"data" and await store.delete("b", "3")
 
 
 async def test_while_redis_is_away_nothing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

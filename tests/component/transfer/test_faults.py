@@ -18,8 +18,18 @@ from tests.component.transfer.transports import (
     source_pool,
     target_pool,
 )
-from tests.fakes.fault_schedule import POSSIBLE, Every, Fault, Faults, Point, Script, Seeded
-from tests.fakes.faulty_transport import FaultyReceiver, FaultySender, InnerSender
+from tests.fakes.faulty_transport import (
+    POSSIBLE,
+    Every,
+    Fault,
+    Faults,
+    FaultyReceiver,
+    FaultySender,
+    InnerSender,
+    Point,
+    Script,
+    Seeded,
+)
 
 pytestmark = [pytest.mark.component]
 

@@ -21,8 +21,18 @@ from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import WRAPPED, Transport
 from tests.component.workers.rig import Fleet, prompt_of, run
-from tests.fakes.fault_schedule import Every, Fault, Faults, Point, Schedule, Script, Seeded
-from tests.fakes.faulty_transport import FaultyReceiver, FaultySender, InnerSender
+from tests.fakes.faulty_transport import (
+    Every,
+    Fault,
+    Faults,
+    FaultyReceiver,
+    FaultySender,
+    InnerSender,
+    Point,
+    Schedule,
+    Script,
+    Seeded,
+)
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.workers import LocalWorker, Received, StubRouter
 

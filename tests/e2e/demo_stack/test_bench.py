@@ -57,15 +57,6 @@ def test_traces_run_scaled_to_the_model(demo_stack: Stack, tmp_path: Path) -> No
     assert [(r["num_prompt"], r["num_output"]) for r in load["requests"]] == [(40, 4)] * 4
 
 
-def test_two_endpoints_side_by_side(demo_stack: Stack, tmp_path: Path) -> None:
-    urls = [demo_stack.base_url, f"{demo_stack.base_url}/v1"]
-    flags = ["--rate", "40", "--requests", "4", "--output-tokens", "4", "--rounds", "2"]
-    content = bench("--compare", *urls, *flags, out=tmp_path / "out.json")
-    ratios = content["ratios_b_over_a"]["40/s poisson"]["TTFT p50"]
-    assert 0 < ratios["least"] <= ratios["median"] <= ratios["most"]
-    assert [load["endpoint"] for load in content["loads"]] == ["A", "B", "B", "A"]
-
-
 def test_programs_are_measured_with_and_without_what_the_language_adds(demo_stack: Stack, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     flags = ["--workload", "judge,react", "--programs", "1", "--rounds", "2", "--without", "fork-hint,parallel"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import pytest
-from openai import BadRequestError, OpenAI
-from pydantic import BaseModel
+from openai import OpenAI
 
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
@@ -36,29 +34,3 @@ def test_responses_are_the_chat_completions_of_the_same_conversation(client: Ope
         whole = stream.get_final_response()
     assert text == whole.output_text == plain.output_text
     assert whole.usage is not None and whole.usage.output_tokens == plain.usage.output_tokens
-
-
-class Opinion(BaseModel):
-    is_animal: bool
-    size: Literal["small", "large"]
-
-
-def test_structured_output_is_parsed_by_the_client(client: OpenAI, demo_stack: Stack) -> None:
-    compact = {"guided_whitespace_pattern": ""}
-    response = client.responses.parse(
-        model=demo_stack.model, input=QUESTION, text_format=Opinion, temperature=0, extra_body=compact
-    )
-    assert response.status == "completed" and isinstance(response.output_parsed, Opinion)
-    chat = client.chat.completions.parse(
-        model=demo_stack.model,
-        messages=[{"role": "user", "content": QUESTION}],
-        response_format=Opinion,
-        temperature=0,
-        extra_body=compact,
-    )
-    assert chat.choices[0].message.parsed == response.output_parsed
-
-
-def test_bad_input_is_refused(client: OpenAI, demo_stack: Stack) -> None:
-    with pytest.raises(BadRequestError, match="context"):
-        client.responses.create(model=demo_stack.model, input="otter " * 9000)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import secrets
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from kvrelay.cli.stacks import DEFAULT_URL, StackState, find_stack, running_stacks
 from kvrelay.flag_parser import CommandFailed
-from kvrelay.fleet import RegistryUnavailable
+from kvrelay.fleet import Registry, RegistryUnavailable, WorkerRecord
+from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.process_identity import own_identity
 from tests.fakes.command import command
+from tests.fakes.records import worker_record
 from tests.fakes.up import FAKE_SERVICES, ROOT, Up
 from tests.fakes.waiting import PATIENCE_S
 
@@ -175,3 +180,42 @@ def test_without_a_stack_top_asks_the_default_url(
     monkeypatch.setattr("kvrelay.cli.top.ask", lambda url, *_, **__: (_ for _ in ()).throw(OSError(f"asked {url}")))
     assert top(["--once"]) == 1
     assert f"asked {DEFAULT_URL}" in capsys.readouterr().err
+
+
+HELD = {"worker_id": "w0", "role": "decode"}
+
+
+def test_drain_marks_waits_and_takes_back(redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = f"test-{secrets.token_hex(4)}"
+    flags = ["--redis", redis_server.url, "--redis-prefix", prefix, "--served-model-name", "m"]
+
+    async def publish(num_open: float) -> list[WorkerRecord]:
+        registry = Registry(redis_server.url, prefix)
+        joined = await registry.join(worker_record(**HELD, load={"open": num_open}), 60)
+        await registry.renew(msgspec.structs.replace(joined, load={"open": num_open}), 60)
+        workers = await registry.list_workers("m")
+        await registry.close()
+        return workers
+
+    async def publish_of_an_older_version() -> None:
+        registry = Registry(redis_server.url, prefix)
+        await registry.join(worker_record(**HELD, load={}), 60)
+        await registry.close()
+
+    asyncio.run(publish_of_an_older_version())
+    assert drain(["w0", *flags, "--wait", "0"]) == 1 and "does not say" in capsys.readouterr().err
+    assert drain(["w0", *flags, "--undo"]) == 0
+    assert not asyncio.run(publish(1))[0].draining
+    assert drain(["nobody", *flags]) == 1 and "there are: w0" in capsys.readouterr().err
+    assert drain(["w0", *flags, "--wait", "0.1"]) == 1 and "still has 1 requests" in capsys.readouterr().err
+    assert asyncio.run(publish(0))[0].draining
+    assert drain(["w0", *flags, "--wait", "10"]) == 0 and "idle" in capsys.readouterr().out
+    assert drain(["w0", *flags, "--undo"]) == 0
+    assert not asyncio.run(publish(0))[0].draining
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "soon"])
+def test_the_wait_must_be_a_time(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        drain(["w0", f"--wait={text}"])
+    assert error.value.code == 2 and "must be a number from 0 to 86400" in capsys.readouterr().err

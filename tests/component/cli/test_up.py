@@ -127,18 +127,6 @@ def test_a_worker_that_outlasts_its_drain_timeout_is_killed(start: Start) -> Non
     assert up.survivors() == []
 
 
-def test_a_dead_worker_is_reported_and_started_again(start: Start) -> None:
-    up = start()
-    up.wait_ready()
-    up.child("kvrelay_decode").kill()
-    up.wait_for(r"^decode-0 +died +was killed by SIGKILL; restarts in 0.5 s")
-    up.wait_for(r"^decode-0 +ready", count=2)
-    up.remember_children()
-    up.process.send_signal(signal.SIGINT)
-    assert up.wait_exit() == 0
-    assert up.survivors() == []
-
-
 def test_services_are_restarted_without_a_place_for_their_logs(start: Start, tmp_path: Path) -> None:
     up = start()
     up.wait_ready()
@@ -150,8 +138,13 @@ def test_services_are_restarted_without_a_place_for_their_logs(start: Start, tmp
     shutil.rmtree(directory)
     directory.write_text("in the way")
     up.child("kvrelay_decode").kill()
+    up.wait_for(r"^decode-0 +died +was killed by SIGKILL; restarts in 0.5 s")
     up.wait_for(r"^decode-0 runs without a log: .*File exists")
     up.wait_for(r"^decode-0 +ready", count=2)
+    up.remember_children()
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait_exit() == 0
+    assert up.survivors() == []
 
 
 def test_a_dead_redis_is_replaced_and_the_workers_come_back(start: Start) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ from kvrelay.protocol.messages import AnyBody, Header, Reject, TokenBatch
 from kvrelay_router.dispatch.interface import NoWorkerReady
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
-from tests.fakes.waiting import until
+from tests.fakes.waiting import PATIENCE_S, until
 
 
 async def test_a_router_is_ready_with_its_first_decode_worker(rig: Rig) -> None:
@@ -166,3 +166,33 @@ async def _refuse_all(context: zmq.asyncio.Context, inbox: zmq.asyncio.Socket, w
         reject = Reject(code="version", reason="speaks protocol version 9")
         await outbox.send_multipart(codec.encode(answer, reject))
         outbox.close(linger=500)
+
+
+@pytest.fixture
+async def routers() -> AsyncIterator[tuple[Rig, Rig]]:
+    """The older and the newer one, with the same workers. The newer one has not started."""
+    older, newer = Rig(), Rig()
+    await older.start(*pair())
+    newer.workers = older.workers
+    yield older, newer
+    await newer.dispatcher.close()
+    await older.close()
+
+
+async def test_the_older_of_two_routers_with_one_id_waits_and_goes_on(routers: tuple[Rig, Rig]) -> None:
+    older, newer = routers
+    assert await read(older.submit()) == {0: true_tokens(0, 6)}
+    gate = older.workers["d0"].hold("token 3")
+    waiting = asyncio.create_task(read(older.submit(timeout_s=4 * PATIENCE_S)))
+    await asyncio.wait_for(gate.reached.wait(), PATIENCE_S)
+    del older.workers["d0"].gates["token 3"]
+    await newer.start()
+    assert await read(newer.submit()) == {0: true_tokens(0, 6)}
+    gate.open.set()
+    await until(lambda: set(older.states().values()) == {"lost"})
+    assert await read(newer.submit(num_sequences=2)) == {0: true_tokens(0, 6), 1: true_tokens(1, 6)}
+    assert set(newer.states().values()) == {"ready"}
+    await newer.dispatcher.close()
+    assert await waiting == {0: true_tokens(0, 6)}
+    await until(lambda: set(older.states().values()) == {"ready"})
+    await older.nothing_is_left()

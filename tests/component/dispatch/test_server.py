@@ -13,10 +13,14 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from kvrelay.config import RouterConfig
 from kvrelay.config.common import DEMO_MODEL_NAME
 from kvrelay.fleet import Registry
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.fleet.key_limits import SharedLimits
 from kvrelay.process import HeldPort
+from kvrelay.text.service import TextService
+from kvrelay_router.server import RouterServer
 from tests.component.dispatch.fake_workers import PATIENT, FakeDecode, FakePrefill, FakeWorker
 from tests.fakes.waiting import PATIENCE_S
 
@@ -212,3 +216,29 @@ async def test_a_bad_flag_is_named_on_standard_error() -> None:
     _, errors = await process.communicate()
     assert process.returncode == 2
     assert b"--max-attempts" in errors
+
+
+async def test_a_close_that_raises_keeps_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    async def fail(self: SharedLimits) -> None:
+        raise ConnectionResetError("it was in the middle of something")
+
+    async def note_registry(self: Registry) -> None:
+        closed.append("registry")
+
+    def note_text(self: TextService) -> None:
+        closed.append("text")
+
+    monkeypatch.setattr(SharedLimits, "close", fail)
+    monkeypatch.setattr(Registry, "close", note_registry)
+    monkeypatch.setattr(TextService, "close", note_text)
+    server = RouterServer(RouterConfig(port=0, redis_url="redis://127.0.0.1:1/0"))
+    await server.startup()
+    assert server._http is not None
+    (fleet,) = server._fleets
+    with pytest.raises(ConnectionResetError):
+        await server.shutdown()
+    assert closed == ["registry", "text"]
+    assert fleet.dispatcher._is_closed
+    await server._http.wait()

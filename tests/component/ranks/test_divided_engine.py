@@ -170,18 +170,6 @@ def test_heads_that_do_not_divide(model: Path) -> None:
         Engine(str(model), **SMALL, tensor_parallel_size=3)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_left")
-def test_a_model_that_is_not_there(tmp_path: Path, model: Path) -> None:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    for file in model.iterdir():
-        if file.suffix != ".safetensors":
-            (directory / file.name).write_bytes(file.read_bytes())
-    with pytest.raises((ValueError, OSError), match="safetensors"):
-        Engine(str(directory), **SMALL, tensor_parallel_size=2)
-
-
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_that_never_comes(model: Path) -> None:
     with HeldPort() as held:

@@ -54,6 +54,14 @@ class Router:
         """A request to the served model."""
         return await self.http.post(path, json={"model": MODEL, **body})
 
+    async def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The data of a stream's events before [DONE]."""
+        answer = await self.post(path, stream=True, **body)
+        assert answer.status_code == 200, answer.text
+        *events, done, rest = answer.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
     async def typed_events(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The data of all events of a stream. Their names are the types of the data."""
         events = []

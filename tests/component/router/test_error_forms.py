@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay_router.access.rate_limiter import KeyRules
 from kvrelay_router.dispatch.interface import RequestFailed, TooLate
 from kvrelay_router.openai.delivery import _FAILURES
 from tests.component.router.rig import MODEL, Router
@@ -213,12 +212,6 @@ async def test_too_many_requests(make_router: Callable[..., Any], path: str) -> 
         assert answer.headers["retry-after"] == "1"
         resume.set()
         assert (await first).status_code == 200
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
-async def test_a_priority_that_the_key_may_not_set(make_router: Callable[..., Any], path: str) -> None:
-    async with make_router(key_rules=KeyRules(least_priority=0)) as router:
-        check_error(path, await router.post(path, **GENERATIONS[path], priority=-1), 400, "invalid_value")
 
 
 @every_generation

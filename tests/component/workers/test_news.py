@@ -1,4 +1,5 @@
-"""What one router sends counts at the others before they ask again."""
+"""What one router sends counts at the others before they ask again, and a worker evicts first what only ended sessions
+have used."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ ASKED = 7
 class ListeningRouter(StubRouter):
     """Keeps the reports that come."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str = "router") -> None:
         self.statuses: list[Status] = []
         super().__init__(name)
 
@@ -72,5 +73,48 @@ def test_a_router_hears_what_another_one_sent_without_asking(redis_url: str) -> 
                 runner.go_on()
                 one.close()
                 other.close()
+
+    run(test)
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+BLOCK = 16
+ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
+SHARED = prompt_of(2 * BLOCK, seed=1)
+
+
+async def end_session(router: ListeningRouter, worker: PeerRef, session: str) -> None:
+    num_before = len(router.statuses)
+    router.messenger.send(worker, StatusQuery(query=ASKED, ended_sessions=[session]))
+    await until(lambda: len(router.statuses) > num_before)
+
+
+@pytest.mark.parametrize("ended", ["", "a", "b"])
+def test_an_ended_session_makes_room_for_the_others(redis_url: str, ended: str) -> None:
+    async def test() -> None:
+        worker, router = LocalWorker(redis_url, "decode", HashRunner(num_blocks=16)), ListeningRouter()
+        await worker.start()
+        try:
+
+            async def cached(name: str, tokens: list[int], session: str) -> int:
+                got = router.generate(worker.me, name, tokens, ONE_TOKEN, session=session)
+                await got.finished()
+                assert got.usage is not None
+                return got.usage.cached_blocks
+
+            # 2 blocks of both, and 4 of each: 10 of 16.
+            prompts = {session: SHARED + prompt_of(4 * BLOCK, seed=ord(session)) for session in "ab"}
+            assert await cached("1", prompts["a"], "a") == 0
+            assert await cached("2", prompts["b"], "b") == 2
+            if ended:
+                await end_session(router, worker.me, ended)
+            await cached("3", prompt_of(9 * BLOCK, seed=5), "")  # evicts some of one
+            kept = "a" if ended == "b" else "b"
+            assert await cached("4", prompts[kept], kept) == 5  # all but the last, of which a token is computed
+            assert await cached("5", prompts["a" if kept == "b" else "b"], "") < 5
+        finally:
+            await worker.stop()
+            router.close()
 
     run(test)

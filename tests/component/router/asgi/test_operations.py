@@ -12,13 +12,18 @@ from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
+import httpx
 import pytest
 
-from kvrelay.text.service import LONG_TEXT_CHARS, ChatOptions
+from kvrelay.telemetry.pages import Page
+from kvrelay.text.service import LONG_TEXT_CHARS, ChatOptions, TextService
 from kvrelay.text.tokenizer import Tokenizer
+from kvrelay_router.asgi.app import create_app
 from kvrelay_router.asgi.operations import TIMELINES_AT_ONCE
 from kvrelay_router.loop_share import SLICE_S
+from kvrelay_router.openai.api_service import ApiSettings
 from tests.component.router.rig import MODEL, Router
+from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.waiting import PATIENCE_S
 
 LONG = "x" * (LONG_TEXT_CHARS + 1)
@@ -139,17 +144,6 @@ async def test_records_of_many_prompts_are_made_in_slices(router: Router, monkey
     assert made_in.total() == 100 and max(made_in.values()) <= 2
 
 
-async def test_tokenizing_a_long_prompt_does_not_hold_up_the_loop(router: Router) -> None:
-    """Megabytes of text take a second or more; the loop goes on meanwhile: the tokenizer does not keep the GIL."""
-    tokenizing = asyncio.create_task(router.text.encode("the otter eats fish, " * 190_000, add_special_tokens=False))
-    num_turns = 0
-    while not tokenizing.done():
-        await asyncio.sleep(0.001)
-        num_turns += 1
-    assert len(await tokenizing) > 900_000
-    assert num_turns > 10
-
-
 async def test_a_short_prompt_does_not_wait_for_long_ones(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     encode, go_on = Tokenizer.encode, threading.Event()
 
@@ -204,3 +198,22 @@ async def test_the_head_of_what_can_be_read(router: Router, path: str) -> None:
 async def test_probes_may_ping(router: Router) -> None:
     for answer in (await router.http.get("/ping"), await router.http.post("/ping")):
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+PAGE = Page(b"kvrelay_up 1\n", content_type="text/plain; version=0.0.4")
+
+
+async def statuses(text: TextService, page: Page | None, **headers: str) -> list[tuple[int, bytes]]:
+    settings = ApiSettings(model_names=(MODEL,), api_keys=("k3y",))
+    dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
+    app = create_app(settings, dispatcher, text, metrics_page=None if page is None else lambda: page)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        answers = [await client.request(method, "/metrics", headers=headers) for method in ("GET", "HEAD")]
+    return [(answer.status_code, answer.content) for answer in answers]
+
+
+async def test_metrics_are_served_if_asked_for_and_need_a_key(text: TextService) -> None:
+    (got, body), (head, _) = await statuses(text, PAGE, authorization="Bearer k3y")
+    assert (got, body, head) == (200, PAGE.body, 200)
+    assert [status for status, _ in await statuses(text, PAGE)] == [401, 401]
+    assert [status for status, _ in await statuses(text, None, authorization="Bearer k3y")] == [404, 404]

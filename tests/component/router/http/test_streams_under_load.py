@@ -149,17 +149,6 @@ async def test_what_is_written_does_not_wait_for_full_packets(router: Router) ->
     writer.close()
 
 
-async def test_every_event_is_whole_whatever_bytes_its_tokens_end_in(router: Router) -> None:
-    """Tokens of the test's tokenizer are bytes of characters; each comes in a delta of its own."""
-    text = "naïve 🦦 獺 — Fischotter, loutre, выдра 🦦🦦"
-    router.answers(text, per_delta=1)
-    reader, writer = await connect(router)
-    writer.write(request(max_tokens=400))
-    assert await read_answer(reader) == text
-    assert len(router.tokens(text)) > len(text)
-    writer.close()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_reset_in_the_middle_of_many_streams_disturbs_no_other(router: Router, stream: bool) -> None:
     script = Script(router.tokens("otter " * 30) + router.tokens("<|im_end|>"), per_delta=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -45,12 +44,9 @@ async def test_a_stream_says_the_same_as_an_answer_in_one_piece(router: Router, 
     router.answers("An otter is a mammal.")
     body = scored(3, num_tokens, max_tokens=8)
     whole = (await router.post("/v1/completions", **body)).json()
-    streamed = await router.post("/v1/completions", **body, stream=True)
     found: dict[int, dict[str, Any]] = {}
-    *events, done, _ = streamed.text.split("\n\n")
-    assert done == "data: [DONE]"
-    for event in events:
-        (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+    for event in await router.events("/v1/completions", **body):
+        (choice,) = event["choices"]
         into = found.setdefault(choice["index"], {"text": "", "logprobs": {}})
         into["text"] += choice["text"]
         for name, values in (choice["logprobs"] or {}).items():
@@ -75,11 +71,8 @@ async def test_scores_of_a_prompt_are_complete(router: Router) -> None:
 async def streamed_choice(router: Router, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The events of the one choice, joined, as the answer in one piece has them."""
     joined: dict[str, Any] = {"text": "", "scores": {}, "finish_reason": None}
-    answer = await router.post(path, **body, stream=True)
-    *events, done, _ = answer.text.split("\n\n")
-    assert answer.status_code == 200 and done == "data: [DONE]"
-    for event in events:
-        (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+    for event in await router.events(path, **body):
+        (choice,) = event["choices"]
         assert joined["finish_reason"] is None, "nothing follows the last event"
         joined["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
         joined["finish_reason"] = choice["finish_reason"]

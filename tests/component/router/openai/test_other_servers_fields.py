@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -13,15 +12,6 @@ HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 
 
-async def events(router: Router, path: str, **fields: Any) -> list[dict[str, Any]]:
-    """A stream's events before [DONE]."""
-    answer = await router.post(path, **{"prompt": "x", "messages": HELLO, "stream": True, **fields})
-    assert answer.status_code == 200, answer.text
-    *found, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert done == "[DONE]"
-    return [json.loads(each) for each in found]
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("per_delta", [1, 3])
 @pytest.mark.parametrize("logprobs", [False, True])
@@ -30,8 +20,12 @@ async def test_usage_in_every_event_of_a_stream(router: Router, path: str, per_d
     router.answers(text, per_delta=per_delta)
     options = {"include_usage": True, "continuous_usage_stats": True}
     scored = {"logprobs": 1 if "chat" not in path else True} if logprobs else {}
-    *pieces, last = await events(router, path, n=2, max_tokens=50, stream_options=options, **scored)
-    plain = await events(router, path, n=2, max_tokens=50, stream_options={"include_usage": True}, **scored)
+    *pieces, last = await router.events(
+        path, prompt="x", messages=HELLO, n=2, max_tokens=50, stream_options=options, **scored
+    )
+    plain = await router.events(
+        path, prompt="x", messages=HELLO, n=2, max_tokens=50, stream_options={"include_usage": True}, **scored
+    )
     assert all(piece["usage"] is None for piece in plain[:-1])
     assert [piece["choices"] for piece in pieces] == [piece["choices"] for piece in plain[:-1]]
     assert (last["choices"], last["usage"]) == (plain[-1]["choices"], plain[-1]["usage"])
@@ -51,7 +45,10 @@ async def test_usage_in_every_event_of_a_stream(router: Router, path: str, per_d
 @pytest.mark.parametrize("path", PATHS)
 async def test_usage_in_every_event_only_with_usage_at_all(router: Router, path: str) -> None:
     for options in ({"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}, {}):
-        assert all("usage" not in event for event in await events(router, path, stream_options=options))
+        assert all(
+            "usage" not in event
+            for event in await router.events(path, prompt="x", messages=HELLO, stream_options=options)
+        )
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,7 @@ async def test_a_required_call_that_is_cut_before_its_name_is_no_content(
     message = choice["message"]
     assert (choice["finish_reason"], message["content"], message["reasoning"]) == ("length", None, "Hm 🦦")
     assert "tool_calls" not in message
-    streamed = (await router.post("/v1/chat/completions", **fields, stream=True)).text
-    chunks = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if "{" in line]
+    chunks = await router.events("/v1/chat/completions", **fields)
     assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import pytest
 
-from tests.component.router.rig import Router
+from tests.component.router.rig import MODEL, Router
 from tests.component.router.tools import HELLO
 
 OTTERS = "An otter 🦦👩‍👩‍👧 東京"
@@ -33,20 +32,12 @@ NOT_SET = {
 }
 
 
-async def chunks_of(router: Router, path: str, **body: Any) -> list[dict[str, Any]]:
-    async with router.http.stream("POST", path, json={"model": "test-model", "stream": True, **body}) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
-
-
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "🦦"})])
 async def test_token_ids_of_cut_characters_come_with_some_chunk(router: Router, path: str, body: Any) -> None:
     """Each token ends within a character, so some chunks have ids and others text."""
     router.answers(OTTERS)
     expected = [*router.tokens(OTTERS), *router.tokens("<|im_end|>")]
-    chunks = await chunks_of(router, path, **body, return_token_ids=True)
+    chunks = await router.events(path, **body, return_token_ids=True)
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert [token_id for choice in choices for token_id in choice.get("token_ids") or []] == expected
     text = "".join(choice["delta"].get("content", "") if path == CHAT else choice["text"] for choice in choices)
@@ -89,3 +80,15 @@ async def test_every_field_may_be_null(router: Router, path: str) -> None:
     more = {"max_tokens": 9} if path == "/v1/messages" else {}
     answer = await router.post(path, **dict.fromkeys(NOT_SET[path]), **body, **more)
     assert answer.status_code == 200, answer.text
+
+
+async def test_the_body_decides(router: Router) -> None:
+    router.answers("Hm.")
+    chat = await router.post("/invocations", model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=9)
+    assert chat.json()["object"] == "chat.completion" and chat.json()["choices"][0]["message"]["content"] == "Hm."
+    text = await router.post("/invocations", model=MODEL, prompt="x", max_tokens=9)
+    assert text.json()["object"] == "text_completion" and text.json()["choices"][0]["text"] == "Hm."
+    unnamed = await router.http.post("/invocations", json={"prompt": "x"})
+    assert (unnamed.status_code, unnamed.json()["model"]) == (200, MODEL)
+    neither = await router.post("/invocations", model=MODEL)
+    assert (neither.status_code, neither.json()["error"]["code"]) == (400, "missing_required_parameter")

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.limits import (
     MOST_BOUNDS,
+    MOST_EVENTS,
     MOST_PEERS,
     MOST_SEQUENCES,
-    MOST_STAGES,
     Blocks,
     Count,
     EndedSessions,
@@ -381,7 +381,7 @@ class StatusQuery(Body, frozen=True, kw_only=True, tag="status_query"):
     ended_sessions: EndedSessions = msgspec.field(default_factory=list)
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A stretch of a sequence's time on a worker. Seconds since the epoch by that machine's clock; `end` None: it goes
     on."""
 
@@ -435,7 +435,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
     swap: dict[Name, Count] = {}
     histograms: dict[Name, HistogramReport] = {}
     load: LoadReport = LoadReport()
-    stages: Annotated[list[Stage], msgspec.Meta(max_length=MOST_STAGES)] = []  # stages of the request in the query
+    events: Annotated[list[TimelineEvent], msgspec.Meta(max_length=MOST_EVENTS)] = []  # of the request in the query
 
 
 class WakeRank(Body, frozen=True, kw_only=True, tag="wake_rank"):

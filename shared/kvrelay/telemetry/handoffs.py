@@ -10,7 +10,7 @@ from typing import Literal
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.telemetry.metrics import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
 from kvrelay.telemetry.metrics_file import HandoffRecord, MetricsFile
-from kvrelay.telemetry.tracer import Attributes, RecentStages, Tracer, sampled, stage
+from kvrelay.telemetry.tracer import Attributes, RecentEvents, Tracer, sampled, timeline_event
 
 FailureCause = Literal[
     "refused", "released", "transfer", "decode_lost", "prefill_lost", "aborted", "cancelled", "reassigned"
@@ -54,14 +54,14 @@ class HandoffMeter:
         instruments: Instruments,
         file: MetricsFile | None = None,
         tracer: Tracer | None = None,
-        recent: RecentStages | None = None,
+        recent: RecentEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._role = role
         self._block_bytes = block_bytes
         self._file = file
         self._tracer = tracer
-        self._recent = recent if recent is not None else RecentStages()
+        self._recent = recent if recent is not None else RecentEvents()
         self._clock = clock
         self._duration = instruments.histogram("kvrelay.handoff.duration", SECONDS)
         self._wait = instruments.histogram("kvrelay.handoff.grant_wait", SECONDS)
@@ -129,8 +129,8 @@ class HandoffMeter:
         }
         if failure is not None:
             detail["failed"] = failure
-        wait = stage(timings.key, "slots", timings.asked_at, granted)
-        self._recent.add(timings.key, [wait, stage(timings.key, "transfer", granted, now, detail)])
+        wait = timeline_event(timings.key, "slots", timings.asked_at, granted)
+        self._recent.add(timings.key, [wait, timeline_event(timings.key, "transfer", granted, now, detail)])
 
     def _trace(self, timings: HandoffTimings, now: float, failure: FailureCause | None = None) -> None:
         """Writes the span `kvrelay.handoff.send` or `.receive`, from `Reserve` to the commit or failure."""

@@ -1,4 +1,4 @@
-"""Observes the steps of a worker and its sequences: records for the metrics file if there is one, stages for
+"""Observes the steps of a worker and its sequences: records for the metrics file if there is one, events for
 `/requests/{id}/timeline`, and OpenTelemetry spans if exported.
 
     kvrelay.prefill or kvrelay.decode   from arrival to end on this worker; child of the router's attempt span
@@ -8,7 +8,7 @@
                                         spans of all sequences whose chunks it computed
 
 A step without prompt chunks has no span: the span of a decoding sequence names its first and last step, and the metrics
-have the cost of steps. Spans and stages are written when the sequence leaves, so a worker that dies writes no partial
+have the cost of steps. Spans and events are written when the sequence leaves, so a worker that dies writes no partial
 spans.
 """
 
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.protocol.messages import Stage
+from kvrelay.protocol.messages import TimelineEvent
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
@@ -26,10 +26,10 @@ from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import StepResult
 from kvrelay.telemetry.metrics_file import MetricsFile, SequenceRecord, StepRecord
-from kvrelay.telemetry.tracer import RecentStages, TraceContext, Tracer, new_trace, sampled, stage
+from kvrelay.telemetry.tracer import RecentEvents, TraceContext, Tracer, new_trace, sampled, timeline_event
 
 MAX_CHUNKS = 128
-"""Chunks of a sequence that appear as stages of their own. Later chunks are only counted."""
+"""Chunks of a sequence that appear as events of their own. Later chunks are only counted."""
 
 
 @dataclass(slots=True)
@@ -60,14 +60,14 @@ class StepObserver:
     def __init__(
         self,
         role: str,
-        recent: RecentStages | None = None,
+        recent: RecentEvents | None = None,
         tracer: Tracer | None = None,
         file: MetricsFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.file = file
         self._role = role
-        self._recent = recent or RecentStages()
+        self._recent = recent or RecentEvents()
         self._tracer = tracer
         self._clock = clock
         self._sequences: dict[SequenceKey, _SequenceTimings] = {}
@@ -121,12 +121,12 @@ class StepObserver:
                 timings.first_token = now
 
     def left(self, key: SequenceKey, finish: FinishReason | None = None) -> None:
-        """Ends a sequence and writes its record, stages and spans. Unknown keys are ignored."""
+        """Ends a sequence and writes its record, events and spans. Unknown keys are ignored."""
         timings = self._sequences.pop(key, None)
         if timings is None:
             return
         now = self._clock()
-        self._recent.add(key, self._stages(timings, now))
+        self._recent.add(key, self._events(timings, now))
         if self.file is not None:
             self.file.write(_sequence_record(timings, now, finish))
         if self._tracer is not None and timings.context is not None:
@@ -151,16 +151,18 @@ class StepObserver:
         if self._tracer is not None and links:
             self._trace_step(self._tracer, plan, start, end, num_running, links)
 
-    def open_stages(self, request: str) -> list[Stage]:
-        """Stages of the request's unfinished sequences. O(sequences on this worker)."""
+    def open_events(self, request: str) -> list[TimelineEvent]:
+        """Events of the request's unfinished sequences. O(sequences on this worker)."""
         found = [timings for key, timings in self._sequences.items() if key[0] == request]
-        return [each for timings in found for each in self._stages(timings, None)]
+        return [each for timings in found for each in self._events(timings, None)]
 
-    def _stages(self, timings: _SequenceTimings, end: float | None) -> list[Stage]:
+    def _events(self, timings: _SequenceTimings, end: float | None) -> list[TimelineEvent]:
         key, sequence = timings.sequence.key, timings.sequence
         admitted = timings.admitted if timings.admitted is not None else end
-        stages = [stage(key, "queue", timings.arrived, admitted)] if timings.admitted != timings.arrived else []
-        stages += [stage(key, "chunk", start, until, {"tokens": num}) for start, until, num in timings.chunks]
+        events = []
+        if timings.admitted != timings.arrived:
+            events.append(timeline_event(key, "queue", timings.arrived, admitted))
+        events += [timeline_event(key, "chunk", start, until, {"tokens": num}) for start, until, num in timings.chunks]
         num_output = sequence.num_output - timings.num_output_before
         if self._role == "decode" and timings.admitted is not None and (num_output or not timings.num_chunks):
             detail: dict[str, float | str] = {
@@ -169,8 +171,8 @@ class StepObserver:
                 "last_step": self._last_step,
                 "preemptions": sequence.num_preemptions,
             }
-            stages.append(stage(key, "decode", timings.prefilled or timings.admitted, end, detail))
-        return stages
+            events.append(timeline_event(key, "decode", timings.prefilled or timings.admitted, end, detail))
+        return events
 
     def _trace_step(
         self, tracer: Tracer, plan: StepPlan, start: float, end: float, num_running: int, links: list[TraceContext]

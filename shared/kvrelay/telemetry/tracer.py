@@ -1,7 +1,7 @@
-"""Trace contexts (`traceparent`, https://www.w3.org/TR/trace-context/), spans by OpenTelemetry's SDK, and the stages of
+"""Trace contexts (`traceparent`, https://www.w3.org/TR/trace-context/), spans by OpenTelemetry's SDK, and the events of
 recent sequences for `/requests/{id}/timeline`.
 
-Spans and stages are written when a request ends, from times that were noted before. Nothing is recorded per token. A
+Spans and events are written when a request ends, from times that were noted before. Nothing is recorded per token. A
 span costs a few microseconds on the event loop's thread; a batch processor's thread encodes and sends it. If nothing is
 exported there is no `Tracer`.
 
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
-from kvrelay.protocol.messages import Stage
+from kvrelay.protocol.messages import TimelineEvent
 from kvrelay.protocol.sequence_key import SequenceKey
 
 SpanKind = Literal["internal", "server", "client", "producer", "consumer"]
@@ -141,36 +141,36 @@ class Tracer:
 
 
 MAX_REQUESTS = 512
-MAX_STAGES = 512
-"""Maximum stages of one request; stages of further samples and attempts are dropped."""
+MAX_EVENTS = 512
+"""Maximum events of one request; events of further samples and attempts are dropped."""
 
 
-class RecentStages:
-    """Stages of the latest `max_requests` requests that left this worker."""
+class RecentEvents:
+    """Events of the latest `max_requests` requests that left this worker."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
         self._max_requests = max_requests
-        self._requests: OrderedDict[str, list[Stage]] = OrderedDict()
+        self._requests: OrderedDict[str, list[TimelineEvent]] = OrderedDict()
 
-    def add(self, key: SequenceKey, stages: Iterable[Stage]) -> None:
-        """Adds stages; beyond `max_requests`, drops the least recently extended request."""
+    def add(self, key: SequenceKey, events: Iterable[TimelineEvent]) -> None:
+        """Adds events; beyond `max_requests`, drops the least recently extended request."""
         known = self._requests.setdefault(key[0], [])
-        known += list(stages)[: max(0, MAX_STAGES - len(known))]
+        known += list(events)[: max(0, MAX_EVENTS - len(known))]
         self._requests.move_to_end(key[0])
         while len(self._requests) > self._max_requests:
             self._requests.popitem(last=False)
 
-    def of(self, request: str) -> list[Stage]:
-        """Stages of one request; empty if it is unknown or dropped."""
+    def of(self, request: str) -> list[TimelineEvent]:
+        """Events of one request; empty if it is unknown or dropped."""
         return list(self._requests.get(request, ()))
 
 
-def stage(
+def timeline_event(
     key: SequenceKey, name: str, start: float, end: float | None, detail: dict[str, float | str] | None = None
-) -> Stage:
-    """Makes a stage from monotonic seconds. `end` is None while the stage lasts."""
+) -> TimelineEvent:
+    """Makes an event from monotonic seconds. `end` is None while the event lasts."""
     to_epoch = time.time() - time.monotonic()
-    return Stage(
+    return TimelineEvent(
         attempt=key[1],
         sequence=key[2],
         name=name,

@@ -17,7 +17,7 @@ from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.metrics_file import MetricsFile
-from kvrelay.telemetry.tracer import RecentStages, Tracer
+from kvrelay.telemetry.tracer import RecentEvents, Tracer
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 
@@ -36,7 +36,7 @@ class WorkerContext:
     metrics: MetricsFile | None
     events: EventLog | None = None
     tracer: Tracer | None = None
-    recent: RecentStages = field(default_factory=RecentStages)
+    recent: RecentEvents = field(default_factory=RecentEvents)
     ranks: RankGroup | None = None  # None: the model is in this process
 
 

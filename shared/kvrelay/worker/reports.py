@@ -122,8 +122,8 @@ class Reports:
         plain, named = self._load_reports()
         status = self.status(query.query, named.get(event.peer, plain))
         if query.request:
-            stages = self._worker.recent.of(query.request) + self._observer.open_stages(query.request)
-            status = msgspec.structs.replace(status, stages=stages)
+            events = self._worker.recent.of(query.request) + self._observer.open_events(query.request)
+            status = msgspec.structs.replace(status, events=events)
         self._worker.messenger.send(event.peer, status)
 
     def took_request(self, router: PeerRef) -> None:

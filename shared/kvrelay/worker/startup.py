@@ -40,7 +40,7 @@ from kvrelay.telemetry.event_log import open_event_log
 from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.metrics_file import MetricsFile
 from kvrelay.telemetry.step_observer import StepObserver
-from kvrelay.telemetry.tracer import RecentStages, Tracer
+from kvrelay.telemetry.tracer import RecentEvents, Tracer
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.launchers import (
     LockstepTimedLauncher,
@@ -90,7 +90,7 @@ class WorkerStartup:
     make_runner: RunnerFactory
     on_event: Callable[[LinkEvent], None]
     instruments: Instruments
-    recent: RecentStages
+    recent: RecentEvents
     tracer: Tracer | None
     closing: ExitStack
 

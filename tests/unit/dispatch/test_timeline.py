@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.protocol.messages import Stage
+from kvrelay.protocol.messages import TimelineEvent
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.dispatch.records import (
@@ -57,13 +57,15 @@ def test_a_timeline_has_the_router_and_the_workers_in_order() -> None:
     each.sequences[0].attempts += [first, second]
     each.sequences[0].first_token_ms = 9.0
     begin = each.submitted_unix_s
-    stages = {
+    events = {
         "p1": [
-            Stage(attempt=2, sequence=0, name="chunk", start=begin + 0.007, end=begin + 0.0085, detail={"tokens": 2.0})
+            TimelineEvent(
+                attempt=2, sequence=0, name="chunk", start=begin + 0.007, end=begin + 0.0085, detail={"tokens": 2.0}
+            )
         ],
-        "d1": [Stage(attempt=2, sequence=0, name="decode", start=begin + 0.01, detail={})],
+        "d1": [TimelineEvent(attempt=2, sequence=0, name="decode", start=begin + 0.01, detail={})],
     }
-    found = timeline_of(each, stages)
+    found = timeline_of(each, events)
     assert [(event["lane"], event["name"]) for event in found["events"]] == [
         ("router", "attempt"),
         ("router", "attempt"),

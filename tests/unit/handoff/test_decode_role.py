@@ -43,7 +43,7 @@ from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.metrics import Instruments
-from kvrelay.telemetry.tracer import RecentStages
+from kvrelay.telemetry.tracer import RecentEvents
 from kvrelay.worker.context import WorkerContext
 from kvrelay_decode import reservations
 from kvrelay_decode.reservations import BLOCKS_DUE_S
@@ -99,7 +99,7 @@ class DecodeWorker:
             metrics=None,
             tracer=None,
             events=None,
-            recent=RecentStages(),
+            recent=RecentEvents(),
         )
         self.receiver = SilentReceiver(one_sided)
         self.role = DecodeRole(cast("WorkerContext", context), {"silent": self.receiver})

@@ -303,8 +303,8 @@ class RouterDispatcher:
         record = self._records.get(request_id, owner)
         if record is None:
             return None
-        stages = await self.watch.ask_about(request_id, record.workers(), LIVE_TIMEOUT_S)
-        return timeline_of(record, stages)
+        events = await self.watch.ask_about(request_id, record.workers(), LIVE_TIMEOUT_S)
+        return timeline_of(record, events)
 
     # -- beginnings and ends ------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import PeerRef, SequenceUsage, Stage
+from kvrelay.protocol.messages import PeerRef, SequenceUsage, TimelineEvent
 from kvrelay.telemetry.tracer import Attributes, Tracer, parse_traceparent
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.routing.estimates import Decision
@@ -199,20 +199,20 @@ class RequestCounts:
 PERCENTILES = (50, 90, 99)
 
 
-def timeline_of(record: RequestRecord, stages: Mapping[str, list[Stage]]) -> dict[str, Any]:
-    """JSON-ready. `stages` are the workers' own records.
+def timeline_of(record: RequestRecord, of_workers: Mapping[str, list[TimelineEvent]]) -> dict[str, Any]:
+    """JSON-ready. `of_workers` are the workers' own events.
 
     Times are milliseconds since the request was submitted. Times of workers come from the clocks of their machines.
     """
     events = [event for index, sequence in enumerate(record.sequences) for event in _of_router(index, sequence)]
-    for worker, found in stages.items():
+    for worker, found in of_workers.items():
         events += [_of_worker(worker, each, record.submitted_unix_s) for each in found]
     events.sort(key=lambda event: (event["start_ms"], event["sequence"]))
     return {
         **record.summary(),
         "now_ms": record.elapsed_ms(),
         "workers_asked": sorted(record.workers()),
-        "workers_answered": sorted(stages),
+        "workers_answered": sorted(of_workers),
         "events": events,
     }
 
@@ -229,10 +229,10 @@ def _of_router(index: int, sequence: SequenceHistory) -> Iterable[dict[str, Any]
         yield _event("router", "first token", index, attempt, sequence.first_token_ms, sequence.first_token_ms, {})
 
 
-def _of_worker(worker: str, stage: Stage, submitted_unix_s: float) -> dict[str, Any]:
-    start_ms = (stage.start - submitted_unix_s) * 1000
-    end_ms = (stage.end - submitted_unix_s) * 1000 if stage.end is not None else None
-    return _event(worker, stage.name, stage.sequence, stage.attempt, start_ms, end_ms, dict(stage.detail))
+def _of_worker(worker: str, event: TimelineEvent, submitted_unix_s: float) -> dict[str, Any]:
+    start_ms = (event.start - submitted_unix_s) * 1000
+    end_ms = (event.end - submitted_unix_s) * 1000 if event.end is not None else None
+    return _event(worker, event.name, event.sequence, event.attempt, start_ms, end_ms, dict(event.detail))
 
 
 def _event(

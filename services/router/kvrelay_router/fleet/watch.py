@@ -18,7 +18,7 @@ from kvrelay.config.router import static_worker_address
 from kvrelay.fleet import RegistryError, WorkerRecord
 from kvrelay.fleet.worker_registry import RECORD_PAGE, record_from_json
 from kvrelay.protocol.limits import MOST_ENDED_SESSIONS
-from kvrelay.protocol.messages import PeerRef, Stage, Status, StatusQuery
+from kvrelay.protocol.messages import PeerRef, Status, StatusQuery, TimelineEvent
 from kvrelay_router.fleet.view import FleetView
 
 log = logging.getLogger(__name__)
@@ -248,11 +248,13 @@ class FleetWatch:
         """Queries every worker now; returns the ids of those that answered in time."""
         return frozenset(await self._ask(self.view.peers(), "", timeout_s))
 
-    async def ask_about(self, request: str, worker_ids: Collection[str], timeout_s: float) -> dict[str, list[Stage]]:
-        """Stages of a request on these workers, without workers that did not answer in time."""
+    async def ask_about(
+        self, request: str, worker_ids: Collection[str], timeout_s: float
+    ) -> dict[str, list[TimelineEvent]]:
+        """Events of a request on these workers, without workers that did not answer in time."""
         peers = [peer for peer in self.view.peers() if peer.peer_id in worker_ids]
         answered = await self._ask(peers, request, timeout_s)
-        return {peer_id: status.stages for peer_id, status in answered.items()}
+        return {peer_id: status.events for peer_id, status in answered.items()}
 
     async def _ask(self, peers: list[PeerRef], request: str, timeout_s: float) -> dict[str, Status]:
         if not peers:

@@ -106,7 +106,7 @@ Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 """A text, or token ids."""
 _CALLER = PeerRef("embedded", "embedded", "embedded")
 _TEXT_OWNER = ""
-"""All requests are of one caller, so drafts may come from all earlier outputs with the same `cache_salt`."""
+"""All requests are of one caller, so guesses may come from all earlier outputs with the same `cache_salt`."""
 _DEFAULTS = SamplingParams()
 
 

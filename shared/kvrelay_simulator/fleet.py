@@ -138,7 +138,7 @@ class SimulatedFleet:
             tokens,
             prompt.hashes(FINGERPRINT, block_size),
             num_output,
-            tenant=traced.tenant,
+            owner=traced.tenant,
             on_first_token=lambda _: self._count(held, decision, work, computes=False),
             on_committed=lambda _: self._count(held, decision, work, computes=False, pending=False),
             on_finished=lambda _: self._finished(held),

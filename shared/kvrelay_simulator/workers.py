@@ -97,7 +97,7 @@ class Request:
     on_first_token: Callable[[Request], None] = _nothing
     on_committed: Callable[[Request], None] = _nothing
     on_finished: Callable[[Request], None] = _nothing
-    tenant: str = ""
+    owner: str = ""
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
@@ -125,7 +125,7 @@ class Request:
             sampling=Sampling(max_tokens=self.num_output, ignore_eos=True, stop_token_ids=(LAST_TOKEN,)),
             root=root_hash(model=FINGERPRINT),
             table=BlockTable(block_size),
-            origin=Origin(ROUTER, owner=self.tenant),
+            origin=Origin(ROUTER, owner=self.owner),
         )
         sequence.hashes = list(self.hashes)
         return sequence

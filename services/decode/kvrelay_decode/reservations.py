@@ -108,8 +108,8 @@ class DecodeRequest:
 
 
 class Reservations:
-    """`requests` are all requests of the role, local prompts included. `on_commit` also gets the output of a beam
-    search that ends with the prompt."""
+    """`requests` are all requests of the role, local prompts included. `on_commit` also gets the output of a
+    sequence that ends with the prompt."""
 
     def __init__(
         self,

@@ -227,7 +227,7 @@ class DecodeRole:
             cached_tokens=handoff.cached_tokens,
             usage=usage,
         )
-        # A beam search may end with the prompt here, which prefill saw differently.
+        # It may end with the prompt here, which prefill saw differently.
         entries = [first] if output is None else [first, entry_of(output)]
         self._context.messenger.send(request.sequence.origin.router, TokenBatch(entries=entries))
 

@@ -128,7 +128,7 @@ class PrefillRequest:
     reservations: dict[str, PushedReservation] = field(default_factory=dict)
     scores: ScoreParts | None = None  # if log-probabilities of the prompt are asked for
     timings: HandoffTimings = field(default_factory=HandoffTimings)
-    candidates: Candidates | None = None  # that follow the prompt of a beam search
+    candidates: Candidates | None = None  # that follow the prompt, in place of a token
 
 
 class Pushes:

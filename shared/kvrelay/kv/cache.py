@@ -20,15 +20,6 @@ class OutOfBlocks(BlockError):
         self.available = available
 
 
-class OutOfSlots(BlockError):
-    """The swap space has fewer free slots than a copy takes."""
-
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} slots needed, {free} free")
-        self.needed = needed
-        self.free = free
-
-
 class IntegrityError(AssertionError):
     """The bookkeeping contradicts itself: a defect in this package, never in its caller."""
 

@@ -62,7 +62,7 @@ NotNegative = Annotated[float, Meta(ge=0.0, le=MOST_FLOAT)]
 LogProb = Annotated[float, Meta(le=1.0)]
 """Minus infinity is legal (a masked token), NaN is not. Rounding may bring it slightly above 0."""
 Score = Annotated[float, Meta(le=MOST_FLOAT)]
-"""Of a beam. Minus infinity is legal, NaN is not."""
+"""Of a text. Minus infinity is legal, NaN is not."""
 
 Name = Annotated[str, Meta(max_length=1024)]
 """An id, an address or the name of a thing."""

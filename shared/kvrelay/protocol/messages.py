@@ -126,7 +126,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # opaque; waiting tenants get fair shares of a worker
     weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # the tenant's weight
     session: SessionKey = ""  # by the client's word, requests of one session belong together
-    # Opaque. Drafts may come from earlier outputs of the same owner. None: from none.
+    # Opaque. Guesses may come from earlier outputs of the same owner. None: from none.
     text_owner: Annotated[str, msgspec.Meta(max_length=64)] | None = None
 
     @property

@@ -119,7 +119,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: StopTokens = ()
     ignore_eos: bool = False
     beams: BeamSpec | None = None  # temperature, truncation and seed do not matter then
-    # How drafts are found, which has no effect on the output; None: as the worker's setting says.
+    # How next tokens are guessed, which has no effect on the output; None: as the worker's setting says.
     speculation: SpeculationMethod | None = None
     grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
     # Set if the output has a grammar behind it, or a budget; not for beams. With channels, a grammar is of the whole.

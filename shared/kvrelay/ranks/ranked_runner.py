@@ -89,7 +89,7 @@ class RankedRunner:
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
         """Whether a step may be published before the one in flight has landed: with a pipeline, unless it has copies,
-        which could not be made again if the step is discarded, or beams."""
+        which could not be made again if the step is discarded, or wants candidates."""
         return self.launches_ahead and batch.is_plain
 
     def launch(self, batch: WorkerBatch) -> RankedStep:

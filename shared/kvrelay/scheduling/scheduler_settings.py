@@ -32,7 +32,7 @@ class SchedulerLimits:
 
 
 NUM_SPECULATIVE_TOKENS = 16
-"""Maximum drafts of a sequence in one step. Below it the number adapts to how many are accepted."""
+"""Maximum guesses for a sequence in one step. Below it the number adapts to how many are accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class SchedulerSettings:
 
     `queue_starvation_bound`: admissions that a waiting sequence lets pass before it is next, whatever the order.
     `preemption`: the KV of a preempted sequence is computed again, copied to the host and back, or whichever is
-    estimated to be faster. `num_host_slots`: blocks that fit the host's swap space. `host_block_s`: seconds of a
+    estimated to be faster. `num_host_slots`: blocks that the host has room for. `host_block_s`: seconds of a
     block's copy one way, until measured. `jump_forward`: steps may bring tokens that grammars force.
     `samples_behind`: the runner can run a step with a constrained sequence behind one that samples a token of it;
     otherwise no step is planned behind such a one.

@@ -69,10 +69,10 @@ class LockstepLoop(StepLoop):
         is_active = self._is_active or self._wake.is_set()
         self._wake.clear()
         load = self._load()
-        every = await self.group.exchange((int(is_active), int(self._is_leaving), *load.numbers))
+        every = await self.group.exchange((int(is_active), int(self._is_leaving), *load))
         self.num_passes += 1
         if self.delayer is not None:
-            self.delayer.begin_pass([RankLoad.of(numbers) for _, _, *numbers in every], self.group.rank)
+            self.delayer.begin_pass([RankLoad(*numbers) for _, _, *numbers in every], self.group.rank)
         if all(is_leaving for _, is_leaving, *_ in every):
             # No rank may take another step: one that leaves earlier would be missing in it.
             super().stop()

@@ -221,7 +221,7 @@ def _log_model(spec: ModelSpec, took_s: float) -> None:
     )
     if spec.num_host_slots:
         log.info(
-            "swap space: %d blocks (%.0f MiB); copying one takes %.3f ms",
+            "host memory for preempted sequences: %d blocks (%.0f MiB); copying one takes %.3f ms",
             spec.num_host_slots,
             spec.num_host_slots * spec.block_bytes / 2**20,
             1e3 * spec.host_block_s,
@@ -264,7 +264,7 @@ def graph_sizes(config: WorkerConfig) -> tuple[int, ...]:
 def make_scheduler(
     config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache: PrefixCache, *, samples_behind: bool = False
 ) -> Scheduler:
-    """The scheduler, with the model's limits and the number of swap slots that fit this machine. `samples_behind`: see
+    """The scheduler, with the model's limits and the number of host slots that fit this machine. `samples_behind`: see
     `SchedulerSettings`."""
     limits = SchedulerLimits(config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids))
     settings = replace(

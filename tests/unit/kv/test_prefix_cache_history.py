@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrelay.kv.cache import BlockError, OutOfBlocks, OutOfSlots, Removed, Stored
+from kvrelay.kv.cache import BlockError, OutOfBlocks, Removed, Stored
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
@@ -239,7 +239,7 @@ class PoolAndCache(RuleBasedStateMachine):
         names = [*sequence.hashes, *[None] * len(sequence.blocks)][: len(sequence.blocks)]
         num_new = self.space.num_new(names)
         if num_new > self.space.num_free:
-            with pytest.raises(OutOfSlots):
+            with pytest.raises(OutOfBlocks):
                 self.space.store(names)
             return
         stored = self.space.store(names)

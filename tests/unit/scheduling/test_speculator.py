@@ -207,7 +207,7 @@ def test_no_step_waits_for_drafts_of_matches_that_never_go_on() -> None:
 def test_drafts_shrink_as_tokens_cost_more_of_a_step() -> None:
     own = AcceptanceRates()
     for _ in range(20):
-        own.of(kind_of(16)).verified((1.0,) * 10, 9)
+        own[kind_of(16)].verified((1.0,) * 10, 9)
     lengths = []
     for num_sequences in (1, 4, 16, 64, 256):
         length = DraftLength()

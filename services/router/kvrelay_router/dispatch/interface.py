@@ -68,7 +68,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""  # whose request it is, in records
     tenant: str = ""  # gets a fair share by `weight`
     weight: float = 1.0
-    text_owner: str | None = None  # drafts may come from earlier outputs of the same owner; None: from none
+    text_owner: str | None = None  # guesses may come from earlier outputs of the same owner; None: from none
     # Every output begins with these tokens, because the grammar forces them. Fewer than `sampling.max_tokens`. They go
     # to workers with the prompt, as the output of an earlier attempt would, and to the client with the first token
     # that a worker brings.

@@ -21,7 +21,7 @@ class Place(Enum):
 class ChannelMatcher:
     """A `GrammarMatcher`: a budget for reasoning, and what a grammar of the whole output allows.
 
-    Its state depends on the output tokens alone, so every attempt, handoff and draft finds the same masks. What a model
+    Its state depends on the output tokens alone, so every attempt, handoff and guess finds the same masks. What a model
     would write behind its answer is not limited.
     """
 

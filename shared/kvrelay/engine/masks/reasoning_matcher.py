@@ -24,7 +24,7 @@ class Stage(Enum):
 
 
 class ReasoningMatcher:
-    """A `GrammarMatcher`. Its state depends on the output tokens alone, so every attempt, handoff and draft finds the
+    """A `GrammarMatcher`. Its state depends on the output tokens alone, so every attempt, handoff and guess finds the
     same masks.
 
     With a grammar only the first token can begin the reasoning, and an end-of-sequence token cannot end the output

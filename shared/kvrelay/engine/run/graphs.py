@@ -5,7 +5,7 @@ is launched as one. It holds addresses and launch sizes, but no data: everything
 into fixed buffers first, and the step is padded to the next captured size. Padding rows hold token 0 at position 0 of a
 scratch block that no sequence owns; their results are never read.
 
-A row of several tokens (drafts, tokens that a grammar forced, a short chunk of a prompt) is replayed as that many rows
+A row of several tokens (guesses, tokens that a grammar forced, a short chunk of a prompt) is replayed as that many rows
 of one token with the same blocks: in each layer all keys and values are written before any are read. So one graph for
 each number of tokens is enough, however the tokens are divided among rows. Its price is that each token reads the keys
 before it, which a kernel for several tokens reads once.

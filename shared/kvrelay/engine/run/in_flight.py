@@ -285,7 +285,7 @@ def _by_row(
         # Nearly always: one token for each row. `zip` makes them tuples of one.
         return dict(zip(rows, map(RowResult, zip(token_ids.tolist())), strict=True))
     found: dict[int, RowResult] = {}
-    # Rows of several tokens come without those behind rejected drafts.
+    # Rows of several tokens come without those behind rejected guesses.
     places = range(len(rows)) if tokens.accepted is None else np.flatnonzero(tokens.accepted).tolist()
     for at, token_id in zip(places, token_ids[places].tolist(), strict=True):
         before, entry = found.get(rows[at], _NOTHING), logprobs[at]

@@ -163,7 +163,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def follow(self, batch: WorkerBatch) -> None:
-        """Computes this rank's share of a step while rank 0 executes it: swaps, copies, the forward, and with divided
+        """Computes this rank's share of a step while rank 0 executes it: copies, the forward, and with divided
         heads the head for the same rows. It samples nothing, and needs no `add_sequence` and `drop_sequence`.
 
         The batch is what `resolve` returned on rank 0. The group remains in step if rank 0's `execute` raises anything

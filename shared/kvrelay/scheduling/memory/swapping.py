@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from kvrelay.kv.cache import BlockError, IntegrityError, OutOfSlots
+from kvrelay.kv.cache import BlockError, IntegrityError, OutOfBlocks
 from kvrelay.kv.free_runs import FreeRuns
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockState
@@ -80,11 +80,11 @@ class SwapSpace:
     def store(self, hashes: Seq[BlockHash | None]) -> StoredBlocks:
         """Holds a slot for each block, in the order of a sequence's table; None: a block that is not full.
 
-        The hashes differ from each other, as those of a chain do. Raises OutOfSlots.
+        The hashes differ from each other, as those of a chain do. Raises OutOfBlocks.
         """
         new = [i for i, block_hash in enumerate(hashes) if block_hash is None or block_hash not in self._slot_of]
         if len(new) > self.num_free:
-            raise OutOfSlots(len(new), self.num_free)
+            raise OutOfBlocks(len(new), self.num_free)
         fresh = iter(self._free_runs.take(len(new)))
         is_new = set(new)
         slots = []

@@ -16,8 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import astuple, dataclass, field
-from typing import Literal, Self
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,7 @@ class DelayerSettings:
             raise ValueError("max_running and max_delay_passes must be at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class RankLoad:
+class RankLoad(NamedTuple):
     """What a rank gives the others in a pass. All are integers, so that they fit one small all-gather.
 
     `prefillable`: 1 if it could admit a prompt; `num_running`: its running batch; `largest_prefill`: the most prompts
@@ -55,16 +54,6 @@ class RankLoad:
     num_running: int
     largest_prefill: int
     overdue: int = 0
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The integers to exchange."""
-        return astuple(self)
-
-    @classmethod
-    def of(cls, numbers: Seq[int]) -> Self:
-        """The load with these `numbers`."""
-        return cls(*numbers)
 
 
 NO_LOAD = RankLoad(0, 0, 0)
@@ -92,7 +81,8 @@ def decide(state: DelayerState, loads: Seq[RankLoad], settings: DelayerSettings)
     """The decision about a pass, and the state for the next one."""
     num_prefillable = sum(load.prefillable for load in loads)
     estimation: Estimation = "mixed" if 0 < num_prefillable < len(loads) else "all" if num_prefillable else "none"
-    has_let_through, reason = state.has_let_through, _reason_to_allow(loads)
+    has_let_through = state.has_let_through
+    reason: DelayReason = "wait_timeout" if any(load.overdue for load in loads) else ""
     if estimation == "none":
         reason = ""
     elif not reason and estimation == "all":
@@ -105,11 +95,6 @@ def decide(state: DelayerState, loads: Seq[RankLoad], settings: DelayerSettings)
     allowed = reason != "delay"
     state = DelayerState(0 if allowed else state.num_delayed + 1, has_let_through)
     return state, DelayDecision(allowed, estimation, reason)
-
-
-def _reason_to_allow(loads: Seq[RankLoad]) -> DelayReason:
-    """Why prompts are admitted whatever other ranks have, or ""."""
-    return "wait_timeout" if any(load.overdue for load in loads) else ""
 
 
 def _lacks_slots(loads: Seq[RankLoad], settings: DelayerSettings) -> bool:
@@ -159,10 +144,8 @@ class PrefillDelayer:
         self._state, decision = decide(self._state, loads, self.settings)
         self._decision, self._own = decision, loads[rank]
         self.totals.outcomes[decision.estimation, decision.reason] += 1
-        if not self._own.prefillable:
+        if decision.allowed or not self._own.prefillable:
             self._stop_waiting()  # no prompt is held back here; one that was may have been cancelled
-        elif decision.allowed:
-            self._stop_waiting()
         else:
             self.totals.num_delayed_passes += 1
             if self._waiting_since is None:

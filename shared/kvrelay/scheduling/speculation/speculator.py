@@ -14,6 +14,7 @@ from each node to the child that most of them go to, and a token's share of thos
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -62,21 +63,11 @@ class AcceptanceRate:
         return (self.accepted + prior * _PRIOR_WEIGHT) / (self.tried + _PRIOR_WEIGHT)
 
 
-class AcceptanceRates:
+class AcceptanceRates(defaultdict[int, AcceptanceRate]):
     """Acceptance rates by the kind of the match."""
 
-    __slots__ = ("_by_kind", "_forgetting")
-
     def __init__(self, forgetting: float = _FORGETTING) -> None:
-        self._forgetting = forgetting
-        self._by_kind: dict[int, AcceptanceRate] = {}
-
-    def of(self, kind: int) -> AcceptanceRate:
-        """The rate behind matches of this kind."""
-        found = self._by_kind.get(kind)
-        if found is None:
-            found = self._by_kind[kind] = AcceptanceRate(self._forgetting)
-        return found
+        super().__init__(lambda: AcceptanceRate(forgetting))
 
 
 class DraftLength:
@@ -104,7 +95,7 @@ class DraftLength:
     def choose(self, own: AcceptanceRates, kind: int, shares: Seq[float]) -> tuple[int, float]:
         """Returns how many of the drafts with these shares pay, behind a match of this kind, for a sequence with these
         rates; and how many tokens they are expected to bring."""
-        rate = min(_MOST_RATE, own.of(kind).estimate(self._all.of(kind).estimate(_FIRST_RATE)))
+        rate = min(_MOST_RATE, own[kind].estimate(self._all[kind].estimate(_FIRST_RATE)))
         count, expected, probability = 0, 0.0, 1.0
         for share in shares:
             probability *= rate * share
@@ -116,8 +107,8 @@ class DraftLength:
 
     def verified(self, own: AcceptanceRates, kind: int, shares: Seq[float], num_accepted: int) -> None:
         """Drafts with these shares, or a guess, of a sequence behind a match of this kind were verified."""
-        own.of(kind).verified(shares, num_accepted)
-        self._all.of(kind).verified(shares, num_accepted)
+        own[kind].verified(shares, num_accepted)
+        self._all[kind].verified(shares, num_accepted)
 
 
 class Pause:

@@ -1,4 +1,7 @@
-"""The body of POST /v1/messages, and of its count_tokens."""
+"""The body of POST /v1/messages and of its count_tokens, and its conversion to a chat completion.
+
+Consecutive turns of one role become one turn, as in Anthropic's API. Chat templates often refuse them otherwise.
+"""
 
 from __future__ import annotations
 

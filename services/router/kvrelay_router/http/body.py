@@ -1,4 +1,8 @@
-"""Reads request bodies of bounded size as JSON objects."""
+"""Request bodies: read as JSON objects, bounded one by one and for all clients together, and given up with the client.
+
+`BodyBytes` counts a body from its first byte until its request is admitted, `PendingMemory` all bodies and requests of
+the process. `ClientWatch` cancels the work for a client that disconnects.
+"""
 
 from __future__ import annotations
 

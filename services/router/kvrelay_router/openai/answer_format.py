@@ -1,4 +1,4 @@
-"""The parts that chat and text completions share when they are written."""
+"""What the forms of answers share: their interface, events, usage and log-probabilities."""
 
 from __future__ import annotations
 

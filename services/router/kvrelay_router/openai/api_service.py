@@ -1,4 +1,4 @@
-"""The collaborators of all endpoints, settings, dispatch and text service, for each model that is served."""
+"""The settings of the HTTP API, and the collaborators of all endpoints for each model that is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Plans a conversation's next turn. Every API with conversations uses it."""
+"""Plans a conversation's next turn. Every API with conversations uses it.
+
+The output has a grammar if it must call tools, if its calls must follow strict tools' schemas, or if the answer that a
+request constrains is one message among others.
+"""
 
 from __future__ import annotations
 

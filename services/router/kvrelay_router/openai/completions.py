@@ -1,4 +1,4 @@
-"""Plans the texts behind one or several prompts."""
+"""Text completions: plans the texts behind one or several prompts, and writes them as events or as one JSON object."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class GenerationResponse(Response):
     def __init__(self, service: ApiService, plan: Plan, answer: AnswerFormat) -> None:
         self.background = None
         self._service = service
-        self._runs, self._caller, self._shape = plan.runs, plan.caller, plan.shape
+        self._runs, self._plan = plan.runs, plan
         self._answer = answer
         self._timeout_s = service.settings.request_timeout_s + TIMEOUT_GRACE_S
         self._whole_started = False
@@ -79,10 +79,10 @@ class GenerationResponse(Response):
         async with asyncio.timeout(self._timeout_s):
             names: RequestNames = scope["state"]["names"]
             service = self._service
-            in_progress = service.in_progress.admit(self._caller, service.settings.model_name)
-            with in_progress, service.memory.hold(self._shape.memory_bytes):
+            in_progress = service.in_progress.admit(self._plan.caller, service.settings.model_name)
+            with in_progress, service.memory.hold(self._plan.memory_bytes):
                 scope["state"][BODY].release()
-                async with service.rate_limiter.admit(self._caller.key, names.unique, self._timeout_s):
+                async with service.rate_limiter.admit(self._plan.caller.key, names.unique, self._timeout_s):
                     response = await self._generate(stream)
                     watch.stop()
         if response is not None:  # what bounds the generation does not wait for a client that reads slowly

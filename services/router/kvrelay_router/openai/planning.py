@@ -1,4 +1,7 @@
-"""Plans what a validated request runs: one `PromptRun` a prompt, with its sampling parameters and its choices."""
+"""Plans what a validated request runs: one `PromptRun` a prompt, with its sampling parameters and its choices.
+
+Bounds what its answer may hold before anything is queued (`AnswerShape`).
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,11 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The runs of a request, in the order of its prompts, whose they are, and what their answer may hold."""
+    """The runs of a request, in the order of its prompts, whose they are, and the memory that they take."""
 
     runs: list[PromptRun]
     caller: Caller
-    shape: AnswerShape
+    memory_bytes: int
 
 
 class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +114,7 @@ async def plan_generation(
         PromptRun(generate, _choices(service, request, fields, prompt, number * request.num_sequences))
         for number, (generate, prompt) in enumerate(zip(generates, prompts, strict=True))
     ]
-    return Plan(runs, caller, shape)
+    return Plan(runs, caller, shape.memory_bytes)
 
 
 def _only_scores(request: GenerationFields, fields: EndpointFields, max_tokens: Sequence[int]) -> bool:
@@ -130,21 +133,7 @@ def _shape(
     """Raises 400 if the answer may become too large. An output without a length of its own gets the one that fits."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     max_tokens = [allowed_output(length, fields.output, limits, fields.prompt_param) for length in lengths]
-    shape = AnswerShape(
-        prompt_tokens=lengths,
-        max_tokens=max_tokens,
-        num_sequences=request.num_sequences,
-        num_returned=request.n,
-        is_beam_search=request.use_beam_search,
-        has_echo=fields.has_echo,
-        has_ids=request.return_token_ids,
-        logprobs=fields.logprobs,
-        echo_logprobs=fields.echo_logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        logprob_start_len=max(request.logprob_start_len or 0, 1),
-        num_prompt_scores=request.n if fields.scores_in_choices else 1,
-        is_stream=request.stream,
-    )
+    shape = AnswerShape(request, fields, lengths, max_tokens)
     limit_bytes = service.settings.max_answer_bytes
     if fields.output.asked is None and fields.output.default is None and shape.total_bytes > limit_bytes:
         fitting = max(1, shape.tokens_that_fit(limit_bytes))
@@ -300,57 +289,53 @@ PACKED_SCORE_BYTES = 16
 """Memory of one as it comes from a worker: those of a prompt come so, once for each of its sequences."""
 
 
-class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks for. `prompt_tokens` has the length of each prompt, and `max_tokens` its longest output."""
+class AnswerShape(msgspec.Struct, frozen=True):
+    """What the answer to a request may hold, by the length of each prompt and of its longest output."""
 
+    request: GenerationFields
+    fields: EndpointFields
     prompt_tokens: Sequence[int]
     max_tokens: Sequence[int]
-    num_sequences: int  # per prompt
-    num_returned: int  # sequences per prompt in the answer
-    is_beam_search: bool = False
-    has_echo: bool = False
-    has_ids: bool = False
-    logprobs: int | None = None  # alternatives of each generated token
-    echo_logprobs: int | None = None  # alternatives of each echoed token
-    prompt_logprobs: int | None = None  # alternatives of each prompt token, beside the answer
-    num_prompt_scores: int = 1  # copies of a prompt's scores in the answer
-    logprob_start_len: int = 1  # position of the first prompt token that is scored
-    is_stream: bool = False
 
     @property
     def num_scores(self) -> int:
         """Log-probabilities in the answer."""
-        if self.logprobs is None and self.echo_logprobs is None and self.prompt_logprobs is None:
-            return 0
-        prompts, outputs = sum(self.prompt_tokens), sum(self.max_tokens)
         return (
-            outputs * self.num_sequences * _entries(self.logprobs)
-            + prompts * self.num_returned * _entries(self.echo_logprobs)
-            + self._num_scored_prompt_tokens * self.num_prompt_scores * _entries(self.prompt_logprobs)
+            self._num_output_tokens * _entries(self.fields.logprobs)
+            + self._num_echoed_tokens * _entries(self.fields.echo_logprobs)
+            + self._num_scored_prompt_tokens * self._num_copies * _entries(self.request.prompt_logprobs)
         )
 
     @property
-    def _num_scored_prompt_tokens(self) -> int:
-        return sum(max(0, length + 1 - self.logprob_start_len) for length in self.prompt_tokens)  # token 0 counts too
+    def _num_output_tokens(self) -> int:
+        return sum(self.max_tokens) * self.request.num_sequences
 
     @property
-    def details_bytes(self) -> int:
-        """Bytes of the ids and the log-probabilities, at most."""
-        num_ids = 0
-        if self.has_ids:
-            num_ids = sum(self.prompt_tokens) * self.num_returned + sum(self.max_tokens) * self.num_sequences
-        num_bytes = num_ids * ID_BYTES + self.num_scores * SCORE_BYTES
-        if self.prompt_logprobs is not None:
-            unscored = sum(self.prompt_tokens) - self._num_scored_prompt_tokens
-            num_bytes += unscored * self.num_prompt_scores * NULL_BYTES
-        return num_bytes
+    def _num_echoed_tokens(self) -> int:
+        """Tokens of the prompts, in each choice of the answer."""
+        return sum(self.prompt_tokens) * self.request.n
+
+    @property
+    def _num_scored_prompt_tokens(self) -> int:
+        start = max(self.request.logprob_start_len or 0, 1)
+        return sum(max(0, length + 1 - start) for length in self.prompt_tokens)  # token 0 counts too
+
+    @property
+    def _num_copies(self) -> int:
+        """How often a prompt's scores are in the answer."""
+        return self.request.n if self.fields.scores_in_choices else 1
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole answer if every sequence becomes as long as it may."""
-        per_token = BEAM_TOKEN_BYTES if self.is_beam_search else TEXT_BYTES
-        echo = sum(self.prompt_tokens) * self.num_returned * TEXT_BYTES if self.has_echo else 0
-        return sum(self.max_tokens) * self.num_sequences * per_token + echo + self.details_bytes
+        num_bytes = self._num_output_tokens * (BEAM_TOKEN_BYTES if self.request.use_beam_search else TEXT_BYTES)
+        num_bytes += self._num_echoed_tokens * TEXT_BYTES if self.fields.has_echo else 0
+        if self.request.return_token_ids:
+            num_bytes += (self._num_echoed_tokens + self._num_output_tokens) * ID_BYTES
+        if self.request.prompt_logprobs is not None:
+            unscored = sum(self.prompt_tokens) - self._num_scored_prompt_tokens
+            num_bytes += unscored * self._num_copies * NULL_BYTES
+        return num_bytes + self.num_scores * SCORE_BYTES
 
     @property
     def memory_bytes(self) -> int:
@@ -358,13 +343,14 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
 
         Those of the output are counted for `KEPT_TOKENS`, and not for a stream, which sends them as they come.
         """
-        prompts = sum(self.prompt_tokens)
-        scores = self._num_scored_prompt_tokens * max(_entries(self.echo_logprobs), _entries(self.prompt_logprobs))
-        num_bytes = scores * max(SCORE_MEMORY_BYTES, self.num_sequences * PACKED_SCORE_BYTES)
-        if not self.is_stream:
+        request, fields = self.request, self.fields
+        num_entries = max(_entries(fields.echo_logprobs), _entries(request.prompt_logprobs))
+        per_score = max(SCORE_MEMORY_BYTES, request.num_sequences * PACKED_SCORE_BYTES)
+        num_bytes = self._num_scored_prompt_tokens * num_entries * per_score
+        if not request.stream:
             kept = sum(min(each, KEPT_TOKENS) for each in self.max_tokens)
-            num_bytes += kept * self.num_sequences * _entries(self.logprobs) * SCORE_MEMORY_BYTES
-        return prompts * PROMPT_TOKEN_BYTES + num_bytes
+            num_bytes += kept * request.num_sequences * _entries(fields.logprobs) * SCORE_MEMORY_BYTES
+        return sum(self.prompt_tokens) * PROMPT_TOKEN_BYTES + num_bytes
 
     def tokens_that_fit(self, limit_bytes: int) -> int:
         """How long the outputs may be at most within the limit; 0 or less if the rest of the answer exceeds it."""
@@ -381,7 +367,7 @@ def check_answer(shape: AnswerShape, limit_bytes: int) -> None:
     """Raises 400 with the numbers if the answer may exceed the limit."""
     if shape.total_bytes <= limit_bytes:
         return
-    prompts, choices = len(shape.prompt_tokens), shape.num_sequences
+    prompts, choices = len(shape.prompt_tokens), shape.request.num_sequences
     raise ApiError(
         f"The answer may take {shape.total_bytes} bytes, and at most {limit_bytes} are allowed: {prompts} prompts with "
         f"{sum(shape.prompt_tokens)} tokens, {choices} choices each with up to {max(shape.max_tokens)} tokens, and "
@@ -394,5 +380,5 @@ def check_answer(shape: AnswerShape, limit_bytes: int) -> None:
 def _param(shape: AnswerShape) -> str:
     """The parameter that contributes most."""
     if shape.num_scores * SCORE_BYTES * 2 > shape.total_bytes:
-        return "prompt_logprobs" if shape.logprobs is None else "logprobs"
-    return "n" if shape.num_sequences > 1 else "prompt" if len(shape.prompt_tokens) > 1 else "max_tokens"
+        return "prompt_logprobs" if shape.fields.logprobs is None else "logprobs"
+    return "n" if shape.request.num_sequences > 1 else "prompt" if len(shape.prompt_tokens) > 1 else "max_tokens"

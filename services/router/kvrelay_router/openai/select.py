@@ -34,7 +34,7 @@ from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_request import ChatFields
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.planning import (
-    AnswerShape,
+    PROMPT_TOKEN_BYTES,
     Plan,
     check_request,
     make_requests,
@@ -147,10 +147,8 @@ async def plan_select(
         groups.append(ScoredGroup(runs, index - len(text.endings), len(text.endings), text.first))
     all_runs = [run for group in groups for run in group.runs]
     service.aliases.remember(names, [run.request for run in all_runs])
-    shape = AnswerShape(
-        prompt_tokens=[text.num_tokens for text in texts], max_tokens=[0] * len(texts), num_sequences=1, num_returned=1
-    )
-    return Plan(all_runs, caller, shape), groups
+    memory_bytes = sum(text.num_tokens for text in texts) * PROMPT_TOKEN_BYTES
+    return Plan(all_runs, caller, memory_bytes), groups
 
 
 def _parts(text: TokenizedChoices, sampling: Sampling) -> list[list[Ending]]:

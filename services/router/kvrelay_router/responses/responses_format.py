@@ -1,4 +1,4 @@
-"""Responses as server-sent events and as one JSON object."""
+"""Responses as server-sent events and as one JSON object, with their items: texts, reasoning and calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses."""
+"""The body of POST /v1/responses, and its conversion to a chat completion."""
 
 from __future__ import annotations
 

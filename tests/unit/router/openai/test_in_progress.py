@@ -12,12 +12,14 @@ from pydantic import SecretStr
 from kvrelay.config.router import RouterConfig
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.text.request.api_error import ApiError
+from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.validation import RequestedOutput
 from kvrelay_router.access.identity import Caller
 from kvrelay_router.access.rate_limiter import InProgress
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.openai.api_service import ApiSettings
 from kvrelay_router.openai.delivery import as_api_error
-from kvrelay_router.openai.planning import AnswerShape, check_answer
+from kvrelay_router.openai.planning import AnswerShape, EndpointFields, check_answer
 
 
 def num_admitted(in_progress: InProgress, stack: ExitStack, tenant: str, weight: float = 1.0, fleet: str = "") -> int:
@@ -98,18 +100,28 @@ def test_never_more_than_the_limit_and_a_tenant_with_none_gets_a_free_place(
 LIMIT = 64 << 20
 
 
-def scored(num_prompts: int, **fields: object) -> AnswerShape:
-    shape: dict[str, object] = {
-        "prompt_tokens": [2000] * num_prompts,
-        "max_tokens": [1] * num_prompts,
-        "num_sequences": 1,
-        "num_returned": 1,
-        "has_echo": True,
-        "logprobs": 20,
-        "echo_logprobs": 20,
-        "prompt_logprobs": 20,
-    }
-    return AnswerShape(**(shape | fields))  # type: ignore[arg-type]
+def scored(
+    num_prompts: int,
+    prompt_tokens: int = 2000,
+    max_tokens: int = 1,
+    logprobs: int | None = 20,
+    *,
+    is_echoed: bool = True,
+    **request: object,
+) -> AnswerShape:
+    """Of a completion that asks for 20 alternatives of each prompt token, and echoes its prompts with as many."""
+    body = {"model": "m", "prompt_logprobs": 20, **request}
+    fields = EndpointFields(
+        prompt_param="prompt",
+        output=RequestedOutput(asked=max_tokens, default=None),
+        logprobs=logprobs,
+        prompt_logprobs=None,
+        echo_logprobs=20 if is_echoed else None,
+        has_echo=is_echoed,
+        scores_in_choices=True,
+    )
+    lengths = [prompt_tokens] * num_prompts
+    return AnswerShape(GenerationFields.model_validate(body), fields, lengths, [max_tokens] * num_prompts)
 
 
 def test_an_answer_of_hundreds_of_megabytes_is_refused_with_the_numbers() -> None:
@@ -123,35 +135,31 @@ def test_an_answer_of_hundreds_of_megabytes_is_refused_with_the_numbers() -> Non
 def test_choices_count_as_often_as_the_answer_repeats_their_prompt() -> None:
     check_answer(scored(4), LIMIT)
     with pytest.raises(ApiError):
-        check_answer(scored(4, num_sequences=8, num_returned=8, num_prompt_scores=8), LIMIT)
+        check_answer(scored(4, n=8), LIMIT)
 
 
 def test_prompt_tokens_before_the_scored_part_take_little() -> None:
-    fields: dict[str, object] = {"has_echo": False, "logprobs": None, "echo_logprobs": None, "max_tokens": [0] * 200}
-    shape = scored(200, **fields, logprob_start_len=1990)
+    shape = scored(200, max_tokens=0, logprobs=None, is_echoed=False, logprob_start_len=1990)
     check_answer(shape, LIMIT)
     assert shape.num_scores == 200 * 11 * 21 and shape.total_bytes > 200 * 1989 * len("null,")
     with pytest.raises(ApiError):
-        check_answer(scored(200, **fields), LIMIT)
+        check_answer(scored(200, max_tokens=0, logprobs=None, is_echoed=False), LIMIT)
 
 
 def test_text_alone_may_be_long() -> None:
-    plain = scored(
-        1, prompt_tokens=[8000], max_tokens=[120_000], logprobs=None, echo_logprobs=None, prompt_logprobs=None
-    )
-    check_answer(plain, LIMIT)
+    check_answer(scored(1, 8000, 120_000, logprobs=None, is_echoed=False, prompt_logprobs=None), LIMIT)
     with pytest.raises(ApiError) as refused:
-        check_answer(scored(1, max_tokens=[131_072], num_sequences=1024, logprobs=None), LIMIT)
+        check_answer(scored(1, 2000, 1_048_576, logprobs=None, n=128, prompt_logprobs=None), LIMIT)
     assert refused.value.param == "n"
 
 
 def test_the_output_that_fits_is_the_longest_that_is_allowed() -> None:
-    shape = scored(1, prompt_tokens=[10], max_tokens=[131_072], num_sequences=2)
+    shape = scored(1, 10, 131_072, n=2)
     fitting = shape.tokens_that_fit(LIMIT)
     assert 0 < fitting < 131_072
-    check_answer(scored(1, prompt_tokens=[10], max_tokens=[fitting], num_sequences=2), LIMIT)
+    check_answer(scored(1, 10, fitting, n=2), LIMIT)
     with pytest.raises(ApiError):
-        check_answer(scored(1, prompt_tokens=[10], max_tokens=[fitting + 1], num_sequences=2), LIMIT)
+        check_answer(scored(1, 10, fitting + 1, n=2), LIMIT)
 
 
 # -- the http layer takes its part of the router's config ------------------------------------------------------------

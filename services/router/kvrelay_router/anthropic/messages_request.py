@@ -13,6 +13,7 @@ from pydantic import Field
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.generation_fields import Stop
 from kvrelay.text.request.parsing import COMMON, Flag, RequestModel, extension_fields, refuse_unsupported
+from kvrelay.text.service import TextService
 from kvrelay_router.openai.chat_request import MAX_PARTS
 
 FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")
@@ -54,7 +55,7 @@ class MessagesRequest(PromptFields):
     stream: Flag = False
 
 
-def chat_body(request: PromptFields, content: dict[str, Any], *, can_limit_thinking: bool = False) -> dict[str, Any]:
+def chat_body(request: PromptFields, content: dict[str, Any], text: TextService) -> dict[str, Any]:
     """The body of a chat completion with this prompt, and with the output that a MessagesRequest asks for. `content`:
     the body of the request. Raises ApiError."""
     messages = chat_messages(request)
@@ -65,7 +66,7 @@ def chat_body(request: PromptFields, content: dict[str, Any], *, can_limit_think
     chat["continue_final_message"] = last.get("role") == "assistant" and not last.get("tool_calls")
     if isinstance(request, MessagesRequest):
         budget = _thinking_budget(request)
-        if can_limit_thinking:
+        if text.can_limit_reasoning:
             chat["thinking_token_budget"] = budget
         chat |= _generation_fields(request, content)
     return chat

@@ -98,8 +98,7 @@ class GenerationEndpoints:
         names, request = names_of(http), parse(messages_request.MessagesRequest, content)
         output = RequestedOutput(asked=None, default=request.max_tokens)
         with fields_named(messages_request.FIELD_NAMES):
-            can_limit = service.text.can_limit_reasoning
-            chat_request = parse_chat(messages_request.chat_body(request, content, can_limit_thinking=can_limit))
+            chat_request = parse_chat(messages_request.chat_body(request, content, service.text))
             plan = await _planned(http, service, plan_chat(service, names, [chat_request], output))
         (run,) = plan.runs
         return GenerationResponse(service, plan, MessageFormat(f"msg_{names.unique}", chat_request, run))
@@ -188,7 +187,7 @@ class TokenEndpoints:
     async def count_message(self, http: Request) -> Response:
         """Counts the tokens of a message's prompt."""
         service, content = await self._read(http)
-        chat = messages_request.chat_body(parse(messages_request.PromptFields, content), content)
+        chat = messages_request.chat_body(parse(messages_request.PromptFields, content), content, service.text)
         return json_response({"input_tokens": await self._count(http, service, chat)})
 
     async def count_response(self, http: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The outermost layers of the application: `AuthMiddleware`, and inside it `FastPathRouter`."""
+"""The outermost layer of the application, and its fast path past FastAPI."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class AuthMiddleware:
     """ASGI middleware: names each request, checks its API key, and answers every exception.
 
-    Sets `names` (`RequestNames`), `TIMINGS` and `BODY` in the request's state.
+    Sets `names` (`RequestNames`), `TIMINGS` and `BODY` in the request's state. Calls the endpoint of a POST request
+    whose path is in `endpoints`, and `app` for all others: FastAPI's layers cost about as much as everything else that
+    a request needs before its first token, and every event of a stream would pass through them.
     """
 
     def __init__(
         self,
         app: ASGIApp,
+        endpoints: Mapping[str, Endpoint],
         *,
         keys: KeyRing,
         router_id: str,
         metrics: RequestMetrics,
         memory: PendingMemory,
     ) -> None:
-        self._app = app
+        self._app, self._endpoints = app, endpoints
         self._router_header = (b"x-kvrelay-router", router_id.encode())
         self._metrics, self._memory = metrics, memory
         self._keys = keys
@@ -72,7 +75,12 @@ class AuthMiddleware:
         try:
             if scope["path"] not in OPEN_PATHS:
                 state["names"] = msgspec.structs.replace(names, caller=self._keys.check(headers))
-            await self._app(scope, receive, send_named)
+            endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+            if endpoint is None:
+                await self._app(scope, receive, send_named)
+            else:
+                response = await endpoint(Request(scope, receive))
+                await response(scope, receive, send_named)
         except Exception as error:
             if started:
                 raise
@@ -101,25 +109,3 @@ def _in_one_piece(send: Send) -> Send:
         await send({"type": "http.response.body", "body": body})
 
     return collect
-
-
-class FastPathRouter:
-    """ASGI application. Calls the endpoint of a POST request whose path is in `endpoints`; else it calls `app`.
-
-    FastAPI's layers cost about as much as everything else that a request needs before its first token, and every event
-    of a stream would pass through them. The middleware outside and the endpoints do what these layers would do.
-    """
-
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
-        self._app = app
-        self._endpoints = endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = None
-        if scope["type"] == "http" and scope["method"] == "POST":
-            endpoint = self._endpoints.get(scope["path"])
-        if endpoint is None:
-            await self._app(scope, receive, send)
-            return
-        response = await endpoint(Request(scope, receive))
-        await response(scope, receive, send)

@@ -32,8 +32,8 @@ from benchmarks.peers.make_model import SHAPES, make_config
 from kvrelay.backends.backend import AttentionBackend, AttentionParams, KVLayout, allocate_pool
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.engine.fused.kernel import PanelProducts
 from kvrelay.engine.fused.panels import pack
-from kvrelay.engine.fused.products import PanelProducts
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 VOCAB_SIZE = 151_936  # of Qwen3's models

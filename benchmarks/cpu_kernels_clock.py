@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvrelay.backends.backend import PackedRows
-from kvrelay.backends.huge_pages import huge_page_memory
+from kvrelay.backends.host_pages import huge_page_memory
 
 DTYPE = torch.bfloat16
 

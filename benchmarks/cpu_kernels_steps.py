@@ -13,11 +13,11 @@ import torch
 from benchmarks.cpu_kernels_clock import DTYPE, Clock, Machine, scattered_rows
 from kvrelay.backends.backend import StepAttention, allocate_pool
 from kvrelay.engine.fused.forward import FusedForward
+from kvrelay.engine.fused.kernel import PanelProducts
 from kvrelay.engine.fused.panels import PackedLinear
-from kvrelay.engine.fused.products import PanelProducts
-from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.fused.weights import DecoderWeights
 from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.integer_weight import Quantization
 from kvrelay.engine.load.model_source import LoadFormat, open_source
 
 CONTEXT = 1024

@@ -28,8 +28,8 @@ import torch
 from benchmarks.gpu.compiler import find_cuda_home
 from benchmarks.gpu.kernel_archive import pack
 from kvrelay.backends.backend import KV_DTYPES, KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
+from kvrelay.backends.choose_backend import trial_rows
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.backends.trial import trial_rows
 
 _CPU = torch.device("cpu")
 _BLOCK_SIZE = 16

@@ -88,22 +88,22 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A model on one or more devices: `num_stages` of `stage_size` devices each, which divide a stage's heads."""
+    """A model on one or more devices: `pipeline_depth` of `stage_size` devices each, which divide a stage's heads."""
 
     model: Model
     device: Device
     stage_size: int = 1
-    num_stages: int = 1
+    pipeline_depth: int = 1
 
     @property
     def name(self) -> str:
         heads = f"-tp{self.stage_size}" if self.stage_size > 1 else ""
-        layers = f"-pp{self.num_stages}" if self.num_stages > 1 else ""
+        layers = f"-pp{self.pipeline_depth}" if self.pipeline_depth > 1 else ""
         return f"{self.model.name}-{self.device.name}{heads}{layers}"
 
     @property
     def num_devices(self) -> int:
-        return self.stage_size * self.num_stages
+        return self.stage_size * self.pipeline_depth
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -132,7 +132,7 @@ class Roofline:
         arithmetic_s = flops / (REACHED_FLOPS * device.flops * self.stage_size)
         memory_s = read / (REACHED_BANDWIDTH * device.bandwidth * self.stage_size)
         overhead_s = STEP_OVERHEAD_S + (SPLIT_OVERHEAD_S if self.stage_size > 1 else 0.0)
-        return max(arithmetic_s, memory_s) + overhead_s + (self.num_stages - 1) * self._hop_s(num_tokens)
+        return max(arithmetic_s, memory_s) + overhead_s + (self.pipeline_depth - 1) * self._hop_s(num_tokens)
 
     def _hop_s(self, num_tokens: int) -> float:
         """Seconds that 16-bit hidden states take from a stage to the next one."""
@@ -153,7 +153,7 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kv_tokens: Annotated[int, msgspec.Meta(ge=1)]
     transfer_bytes_s: Annotated[float, msgspec.Meta(gt=0)]
     num_devices: Annotated[int, msgspec.Meta(ge=1)] = 1
-    num_stages: Annotated[int, msgspec.Meta(ge=1)] = 1
+    pipeline_depth: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of a step, linear in the load."""
@@ -227,8 +227,8 @@ def _fitting(profile: Roofline) -> Roofline:
             f"{model.name} has {model.num_heads} query heads and {model.num_kv_heads} KV heads, which do not divide "
             f"among {size} devices"
         )
-    if profile.num_stages > model.num_layers:
-        raise UnknownProfile(f"{model.name} has {model.num_layers} layers, too few for {profile.num_stages} stages")
+    if profile.pipeline_depth > model.num_layers:
+        raise UnknownProfile(f"{model.name} has {model.num_layers} layers, too few for {profile.pipeline_depth} stages")
     if not profile.kv_tokens:
         raise UnknownProfile(
             f"the weights of {model.name} ({2e-9 * model.num_params:.0f} GB) leave no memory for KV on "
@@ -237,11 +237,11 @@ def _fitting(profile: Roofline) -> Roofline:
     return profile
 
 
-class StageClock:
+class PipelineClock:
     """Steps go through all stages in order, one at a time on each. With one stage, they follow each other."""
 
-    def __init__(self, num_stages: int) -> None:
-        self._free_s = [0.0] * num_stages
+    def __init__(self, pipeline_depth: int) -> None:
+        self._free_s = [0.0] * pipeline_depth
 
     @property
     def free_s(self) -> float:

@@ -77,7 +77,7 @@ def measured_profile(runner: ModelRunner, name: str) -> MeasuredProfile:
         kv_tokens=spec.num_blocks * spec.block_size,
         transfer_bytes_s=_copy_rate(runner),
         num_devices=spec.tensor_parallel_size * spec.pipeline_parallel_size,
-        num_stages=spec.pipeline_parallel_size,
+        pipeline_depth=spec.pipeline_parallel_size,
     )
 
 
@@ -86,8 +86,8 @@ def _run(runner: ModelRunner, batch: WorkerBatch) -> list[CostSample]:
         runner.add_sequence(row.key, GREEDY, row.token_ids.tolist(), len(row.token_ids))
     num_pairs = sum(pairs(row.position, len(row.token_ids)) for row in batch.rows)
     runner.execute(batch)
-    num_stages = runner.spec.pipeline_parallel_size  # a step's time is that of one stage
-    steps = [num_stages * runner.execute(batch).forward_s for _ in range(REPEATS)]
+    pipeline_depth = runner.spec.pipeline_parallel_size  # a step's time is that of one part
+    steps = [pipeline_depth * runner.execute(batch).forward_s for _ in range(REPEATS)]
     samples = [CostSample(batch.num_tokens, num_pairs, seconds) for seconds in steps]
     for row in batch.rows:
         runner.drop_sequence(row.key)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvrelay.device_profiles import Profile, StageClock, StepLoad
+from kvrelay.device_profiles import PipelineClock, Profile, StepLoad
 from kvrelay.fleet.worker_registry import WorkerRecord
 from kvrelay.kv.hashing import BlockHash, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
@@ -149,14 +149,14 @@ class SimulatedWorker:
         limits = SchedulerLimits(self.token_budget, max_running, settings.max_model_len, frozenset())
         policy = SchedulerSettings(
             queue_order=settings.queue_order,
-            num_stages=profile.num_stages,
+            pipeline_depth=profile.pipeline_depth,
         )
         self.scheduler = make_scheduler(settings.scheduler, limits, self.pool, self.cache, policy)
         self.speeds = SpeedMeter()
         self.busy_s = 0.0
         self.num_steps = 0
         self.requests: dict[tuple[str, int, int], Request] = {}
-        self.stages = StageClock(profile.num_stages)
+        self.pipeline = PipelineClock(profile.pipeline_depth)
         self._in_flight = 0
         self.pushed_bytes = 0.0
         self.push_busy_s = 0.0
@@ -197,8 +197,8 @@ class SimulatedWorker:
         return {}
 
     def wake(self) -> None:
-        """Begins steps until the first stage is busy or there is no work."""
-        while self._in_flight < self.profile.num_stages and self.stages.free_s <= self.clock.now_s:
+        """Begins steps until the first part of the pipeline is busy or there is no work."""
+        while self._in_flight < self.profile.pipeline_depth and self.pipeline.free_s <= self.clock.now_s:
             plan = self.scheduler.schedule_ahead() if self._in_flight else self.scheduler.schedule()
             if plan is None:
                 return
@@ -210,12 +210,12 @@ class SimulatedWorker:
 
     def _begin(self, plan: StepPlan) -> None:
         load = StepLoad.of((row.position, row.num_tokens, row.is_prefill) for row in plan.rows)
-        stage_s = self.profile.step_s(load) / self.profile.num_stages
+        part_s = self.profile.step_s(load) / self.profile.pipeline_depth
         self._in_flight += 1
-        self.began(plan, stage_s)
-        self.clock.at(self.stages.enter(self.clock.now_s, stage_s), partial(self._done, plan, stage_s))
-        if self.profile.num_stages > 1:
-            self.clock.at(self.stages.free_s, self.wake)
+        self.began(plan, part_s)
+        self.clock.at(self.pipeline.enter(self.clock.now_s, part_s), partial(self._done, plan, part_s))
+        if self.profile.pipeline_depth > 1:
+            self.clock.at(self.pipeline.free_s, self.wake)
 
     def _done(self, plan: StepPlan, step_s: float) -> None:
         self._in_flight -= 1
@@ -230,7 +230,7 @@ class SimulatedWorker:
         return LAST_TOKEN if is_last else TOKEN
 
     def began(self, plan: StepPlan, step_s: float) -> None:
-        """Called when a step begins, with its duration on each stage."""
+        """Called when a step begins, with its duration on each part of a pipeline."""
         self.busy_s += step_s
         self.num_steps += 1
 

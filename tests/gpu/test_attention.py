@@ -18,10 +18,9 @@ from kvrelay.backends.backend import (
     as_stored,
     bits,
 )
-from kvrelay.backends.choose_backend import select_backend
+from kvrelay.backends.choose_backend import select_backend, try_layers
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.backends.trial import try_layers
 from tests.fakes import fake_flashinfer
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
 

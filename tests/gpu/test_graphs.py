@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.backends.backend import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool, bits
+from kvrelay.backends.backend import (
+    AttentionBackend,
+    AttentionParams,
+    KVLayout,
+    PackedRows,
+    allocate_pool,
+    bits,
+    pad_rows,
+)
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.backends.paging import pad_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.memory.gauges import make_gauge
+from kvrelay.engine.pool_size import make_gauge
 from kvrelay.engine.run.graphs import CudaGraphRecorder, DecodeGraphs, GraphSettings, capture_graphs
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs

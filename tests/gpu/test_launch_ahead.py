@@ -12,7 +12,7 @@ from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.engine.sample import sampler, truncation
+from kvrelay.engine.sample import random_sampling, sampler
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 from tests.fakes import fake_cuda_graphs
@@ -58,8 +58,8 @@ def test_float32_tokens_are_those_of_one_step_after_the_other(
 ) -> None:
     """With few tokens to look at first, what lies on the device is often not what is drawn in the end."""
     if resamples:
-        monkeypatch.setattr(truncation, "_BEST", (2, 1000))
-        monkeypatch.setattr(truncation, "_BEST_ON_GPU", (2, 1000))
+        monkeypatch.setattr(random_sampling, "_BEST", (2, 1000))
+        monkeypatch.setattr(random_sampling, "_BEST_ON_GPU", (2, 1000))
         monkeypatch.setattr(sampler, "_WORTH_IT", 1.0)
     runner = make(build_model("qwen3", tmp_path), device, "float32", captured=captured, backend=DenseBackend())
     ahead = started(runner)

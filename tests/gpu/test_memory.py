@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine import make as make_module
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.memory.gauges import HostGauge, MemoryGauge, PoolDoesNotFit, make_gauge
-from kvrelay.engine.memory.profile import profile_memory
+from kvrelay.engine.pool_size import HostGauge, MemoryGauge, PoolDoesNotFit, make_gauge, profile_memory
 from kvrelay.step.batch import HostCopies
 from tests.tiny_models import build_model
 from tests.unit.engine.test_host_buffer import check, steps

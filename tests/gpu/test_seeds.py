@@ -19,5 +19,5 @@ def test_all_64_bits_of_a_signed_seed_count(device: torch.device) -> None:
     for key, seed in zip(keys, seeds, strict=True):
         sampler.add(key, Sampling(temperature=1.0, seed=seed), [1], 1)
     logits = torch.zeros(len(seeds), VOCAB_SIZE, device=device)
-    steps = [sampler.sample(keys, np.full(len(seeds), step + 1), logits)[0] for step in range(NUM_TOKENS)]
+    steps = [sampler.begin(keys, np.full(len(seeds), step + 1), logits).land()[0] for step in range(NUM_TOKENS)]
     assert len(set(map(tuple, np.stack(steps, axis=1).tolist()))) == len(seeds)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from kvrelay.config import WorkerConfig
-from kvrelay.engine.memory.gauges import HostGauge
-from kvrelay.engine.memory.profile import profile_memory
+from kvrelay.engine.pool_size import HostGauge, profile_memory
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.machine_memory import machine_memory_bytes
 from kvrelay.worker.worker_main import load_runner

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.run.device_pool import DevicePool
+from kvrelay.engine.run.block_copies import DevicePool
 from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
 from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
 from kvrelay.handoff.transports.nixl_sender import NixlSender

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.part import Part
 from benchmarks.transfer import has_nixl
-from kvrelay.engine.run.device_pool import DevicePool
+from kvrelay.engine.run.block_copies import DevicePool
 from kvrelay.handoff.transports.base import (
     BlockPush,
     Landed,

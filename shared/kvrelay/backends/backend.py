@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.backends.huge_pages import huge_page_memory
+from kvrelay.backends.host_pages import huge_page_memory
 
 Int32Array = NDArray[np.int32]
 
@@ -102,6 +102,28 @@ class PackedRows:
         """`[tokens]`: the block that each packed token's K/V is written to (at `token_positions % block_size`)."""
         blocks: Int32Array = self.block_tables[self.token_rows, self.token_positions // block_size]
         return blocks
+
+
+def split_rows(rows: PackedRows) -> PackedRows:
+    """The step with a row for each token. If a layer's keys and values are written before its attention reads any, each
+    token attends to the same keys as before."""
+    if len(rows.query_lens) == rows.query_starts[-1]:
+        return rows
+    lens = np.ones(rows.query_starts[-1], np.int32)
+    return PackedRows(lens, rows.token_positions, rows.block_tables[rows.token_rows])
+
+
+def pad_rows(rows: PackedRows, num_tokens: int, block: int) -> PackedRows:
+    """`rows`, followed by padding rows of one token at position 0 in `block`, `num_tokens` tokens in total."""
+    count, width = rows.block_tables.shape
+    num_rows = count + num_tokens - int(rows.query_starts[-1])
+    query_lens = np.ones(num_rows, np.int32)
+    positions = np.zeros(num_rows, np.int32)
+    tables = np.full((num_rows, max(width, 1)), block, np.int32)
+    query_lens[:count] = rows.query_lens
+    positions[:count] = rows.positions
+    tables[:count, :width] = rows.block_tables
+    return PackedRows(query_lens, positions, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +247,6 @@ class AttentionBackend(Protocol):
 
     def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> Callable[[int], FixedStep]:
         """Makes steps of a number of rows, up to `max_rows`, over `pool`, each of up to `max_row_blocks` blocks. They
-        share their buffers, so replanning one invalidates the plans of the others.
-
-        Raises:
-            NotCapturable: the backend's decoding steps cannot be captured in CUDA graphs.
-        """
+        share their buffers, so replanning one invalidates the plans of the others. Raises NotCapturable if the
+        backend's decoding steps cannot be captured in CUDA graphs."""
         raise NotCapturable(f"attention by the {self.name} backend depends on the host at each step")

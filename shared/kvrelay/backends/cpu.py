@@ -77,11 +77,8 @@ class CpuBackend(AttentionBackend):
     name = "cpu"
 
     def __init__(self) -> None:
-        """Builds or loads the kernel.
-
-        Raises:
-            KernelBuildError: it cannot be built here, or does not fit this module.
-        """
+        """Builds or loads the kernel. Raises KernelBuildError if it cannot be built here, or does not fit this
+        module."""
         self._kernel = load_kernel()
         self._kernel.kvrelay_struct_bytes.restype = c_int64
         ours = ctypes.sizeof(_Attention) * 10000 + _ITEM.itemsize * 100 + _SPLIT_ROW.itemsize
@@ -101,11 +98,8 @@ class CpuBackend(AttentionBackend):
         return dtype in _DTYPES and head_dim % _HEADS_MULTIPLE == 0 and 0 < head_dim <= _MAX_HEAD_DIM
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
-        """Cuts the step into pieces for the threads.
-
-        Raises:
-            ValueError: the pool's dtype or head size is not one of the kernel's.
-        """
+        """Cuts the step into pieces for the threads. Raises ValueError if the pool's dtype or head size is not one of
+        the kernel's."""
         # Beside a pool of 8 bits, the first layer gives the dtype of the queries.
         dtype = torch.float32 if is_eight_bit(pool.dtype) else pool.dtype
         if not self.can_hold(dtype, pool.shape[-1]):
@@ -151,11 +145,8 @@ class CpuStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """See `StepAttention.attend`.
-
-        Raises:
-            ValueError: the kernel does not support this dtype of queries beside a pool of 8 bits.
-        """
+        """See `StepAttention.attend`. Raises ValueError if the kernel does not support this dtype of queries beside a
+        pool of 8 bits."""
         call = self._call
         if not self._keep:
             self._prepare(query.shape[1], computed_in(self._pool, key))
@@ -232,7 +223,7 @@ class CpuStep:
 
 
 def cut_work(rows: PackedRows, num_kv_heads: int, group: int, num_threads: int) -> _Work:
-    """Cuts rows into items: tiles of a chunk's queries per KV head, pieces of a decoding row's keys. See cpu_work.c."""
+    """Cuts rows into items: tiles of a chunk's queries per KV head, pieces of a decoding row's keys."""
     cut, size = _cut_function(), _WorkSize()
     lens, positions = (np.ascontiguousarray(array, np.int32) for array in (rows.query_lens, rows.positions))
     shape = (lens.ctypes.data, positions.ctypes.data, len(lens), num_kv_heads, group, num_threads)

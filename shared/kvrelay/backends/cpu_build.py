@@ -38,11 +38,8 @@ class KernelBuildError(Exception):
 
 @cache
 def load_kernel() -> ctypes.CDLL:
-    """Returns the compiled kernel. Builds it if the cache has none for this source, compiler and CPU.
-
-    Raises:
-        KernelBuildError: no compiler, or it failed.
-    """
+    """Returns the compiled kernel. Builds it if the cache has none for this source, compiler and CPU. Raises
+    KernelBuildError if there is no compiler, or it failed."""
     openmp = _load_torch_openmp()
     compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
@@ -67,11 +64,7 @@ def cache_dir() -> Path:
 
 def build_kernel(compiler: str, directory: Path, *, link_openmp: bool) -> Path:
     """Compiles into `directory`, unless that was done before. If several processes call it at once, one compiles and
-    the others wait for its file.
-
-    Raises:
-        KernelBuildError: the compiler failed, or the directory cannot be written.
-    """
+    the others wait for its file. Raises KernelBuildError if the compiler failed, or the directory cannot be written."""
     target = directory / f"cpu_kernel-{_key(compiler, link_openmp)}.so"
     if target.exists():
         return target

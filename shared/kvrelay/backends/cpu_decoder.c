@@ -12,7 +12,6 @@
 #include "cpu_kernel.c"
 #include "cpu_masks.c"
 #include "cpu_ranks.c"
-#include "cpu_work.c"
 
 typedef struct {
     Linear qkv, output, gate_up, down;

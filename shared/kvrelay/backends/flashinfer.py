@@ -27,8 +27,7 @@ from kvrelay.backends.backend import (
     last_contiguous,
 )
 from kvrelay.backends.flashinfer_graphs import FlashInferFixedSteps, plan_options
-from kvrelay.backends.flashinfer_kernels import FlashInferKernels
-from kvrelay.backends.paging import PagedRows, num_chunk_rows, page_rows
+from kvrelay.backends.flashinfer_kernels import FlashInferKernels, PagedRows, num_chunk_rows, page_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -45,11 +44,7 @@ class FlashInferBackend(AttentionBackend):
     name = "flashinfer"
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        """`module` replaces `flashinfer` in tests.
-
-        Raises:
-            ImportError: FlashInfer is not installed.
-        """
+        """`module` replaces `flashinfer` in tests. Raises ImportError if FlashInfer is not installed."""
         self.kernels = FlashInferKernels(device, module)
         self.fallback = TorchBackend()
 
@@ -60,11 +55,8 @@ class FlashInferBackend(AttentionBackend):
         return layout.dtype in _DTYPES and layout.head_dim in _HEAD_DIMS and fits
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
-        """Sends the step's indices to the device. The kernels' own plans follow at the first layer of each kind.
-
-        Raises:
-            ValueError: the pool's dtype or heads are not among the kernels'.
-        """
+        """Sends the step's indices to the device. The kernels' own plans follow at the first layer of each kind. Raises
+        ValueError if the pool's dtype or heads are not among the kernels'."""
         _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
         # Beside a pool of 8 bits, the first layer gives the dtype of the queries.
         dtype, stored = (torch.bfloat16, pool.dtype) if is_eight_bit(pool.dtype) else (pool.dtype, None)
@@ -191,12 +183,12 @@ def _to_device(device: torch.device, *arrays: Int32Array) -> list[torch.Tensor]:
     """Copies int32 arrays to the device as one transfer. Each array begins at a multiple of 16 bytes."""
     lengths = [len(array) for array in arrays]
     padded = [-(-length // 4) * 4 for length in lengths]
-    staged = torch.empty(sum(padded), dtype=torch.int32, pin_memory=device.type == "cuda")
-    host, start, starts = staged.numpy(), 0, []
+    pinned = torch.empty(sum(padded), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host, start, starts = pinned.numpy(), 0, []
     for array, room in zip(arrays, padded, strict=True):
         host[start : start + len(array)] = array
         starts.append(start)
         start += room
     # The caching host allocator keeps the pinned memory until the copy is done.
-    moved = staged.to(device, non_blocking=True)
+    moved = pinned.to(device, non_blocking=True)
     return [moved[begin : begin + length] for begin, length in zip(starts, lengths, strict=True)]

@@ -22,8 +22,7 @@ from kvrelay.backends.backend import (
     computed_in,
     last_contiguous,
 )
-from kvrelay.backends.flashinfer_kernels import FlashInferKernels
-from kvrelay.backends.paging import page_rows
+from kvrelay.backends.flashinfer_kernels import FlashInferKernels, page_rows
 
 _PLAN_BYTES = 2 * 2**20  # bytes of a split over the device's multiprocessors: some 16 for each of a few thousand pieces
 _PLAN_ROW_BYTES = 64  # further bytes for each row of the largest graph
@@ -80,12 +79,12 @@ class FlashInferFixedStep:
         starts, lens, pages = paged.page_starts, paged.last_page_lens, paged.page_ids
         num_lens, num_starts, first_page = aligned(len(lens)), aligned(len(starts)), aligned(self._num_rows)
         # In pinned memory, so that the copies do not wait. The caching host allocator keeps it until they are done.
-        staged = torch.empty(
+        pinned = torch.empty(
             num_lens + num_starts + first_page + len(pages),
             dtype=torch.int32,
             pin_memory=self._shared.pool.device.type == "cuda",
         )
-        host_lens, host_starts, moving = staged.split([num_lens, num_starts, first_page + len(pages)])
+        host_lens, host_starts, moving = pinned.split([num_lens, num_starts, first_page + len(pages)])
         host_lens[: len(lens)] = torch.from_numpy(lens)
         host_starts[: len(starts)] = torch.from_numpy(starts)
         filled = moving.numpy()
@@ -101,11 +100,7 @@ class FlashInferFixedStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """See `StepAttention.attend`.
-
-        Raises:
-            NotCapturable: the layer has attention sinks.
-        """
+        """See `StepAttention.attend`. Raises NotCapturable if the layer has attention sinks."""
         if params.sinks is not None:
             raise NotCapturable("its layers have attention sinks")
         pool, kernels = self._shared.pool, self._shared.kernels

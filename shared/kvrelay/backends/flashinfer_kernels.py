@@ -1,13 +1,18 @@
-"""FlashInfer's kernels for one device: a wrapper for each kind of layer, and the memory that they share."""
+"""FlashInfer's kernels for one device: a wrapper for each kind of layer, and the memory that they share.
+
+Block tables are their input as compressed rows.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 
-from kvrelay.backends.backend import LayerKind
+from kvrelay.backends.backend import Int32Array, LayerKind, PackedRows
 
 _LEAST_WORKSPACE_BYTES = 256 * 2**20  # twice FlashInfer's recommendation: prefill of 8192 tokens splits long rows
 _TENSOR_CORE_GROUP = 4  # from this many query heads per KV head on, decoding on tensor cores is faster
@@ -101,3 +106,48 @@ class FlashInferKernels:
         if self._workspace.numel() < num_bytes:
             self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         return self._workspace
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Some adjacent rows of a step. Row r's pages are `page_ids[page_starts[r] : page_starts[r + 1]]`."""
+
+    query_starts: Int32Array  # [rows + 1], from 0
+    page_starts: Int32Array  # [rows + 1], from 0
+    page_ids: Int32Array  # [page_starts[-1]]
+    last_page_lens: Int32Array  # [rows], tokens in each row's last page including this step's; 1 to the page's size
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.last_page_lens)
+
+    def take(self, first: int, last: int) -> PagedRows:
+        """The rows from `first` up to `last`, as views if possible."""
+        query_starts, page_starts = self.query_starts[first : last + 1], self.page_starts[first : last + 1]
+        return PagedRows(
+            query_starts=query_starts - query_starts[0],
+            page_starts=page_starts - page_starts[0],
+            page_ids=self.page_ids[page_starts[0] : page_starts[-1]],
+            last_page_lens=self.last_page_lens[first:last],
+        )
+
+
+def page_rows(rows: PackedRows, block_size: int) -> PagedRows:
+    """The step's rows, with pages up to the last token that it writes."""
+    num_keys = rows.positions + rows.query_lens
+    num_pages = -(-num_keys // block_size)
+    used = np.arange(rows.block_tables.shape[1], dtype=np.int32) < num_pages[:, None]
+    page_starts = np.zeros(len(num_pages) + 1, np.int32)
+    np.cumsum(num_pages, out=page_starts[1:])
+    return PagedRows(
+        query_starts=rows.query_starts,
+        page_starts=page_starts,
+        page_ids=rows.block_tables[used],
+        last_page_lens=(num_keys - (num_pages - 1) * block_size).astype(np.int32),
+    )
+
+
+def num_chunk_rows(rows: PackedRows) -> int:
+    """The number of leading rows up to the last one with several tokens. The rows behind decode one token each."""
+    chunks = np.flatnonzero(rows.query_lens > 1)
+    return int(chunks[-1]) + 1 if len(chunks) else 0

@@ -25,7 +25,7 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.handoff.transports.nixl_agent import PACKAGES
 from kvrelay.machine_memory import available_memory_bytes
 from kvrelay.process import HeldPort
-from kvrelay.ranks.model_division import why_not_divided
+from kvrelay.ranks.local_ranks import why_not_divided
 from kvrelay.scheduling.memory.swapping import SWAP_PART
 
 DEFAULT_POOL_BYTES = 1 << 30

@@ -277,10 +277,10 @@ class WorkerConfig(RankedConfig):
         return self.uses_redis and self.prefix_cache
 
     @property
-    def num_stages(self) -> int:
-        """Steps of this worker that are computed at the same time, each in another stage."""
+    def pipeline_depth(self) -> int:
+        """Steps of this worker that are computed at the same time, each in another part of a pipeline."""
         is_simulated = self.backend == "simulated"
-        return find_profile(self.profile).num_stages if is_simulated else self.pipeline_parallel_size
+        return find_profile(self.profile).pipeline_depth if is_simulated else self.pipeline_parallel_size
 
     @property
     def lease_ttl_s(self) -> float:
@@ -342,9 +342,9 @@ class WorkerConfig(RankedConfig):
             raise ValueError("memory_utilization cannot be measured with backend = simulated: set num_blocks")
         if self.backend == "simulated" and self.num_ranks > 1:
             raise ValueError(f"{self.division} divides a real model: with backend = simulated, name a profile of it")
-        if self.backend == "simulated" and self.data_parallel_size > 1 and self.num_stages > 1:
+        if self.backend == "simulated" and self.data_parallel_size > 1 and self.pipeline_depth > 1:
             raise ValueError(
-                f"{self.division} with profile = {self.profile}: ranks of data_parallel_size have no stages "
+                f"{self.division} with profile = {self.profile}: ranks of data_parallel_size have no pipeline "
                 f"(allowed: a profile without -ppM)"
             )
         if self.num_workers > 1 and self.data_parallel_size > 1:

@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrelay.backends.backend import AttentionBackend, KVLayout
-from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.integer_weight import Quantization
 from kvrelay.engine.load.model_source import LoadFormat, open_source
-from kvrelay.engine.memory.gauges import MemoryGauge, make_gauge
-from kvrelay.engine.memory.profile import (
+from kvrelay.engine.parallel.model_part import ONE_PROCESS, RankGroups
+from kvrelay.engine.pool_size import (
+    MemoryGauge,
     MemoryProfile,
     blocks_for_profile,
+    make_gauge,
     measure_kept,
     profile_memory,
 )
-from kvrelay.engine.parallel.part_plan import ONE_PROCESS, RankGroups
 from kvrelay.engine.run.device import use_on_this_thread
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
@@ -61,19 +62,16 @@ def make_runner(
     quantization: Quantization = "none",
     ranks: RankGroups = ONE_PROCESS,
 ) -> TransformersRunner:
-    """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
+    """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit the share of
+    memory in `size_pool`, or else `memory_bytes`.
 
-    With `size_pool`, the pool is the stated share of the machine's memory minus what a profile of the largest step
-    takes. `kv_cache_dtype` is one of `KV_DTYPES`, or "auto" for the model's dtype. `swap_bytes` is the host's swap
-    space; None: a quarter of the pool's memory. Without a `backend`, the fastest one that works is used. With `graphs`,
-    decoding steps are captured in CUDA graphs if model and backend allow it. Their scratch block is part of the memory,
-    and one more than `num_blocks` if that is given.
+    `kv_cache_dtype` is one of `KV_DTYPES`, or "auto" for the model's dtype. `swap_bytes` is the host's swap space;
+    None: a quarter of the pool's memory. Without a `backend`, the fastest one that works is used. With `graphs`,
+    decoding steps are captured in CUDA graphs if model and backend allow it; the pool then has a scratch block more.
 
-    With `ranks`, this process loads its rank's part of the model: some heads, some layers, or some heads of some
-    layers. All ranks call this at the same time, with the same arguments but for device and groups. `memory_bytes` and
-    `swap_bytes` are each rank's; on CPUs, `size_pool` is the share of all ranks on this machine together. All ranks get
-    the same number of blocks. There are no graphs. With data parallelism it loads attention whole and a part of each
-    MLP, and its steps run with those of the other ranks, which have sequences of their own.
+    With `ranks`, this process loads its rank's part of the model. All ranks call this at the same time, with the same
+    arguments but for device and groups, and get the same number of blocks and no graphs. `memory_bytes` and
+    `swap_bytes` are each rank's; on CPUs, `size_pool` is the share of all ranks on this machine together.
 
     Raises UnsupportedModel with the reason; ValueError for an unknown dtype, memory for less than one block, or CUDA
     graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; OSError for no such model.
@@ -88,20 +86,17 @@ def make_runner(
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
     loaded = load_model(source, block_size, backend, fused_layers=fused_layers)
-    profile = None
     if num_blocks is None and size_pool is not None:
-        profile = _profile(loaded, size_pool, gauge, graphs)
+        num_blocks = _num_blocks_beside(loaded, size_pool, swap_bytes, gauge, graphs)
     with ranks.in_agreement():
-        if num_blocks is None and profile is not None and size_pool is not None:
-            num_blocks = _num_blocks_beside(profile, loaded, size_pool, swap_bytes)
-        elif num_blocks is None:
+        if num_blocks is None:
             num_blocks = _num_blocks_of(loaded.layout, memory_bytes, with_scratch=graphs is not None)
-    num_blocks = ranks.least(num_blocks)
+    num_blocks = ranks.least(num_blocks)  # the ranks of a pipeline may have blocks of unequal size
     with ranks.in_agreement():
         if max_model_len is not None:
             _check_holds(loaded.layout, num_blocks, max_model_len)
         num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
-    num_slots = ranks.least(num_slots)  # stages may have blocks of unequal size
+    num_slots = ranks.least(num_slots)
     with ranks.in_agreement():
         runner = TransformersRunner(loaded, num_blocks, num_host_slots=num_slots, with_scratch=graphs is not None)
     _warn_of_cut(source.max_model_len, runner.spec)
@@ -172,19 +167,23 @@ def _profile(model: CausalModel, sizing: PoolSizing, gauge: MemoryGauge, graphs:
     return profile
 
 
-def _num_blocks_beside(profile: MemoryProfile, model: CausalModel, sizing: PoolSizing, swap_bytes: int | None) -> int:
-    """The blocks that fit beside weights and the largest step. Raises PoolDoesNotFit."""
+def _num_blocks_beside(
+    model: CausalModel, sizing: PoolSizing, swap_bytes: int | None, gauge: MemoryGauge, graphs: GraphSettings | None
+) -> int:
+    """The blocks that fit beside weights and the largest step, which is run. Raises PoolDoesNotFit, on all ranks."""
+    profile = _profile(model, sizing, gauge, graphs)
     block_size, block_bytes, group = model.layout.block_size, model.layout.block_bytes, model.source.ranks.all_ranks
     is_cpu = model.source.device.type == "cpu"
     # Ranks on CPUs share the memory of one machine.
     share = sizing.memory_utilization / (group.size if is_cpu and group is not None else 1)
-    profile.check_free(share)
-    num_blocks = profile.num_blocks(
-        share,
-        block_bytes,
-        blocks_for(sizing.token_budget, block_size),
-        swap_bytes=swap_bytes if is_cpu else 0,  # a GPU's pool swaps to the host's memory, which does not count here
-    )
+    with model.source.ranks.in_agreement():
+        profile.check_free(share)
+        num_blocks = profile.num_blocks(
+            share,
+            block_bytes,
+            blocks_for(sizing.token_budget, block_size),
+            swap_bytes=swap_bytes if is_cpu else 0,  # a GPU's pool swaps to the host's memory: not counted here
+        )
     log.info(
         "memory: %d MiB with the weights, %d MiB for the largest step, %d MiB for CUDA graphs, %d MiB for the pool, "
         "of %d MiB",

@@ -75,6 +75,6 @@ class ModelRunner(Protocol):
         After an error, nothing of the step writes into its blocks any more, and no LaunchedStep is left to end.
 
         Called on one thread at a time, while `land` may run on another. At most two steps are launched and not ended,
-        with a pipeline one more than it has stages.
+        with a pipeline one more than its size.
         """
         raise RuntimeError(f"{type(self).__name__} runs one step at a time")

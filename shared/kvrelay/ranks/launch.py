@@ -7,12 +7,14 @@ With tensor and pipeline parallelism the worker's process is rank 0 (`load_divid
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib import metadata
 from typing import Any
@@ -24,11 +26,10 @@ from kvrelay.config.ranks import WAIT_FOR_WORKER_S, RankConfig
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.load.checkpoint import read_config
 from kvrelay.engine.make import DEFAULT_KV_MEMORY_BYTES, PoolSizing, make_runner
-from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.part_plan import RankGroups
-from kvrelay.engine.parallel.rendezvous import GroupNotFormed, family_of, host_towards
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed, family_of, host_towards
+from kvrelay.engine.parallel.model_part import RankGroups
+from kvrelay.engine.parallel.pipeline import PipelineLink
 from kvrelay.engine.parallel.shard_plan import check_data_parallel
-from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.run.device import find_device
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
@@ -36,14 +37,19 @@ from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.handoff.transports.select import make_receivers, make_senders
 from kvrelay.logs import setup_logging
 from kvrelay.process import deferred_collection, settle_garbage
-from kvrelay.ranks.local_ranks import LocalRanks, RankCommand, RanksFailed, end_with_starter
-from kvrelay.ranks.lockstep_group import LockstepRunner
+from kvrelay.protocol.messages import PeerRef, WakeRank
+from kvrelay.ranks.local_ranks import (
+    END_WITHIN_S,
+    LocalRanks,
+    RankCommand,
+    RanksFailed,
+    end_with_starter,
+    why_not_divided,
+)
 from kvrelay.ranks.messages import Meeting
-from kvrelay.ranks.model_division import why_not_divided
-from kvrelay.ranks.process_rank import ProcessRank
 from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.ranks.rank_member import RankMember
-from kvrelay.ranks.ranked_runner import RankedRunner
+from kvrelay.ranks.ranked_runner import LockstepRunner, RankedRunner
 from kvrelay.step.batch import DeviceLost
 
 log = logging.getLogger(__name__)
@@ -205,11 +211,11 @@ def make_transports(config: WorkerConfig, pool: PoolLike) -> Mapping[str, Transf
 def _make_divided(
     config: WorkerConfig, group: GroupCoordinator, device: torch.device, threads: int | None
 ) -> TransformersRunner:
-    """`group` has all ranks. With several stages it is only for the load: the stages are connected by `StageLink`, and
-    the ranks of a stage by a group of their own."""
+    """`group` has all ranks. In a pipeline it is only for the load: its stages are connected by `PipelineLink`, and the
+    ranks of a stage by a group of their own."""
     if config.pipeline_parallel_size == 1:
         return make_part(config, device, threads, ranks=RankGroups(group))
-    link = StageLink.connect(group, config.pipeline_parallel_size)
+    link = PipelineLink.connect(group, config.pipeline_parallel_size)
     stage_group = group.divide(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
     return make_part(config, device, threads, ranks=RankGroups(stage_group, link))
 
@@ -273,6 +279,70 @@ def _worker_commands(config: WorkerConfig, port: int, device: torch.device) -> l
                 own.append(f"--{name.replace('_', '-')}={first + rank}")
         commands.append(RankCommand(rank, [*program, *flags, *own]))
     return commands
+
+
+class ProcessRank:
+    """A rank whose others are processes. Implements `LockstepGroup`."""
+
+    def __init__(self, coordinator: GroupCoordinator, local: LocalRanks) -> None:
+        """`local`: the processes of other ranks that this one has started: none on other ranks than the first."""
+        self.rank = coordinator.rank
+        self.size = coordinator.size
+        self._coordinator = coordinator
+        self._local = local
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="lockstep")
+        self._peers: list[PeerRef] = []
+        self._send: Callable[[PeerRef, WakeRank], None] = lambda peer, body: None
+        self._lost: asyncio.Future[str] | None = None
+        self._is_draining = False
+        self._is_lost = False  # without a drain
+        # Of a process that has ended the connections close, except if it ends in the middle of a collective in C.
+        local.first_end.add_done_callback(lambda _: coordinator.leave())
+
+    def join(self, me: PeerRef, send: Callable[[PeerRef, WakeRank], None], on_wake: Callable[[int], None]) -> None:
+        own = json.dumps([me.peer_id, me.incarnation, me.address])
+        try:
+            peers = [PeerRef(*json.loads(text)) for text in self._coordinator.all_texts(own)]
+        except DeviceLost as error:
+            raise RanksFailed(self._local.why_lost(str(error))) from error
+        self._peers = [peer for rank, peer in enumerate(peers) if rank != self.rank]
+        self._send = send
+
+    async def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._executor, self._coordinator.exchange, numbers)
+        except DeviceLost:
+            self._is_lost = not self._is_draining
+            raise
+
+    def wake_others(self, num_passes: int) -> None:
+        for peer in self._peers:
+            self._send(peer, WakeRank(num_passes=num_passes))
+
+    def begin_drain(self) -> None:
+        self._is_draining = True
+        self._local.terminate()
+
+    def peer_lost(self, peer: PeerRef, reason: str) -> None:
+        if peer in self._peers and self._lost is not None and not self._lost.done():
+            self._lost.set_result(f"{peer.peer_id}, a rank of this group, is lost: {reason}")
+
+    async def watch(self) -> None:
+        lost = self._lost = asyncio.get_running_loop().create_future()
+        ended = asyncio.wrap_future(self._local.first_end)
+        await asyncio.wait([lost, ended], return_when=asyncio.FIRST_COMPLETED)
+        self._is_lost = not self._is_draining
+        raise DeviceLost(lost.result() if lost.done() else ended.result())
+
+    def leave(self) -> None:
+        self._coordinator.leave()
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False)
+        self._coordinator.close()
+        # A lost group does not end by itself, and requests wait for the end of this process.
+        self._local.close(0.0 if self._is_lost else END_WITHIN_S)
 
 
 # -- both -------------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
-    """A rank has ended its oldest step, in `seconds` without the wait for the stage before. `error` is one that leaves
+    """A rank has ended its oldest step, in `seconds` without the wait for hidden states. `error` is one that leaves
     the ranks in step: rank 0 has the same, or the group ends."""
 
     rank: int

@@ -1,4 +1,4 @@
-"""A model runner whose model is divided among ranks."""
+"""Model runners whose steps several ranks compute."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.ranks.lockstep_group import LockstepGroup
 from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.step.batch import DeviceLost, ModelSpec, StepResult, WorkerBatch
 
@@ -47,21 +48,11 @@ class LeadingRunner(PartRunner, ModelRunner, Protocol):
         ...
 
 
-class RankedRunner:
-    """A `ModelRunner` over rank 0's runner, which is in this process, and the group of the others.
+class _RunnerOverRanks(ModelRunner):
+    """A `ModelRunner` over this rank's runner."""
 
-    A step has ended when it has on all ranks. An error of another rank is raised as DeviceLost. If the ranks are the
-    stages of a pipeline, steps are launched behind others: other ranks compute them at once, and rank 0, which is in
-    the last stage, when they land.
-    """
-
-    def __init__(self, runner: LeadingRunner, group: RankGroup) -> None:
-        self.group = group
-        self.launches_ahead = runner.spec.pipeline_parallel_size > 1
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._lock = threading.Lock()  # guards the drops and the rows in flight
-        self._in_flight: Counter[SequenceKey] = Counter()  # steps in flight by sequence
-        self._drops: set[SequenceKey] = set()
 
     @property
     def spec(self) -> ModelSpec:
@@ -69,11 +60,48 @@ class RankedRunner:
 
     @property
     def pool_memory(self) -> PoolLike:
-        """Rank 0's pool."""
+        """This rank's pool."""
         return self._runner.pool_memory
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         self._runner.add_sequence(key, sampling, token_ids, num_prompt)
+
+    def drop_sequence(self, key: SequenceKey) -> None:
+        self._runner.drop_sequence(key)
+
+    def execute(self, batch: WorkerBatch) -> StepResult:
+        return self._runner.execute(batch)
+
+
+class LockstepRunner(_RunnerOverRanks):
+    """A runner with its connection to the other ranks, which `execute` each step at the same time, of requests of their
+    own."""
+
+    def __init__(self, runner: ModelRunner, group: LockstepGroup) -> None:
+        super().__init__(runner)
+        self.group = group
+
+
+class RankedRunner(_RunnerOverRanks):
+    """A `ModelRunner` over rank 0's runner, which is in this process, and the group of the others.
+
+    A step has ended when it has on all ranks. An error of another rank is raised as DeviceLost. If the ranks are the
+    stages of a pipeline, steps are launched behind others: other ranks compute them at once, and rank 0, which is in
+    the last stage, when they land.
+    """
+
+    _runner: LeadingRunner
+
+    def __init__(self, runner: LeadingRunner, group: RankGroup) -> None:
+        super().__init__(runner)
+        self.group = group
+        self._lock = threading.Lock()  # guards the drops and the rows in flight
+        self._in_flight: Counter[SequenceKey] = Counter()  # steps in flight by sequence
+        self._drops: set[SequenceKey] = set()
+
+    @property
+    def launches_ahead(self) -> bool:
+        return self.spec.pipeline_parallel_size > 1
 
     def drop_sequence(self, key: SequenceKey) -> None:
         """A sequence with a row in a step in flight is dropped when that ends: all ranks compute the same rows."""

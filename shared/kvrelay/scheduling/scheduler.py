@@ -5,7 +5,7 @@
 - `StepCommit` appends new tokens and ends sequences.
 - `SequenceLifecycle` has the sequences, the queue, and every transition between their states, preemption among them.
 
-At most two steps are uncommitted: one in flight, and one planned behind it. With a pipeline of N stages there may be N
+At most two steps are uncommitted: one in flight, and one planned behind it. With a pipeline of depth N there may be N
 in flight and one behind them; no decode is in two of them.
 """
 
@@ -51,7 +51,7 @@ class Scheduler:
             self.chunks,
             decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
-        self._planner = StepPlanner(self.lifecycle, self.admission, self.chunks, num_stages=settings.num_stages)
+        self._planner = StepPlanner(self.lifecycle, self.admission, self.chunks, pipeline_depth=settings.pipeline_depth)
         self._commit = StepCommit(self.lifecycle)
         self._step = 0
         self._uncommitted: list[StepPlan] = []  # steps in flight, and one planned behind them
@@ -172,7 +172,7 @@ class Scheduler:
 
     def _must_commit_first(self) -> bool:
         """Returns whether the results of a step in flight are needed to plan the next one."""
-        if self.settings.num_stages > 1:  # sequences that sample in a step in flight have no row in the next one
+        if self.settings.pipeline_depth > 1:  # sequences that sample in a step in flight have no row in the next one
             return any(row.sequence.forks is not None for plan in self._uncommitted for row in plan.rows)
         rows = self._uncommitted[0].rows
         if any(row.guesses is not None or row.sequence.forks is not None for row in rows):

@@ -61,7 +61,7 @@ class SchedulerSettings:
     block's copy one way, until measured. `jump_forward`: steps may bring tokens that grammars force.
     `samples_behind`: the runner can run a step with a constrained sequence behind one that samples a token of it;
     otherwise no step is planned behind such a one.
-    `speculation`: which sequences' tokens are guessed, and how many. `num_stages`: stages of the model's pipeline.
+    `speculation`: which sequences' tokens are guessed, and how many. `pipeline_depth`: parts of the model's pipeline.
     """
 
     queue_order: QueueOrderName = "fcfs"
@@ -73,9 +73,9 @@ class SchedulerSettings:
     jump_forward: bool = False
     samples_behind: bool = False
     speculation: SpeculationSettings = NO_SPECULATION
-    num_stages: int = 1
+    pipeline_depth: int = 1
 
     @property
     def max_uncommitted(self) -> int:
-        """Steps that are planned or in flight at the same time: one for each stage, and one behind them."""
-        return self.num_stages + 1
+        """Steps that are planned or in flight at the same time: one for each part of a pipeline, and one behind."""
+        return self.pipeline_depth + 1

@@ -27,9 +27,9 @@ class StepPlanner:
         admission: SequenceAdmission,
         chunks: Chunks,
         *,
-        num_stages: int = 1,
+        pipeline_depth: int = 1,
     ) -> None:
-        """`num_stages`: stages of the model's pipeline. With several, decodes are divided into as many groups, whose
+        """`pipeline_depth`: parts of the model's pipeline. With several, decodes are divided into as many groups, whose
         steps are in flight at the same time."""
         self._lifecycle = lifecycle
         self._running = lifecycle.running
@@ -39,7 +39,7 @@ class StepPlanner:
         self._admission = admission
         self._chunks = chunks
         self._forced_tokens = lifecycle.forced
-        self._num_stages = num_stages
+        self._pipeline_depth = pipeline_depth
 
     @property
     def running(self) -> Mapping[SequenceKey, Sequence]:
@@ -96,30 +96,30 @@ class StepPlanner:
             if sequence.state is SequenceState.RUNNING:
                 self._lifecycle.make_room(sequence, sequence.next_position + runs.get(sequence, 1), builder)
         # What follows tokens of a step in flight cannot be guessed yet: `schedule_ahead` waits for these if it matters.
-        if speculating and (not builder.ahead or self._num_stages > 1):
+        if speculating and (not builder.ahead or self._pipeline_depth > 1):
             builder.has_guesses = self._add_guesses(speculating, rows, builder)
         builder.add_decodes(rows, has_runs=builder.has_guesses or bool(runs))
 
     def _most_decodes(self, builder: PlanBuilder) -> int:
-        """The decodes of a step: with a pipeline an equal part of them for each stage, in as many steps at most. More
+        """The decodes of a step: with a pipeline an equal share for each of its parts, in as many steps at most. More
         and smaller groups would read the weights more often."""
-        if self._num_stages == 1:
+        if self._pipeline_depth == 1:
             return 1 << 30
-        if builder.num_decode_steps >= self._num_stages:
+        if builder.num_decode_steps >= self._pipeline_depth:
             return 0
         num_decodes = sum(not sequence.is_prompting for sequence in self._running.values())
-        return -(-num_decodes // self._num_stages)
+        return -(-num_decodes // self._pipeline_depth)
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Returns whether a sequence in a step in flight gets a row in the next one. With a pipeline only if its tokens
-        are known, so that no stage waits for the last one. A stop token may still end it."""
+        are known, so that no rank waits for the last one. A stop token may still end it."""
         if sequence.abort_requested or self._forced_tokens.is_behind(sequence):
             return False
         expected = sequence.num_expected
         if not expected:
             return True
         is_last = sequence.prefill_only or sequence.num_tokens + expected >= sequence.max_length
-        return not is_last and self._num_stages == 1
+        return not is_last and self._pipeline_depth == 1
 
     def _add_guesses(self, places: Seq[int], rows: list[PlannedRow], builder: PlanBuilder) -> bool:
         """Adds guesses to some of the rows. Returns whether there are any.

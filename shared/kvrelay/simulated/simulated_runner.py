@@ -147,7 +147,7 @@ class SimulatedRunner(ModelRunner):
         self._known.pop(key, None)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
-        """Returns at once. The result's times are those of the simulated device, or of each stage of several.
+        """Returns at once. The result's times are those of the simulated device, or of each part of a pipeline.
 
         Raises KeyError if a row that samples, or has a placeholder, is unknown.
         """
@@ -159,7 +159,7 @@ class SimulatedRunner(ModelRunner):
         packed = _Packed.of(rows, self._spec.block_size)
         self._write(rows, packed)
         digests = self._read(packed)
-        forward_s = self._profile.step_s(load) / self._profile.num_stages
+        forward_s = self._profile.step_s(load) / self._profile.pipeline_depth
         return StepResult(batch.step, self._results(rows, packed, digests), forward_s, copy_s)
 
     # -- K/V ----------------------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ class ModelSpec:
     model_identity: str = ""  # the fingerprint of workers that have the whole model in one process; empty: simulated
     tensor_parallel_size: int = 1  # ranks among which heads are divided; the numbers above are of one rank
     total_kv_heads: int = 0  # KV heads of the whole model; 0: simulated
-    pipeline_parallel_size: int = 1  # stages among which layers are divided; the numbers above are of the last one
+    pipeline_parallel_size: int = 1  # parts into which layers are divided; the numbers above are of the last one
     total_layers: int = 0  # layers of the whole model; 0: simulated
 
     @property

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from kvrelay.core_leases import CoreLeases
-from kvrelay.device_profiles import StageClock
+from kvrelay.device_profiles import PipelineClock
 from kvrelay.engine.model_runner import LaunchedStep, ModelRunner
 from kvrelay.ranks.lockstep_group import LockstepGroup
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch
@@ -274,20 +274,20 @@ class _Queued(_Alone):
 
 
 class PipelinedTimedLauncher(TimedLauncher):
-    """For a simulated pipeline: a step takes the time that the result names on each stage, and the first stage takes
+    """For a simulated pipeline: a step takes the time that the result names on each part, and the first part takes
     the next step as soon as it is free. Results exist at launch, as steps in flight do not need each other's tokens."""
 
     _make_flight = _Queued
 
-    def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, num_stages: int) -> None:
+    def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, pipeline_depth: int) -> None:
         super().__init__(runner, trace)
-        self._stages = StageClock(num_stages)
+        self._pipeline = PipelineClock(pipeline_depth)
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
         return batch.is_plain
 
     def _ends_at(self, now: float, took_s: float, *, ahead: bool) -> float:
-        return self._stages.enter(now, took_s)
+        return self._pipeline.enter(now, took_s)
 
 
 class LockstepTimedLauncher(TimedLauncher):

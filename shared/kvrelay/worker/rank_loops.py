@@ -121,8 +121,8 @@ class LockstepLoop(StepLoop):
 class PipelinedStepLoop(StepLoop):
     """Keeps as many steps in flight as the scheduler plans, and lands them in order.
 
-    The first stage computes a step as soon as it is launched. A step that cannot be launched behind others is held
-    until these have landed. While a step is committed, the last stage computes the next one.
+    The first ranks compute a step as soon as it is launched. A step that cannot be launched behind others is held
+    until these have landed. While a step is committed, the last ranks compute the next one.
     """
 
     max_in_flight = 2

@@ -32,7 +32,8 @@ from kvrelay.process import (
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost
 from kvrelay.protocol.messages import Generate, Prefill, StatusQuery, WakeRank
 from kvrelay.ranks.local_ranks import PARENT_VARIABLE
-from kvrelay.ranks.lockstep_group import LocalGroup, LockstepRunner
+from kvrelay.ranks.lockstep_group import LocalGroup
+from kvrelay.ranks.ranked_runner import LockstepRunner
 from kvrelay.telemetry.metrics import (
     Instruments,
     MetricSample,

@@ -24,8 +24,7 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef
-from kvrelay.ranks.lockstep_group import LockstepRunner
-from kvrelay.ranks.ranked_runner import RankedRunner
+from kvrelay.ranks.ranked_runner import LockstepRunner, RankedRunner
 from kvrelay.scheduling import scheduler as scheduling
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, PrefillDelayer
 from kvrelay.scheduling.scheduler import Scheduler
@@ -184,15 +183,17 @@ class WorkerStartup:
             return LockstepLoop(runner, scheduler, observer, group=runner.group, make_launcher=launcher)
         overlap = overlaps_steps(runner, self.config.overlap, is_simulated=is_simulated)
         cores = _lent_cores(runner)
-        num_stages = self.config.num_stages
-        make_loop = PipelinedStepLoop if overlap and num_stages > 1 else StepLoop
+        pipeline_depth = self.config.pipeline_depth
+        make_loop = PipelinedStepLoop if overlap and pipeline_depth > 1 else StepLoop
         if is_simulated:
-            launcher = partial(PipelinedTimedLauncher, num_stages=num_stages) if num_stages > 1 else TimedLauncher
+            launcher = (
+                partial(PipelinedTimedLauncher, pipeline_depth=pipeline_depth) if pipeline_depth > 1 else TimedLauncher
+            )
         else:
             launcher = choose_launcher(runner, overlap=overlap, cores=cores)
         steps = make_loop(runner, scheduler, observer, overlap=overlap, make_launcher=launcher)
         if isinstance(steps, PipelinedStepLoop):
-            steps.max_in_flight = num_stages + 1
+            steps.max_in_flight = pipeline_depth + 1
         return steps
 
 
@@ -246,7 +247,7 @@ def scheduler_settings(config: WorkerConfig) -> SchedulerSettings:
         chunking=config.chunking,
         preemption=config.preemption,
         jump_forward=config.jump_forward,
-        num_stages=config.num_stages,
+        pipeline_depth=config.pipeline_depth,
         speculation=SpeculationSettings(config.speculation),
     )
 

@@ -48,7 +48,8 @@ def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner
 def _make_runner(config: WorkerConfig, *, hands_over: bool) -> ModelRunner:
     if config.backend == "simulated":
         return make_simulated_runner(config)
-    from kvrelay.engine.run.device import find_device, turn_on
+    from kvrelay.engine.pool_size import turn_on
+    from kvrelay.engine.run.device import find_device
     from kvrelay.engine.run.graphs import GraphSettings
     from kvrelay.ranks.launch import load_data_parallel, load_divided, make_part
 

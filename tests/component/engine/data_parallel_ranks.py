@@ -15,7 +15,7 @@ from msgspec import structs
 
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.part_plan import RankGroups
+from kvrelay.engine.parallel.model_part import RankGroups
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import DeviceLost, WorkerBatch

@@ -13,9 +13,9 @@ import torch
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel import group_coordinator
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.part_plan import RankGroups
+from kvrelay.engine.parallel.model_part import RankGroups
+from kvrelay.engine.parallel.pipeline import PipelineLink
 from kvrelay.engine.parallel.shared_memory import share_memory
-from kvrelay.engine.parallel.stage_link import StageLink
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.process import HeldPort
 from kvrelay.step.batch import StepResult, WorkerBatch
@@ -73,7 +73,7 @@ def make_part(group: GroupCoordinator, *, num_stages: int = 1, **options: Any) -
     """A rank's runner. The other options are those of `make_runner`."""
     if num_stages == 1:
         return make_runner(ranks=RankGroups(group), **options)
-    link, size = StageLink.connect(group, num_stages), group.size // num_stages
+    link, size = PipelineLink.connect(group, num_stages), group.size // num_stages
     return make_runner(ranks=RankGroups(group.divide(size) if size > 1 else None, link), **options)
 
 

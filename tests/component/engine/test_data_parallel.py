@@ -12,7 +12,7 @@ import pytest
 from kvrelay.engine.load.checkpoint import read_config
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.part_plan import RankGroups
+from kvrelay.engine.parallel.model_part import RankGroups
 from kvrelay.engine.parallel.shard_plan import check_data_parallel
 from kvrelay.engine.run.attention import UnsupportedModel
 from tests.component.engine.data_parallel_ranks import Task, flattened, prompts_of, run_ranks

@@ -13,9 +13,9 @@ import torch
 
 from kvrelay.backends.backend import PackedRows
 from kvrelay.engine.load.causal_model import CausalModel
-from kvrelay.engine.parallel.part_plan import WHOLE
+from kvrelay.engine.parallel.model_part import WHOLE
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.engine.sample import sampler, truncation
+from kvrelay.engine.sample import random_sampling, sampler
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
@@ -138,7 +138,7 @@ def test_whoever_finishes_has_its_tokens_and_nothing_is_left(
     model: CausalModel, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draws that look at too few tokens, aborts, preemption, NaN and steps that end in the middle, all at once."""
-    monkeypatch.setattr(truncation, "_BEST", (24, 1000))
+    monkeypatch.setattr(random_sampling, "_BEST", (24, 1000))
     monkeypatch.setattr(sampler, "_WORTH_IT", 1.0)
     rng = random.Random(seed)
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.rendezvous import GroupNotFormed
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed
 from tests.component.engine.tensor_parallel_ranks import free_address
 from tests.fakes.waiting import PATIENCE_S
 

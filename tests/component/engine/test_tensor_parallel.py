@@ -15,7 +15,7 @@ from msgspec import structs
 
 from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.run.attention import UnsupportedModel
-from kvrelay.engine.sample.pending_tokens import BadLogits
+from kvrelay.engine.sample.logprobs import BadLogits
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import BlockCopy, CandidatesWanted, DeviceLost, HostCopies, WorkerBatch, WorkerRow

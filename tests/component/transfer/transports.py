@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvrelay.curve import CurveKey
-from kvrelay.engine.run.device_pool import DevicePool
+from kvrelay.engine.run.block_copies import DevicePool
 from kvrelay.handoff.transports.base import (
     BlockPush,
     Pushed,

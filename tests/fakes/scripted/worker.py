@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.worker import Role
-from kvrelay.engine.masks.model_grammars import make_grammar_compiler
+from kvrelay.engine.masks.token_masks import make_grammar_compiler
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvrelay.handoff.transports.pool_memory import PoolLike

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from kvrelay.backends import choose_backend
 from kvrelay.backends.backend import KV_DTYPES, PackedRows, bits
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.backends.flashinfer_kernels import workspace_bytes
-from kvrelay.backends.paging import num_chunk_rows, page_rows
+from kvrelay.backends.flashinfer_kernels import num_chunk_rows, page_rows, workspace_bytes
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.fakes import fake_flashinfer
 from tests.fakes.flashinfer_signatures import RECORDED, check_call, describe

@@ -19,11 +19,12 @@ from kvrelay.backends.backend import (
     PackedRows,
     allocate_pool,
     bits,
+    pad_rows,
+    split_rows,
 )
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.flashinfer_graphs import FlashInferFixedStep, fixed_workspace_bytes
 from kvrelay.backends.flashinfer_kernels import workspace_bytes
-from kvrelay.backends.paging import pad_rows, split_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.fakes import fake_cuda_graphs, fake_flashinfer
 from tests.fakes.fake_cuda_graphs import FakeRecorder

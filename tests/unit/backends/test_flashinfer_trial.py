@@ -12,9 +12,9 @@ import torch
 
 from kvrelay.backends import choose_backend
 from kvrelay.backends.backend import KV_DTYPES, LayerKind
+from kvrelay.backends.choose_backend import WrongAttention, try_layers
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.backends.trial import WrongAttention, try_layers
 from tests.fakes import fake_flashinfer
 from tests.unit.backends.cases import CPU, AttentionCase, dense_attention
 from tests.unit.backends.flashinfer_cases import E5M2, KINDS, LAYOUT, TOLERANCE, install

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvrelay.backends.huge_pages import HUGE_PAGE_BYTES, HugePages, huge_page_memory
+from kvrelay.backends.host_pages import HUGE_PAGE_BYTES, HugePages, huge_page_memory
 
 pytestmark = pytest.mark.unit
 

@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from kvrelay.backends import populate
-from kvrelay.backends.populate import populate_in_background
+from kvrelay.backends import host_pages
+from kvrelay.backends.host_pages import populate_in_background
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
@@ -38,7 +38,7 @@ def test_little_free_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     """Then the pool takes what tokens need."""
     pool, process = pool_of_zeros(), psutil.Process()
     before = process.memory_info().rss
-    monkeypatch.setattr(populate, "available_memory_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(host_pages, "available_memory_bytes", lambda: 1 << 30)
     populate_in_background(pool).join(PATIENCE_S)
     assert process.memory_info().rss - before < NUM_BYTES // 2
 

@@ -16,7 +16,6 @@ from kvrelay.backends import cpu, cpu_build
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.fused import kernel as fused_kernel
-from kvrelay.engine.fused import products
 from tests.fakes.waiting import PATIENCE_S
 from tests.tiny_models import build_model
 from tests.unit.backends.cases import AttentionCase
@@ -43,7 +42,6 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "load_kernel", lambda: library)
         patch.setattr(fused_kernel, "load_kernel", lambda: library)
-        patch.setattr(products, "load_kernel", lambda: library)
         yield library
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvrelay.cli.launch_plan import make_plan
 from kvrelay.cli.preflight import check_sizes
 from kvrelay.config import ConfigError
-from kvrelay.ranks.model_division import why_not_divided
+from kvrelay.ranks.local_ranks import why_not_divided
 
 pytestmark = pytest.mark.unit
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kvrelay.engine.fused.angles import AngleTable
+from kvrelay.engine.fused.kernel import AngleTable
 from tests.thoroughness import examples
 
 HALF = 16

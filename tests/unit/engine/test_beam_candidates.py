@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.sample.beam_candidates import best_candidates
-from kvrelay.engine.sample.pending_tokens import BadLogits
+from kvrelay.engine.sample.logprobs import BadLogits
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.step.batch import CandidatesWanted

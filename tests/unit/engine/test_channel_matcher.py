@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.masks.channel_matcher import ChannelMatcher
+from kvrelay.engine.masks.matchers import AllTokens, ChannelMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import ReasoningChannels
@@ -45,7 +45,7 @@ def channels(budget: int, *, is_open: bool = False) -> ReasoningChannels:
 
 
 def new_matcher(span: ReasoningChannels, grammar: Grammar | None) -> ChannelMatcher:
-    return ChannelMatcher(span, None if grammar is None else COMPILER.compile(grammar), ALL_TOKENS)
+    return ChannelMatcher(span, AllTokens(ALL_TOKENS) if grammar is None else COMPILER.compile(grammar))
 
 
 def allowed_by(matcher: GrammarMatcher) -> set[int]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.run.device_pool import DevicePool
+from kvrelay.engine.run.block_copies import DevicePool
 
 pytestmark = pytest.mark.unit
 NUM_BLOCKS = 7

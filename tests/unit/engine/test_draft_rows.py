@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvrelay.engine.sample.draft_rows import DraftRows
-from kvrelay.engine.sample.pending_tokens import BadLogits
+from kvrelay.engine.sample.logprobs import BadLogits
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
@@ -63,7 +63,7 @@ def one_by_one(sampling: Sampling, index: int) -> Run:
     sampler.add(run.key, sampling, run.tokens, len(PROMPT))
     while not run.is_over:
         logits = logits_after(run.tokens, index)[None]
-        token_ids, logprobs = sampler.sample([run.key], np.array([len(run.tokens)]), logits)
+        token_ids, logprobs = sampler.begin([run.key], np.array([len(run.tokens)]), logits).land()
         run.tokens.append(int(token_ids[0]))
         run.logprobs += [entry for entry in logprobs if entry is not None]
     return run

@@ -20,7 +20,7 @@ from kvrelay.config.common import demo_model_path
 from kvrelay.engine.load import probe
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.run.attention import UnsupportedModel
-from kvrelay.engine.run.device_pool import DevicePool
+from kvrelay.engine.run.block_copies import DevicePool
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling

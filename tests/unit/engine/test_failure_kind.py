@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.engine.sample.pending_tokens import BadLogits
+from kvrelay.engine.sample.logprobs import BadLogits
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.step.batch import DeviceLost, RowsFailed, failure_kind
 

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from kvrelay.backends.backend import AttentionParams
 from kvrelay.backends.cpu_build import KernelBuildError
-from kvrelay.engine.fused.angles import Angles
-from kvrelay.engine.fused.kernel import DecoderKernel
+from kvrelay.engine.fused.kernel import Angles, DecoderKernel
 from kvrelay.engine.fused.panels import PackedLinear, pack, unpack
 from kvrelay.engine.fused.weights import DecoderWeights, LayerWeights
 from tests.thoroughness import examples

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.backend import KVLayout
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.fused.gpu_forward import GpuForward, TorchPieces
-from kvrelay.engine.fused.gpu_weights import GPU_DTYPES, merge, merge_weights
+from kvrelay.engine.fused.gpu_forward import GPU_DTYPES, GpuForward, TorchPieces, merge, merge_weights
 from kvrelay.engine.fused.weights import NotFusable
 from kvrelay.engine.load.causal_model import choose_pieces
 from kvrelay.engine.load.probe import (

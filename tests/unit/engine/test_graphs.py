@@ -27,14 +27,12 @@ from kvrelay.engine import make as make_module
 from kvrelay.engine.load.causal_model import load_model
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.memory.gauges import PoolDoesNotFit
-from kvrelay.engine.memory.profile import MemoryProfile
+from kvrelay.engine.pool_size import MemoryProfile, PoolDoesNotFit
 from kvrelay.engine.run import graphs as graphs_module
-from kvrelay.engine.run.graph_check import GraphsDiffer
+from kvrelay.engine.run.graph_check import GraphsDiffer, Waits
 from kvrelay.engine.run.graph_sizes import default_sizes, padded_size
 from kvrelay.engine.run.graphs import CudaGraphRecorder, GraphSettings, capture_graphs
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.engine.run.waits import Waits
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 from tests.fakes import fake_cuda_graphs

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvrelay.engine.parallel import group_coordinator, shared_memory
-from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, RankLost
-from kvrelay.engine.parallel.rendezvous import GroupNotFormed
+from kvrelay.engine.parallel.group_coordinator import GroupCoordinator, GroupNotFormed, RankLost
 from kvrelay.engine.parallel.shared_memory import SharedMemory, SharedMemoryUnusable
 from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.process import HeldPort

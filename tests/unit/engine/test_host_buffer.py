@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.run.host_buffer import HostBuffer, pinned_memory
+from kvrelay.engine.run.block_copies import HostBuffer, pinned_memory
 from kvrelay.step.batch import HostCopies
 
 pytestmark = pytest.mark.unit

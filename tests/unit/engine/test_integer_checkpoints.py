@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from kvrelay.engine.fused.kernel import PanelProducts
 from kvrelay.engine.fused.panels import pack_integers
-from kvrelay.engine.fused.products import PanelProducts
 from kvrelay.engine.load.causal_model import load_model
+from kvrelay.engine.load.integer_weight import IntegerWeight, unpack_awq, unpack_compressed, unpack_gptq
 from kvrelay.engine.load.model_files import fingerprint
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.quantized.integer_weight import IntegerWeight, unpack_awq, unpack_compressed, unpack_gptq
 from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.protocol.sampling import Sampling
 from tests.quantized_checkpoints import Scheme, quantize, schemes, write_quantized

@@ -14,10 +14,10 @@ import torch
 
 from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import open_source
+from kvrelay.engine.run.graph_check import Waits
 from kvrelay.engine.run.in_flight import StepInFlight
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.engine.run.waits import Waits
-from kvrelay.engine.sample import sampler, truncation
+from kvrelay.engine.sample import random_sampling, sampler
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import BlockCopy, CandidatesWanted, DeviceLost, HostCopies, RowsFailed, WorkerBatch, WorkerRow
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
@@ -112,7 +112,7 @@ def test_tokens_and_logprobs_are_those_of_one_step_after_the_other(
     """Copies to the host have nothing in them before they are waited for. With few tokens to look at first, draws often
     turn out wrong when they land."""
     alone = expected(models("qwen3"), seed=seed)
-    monkeypatch.setattr(truncation, "_BEST", (num_best, 1000))
+    monkeypatch.setattr(random_sampling, "_BEST", (num_best, 1000))
     monkeypatch.setattr(sampler, "_WORTH_IT", 1.0)
     LateCopies(monkeypatch)
     runner = runner_over(models("qwen3"), captured=captured)
@@ -161,7 +161,7 @@ def test_a_launch_behind_another_step_waits_for_nothing(
     sequences, first = decoding(runner, SAMPLINGS[name])
     (prompt,) = start(runner, [[7] * 30], SAMPLINGS[name], 1, seed=1)
     # Their blocks overlap those of the others: nobody looks at what is drawn here.
-    monkeypatch.setattr(truncation, "_BEST", (1000, 1000))  # so that nobody draws again
+    monkeypatch.setattr(random_sampling, "_BEST", (1000, 1000))  # so that nobody draws again
     copies = LateCopies(monkeypatch)
     steps = [runner.launch(first)]
     second = behind(sequences, first)
@@ -238,7 +238,7 @@ def test_bad_logits_leave_nothing_of_the_step_behind(models: Callable[[str], Cau
 def test_a_stale_step_has_nothing_launched_behind_it(
     models: Callable[[str], CausalModel], monkeypatch: pytest.MonkeyPatch, reruns: list[int]
 ) -> None:
-    monkeypatch.setattr(truncation, "_BEST", (1, 256))
+    monkeypatch.setattr(random_sampling, "_BEST", (1, 256))
     runner = runner_over(models("qwen3"))
     sequences, first = decoding(runner, SAMPLINGS["limited"])
     launched = runner.launch(first)
@@ -258,13 +258,13 @@ def test_where_draws_change_too_often_nothing_is_launched_behind_them(
     runner = runner_over(models("qwen3"))
     sequences = start(runner, [[1, 2, 3]] * 4, SAMPLINGS["limited"], num_output=150)
     with monkeypatch.context() as few:
-        few.setattr(truncation, "_BEST", (1, 1000))
+        few.setattr(random_sampling, "_BEST", (1, 1000))
         driver = AheadDriver(runner, sequences[:2]).run()
     assert 0 < len(reruns) <= driver.num_launched_ahead < 20
     batch = WorkerBatch(1, [sequences[2].row(3)])
     assert runner.can_launch_behind(batch)
     assert not runner.can_launch_behind(behind(sequences[2:], batch))
-    monkeypatch.setattr(truncation, "_BEST", (1000, 1000))
+    monkeypatch.setattr(random_sampling, "_BEST", (1000, 1000))
     driver = AheadDriver(runner, sequences[2:]).run()
     assert driver.num_launched_ahead > 50
 

@@ -15,7 +15,7 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.engine.sample import sampler, truncation
+from kvrelay.engine.sample import random_sampling, sampler
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 from tests.fakes import pretended_flashinfer
@@ -70,7 +70,7 @@ def test_tokens_and_logprobs_are_those_of_the_cpu(
             run(runner, sequences)
         else:
             if resamples:
-                monkeypatch.setattr(truncation, "_BEST_ON_GPU", (2, 1000))
+                monkeypatch.setattr(random_sampling, "_BEST_ON_GPU", (2, 1000))
                 monkeypatch.setattr(sampler, "_WORTH_IT", 1.0)
             assert AheadDriver(runner, sequences).run().num_launched_ahead > 5
         outputs.append(sequences)

@@ -35,12 +35,10 @@ from transformers.masking_utils import (
 from kvrelay.backends.backend import AttentionParams, KVLayout, PackedRows, StepAttention
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.load import model_source as model_module
-from kvrelay.engine.load import support
 from kvrelay.engine.load.causal_model import load_model, make_dummy
 from kvrelay.engine.load.model_files import fingerprint
-from kvrelay.engine.load.model_source import open_source, resolve_dtype
+from kvrelay.engine.load.model_source import open_source, resolve_dtype, resolve_max_model_len
 from kvrelay.engine.load.probe import _check_mask
-from kvrelay.engine.load.support import resolve_max_model_len
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.run.attention import UnsupportedModel, _paged_attention_forward
 from kvrelay.engine.run.transformers_runner import TransformersRunner
@@ -118,7 +116,7 @@ def test_what_a_forward_shows_is_refused(config: PreTrainedConfig, reason: str, 
 
 
 def test_unequal_keys_and_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_check_heads", lambda *_: None)
+    monkeypatch.setattr(model_module, "_check_heads", lambda *_: None)
     changes = {"num_key_value_heads": 4, "first_k_dense_replace": 4}
     sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     config = DeepseekV3Config(**{**SMALL, **changes, **sizes})

@@ -15,7 +15,8 @@ from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.config import WorkerConfig
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.run.device import to_device, to_host, turn_on
+from kvrelay.engine.pool_size import turn_on
+from kvrelay.engine.run.device import to_device, to_host
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.engine.sample.sampler import Sampler
@@ -101,7 +102,7 @@ def test_penalties_count_all_tokens_that_a_step_brought_a_sequence(machine: Mach
             pending = sampler.begin(keys, np.array([2, 3, 4, 2, 3]), to_device(logits.numpy(), device))
             newest = to_host(sampler.last_on_device([keys[-1], keys[0]]))[0].tolist()
             token_ids, _ = pending.land()
-            after, _ = sampler.sample([keys[0], keys[-1]], np.array([5, 4]), to_device(following.numpy(), device))
+            after, _ = sampler.begin([keys[0], keys[-1]], np.array([5, 4]), to_device(following.numpy(), device)).land()
         found.append((newest, token_ids.tolist(), after.tolist()))
     assert found[0] == found[1] == ([8, 3], [3, 4, 3, 7, 8], [5, 7])
 

@@ -8,7 +8,7 @@ from threading import Event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.masks.ordered_work import OrderedWork, WorkThreads, wait
+from kvrelay.engine.masks.grammar_state import OrderedWork, WorkThreads, wait
 from tests.fakes.waiting import PATIENCE_S
 from tests.thoroughness import examples
 

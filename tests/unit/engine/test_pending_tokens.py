@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.sample import truncation
-from kvrelay.engine.sample.pending_tokens import BadLogits, PendingTokens
+from kvrelay.engine.sample import random_sampling
+from kvrelay.engine.sample.logprobs import BadLogits
+from kvrelay.engine.sample.pending_tokens import PendingTokens
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -44,7 +45,7 @@ KINDS = (
 @pytest.fixture(autouse=True)
 def few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that many rows of a small vocabulary must be drawn again."""
-    monkeypatch.setattr(truncation, "_BEST", (5, 20))
+    monkeypatch.setattr(random_sampling, "_BEST", (5, 20))
 
 
 def key(index: int) -> SequenceKey:
@@ -149,7 +150,7 @@ class World:
         for row, (each, sequence) in enumerate(zip(begun.keys, begun.sequences, strict=True)):
             alone = Sampler(VOCAB_SIZE, EOS, CPU)
             alone.add(each, sequence.sampling, sequence.tokens, 2)
-            expected, entries = alone.sample([each], np.array([begun.positions[row]]), begun.logits[row][None])
+            expected, entries = alone.begin([each], np.array([begun.positions[row]]), begun.logits[row][None]).land()
             assert token_ids[row] == expected[0]
             assert logprobs[row] == entries[0]
         assert (begun.draw.resampled == (begun.draw.token_ids.numpy() != token_ids)).all()
@@ -240,10 +241,12 @@ def test_rows_that_looked_at_too_few_tokens_are_drawn_again_and_named(monkeypatc
     draw = sampler.begin(keys, np.full(30, 2), logits)
     provisional = draw.token_ids.clone().numpy()
     token_ids, entries = draw.land()
-    monkeypatch.setattr(truncation, "_BEST", (VOCAB_SIZE,))
-    expected, expected_entries = sampler_of(
-        *[Sampling(temperature=1.5, top_p=0.97, seed=seed, logprobs=2) for seed in range(30)]
-    )[0].sample(keys, np.full(30, 2), logits)
+    monkeypatch.setattr(random_sampling, "_BEST", (VOCAB_SIZE,))
+    expected, expected_entries = (
+        sampler_of(*[Sampling(temperature=1.5, top_p=0.97, seed=seed, logprobs=2) for seed in range(30)])[0]
+        .begin(keys, np.full(30, 2), logits)
+        .land()
+    )
     assert token_ids.tolist() == expected.tolist()
     assert entries == expected_entries
     assert draw.resampled.tolist() == (provisional != expected).tolist()
@@ -260,7 +263,7 @@ def test_the_sampler_says_when_draws_are_too_often_made_again() -> None:
         """What it says after each of sixty draws."""
         said = []
         for step in range(60):
-            sampler.sample(some, np.full(len(some), 2 + step), make_logits(len(some), step))
+            sampler.begin(some, np.full(len(some), 2 + step), make_logits(len(some), step)).land()
             said.append(sampler.resamples_often)
         return said
 
@@ -296,7 +299,7 @@ def test_a_token_is_not_counted_for_who_has_the_counts_of_one_that_left() -> Non
         sampler.drop(each)
     sampler.add(key(7), penalised, [1, 2], 2)
     draw.land()
-    assert sampler.sample([key(7)], np.array([2]), logits[:1])[0].tolist() == [int(logits[0].argmax())]
+    assert sampler.begin([key(7)], np.array([2]), logits[:1]).land()[0].tolist() == [int(logits[0].argmax())]
 
 
 def test_what_was_drawn_stays_known_when_many_more_come() -> None:
@@ -311,7 +314,7 @@ def test_what_was_drawn_stays_known_when_many_more_come() -> None:
 
 def test_a_draw_from_logits_that_are_not_finite_counts_for_nothing() -> None:
     sampler, keys = sampler_of(GREEDY, GREEDY)
-    before = sampler.sample(keys, np.full(2, 2), make_logits(2))[0]
+    before = sampler.begin(keys, np.full(2, 2), make_logits(2)).land()[0]
     logits = make_logits(2, 1)
     logits[0, 3] = float("nan")
     failed = sampler.begin(keys, np.full(2, 3), logits)
@@ -334,7 +337,7 @@ def test_what_would_mix_up_histories_is_refused() -> None:
     with pytest.raises(RuntimeError, match="order"):
         second.land()
     sampler.add(key(8), GREEDY, [1], 1)
-    sampler.sample([key(8)], np.ones(1, np.int64), make_logits(1))  # another's, which is waited for at once
+    sampler.begin([key(8)], np.ones(1, np.int64), make_logits(1)).land()  # another's, which is waited for at once
     first.land()
     second.land()
     with pytest.raises(RuntimeError, match="have landed"):

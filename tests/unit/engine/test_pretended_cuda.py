@@ -12,8 +12,8 @@ import torch
 from kvrelay.backends import flashinfer_kernels
 from kvrelay.backends.backend import AttentionParams, PackedRows
 from kvrelay.backends.flashinfer import FlashInferBackend
+from kvrelay.engine.run.block_copies import DevicePool
 from kvrelay.engine.run.device import start_copy, to_device
-from kvrelay.engine.run.device_pool import DevicePool
 from tests.fakes import pretended_flashinfer
 from tests.fakes.pretended_cuda import NO_PRETENCE, DeviceTensor, Machine, pretend_cuda
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.memory.gauges import HostGauge, PoolDoesNotFit
-from kvrelay.engine.memory.profile import MemoryProfile, profile_memory
 from kvrelay.engine.model_runner import LaunchedStep
+from kvrelay.engine.pool_size import HostGauge, MemoryProfile, PoolDoesNotFit, profile_memory
 from kvrelay.machine_memory import machine_memory_bytes
 from kvrelay.step.batch import WorkerBatch
 from tests.fakes.hash_runner import HashRunner

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from torch.nn import functional
 
 from kvrelay.backends.cpu_build import KernelBuildError
+from kvrelay.engine.fused.kernel import PanelProducts
 from kvrelay.engine.fused.panels import order, pack
-from kvrelay.engine.fused.products import PanelProducts
-from kvrelay.engine.fused.quantization import Quantization, quantize
 from kvrelay.engine.load.causal_model import CausalModel, load_model
+from kvrelay.engine.load.integer_weight import Quantization, quantize
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.run.attention import UnsupportedModel
 from tests.thoroughness import examples

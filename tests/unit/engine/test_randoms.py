@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvrelay.engine.sample.randoms import philox, uniforms
+from kvrelay.engine.sample.random_sampling import philox, uniforms
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.masks.reasoning_matcher import ReasoningMatcher
+from kvrelay.engine.masks.matchers import AllTokens, ReasoningMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import ReasoningSpan
@@ -24,7 +24,8 @@ GRAMMARS = [None, *(Grammar(kind=GrammarKind.REGEX, text=text) for text in ("abc
 
 
 def new_matcher(span: ReasoningSpan, grammar: Grammar | None) -> ReasoningMatcher:
-    return ReasoningMatcher(span, None if grammar is None else COMPILER.compile(grammar), ALL_TOKENS, [EOS])
+    behind = AllTokens(ALL_TOKENS) if grammar is None else COMPILER.compile(grammar)
+    return ReasoningMatcher(span, behind, ALL_TOKENS, [EOS])
 
 
 def allowed_by(matcher: ReasoningMatcher) -> set[int]:

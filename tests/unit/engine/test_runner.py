@@ -17,7 +17,7 @@ from kvrelay.engine.make import make_runner
 from kvrelay.engine.run import step_forward
 from kvrelay.engine.run.device import Moment
 from kvrelay.engine.run.transformers_runner import TransformersRunner
-from kvrelay.engine.sample.pending_tokens import BadLogits
+from kvrelay.engine.sample.logprobs import BadLogits
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.step.batch import BlockCopy, CandidatesWanted, DeviceLost, WorkerBatch, WorkerRow
 from tests.fakes.late_copies import LateCopies

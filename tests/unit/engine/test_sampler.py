@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.sample import truncation
-from kvrelay.engine.sample.pending_tokens import BadLogits
-from kvrelay.engine.sample.randoms import uniforms
+from kvrelay.engine.sample import random_sampling
+from kvrelay.engine.sample.logprobs import BadLogits
+from kvrelay.engine.sample.random_sampling import Limits, sample_from_all, sample_from_few, sample_from_more, uniforms
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.engine.sample.sampler_state import PenaltyCounts
-from kvrelay.engine.sample.truncation import Limits, sample_from_all, sample_from_few, sample_from_more
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.late_copies import LateCopies
@@ -42,7 +41,7 @@ def sample_one(
     tokens = [1] if tokens is None else tokens
     sampler = Sampler(logits.shape[-1], EOS, CPU)
     sampler.add(key(0), sampling, tokens, len(tokens) if num_prompt is None else num_prompt)
-    token_ids, logprobs = sampler.sample([key(0)], np.array([len(tokens)]), logits[None])
+    token_ids, logprobs = sampler.begin([key(0)], np.array([len(tokens)]), logits[None]).land()
     return int(token_ids[0]), logprobs[0]
 
 
@@ -115,11 +114,11 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
         sampler.add(key(index), sampling, [1, 2], 2)
     order = np.random.default_rng(0).permutation(len(batch))
     positions = np.full(len(batch), 2)
-    together, _ = sampler.sample([key(int(index)) for index in order], positions, logits[order])
+    together, _ = sampler.begin([key(int(index)) for index in order], positions, logits[order]).land()
     for row, index in enumerate(order):
         alone = Sampler(VOCAB_SIZE, EOS, CPU)
         alone.add(key(int(index)), batch[index], [1, 2], 2)
-        assert alone.sample([key(int(index))], np.array([2]), logits[index][None])[0][0] == together[row]
+        assert alone.begin([key(int(index))], np.array([2]), logits[index][None]).land()[0][0] == together[row]
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -130,7 +129,7 @@ def test_draws_follow_the_distribution() -> None:
     for index in range(draws):
         sampler.add(("same", index, 0), sampling, [1], 1)
     keys = [("same", index, 0) for index in range(draws)]
-    token_ids, _ = sampler.sample(keys, np.arange(draws), logits.expand(draws, -1))
+    token_ids, _ = sampler.begin(keys, np.arange(draws), logits.expand(draws, -1)).land()
     probabilities = sampling_oracle.kept_probabilities(sampling, logits.double().numpy())
     counts = np.bincount(token_ids, minlength=VOCAB_SIZE)
     kept = probabilities > 0
@@ -147,8 +146,8 @@ def test_greedy_takes_the_most_likely_token_whatever_the_path() -> None:
         slow.add(key(index), Sampling(temperature=0, logit_bias={5: 0.0}), [1], 1)
     keys, positions = [key(index) for index in range(3)], np.ones(3, np.int64)
     expected = logits.argmax(-1).tolist()
-    assert fast.sample(keys, positions, logits)[0].tolist() == expected
-    assert slow.sample(keys, positions, logits)[0].tolist() == expected
+    assert fast.begin(keys, positions, logits).land()[0].tolist() == expected
+    assert slow.begin(keys, positions, logits).land()[0].tolist() == expected
     assert sample_one(Sampling(temperature=1e-8), logits[0])[0] == expected[0]
 
 
@@ -165,7 +164,7 @@ def test_output_penalties_count_what_was_sampled_but_not_the_prompt(sampling: Sa
     logits[:4] = torch.tensor([1.0, 0.8, 0.6, 0.35])
     sampler = Sampler(VOCAB_SIZE, EOS, CPU)
     sampler.add(key(0), sampling, [0, 0, 0], 3)
-    drawn = [int(sampler.sample([key(0)], np.array([3 + i]), logits[None])[0][0]) for i in range(6)]
+    drawn = [int(sampler.begin([key(0)], np.array([3 + i]), logits[None]).land()[0][0]) for i in range(6)]
     assert drawn == expected
 
 
@@ -183,11 +182,11 @@ def test_a_resumed_sequence_goes_on_as_if_it_had_never_moved() -> None:
     first.add(key(0), sampling, [5, 6], 2)
     tokens = [5, 6]
     for step in range(10):
-        tokens.append(int(first.sample([key(0)], np.array([len(tokens)]), make_logits(1, step))[0][0]))
+        tokens.append(int(first.begin([key(0)], np.array([len(tokens)]), make_logits(1, step)).land()[0][0]))
     second = Sampler(VOCAB_SIZE, EOS, CPU)
     second.add(key(0), sampling, tokens[:6], 2)
     for step in range(4, 10):
-        resumed = second.sample([key(0)], np.array([2 + step]), make_logits(1, step))[0][0]
+        resumed = second.begin([key(0)], np.array([2 + step]), make_logits(1, step)).land()[0][0]
         assert resumed == tokens[2 + step]
 
 
@@ -221,14 +220,14 @@ def test_penalties_count_all_tokens_that_a_call_brought_a_sequence(num_each: int
     for step in range(4):
         keys = [key(index) for index in range(2) for _ in range(num_each)]
         positions = np.array([len(tokens[index]) + each for index in range(2) for each in range(num_each)])
-        token_ids, _ = sampler.sample(keys, positions, make_logits(len(keys), step))
+        token_ids, _ = sampler.begin(keys, positions, make_logits(len(keys), step)).land()
         for index, token_id in enumerate(token_ids.tolist()):
             tokens[index // num_each].append(token_id)
         assert sampler.last_sampled([key(0), key(1)]).tolist() == [tokens[0][-1], tokens[1][-1]]
     for index, sampling in enumerate(samplings):
         resumed.add(key(index), sampling, tokens[index], 2)
     at_end = np.array([len(tokens[0]), len(tokens[1])])
-    following = [each.sample([key(0), key(1)], at_end, make_logits(2, 99))[0] for each in (sampler, resumed)]
+    following = [each.begin([key(0), key(1)], at_end, make_logits(2, 99)).land()[0] for each in (sampler, resumed)]
     assert following[0].tolist() == following[1].tolist()
 
 
@@ -237,7 +236,7 @@ def test_no_end_before_min_tokens() -> None:
     logits[[298, 299, 40, 7]] = torch.tensor([9.0, 8.0, 7.0, 1.0])
     sampler = Sampler(VOCAB_SIZE, EOS, CPU)
     sampler.add(key(0), Sampling(temperature=0, min_tokens=2, stop_token_ids=(40,)), [1, 2], 2)
-    drawn = [int(sampler.sample([key(0)], np.array([2 + i]), logits[None])[0][0]) for i in range(3)]
+    drawn = [int(sampler.begin([key(0)], np.array([2 + i]), logits[None]).land()[0][0]) for i in range(3)]
     assert drawn == [7, 7, 298]
     ignoring = Sampling(temperature=0, min_tokens=2, stop_token_ids=(40,), ignore_eos=True)
     assert sample_one(ignoring, logits)[0] == 298
@@ -285,16 +284,16 @@ def test_logits_that_are_not_finite_name_their_sequence_and_change_nothing(bad: 
     logits[1, 33] = bad
     keys = [key(index) for index in range(3)]
     with pytest.raises(BadLogits, match="request-1") as caught:
-        sampler.sample(keys, np.ones(3, np.int64), logits)
+        sampler.begin(keys, np.ones(3, np.int64), logits).land()
     assert caught.value.keys == {key(1)}
-    rest = sampler.sample([keys[0], keys[2]], np.ones(2, np.int64), logits[[0, 2]])[0]
+    rest = sampler.begin([keys[0], keys[2]], np.ones(2, np.int64), logits[[0, 2]]).land()[0]
     assert rest.tolist() == [sample_one_as(keys[row], sampling, logits[row]) for row in (0, 2)]
 
 
 def sample_one_as(row_key: SequenceKey, sampling: Sampling, logits: torch.Tensor) -> int:
     sampler = Sampler(VOCAB_SIZE, EOS, CPU)
     sampler.add(row_key, sampling, [1], 1)
-    return int(sampler.sample([row_key], np.ones(1, np.int64), logits[None])[0][0])
+    return int(sampler.begin([row_key], np.ones(1, np.int64), logits[None]).land()[0][0])
 
 
 def test_slots_are_reused_clean_and_grow() -> None:
@@ -310,7 +309,7 @@ def test_slots_are_reused_clean_and_grow() -> None:
     for index in range(200, 500):
         sampler.add(key(index), Sampling(temperature=0, presence_penalty=0.1 if index % 2 else 0.0), [7], 1)
     keys = [key(index) for index in range(200, 500)]
-    assert set(sampler.sample(keys, np.ones(300, np.int64), logits.expand(300, -1))[0].tolist()) == {298}
+    assert set(sampler.begin(keys, np.ones(300, np.int64), logits.expand(300, -1)).land()[0].tolist()) == {298}
     assert key(0) not in sampler and key(200) in sampler
 
 
@@ -341,7 +340,7 @@ def test_adding_a_known_key_keeps_its_history() -> None:
     sampling = Sampling(temperature=0, presence_penalty=0.5)
     for expected in (0, 1):
         sampler.add(key(0), sampling, [5], 1)
-        assert sampler.sample([key(0)], np.ones(1, np.int64), logits[None])[0][0] == expected
+        assert sampler.begin([key(0)], np.ones(1, np.int64), logits[None]).land()[0][0] == expected
 
 
 def draw_limited(weights: torch.Tensor, limits: Limits, numbers: torch.Tensor) -> torch.Tensor:
@@ -352,13 +351,13 @@ def draw_limited(weights: torch.Tensor, limits: Limits, numbers: torch.Tensor) -
     return token_ids
 
 
-@pytest.mark.parametrize("looked_at", [truncation._BEST, truncation._BEST_ON_GPU])
+@pytest.mark.parametrize("looked_at", [random_sampling._BEST, random_sampling._BEST_ON_GPU])
 @pytest.mark.parametrize(("top_k", "min_p"), [(0, 0.0), (5000, 0.0), (0, 0.9), (900, 0.0), (20, 0.3)])
 @pytest.mark.parametrize(("top_p", "spread"), [(0.02, 0.01), (0.9, 0.01), (0.9, 3.0), (0.9999, 0.5), (1.0, 0.1)])
 def test_limits_keep_the_same_tokens_however_many_must_be_looked_at(
     top_k: int, min_p: float, top_p: float, spread: float, looked_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(truncation, "_BEST", looked_at)
+    monkeypatch.setattr(random_sampling, "_BEST", looked_at)
     logits = make_logits(1, vocab_size=6000) / 3 * spread
     sampling = Sampling(top_k=top_k, min_p=min_p, top_p=top_p)
     weights = torch.exp(logits - logits.amax()).expand(40, -1)
@@ -412,16 +411,16 @@ def test_others_come_and_go_while_the_host_waits_for_the_device(
     others[1].add(key(7), sampling, [4, 9], 1)
     with lock:
         LateCopies(monkeypatch, wait)
-        first, _ = sampler.sample([key(0), key(1), key(2)], np.full(3, 2), make_logits(3))
+        first, _ = sampler.begin([key(0), key(1), key(2)], np.full(3, 2), make_logits(3)).land()
         monkeypatch.undo()
         assert num_waits and key(1) not in sampler and sampler.last_sampled([key(7)]).tolist() == [0]
-        expected, _ = others[0].sample([key(0), key(1), key(2)], np.full(3, 2), make_logits(3))
+        expected, _ = others[0].begin([key(0), key(1), key(2)], np.full(3, 2), make_logits(3)).land()
         assert first.tolist() == expected.tolist()
         assert sampler.last_sampled([key(0), key(2)]).tolist() == expected[[0, 2]].tolist()
         for step in range(3, 8):
             logits = make_logits(3, step)
             logits[:, first] += 4  # what was drawn is likely to come again, unless it is penalised
-            stay, _ = sampler.sample([key(0), key(2)], np.full(2, step), logits[:2])
-            assert stay.tolist() == others[0].sample([key(0), key(2)], np.full(2, step), logits[:2])[0].tolist()
-            new, _ = sampler.sample([key(7)], np.array([step]), logits[2:])
-            assert new.tolist() == others[1].sample([key(7)], np.array([step]), logits[2:])[0].tolist()
+            stay, _ = sampler.begin([key(0), key(2)], np.full(2, step), logits[:2]).land()
+            assert stay.tolist() == others[0].begin([key(0), key(2)], np.full(2, step), logits[:2]).land()[0].tolist()
+            new, _ = sampler.begin([key(7)], np.array([step]), logits[2:]).land()
+            assert new.tolist() == others[1].begin([key(7)], np.array([step]), logits[2:]).land()[0].tolist()

@@ -16,11 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.config import WorkerConfig
-from kvrelay.engine import make
-from kvrelay.engine.memory import gauges, turns
-from kvrelay.engine.memory.gauges import CudaGauge, PoolDoesNotFit
-from kvrelay.engine.parallel.part_plan import ONE_PROCESS
-from kvrelay.engine.run import device
+from kvrelay.engine import make, pool_size
+from kvrelay.engine.parallel.model_part import ONE_PROCESS
+from kvrelay.engine.pool_size import CudaGauge, PoolDoesNotFit
 from kvrelay.worker.worker_main import load_runner
 from tests.fakes.baton import Baton
 from tests.fakes.fake_gpu import MIB, FakeGpu, FakeMemory
@@ -101,9 +99,9 @@ class World:
         monkeypatch.setenv("KVRELAY_CACHE_DIR", str(directory))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(device, "device_uuid", lambda _: "GPU-0")
-        monkeypatch.setattr(gauges, "gc", SimpleNamespace(collect=lambda: None))  # takes long beside all of torch
-        monkeypatch.setattr(turns, "pause", lambda _: self._now.memory.moment())
+        monkeypatch.setattr(pool_size, "device_uuid", lambda _: "GPU-0")
+        monkeypatch.setattr(pool_size, "gc", SimpleNamespace(collect=lambda: None))  # takes long beside all of torch
+        monkeypatch.setattr(pool_size, "pause", lambda _: self._now.memory.moment())
         source = SimpleNamespace(device=torch.device("cuda", 0), max_model_len=512, config=None, ranks=ONE_PROCESS)
         monkeypatch.setattr(make, "open_source", lambda *_: source)
         monkeypatch.setattr(make, "make_gauge", lambda _: CudaGauge(self._now.memory))

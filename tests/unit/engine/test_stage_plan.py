@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
-from kvrelay.engine.parallel.stage_modules import drop_absent
-from kvrelay.engine.parallel.stage_plan import plan_stage
+from kvrelay.engine.parallel.pipeline import drop_absent, plan_stage
 from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.kv.shard_map import layers_of_stage
 from tests.tiny_models import DIVIDED

@@ -96,7 +96,7 @@ def run(rows: list[tuple[Grammar | None, Sampling]], num_steps: int, *, restart_
             break
         positions = np.array([NUM_PROMPT + len(outputs[index]) for index in live])
         logits = torch.stack([logits_at(index, step) for index in live])
-        token_ids, _ = sampler.sample([key(index) for index in live], positions, logits)
+        token_ids, _ = sampler.begin([key(index) for index in live], positions, logits).land()
         for index, token in zip(live, token_ids.tolist(), strict=True):
             outputs[index].append(token)
     return outputs
@@ -141,11 +141,11 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone() -> None:
     sampler.add(key(1), Sampling(temperature=0.0, grammar=GRAMMARS[3]), [5], 1)
     logits = torch.stack([logits_at(0, 0), logits_at(1, 0)])
     with pytest.raises(GrammarFailed) as failed:
-        sampler.sample([key(0), key(1)], np.array([4, 1]), logits)
+        sampler.begin([key(0), key(1)], np.array([4, 1]), logits).land()
     assert failed.value.keys == {key(0)}
     assert failed.value.kind is FailureKind.GRAMMAR_FAILED and failed.value.kind.recurs
     sampler.drop(key(0))
-    assert len(sampler.sample([key(1)], np.array([1]), logits[1:])[0]) == 1
+    assert len(sampler.begin([key(1)], np.array([1]), logits[1:]).land()[0]) == 1
 
 
 def test_the_compiler_is_made_once_and_before_the_first_request_if_asked() -> None:
@@ -159,7 +159,7 @@ def test_the_compiler_is_made_once_and_before_the_first_request_if_asked() -> No
     sampler.prepare_grammars()
     assert len(made) == 1
     sampler.add(key(0), Sampling(temperature=0.0, grammar=GRAMMARS[1]), [5], 1)
-    sampler.sample([key(0)], np.array([1]), logits_at(0, 0)[None])
+    sampler.begin([key(0)], np.array([1]), logits_at(0, 0)[None]).land()
     assert len(made) == 1
 
 
@@ -168,8 +168,8 @@ def test_without_a_tokenizer_constrained_rows_fail_and_others_do_not() -> None:
     sampler.add(key(0), Sampling(temperature=0.0, grammar=GRAMMARS[1]), [5], 1)
     sampler.add(key(1), Sampling(temperature=0.0), [5], 1)
     with pytest.raises(GrammarFailed, match="no tokenizer"):
-        sampler.sample([key(0)], np.array([1]), logits_at(0, 0)[None])
-    assert len(sampler.sample([key(1)], np.array([1]), logits_at(1, 0)[None])[0]) == 1
+        sampler.begin([key(0)], np.array([1]), logits_at(0, 0)[None]).land()
+    assert len(sampler.begin([key(1)], np.array([1]), logits_at(1, 0)[None]).land()[0]) == 1
 
 
 class Hanging:
@@ -226,12 +226,12 @@ def test_a_mask_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) 
         sampler.add(key(index), Sampling(temperature=0.0, grammar=grammar), [5], 1)
     both, positions = [key(0), key(1)], np.array([1, 1])
     logits = torch.stack([logits_at(0, 0), logits_at(1, 0)])
-    sampler.sample(both, positions, logits)
+    sampler.begin(both, positions, logits).land()
     with pytest.raises(GrammarFailed, match="takes longer") as failed:
-        sampler.sample(both, positions + 1, logits)
+        sampler.begin(both, positions + 1, logits).land()
     assert failed.value.keys == {key(0)}
     sampler.drop(key(0))
-    assert len(sampler.sample([key(1)], positions[1:] + 1, logits[1:])[0]) == 1
+    assert len(sampler.begin([key(1)], positions[1:] + 1, logits[1:]).land()[0]) == 1
     compiler.go_on.set()
 
 
@@ -360,7 +360,7 @@ def test_messages_of_reasoning_end_behind_their_budget_however_the_output_is_div
             is_open=True,
             token_budget=budget,
         )
-        rows.append((None, msgspec.structs.replace(sampling, channels=channels, logit_bias=never)))
+        rows.append((None, msgspec.structs.replace(sampling, reasoning=channels, logit_bias=never)))
     jumping = jump(rows, 40, jumps=True, restart_at=restart_at)
     for ahead, one_by_one, budget in zip(jumping, jump(rows, 40, jumps=False), budgets, strict=True):
         assert ahead[: len(one_by_one)] == one_by_one[: len(ahead)]
@@ -424,9 +424,9 @@ def test_a_run_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -
     assert set(pending.forced) <= {1}
     end = np.array([2, 2 + len(pending.forced.get(1, []))])
     with pytest.raises(GrammarFailed, match="takes longer") as failed:
-        sampler.sample(both, end, logits)
+        sampler.begin(both, end, logits).land()
     assert failed.value.keys == {key(0)}
-    assert len(sampler.sample([key(1)], end[1:], logits[1:])[0]) == 1
+    assert len(sampler.begin([key(1)], end[1:], logits[1:]).land()[0]) == 1
     compiler.go_on.set()
 
 
@@ -463,18 +463,18 @@ def test_rows_whose_masks_are_late_are_named_and_others_sampled(monkeypatch: pyt
     for one, grammar in zip(keys, [victim, other, None], strict=True):
         sampler.add(one, Sampling(temperature=0.0, grammar=grammar), [5], 1)
     positions, logits = np.array([1, 1, 1]), torch.stack([logits_at(index, 0) for index in range(3)])
-    first, _ = sampler.sample(keys, positions, logits)
+    first, _ = sampler.begin(keys, positions, logits).land()
     monkeypatch.setattr(token_masks, "PATIENCE_S", 0.001)
     while (late := sampler.late(keys, 0)).tolist() != [True, False, False]:
         assert late[0], "its mask is not ready"
-    again, _ = sampler.sample(keys[1:], positions[1:] + 1, logits[1:])
+    again, _ = sampler.begin(keys[1:], positions[1:] + 1, logits[1:]).land()
     assert len(again) == 2
     assert sampler.late(keys[:1], 0).all(), "alone it is waited for, and not for ever"
     compiler.go_on.set()
-    (second,), _ = sampler.sample(keys[:1], positions[:1] + 1, logits[:1])
+    (second,), _ = sampler.begin(keys[:1], positions[:1] + 1, logits[:1]).land()
     undisturbed = sampler_of()
     undisturbed.add(key(0), Sampling(temperature=0.0, grammar=victim), [5], 1)
-    assert [int(undisturbed.sample(keys[:1], positions[:1] + at, logits[:1])[0][0]) for at in (0, 1)] == [
+    assert [int(undisturbed.begin(keys[:1], positions[:1] + at, logits[:1]).land()[0][0]) for at in (0, 1)] == [
         first[0],
         second,
     ]
@@ -578,7 +578,7 @@ def test_no_mask_is_computed_behind_reasoning_without_a_grammar(num_before: int)
         at, logits = np.array([1 + step]), logits_at(0, step)[None]
         pending = sampler.begin([key(0)], at, logits.clone(), np.array([False]))
         token_ids, _ = pending.land()
-        free, _ = unconstrained.sample([key(0)], at, logits)
+        free, _ = unconstrained.begin([key(0)], at, logits).land()
         assert token_ids.tolist() == ([THINK_END] if step == 0 else free.tolist())
         num_masks.append(0 if pending.grammar_work is None else pending.grammar_work.num_masks)
     assert sum(num_masks[:3]) >= 1 and sum(num_masks[3:]) == 0
@@ -595,7 +595,7 @@ def limited(sampler: Sampler, sampling: Sampling, output: list[int]) -> int:
     """The next token behind an output, by a new sequence."""
     name = (f"limited-{output}", 0, 0)
     sampler.add(name, sampling, [*range(4, 4 + NUM_PROMPT), *output], NUM_PROMPT)
-    token_ids, _ = sampler.sample([name], np.array([NUM_PROMPT + len(output)]), logits_at(0, len(output))[None])
+    token_ids, _ = sampler.begin([name], np.array([NUM_PROMPT + len(output)]), logits_at(0, len(output))[None]).land()
     sampler.drop(name)
     return int(token_ids[0])
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.engine.memory.turns import TurnNeverCame, turn_on_gpu
+from kvrelay.engine.pool_size import TurnNeverCame, turn_on_gpu
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
 HOLDS = """
 import sys
 from pathlib import Path
-from kvrelay.engine.memory.turns import turn_on_gpu
+from kvrelay.engine.pool_size import turn_on_gpu
 with turn_on_gpu("GPU-0", Path(sys.argv[1])):
     print("mine", flush=True)
     sys.stdin.read()

@@ -36,7 +36,7 @@ def test_they_are_the_models_own_and_replace_the_most_likely(rows: list[Sampling
         sampler.add(key_of(row), sampling, [1, 2, 3], 2)
     keys, positions = [key_of(row) for row in range(len(rows))], np.full(len(rows), 3)
     logits = torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
-    sampled, entries = sampler.sample(keys, positions, logits.clone())
+    sampled, entries = sampler.begin(keys, positions, logits.clone()).land()
     for row, (sampling, entry) in enumerate(zip(rows, entries, strict=True)):
         if sampling.logprobs is None:
             assert entry is None
@@ -53,7 +53,9 @@ def test_a_slot_that_is_used_again_wants_nothing() -> None:
     sampler = Sampler(VOCAB_SIZE, (49,), torch.device("cpu"))
     for logprob_token_ids in ((7, 3), ()):
         sampler.add(key_of(0), Sampling(logprobs=2, logprob_token_ids=logprob_token_ids), [1], 1)
-        _, (entry,) = sampler.sample([key_of(0)], np.array([1]), torch.arange(VOCAB_SIZE, dtype=torch.float32)[None])
+        _, (entry,) = sampler.begin(
+            [key_of(0)], np.array([1]), torch.arange(VOCAB_SIZE, dtype=torch.float32)[None]
+        ).land()
         assert entry is not None and entry.top_ids == list(logprob_token_ids or (49, 48))
         sampler.drop(key_of(0))
 

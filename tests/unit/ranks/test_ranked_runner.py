@@ -66,10 +66,12 @@ class Noted:
 class Ranked(FailingRunner):
     """Rank 0 with two replicas, in the place of a runner of one process."""
 
-    def __init__(self, fail_at: dict[SequenceKey, int], num_slots: int, *, blame: bool, num_stages: int = 1) -> None:
+    def __init__(
+        self, fail_at: dict[SequenceKey, int], num_slots: int, *, blame: bool, pipeline_depth: int = 1
+    ) -> None:
         super().__init__(fail_at, num_slots, blame=blame)
         self.leader = LeadingFailingRunner(fail_at, num_slots, blame=blame)
-        self.leader._spec = replace(self.leader.spec, pipeline_parallel_size=num_stages)
+        self.leader._spec = replace(self.leader.spec, pipeline_parallel_size=pipeline_depth)
         self.let_run = self.leader.let_run
         self.pool_bytes = self.leader.pool_bytes
         self.replicas = [
@@ -170,7 +172,7 @@ def test_ranks_go_on_after_steps_that_failed_on_rank_0(blame: bool, wanted: list
 @settings(max_examples=examples(40), deadline=None)
 @given(
     wanted=jobs,
-    num_stages=st.integers(2, 4),
+    pipeline_depth=st.integers(2, 4),
     num_slots=st.sampled_from([0, 3, 40]),
     most_drafts=st.sampled_from([0, 0, 3, 9]),
     jump_forward=st.booleans(),
@@ -179,7 +181,7 @@ def test_ranks_go_on_after_steps_that_failed_on_rank_0(blame: bool, wanted: list
 def test_several_steps_of_a_pipeline_in_flight(
     scheduler: str,
     wanted: list[Job],
-    num_stages: int,
+    pipeline_depth: int,
     num_slots: int,
     most_drafts: int,
     jump_forward: bool,
@@ -191,7 +193,7 @@ def test_several_steps_of_a_pipeline_in_flight(
     made: list[Ranked] = []
 
     def make(fail_at: dict[SequenceKey, int], num_slots: int) -> Ranked:
-        made.append(Ranked(fail_at, num_slots, blame=failure == "rows", num_stages=num_stages))
+        made.append(Ranked(fail_at, num_slots, blame=failure == "rows", pipeline_depth=pipeline_depth))
         return made[0]
 
     service = serve(
@@ -200,7 +202,7 @@ def test_several_steps_of_a_pipeline_in_flight(
             overlap=True,
             most_drafts=most_drafts,
             jump_forward=jump_forward,
-            num_stages=num_stages,
+            pipeline_depth=pipeline_depth,
         )
     )
     if not jump_forward:
@@ -212,19 +214,19 @@ def test_several_steps_of_a_pipeline_in_flight(
             assert np.array_equal(replica.runner.pool_bytes, runner.leader.pool_bytes)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_stages_have_work(num_stages: int) -> None:
+@pytest.mark.parametrize("pipeline_depth", [2, 3])
+def test_stages_have_work(pipeline_depth: int) -> None:
     """Chunks of one prompt are in flight in all stages, with one more behind; and groups of decodes in all stages."""
     plain: dict[str, Any] = {"stop_at": None, "abort_at": None, "fail_at": None, "prefill_only": False, "scored": False}
     long = Job(prompt=(1, 2, 2) * 14, max_tokens=2, after_step=0, **plain)  # two chunks
     short = [Job(prompt=(1,) * number, max_tokens=12, after_step=0, **plain) for number in range(1, 7)]
 
     def make(fail_at: dict[SequenceKey, int], num_slots: int) -> Ranked:
-        return Ranked(fail_at, num_slots, blame=False, num_stages=num_stages)
+        return Ranked(fail_at, num_slots, blame=False, pipeline_depth=pipeline_depth)
 
-    service = OwnBlocks([long], "sarathi", 0, make, overlap=True, num_stages=num_stages)
+    service = OwnBlocks([long], "sarathi", 0, make, overlap=True, pipeline_depth=pipeline_depth)
     serve(service)
     assert service.most_planned == 2
-    service = OwnBlocks(short, "sarathi", 0, make, overlap=True, num_stages=num_stages)
+    service = OwnBlocks(short, "sarathi", 0, make, overlap=True, pipeline_depth=pipeline_depth)
     check_tokens(short, serve(service).served, blame=False)
-    assert service.most_planned == num_stages
+    assert service.most_planned == pipeline_depth

@@ -19,8 +19,8 @@ from tests.unit.scheduling.overlapped import OverlappedBench
 class PipelinedBench(Bench):
     """`step` lands one step, behind which others are planned."""
 
-    def __init__(self, num_stages: int, num_blocks: int, token_budget: int) -> None:
-        super().__init__(num_blocks, token_budget, settings=SchedulerSettings(num_stages=num_stages))
+    def __init__(self, pipeline_depth: int, num_blocks: int, token_budget: int) -> None:
+        super().__init__(num_blocks, token_budget, settings=SchedulerSettings(pipeline_depth=pipeline_depth))
         self.in_flight: deque[StepPlan] = deque()
 
     def plan(self) -> None:
@@ -42,9 +42,9 @@ class PipelinedBench(Bench):
         return plan, outputs
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_decodes_go_on_beside_a_long_prompt(num_stages: int) -> None:
-    bench = PipelinedBench(num_stages, 256, token_budget=16)
+@pytest.mark.parametrize("pipeline_depth", [2, 3, 4])
+def test_decodes_go_on_beside_a_long_prompt(pipeline_depth: int) -> None:
+    bench = PipelinedBench(pipeline_depth, 256, token_budget=16)
     decodes = [bench.add([1, 2, number], 60) for number in range(5)]
     for _ in range(4):
         bench.step()
@@ -52,11 +52,11 @@ def test_decodes_go_on_beside_a_long_prompt(num_stages: int) -> None:
     num_rounds = 0
     while not prompt.num_output:
         before = [each.num_output for each in decodes]
-        for _ in range(num_stages + 1):
+        for _ in range(pipeline_depth + 1):
             bench.step()
         if prompt.num_output:
             break
-        assert len(bench.in_flight) == num_stages
+        assert len(bench.in_flight) == pipeline_depth
         if all(each.num_output < 60 for each in decodes):
             num_rounds += 1
             assert all(each.num_output > earlier for each, earlier in zip(decodes, before, strict=True))

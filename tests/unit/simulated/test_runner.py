@@ -49,9 +49,9 @@ PROFILE = MeasuredProfile(
 
 
 def runner_of(
-    num_blocks: int = 40, block_size: int = 8, num_host_slots: int = 0, num_stages: int = 1
+    num_blocks: int = 40, block_size: int = 8, num_host_slots: int = 0, pipeline_depth: int = 1
 ) -> SimulatedRunner:
-    profile = msgspec.structs.replace(PROFILE, num_stages=num_stages)
+    profile = msgspec.structs.replace(PROFILE, pipeline_depth=pipeline_depth)
     return SimulatedRunner(
         profile, FACTS, name="test", block_size=block_size, num_blocks=num_blocks, num_host_slots=num_host_slots
     )
@@ -75,18 +75,18 @@ def serve(
     token_budget: int = 24,
     overlap: bool = True,
     are_samples: bool = False,
-    num_stages: int = 1,
+    pipeline_depth: int = 1,
     **policy: object,
 ) -> Served:
-    """All jobs through a step loop, in virtual time; `are_samples`: of one request; `num_stages`: of the runner."""
+    """All jobs through a step loop, in virtual time; `are_samples`: of one request; `pipeline_depth`: of the runner."""
     spec, served = runner.spec, Served()
     limits = SchedulerLimits(token_budget, 8, spec.max_model_len, frozenset(spec.eos_token_ids))
     pool = BlockPool(spec.num_blocks, spec.block_size)
-    stages = {"num_host_slots": spec.num_host_slots, "num_stages": num_stages}
+    stages = {"num_host_slots": spec.num_host_slots, "pipeline_depth": pipeline_depth}
     chosen = SchedulerSettings(**stages, **policy)  # type: ignore[arg-type]
     built = make_scheduler(scheduler, limits, pool, PrefixCache(pool), chosen)
-    is_pipeline = num_stages > 1 and overlap
-    timed = partial(PipelinedTimedLauncher, num_stages=num_stages) if num_stages > 1 else TimedLauncher
+    is_pipeline = pipeline_depth > 1 and overlap
+    timed = partial(PipelinedTimedLauncher, pipeline_depth=pipeline_depth) if pipeline_depth > 1 else TimedLauncher
     loop = (PipelinedStepLoop if is_pipeline else StepLoop)(runner, built, overlap=overlap, make_launcher=timed)
     if isinstance(loop, PipelinedStepLoop):
         loop.max_in_flight = chosen.max_uncommitted
@@ -141,7 +141,7 @@ samplings = st.builds(
     scheduler=st.sampled_from(list(SCHEDULERS)),
     num_host_slots=st.sampled_from([0, 20]),
     overlap=st.booleans(),
-    num_stages=st.integers(1, 4),
+    pipeline_depth=st.integers(1, 4),
 )
 def test_outputs_are_the_continuations_whatever_the_batches_preemptions_and_shared_prefixes(
     jobs: list[tuple[list[int], Sampling]],
@@ -149,11 +149,11 @@ def test_outputs_are_the_continuations_whatever_the_batches_preemptions_and_shar
     scheduler: str,
     num_host_slots: int,
     overlap: bool,
-    num_stages: int,
+    pipeline_depth: int,
 ) -> None:
-    runner = runner_of(160 // block_size, block_size, num_host_slots, num_stages)
+    runner = runner_of(160 // block_size, block_size, num_host_slots, pipeline_depth)
     preemption = "swap" if num_host_slots else "auto"
-    how: dict[str, Any] = {"scheduler": scheduler, "overlap": overlap, "num_stages": num_stages}
+    how: dict[str, Any] = {"scheduler": scheduler, "overlap": overlap, "pipeline_depth": pipeline_depth}
     served = serve(runner, jobs, **how, preemption=preemption)
     for number, (prompt, sampling) in enumerate(jobs):
         assert served.output[number] == continuation(prompt, sampling, VOCABULARY, runner.spec.max_model_len)
@@ -195,12 +195,12 @@ def test_stages_compute_the_chunks_of_a_prompt_at_the_same_time() -> None:
     sampling = Sampling(temperature=0, max_tokens=1, ignore_eos=True)
     jobs = [(list(range(3, 3 + 96)), sampling)]
     chunks = [0.01 + 24e-3 + 1e-5 * (24 * start + 24 * 12) for start in (0, 24, 48, 72)]
-    for num_stages in (1, 2, 4):
-        served = serve(runner_of(num_stages=num_stages), jobs, num_stages=num_stages)
+    for pipeline_depth in (1, 2, 4):
+        served = serve(runner_of(pipeline_depth=pipeline_depth), jobs, pipeline_depth=pipeline_depth)
         # Later chunks take longer, so each stage begins the last one when it has computed those before.
-        expected = (sum(chunks) + (num_stages - 1) * chunks[-1]) / num_stages
+        expected = (sum(chunks) + (pipeline_depth - 1) * chunks[-1]) / pipeline_depth
         assert served.at_s[0] == pytest.approx([expected], rel=0.02)
-        alone = serve(runner_of(num_stages=num_stages), jobs, num_stages=num_stages, overlap=False)
+        alone = serve(runner_of(pipeline_depth=pipeline_depth), jobs, pipeline_depth=pipeline_depth, overlap=False)
         assert alone.at_s[0] == pytest.approx([sum(chunks)], rel=0.02)
 
 
@@ -208,7 +208,7 @@ def test_stages_decode_groups_of_sequences_in_turns() -> None:
     """Two stages decode each sequence as fast as one device, and have a step for the other group meanwhile."""
     sampling = Sampling(temperature=0, max_tokens=20, ignore_eos=True)
     jobs = [([3 + number] * 8, sampling) for number in range(4)]
-    served = serve(runner_of(num_stages=2), jobs, num_stages=2)
+    served = serve(runner_of(pipeline_depth=2), jobs, pipeline_depth=2)
     for number in range(4):
         gaps = np.diff(served.at_s[number][2:])
         assert gaps.max() < 1.3 * (0.01 + 2e-3 + 2e-5 * 28)
@@ -358,10 +358,10 @@ def test_devices_of_one_model_exchange_kv_and_those_of_different_models_do_not()
 
 
 def test_the_stages_are_those_of_the_profile() -> None:
-    assert config_of(profile="llama3-70b-h100-tp2-pp3").num_stages == 3
-    assert config_of().num_stages == 1
+    assert config_of(profile="llama3-70b-h100-tp2-pp3").pipeline_depth == 3
+    assert config_of().pipeline_depth == 1
     config = config_of(profile="llama3-70b-h100-tp2-pp3", backend="auto", pipeline_parallel_size=2)
-    assert config.num_stages == 2
+    assert config.pipeline_depth == 2
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     [
         ({"profile": "abacus"}, "must be one of llama3-8b-h100"),
         ({"memory_utilization": 0.5}, "memory_utilization cannot be measured"),
-        ({"profile": "llama3-8b-h100-pp2", "data_parallel_size": 2}, "ranks of data_parallel_size have no stages"),
+        ({"profile": "llama3-8b-h100-pp2", "data_parallel_size": 2}, "ranks of data_parallel_size have no pipeline"),
         ({"num_workers": 2, "port": 5000}, "port, transfer_port and http_port must be 0"),
         ({"num_workers": 2, "metrics_file": "m.jsonl"}, "metrics_file must have {worker_id} in it"),
         ({"num_workers": 2, "event_log": "e.log"}, "event_log must have {name} in it"),

@@ -63,7 +63,7 @@ def test_a_worker_of_several_ranks_is_measured_as_a_whole() -> None:
     engine = Engine(200)
     engine.spec = replace(engine.spec, tensor_parallel_size=2, pipeline_parallel_size=3, total_layers=3)
     profile = measured_profile(cast(ModelRunner, engine), "own")
-    assert (profile.num_devices, profile.num_stages) == (6, 3)
+    assert (profile.num_devices, profile.pipeline_depth) == (6, 3)
     assert profile.kv_bytes_per_token == 6 * 40
     assert profile.step_s(StepLoad(100, 0.0, 10, 0)) == pytest.approx(3 * (2e-3 + 5e-3 + 3e-3), rel=0.2)
 

@@ -200,8 +200,8 @@ def test_a_model_may_be_divided_among_other_numbers_of_devices(name: str) -> Non
     profile = find_profile(name)
     assert profile.name == name
     sizes = dict(re.findall(r"-(tp|pp)(\d+)", name))
-    assert profile.num_stages == int(sizes.get("pp", 1))
-    assert profile.num_devices == profile.num_stages * int(sizes.get("tp", 1))
+    assert profile.pipeline_depth == int(sizes.get("pp", 1))
+    assert profile.num_devices == profile.pipeline_depth * int(sizes.get("tp", 1))
 
 
 LOADS = [StepLoad(2048, 2048**2 / 2, 0, 0), StepLoad(0, 0.0, 32, 64_000), StepLoad(512, 1e6, 64, 10_000)]
@@ -237,17 +237,17 @@ def test_divisions_that_do_not_fit_are_refused(name: str, words: str) -> None:
         find_profile(name)
 
 
-def pipeline(num_stages: int) -> MeasuredProfile:
-    return msgspec.structs.replace(PROFILE, num_stages=num_stages, num_devices=num_stages)
+def pipeline(pipeline_depth: int) -> MeasuredProfile:
+    return msgspec.structs.replace(PROFILE, pipeline_depth=pipeline_depth, num_devices=pipeline_depth)
 
 
 def test_stages_of_a_worker_compute_chunks_at_the_same_time() -> None:
     """A prompt of 4 chunks, each of which takes 0.2148 s alone."""
-    for num_stages in (1, 2, 4):
-        fleet = SimulatedFleet(FleetSettings(pipeline(num_stages), 1, 0, local_prefill_tokens=0))
+    for pipeline_depth in (1, 2, 4):
+        fleet = SimulatedFleet(FleetSettings(pipeline(pipeline_depth), 1, 0, local_prefill_tokens=0))
         (request,) = ran(fleet, [TracedRequest(0.0, 8192, 1, tuple(range(16)))])
-        stage_s = 0.2148 / num_stages
-        assert request.first_token_s == pytest.approx(0.0005 + (4 + num_stages - 1) * stage_s)
+        stage_s = 0.2148 / pipeline_depth
+        assert request.first_token_s == pytest.approx(0.0005 + (4 + pipeline_depth - 1) * stage_s)
         assert fleet.prefill[0].busy_s == pytest.approx(4 * stage_s), "the part of each stage"
 
 

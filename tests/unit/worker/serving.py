@@ -149,7 +149,7 @@ class Service:
         most_drafts: int = 0,
         jump_forward: bool = False,
         num_blocks: int = NUM_BLOCKS,
-        num_stages: int = 1,
+        pipeline_depth: int = 1,
     ) -> None:
         self.wanted = dict(enumerate(wanted))
         self.waiting = dict(self.wanted)
@@ -165,14 +165,14 @@ class Service:
             num_host_slots=num_slots,
             jump_forward=jump_forward,
             samples_behind=isinstance(self.runner, QueuedRunner),
-            num_stages=num_stages,
+            pipeline_depth=pipeline_depth,
         )
         self.cache = PrefixCache(self.pool)
         built = make_scheduler(scheduler, limits, self.pool, self.cache, policy)
         built.lifecycle.speculator = GuessingSpeculator(most_drafts)
         self.scheduler = built
         launcher = choose_launcher(self.runner, overlap=overlap)
-        make_loop = PipelinedStepLoop if num_stages > 1 else StepLoop
+        make_loop = PipelinedStepLoop if pipeline_depth > 1 else StepLoop
         self.loop = make_loop(self.runner, built, overlap=overlap, make_launcher=launcher)
         if isinstance(self.loop, PipelinedStepLoop):
             self.loop.max_in_flight = policy.max_uncommitted

@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.core_leases import CoreLeases, leases_bytes
 from kvrelay.engine.masks.token_masks import GrammarFailed, NoTokenAllowed
-from kvrelay.engine.sample.pending_tokens import BadLogits
+from kvrelay.engine.sample.logprobs import BadLogits
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import HostCopyPlan, StepPlan

@@ -8,12 +8,11 @@ import torch
 
 from kvrelay.backends.backend import StepAttention
 from kvrelay.backends.cpu import CpuStep
-from kvrelay.engine.fused.angles import Angles, AngleTable
-from kvrelay.engine.fused.kernel import DecoderKernel
+from kvrelay.engine.fused.kernel import Angles, AngleTable, DecoderKernel
 from kvrelay.engine.fused.weights import DecoderWeights
-from kvrelay.engine.parallel.gathered_mlps import GatheredMlps
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
-from kvrelay.engine.parallel.stage_link import StageLink
+from kvrelay.engine.parallel.pipeline import PipelineLink
+from kvrelay.engine.parallel.sharded_modules import GatheredMlps
 
 
 class FusedForward:
@@ -25,18 +24,14 @@ class FusedForward:
         self,
         weights: DecoderWeights,
         group: GroupCoordinator | None = None,
-        link: StageLink | None = None,
+        link: PipelineLink | None = None,
         vocabulary: range | None = None,
         vocab_size: int = 0,
         mlps: GatheredMlps | None = None,
     ) -> None:
         """Builds or loads the kernels. `group`: the ranks that divide heads, MLPs and the `vocab_size` tokens of the
-        vocabulary, of which this one embeds `vocabulary`; `link`: of this stage of a pipeline; `mlps`: if MLPs alone
-        are divided.
-
-        Raises:
-            KernelBuildError: the kernels cannot be built here.
-        """
+        vocabulary, of which this one embeds `vocabulary`; `link`: of its part of a pipeline; `mlps`: if MLPs alone
+        are divided. Raises KernelBuildError if they cannot be built here."""
         self._weights = weights
         self._kernel = DecoderKernel(weights)
         self._group, self._link = group, link
@@ -110,7 +105,7 @@ class FusedForward:
     def _enter(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The residual stream before this rank's first layer, float32 `[tokens, hidden_size]`."""
         link, part = self._link, self._vocabulary
-        if link is not None and link.stage > 0:
+        if link is not None and not link.is_first:
             return link.receive((len(token_ids), self._weights.hidden_size), torch.float32)
         if self._group is None or part is None:
             return self._kernel.embed(token_ids)

@@ -1,21 +1,140 @@
-"""The functions of backends/cpu_decoder.c, with types. Calls go through ctypes, which releases the GIL."""
+"""The functions of backends/cpu_decoder.c and cpu_linear.c, with types, and the rotary angles that they take.
+
+Calls go through ctypes, which releases the GIL.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvrelay.backends.cpu import AttentionCall
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
-from kvrelay.engine.fused.angles import Angles
-from kvrelay.engine.fused.panels import PackedLinear
-from kvrelay.engine.fused.products import LinearStruct, PanelProducts, linear_struct, tokens_with_room
+from kvrelay.engine.fused.panels import FLOAT32, SCALE_TYPES, TYPES, PackedLinear
 from kvrelay.engine.fused.weights import DTYPES, DecoderWeights, LayerWeights
 from kvrelay.engine.parallel.shared_memory import RanksInC
+
+FIXED_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Types of rotary embeddings whose angles depend on the position alone. `dynamic` and `longrope` look at the longest
+position of a step."""
+
+_FIRST, _MOST = 2048, 1 << 15  # positions in the table
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """`cos` and `sin`, float32 `[angles, head_dim / 2]`, and each token's row there, `[tokens]` int64."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    rows: torch.Tensor
+
+
+class AngleTable:
+    """The angles of a model's rotary module `rotary(x, position_ids)`. Not thread-safe: steps use it one at a time."""
+
+    def __init__(self, rotary: Any, half: int) -> None:
+        """`half` is half of `head_dim`."""
+        self._rotary = rotary
+        self._half = half
+        self._is_fixed = getattr(rotary, "rope_type", None) in FIXED_TYPES
+        self._cos = self._sin = torch.empty(0, half)
+
+    def at(self, positions: torch.Tensor) -> Angles:
+        """The angles at positions `[tokens]` int64."""
+        longest = int(positions.numpy().max(initial=0))
+        if not self._is_fixed or longest >= _MOST:
+            return Angles(*self._compute(positions), torch.arange(len(positions)))
+        if longest >= len(self._cos):
+            size = max(_FIRST, 1 << longest.bit_length())
+            self._cos, self._sin = self._compute(torch.arange(size))
+        return Angles(self._cos, self._sin, positions)
+
+    def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._rotary(torch.empty(1), positions[None])
+        return cos[0, :, : self._half].contiguous(), sin[0, :, : self._half].contiguous()
+
+
+_TOKENS_MULTIPLE = 32  # rows of a pair of AMX tiles
+_STORE, _STORE_FLOAT, _GATED = 0, 1, 3  # what becomes of a product, numbered as in cpu_linear.c
+
+
+class LinearStruct(ctypes.Structure):
+    """The struct `Linear` of cpu_linear.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "scales", "zeros", "bias")),
+        *((name, c_int64) for name in ("num_out", "num_in", "format", "group", "scale_type")),
+    ]
+
+
+class PanelProducts:
+    """Products of activations of one type, float32 or bfloat16."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Builds or loads the kernels. Raises KernelBuildError if they cannot be built here."""
+        self._library = load_kernel()
+        self._library.kvrelay_linear.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4]
+        self._library.kvrelay_linear.restype = None
+        self._library.kvrelay_instructions.restype = c_void_p
+        self._type = TYPES[dtype]
+        self._needs_room = "AMX" in self.instructions  # its tiles are of a multiple of rows
+
+    @property
+    def instructions(self) -> str:
+        """The CPU's instructions that products of bfloat16 use, for logs."""
+        return str(ctypes.string_at(self._library.kvrelay_instructions()).decode())
+
+    def linear(self, linear: PackedLinear, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`x @ weight.T + bias` in the type of `x` `[tokens, num_in]` or in float32; `silu(gate) * up` of a gated one.
+
+        The sum of each output has an order that depends on neither the batch nor the threads, unless AMX takes batches
+        from some size on.
+        """
+        mode = _GATED if linear.gated else _STORE_FLOAT if dtype == torch.float32 else _STORE
+        padded = _with_room(x) if self._needs_room else x.contiguous()  # held until the call returns
+        out = torch.empty(len(x), linear.num_out // (1 + linear.gated), dtype=dtype or x.dtype)
+        self._library.kvrelay_linear(
+            ctypes.byref(linear_struct(linear)),
+            padded.data_ptr(),
+            len(x),
+            out.data_ptr(),
+            mode,
+            self._type,
+            self._needs_room,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def linear_struct(linear: PackedLinear) -> LinearStruct:
+    """Valid while `linear` is."""
+    optional = (linear.scales, linear.zeros, linear.bias)
+    return LinearStruct(
+        linear.panels.data_ptr(),
+        *(None if each is None else each.data_ptr() for each in optional),
+        linear.num_out,
+        linear.num_in,
+        linear.format,
+        linear.group,
+        FLOAT32 if linear.scales is None else SCALE_TYPES[linear.scales.dtype],
+    )
+
+
+def tokens_with_room(num_tokens: int) -> int:
+    """The number of tokens for which a buffer of activations has room."""
+    return -(-num_tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
+
+
+def _with_room(x: torch.Tensor) -> torch.Tensor:
+    missing = tokens_with_room(len(x)) - len(x)
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+
 
 _ALIGNMENT = 64
 
@@ -55,11 +174,8 @@ class DecoderKernel:
     """The kernels, bound to one model's weights. All tensors are contiguous; activations have the weights' dtype."""
 
     def __init__(self, weights: DecoderWeights) -> None:
-        """Builds or loads the kernels.
-
-        Raises:
-            KernelBuildError: the kernels cannot be built here, or their structs differ from the ones above.
-        """
+        """Builds or loads the kernels. Raises KernelBuildError if they cannot be built here, or their structs differ
+        from the ones above."""
         self._library = _declare(load_kernel())
         self.products = PanelProducts(weights.dtype)
         self._weights = weights
@@ -107,11 +223,8 @@ class DecoderKernel:
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings of tokens `[tokens]` int64, in float32 `[tokens, hidden_size]`.
-
-        Raises:
-            IndexError: a token without an embedding.
-        """
+        """The embeddings of tokens `[tokens]` int64, in float32 `[tokens, hidden_size]`. Raises IndexError for a token
+        without an embedding."""
         weights, library = self._weights, self._library
         out = torch.empty(len(token_ids), weights.hidden_size)
         ids = (token_ids.data_ptr(), len(token_ids), out.data_ptr())

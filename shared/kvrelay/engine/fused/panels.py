@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.fused.quantization import Quantization, quantize
-from kvrelay.engine.quantized.integer_weight import IntegerWeight
+from kvrelay.engine.load.integer_weight import IntegerWeight, Quantization, quantize
 
 PANEL = 32
 """Columns of a panel."""

@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrelay.backends.backend import AttentionParams
-from kvrelay.backends.huge_pages import HugePages
+from kvrelay.backends.host_pages import HugePages
 from kvrelay.engine.fused.panels import PackedLinear, pack, pack_integers, share_layout, unpack
-from kvrelay.engine.fused.quantization import Quantization
-from kvrelay.engine.quantized.integer_weight import IntegerWeight
+from kvrelay.engine.load.integer_weight import IntegerWeight, Quantization
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Classes of transformers whose layers are: RMSNorm, rotary attention, RMSNorm, SiLU-gated MLP, with two residuals."""
@@ -131,11 +130,8 @@ class WeightPacker:
         return sum(len(modules) for packed, modules, _ in self._packed if packed.is_integer) if self._stored else 0
 
     def restore(self) -> None:
-        """Gives the modules their weights back, bit by bit. What was packed is of no use afterwards.
-
-        Raises:
-            ValueError: the weights were rounded.
-        """
+        """Gives the modules their weights back, bit by bit. What was packed is of no use afterwards. Raises ValueError
+        if the weights were rounded."""
         if self.quantization != "none" and self._packed:
             raise ValueError(f"weights in {self.quantization} do not give the modules theirs back")
         while self._packed:
@@ -154,10 +150,8 @@ def decoder_weights(
     """Returns the weights of a model that is fusable (see `require_fusable`) in the kernels' layout. `own`: those that
     this rank has; None: all.
 
-    The modules lose their weights to `packer`, also if this raises: see `WeightPacker.restore`.
-
-    Raises:
-        NotFusable: some of the projections that are merged have a bias, and some have none.
+    The modules lose their weights to `packer`, also if this raises: see `WeightPacker.restore`. Raises NotFusable if
+    some of the projections that are merged have a bias, and some have none.
     """
     backbone: Any = model.model
     dtype = model.dtype

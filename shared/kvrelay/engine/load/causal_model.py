@@ -19,22 +19,26 @@ from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.engine.fused.forward import FusedForward
-from kvrelay.engine.fused.gpu_forward import GpuForward, TorchPieces
-from kvrelay.engine.fused.gpu_weights import merge_weights
+from kvrelay.engine.fused.gpu_forward import GpuForward, TorchPieces, merge_weights
 from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
 from kvrelay.engine.load.checkpoint import read_integer_model, read_model, read_part
+from kvrelay.engine.load.model_files import find_model_dir, fingerprint, shard_fingerprint
 from kvrelay.engine.load.model_source import DUMMY_SEED, ModelSource
-from kvrelay.engine.load.probe import ForwardCheck, ObservedLayers, check_paged_forward, observe_layers
-from kvrelay.engine.parallel.gathered_mlps import GatheredMlps
-from kvrelay.engine.parallel.part_plan import WHOLE, PartPlan, own_modules, plan_part
+from kvrelay.engine.load.probe import (
+    ForwardCheck,
+    ObservedLayers,
+    QuantizationCost,
+    check_paged_forward,
+    observe_layers,
+)
+from kvrelay.engine.load.stored_weights import StoredWeights, layer_readers
+from kvrelay.engine.parallel.model_part import WHOLE, PartPlan, connect, fill_randomly, own_modules, plan_part
 from kvrelay.engine.parallel.shard_plan import plan_shards
-from kvrelay.engine.parallel.sharded_checkpoint import fill_randomly
-from kvrelay.engine.parallel.sharded_modules import connect_modules
-from kvrelay.engine.parallel.stage_modules import connect_stage, drop_absent
-from kvrelay.engine.quantized.quantization_cost import QuantizationCost
-from kvrelay.engine.quantized.stored_weights import StoredWeights, layer_readers
-from kvrelay.engine.run.attention import ATTENTION_NAME, UnsupportedModel, register
-from kvrelay.engine.run.eager import EagerForward, Forward
+from kvrelay.engine.parallel.sharded_modules import GatheredMlps
+from kvrelay.engine.run.attention import ATTENTION_NAME, EagerForward, Forward, UnsupportedModel, register
+from kvrelay.engine.run.device import describe_device
+from kvrelay.step.batch import ModelSpec
+from kvrelay.tokenizer_identity import identity_of_file
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +63,13 @@ class CausalModel:
     @property
     def whole_layout(self) -> KVLayout:
         """The layout of the whole model's KV."""
-        layout = self.layout
-        if self.part.shards is not None:
-            layout = replace(layout, num_kv_heads=self.part.shards.num_kv_heads)
-        if self.part.stage is not None:
-            layout = replace(layout, num_layers=self.part.stage.num_layers)
-        return layout
+        num_layers, num_kv_heads = self.part.whole_kv(self.layout.num_layers, self.layout.num_kv_heads)
+        return replace(self.layout, num_layers=num_layers, num_kv_heads=num_kv_heads)
 
     @property
     def is_divided(self) -> bool:
         """Returns whether other processes compute a part of each step, for the requests of rank 0."""
-        return self.part.shards is not None or self.part.stage is not None
+        return self.part.is_divided
 
     @property
     def has_divided_head(self) -> bool:
@@ -115,10 +115,7 @@ def load_model(
 
     Without a `backend`, the fastest one that works is used. With `fused_layers`, layers run through the fused kernels
     if these know the model and the results agree. If there are several ranks, all of them run the checks together and
-    get the same results.
-
-    Raises:
-        UnsupportedModel: with the reason.
+    get the same results. Raises UnsupportedModel with the reason.
     """
     register()
     ranks = source.ranks
@@ -126,12 +123,9 @@ def load_model(
         weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
         model, plan = _read(source, weights)
         model.to(source.device).eval()  # type: ignore[arg-type]
-    heads = ranks.tensor_parallel
-    gathered = connect_modules(model, plan.shards, heads) if plan.shards and heads else None
-    mlps = GatheredMlps(model, plan.mlps, ranks.data_parallel) if plan.mlps and ranks.data_parallel else None
-    stage_head = connect_stage(model, plan.stage, ranks.pipeline) if plan.stage and ranks.pipeline else None
+    heads, mlps = connect(model, plan, ranks)
     text = source.config.get_text_config(decoder=True)
-    num_layers = text.num_hidden_layers if plan.stage is None else len(plan.stage.own_layers)
+    num_layers = plan.num_layers(text.num_hidden_layers)
     observed = observe_layers(model, num_layers, source.max_model_len)
     if plan.shards is not None and observed.num_kv_heads != plan.shards.local_kv_heads:
         raise UnsupportedModel(
@@ -148,11 +142,9 @@ def load_model(
     if mlps is not None and isinstance(forward, FusedForward):
         # As the forwards of the other ranks, which have tokens: see `FusedForward.hidden_states`.
         mlps.use(forward, runs_in_c=mlps.group.shares_memory and layout.stored is None)
-    if gathered is not None:
-        gathered.gathers_to_all = False
-    if stage_head is not None:
-        stage_head.is_shared = False
-    _log_part(plan)
+    for head in heads:
+        head.is_shared = False
+    plan.log()
     if weights is not None:
         num_kept, num_all = packer.num_kept, len(weights.paths)
         log.info(
@@ -178,11 +170,7 @@ def _read(source: ModelSource, weights: StoredWeights | None) -> tuple[PreTraine
 
 def _choose_forward(modules: _Modules, *, fused_layers: bool) -> Forward:
     """The fused kernels if they are wanted, know the model, and give its logits; else the model's own modules. The same
-    on all ranks.
-
-    Raises:
-        UnsupportedModel: the weights are to be rounded, and the fused kernels cannot run.
-    """
+    on all ranks. Raises UnsupportedModel if the weights are to be rounded, and the fused kernels cannot run."""
     model, quantization = modules.model, modules.source.quantization
     reason = "the fused layers are off"
     if fused_layers:
@@ -246,21 +234,9 @@ def choose_pieces(device: torch.device) -> TorchPieces:
     """Triton's kernels if Triton is installed and the device is a GPU, else plain torch."""
     if device.type != "cuda" or find_spec("triton") is None:
         return TorchPieces()
-    from kvrelay.engine.fused.triton_pieces import TritonPieces
+    from kvrelay.engine.fused.triton_kernels import TritonPieces
 
     return TritonPieces()
-
-
-def _log_part(plan: PartPlan) -> None:
-    if (mlps := plan.mlps) is not None:
-        log.info("data parallelism: rank %d of %d has attention and a part of each MLP", mlps.rank, mlps.size)
-    if (stage := plan.stage) is not None:
-        layers = f"{stage.own_layers.start} to {stage.own_layers.stop - 1} of {stage.num_layers}"
-        log.info("pipeline parallelism: stage %d of %d has layers %s", stage.stage, stage.num_stages, layers)
-    if (shards := plan.shards) is not None:
-        heads = f"{shards.local_heads} of {shards.num_heads} attention heads"
-        kv_heads = f"{shards.local_kv_heads} of {shards.num_kv_heads} KV heads"
-        log.info("tensor parallelism: rank %d of %d has %s and %s", shards.rank, shards.size, heads, kv_heads)
 
 
 def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:
@@ -282,9 +258,7 @@ def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrain
         with torch.random.fork_rng(generators), torch.device(source.device):
             torch.manual_seed(DUMMY_SEED)
             return _from_config(source, attn_implementation), plan
-    fill_randomly(model, source.device, DUMMY_SEED, plan.narrowing, plan.has)
-    if plan.stage is not None:
-        drop_absent(model, plan.stage)
+    fill_randomly(model, source.device, DUMMY_SEED, plan)
     return model, plan
 
 
@@ -308,3 +282,35 @@ def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
         return ()
     ids = ids if isinstance(ids, list | tuple) else (ids,)
     return tuple(each for each in map(int, ids) if 0 <= each < vocab_size)
+
+
+def spec_of(model: CausalModel, num_blocks: int, num_host_slots: int, host_block_s: float) -> ModelSpec:
+    """Returns the spec of a model with a pool of `num_blocks`. `host_block_s`: seconds that copying a block to the host
+    takes."""
+    layout, source = model.layout, model.source
+    path, part = find_model_dir(source.name), model.part
+    identity = fingerprint(path, model.whole_layout, source.weights_salt)
+    return ModelSpec(
+        name=source.name,
+        vocab_size=model.vocab_size,
+        max_model_len=min(source.max_model_len, num_blocks * layout.block_size),
+        eos_token_ids=model.eos_token_ids,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        num_blocks=num_blocks,
+        block_bytes=layout.block_bytes,
+        dtype=dtype_name(layout.dtype),
+        fingerprint=shard_fingerprint(identity, part.tensor_size, part.pipeline_size),
+        num_host_slots=num_host_slots,
+        host_block_s=host_block_s,
+        device=describe_device(source.device),
+        kv_dtype=dtype_name(layout.pool_dtype),
+        tokenizer=identity_of_file(path / "tokenizer.json"),
+        model_identity=identity,
+        tensor_parallel_size=part.tensor_size,
+        total_kv_heads=model.whole_layout.num_kv_heads,
+        pipeline_parallel_size=part.pipeline_size,
+        total_layers=model.whole_layout.num_layers,
+    )

@@ -22,10 +22,15 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
-from kvrelay.engine.parallel.part_plan import PartPlan, RankGroups, plan_part
-from kvrelay.engine.parallel.sharded_checkpoint import narrowed_class, restore_class, sharded_state_dict
-from kvrelay.engine.quantized.stored_format import SUPPORTED, stated_quantization
-from kvrelay.engine.quantized.stored_weights import StoredWeights
+from kvrelay.engine.load.stored_weights import SUPPORTED, StoredWeights, stated_quantization
+from kvrelay.engine.parallel.model_part import (
+    PartPlan,
+    RankGroups,
+    narrowed_class,
+    plan_part,
+    restore_class,
+    sharded_state_dict,
+)
 from kvrelay.engine.run.attention import ATTENTION_NAME, UnsupportedModel
 
 _log = logging.getLogger(__name__)
@@ -68,11 +73,8 @@ def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTr
 def read_integer_model(
     name: str, config: PreTrainedConfig, dtype: torch.dtype, weights: StoredWeights
 ) -> PreTrainedModel:
-    """Loads the model with the weights dequantized into plain linear layers.
-
-    Raises:
-        UnsupportedModel: as `read_model`.
-    """
+    """Loads the model with the weights dequantized into plain linear layers. Raises UnsupportedModel as `read_model`
+    does."""
     plain = deepcopy(config)
     del plain.quantization_config
     # The state dict's values are computed as they are read, like those of a file.
@@ -91,7 +93,7 @@ def read_part(
     whole = _on_meta(config)
     plan = plan_part(whole, ranks)
     with _refusing(name, "it cannot be loaded"):
-        state = sharded_state_dict(name, whole, plan.cuts, plan.has)
+        state = sharded_state_dict(name, whole, plan)
     model, unused = _read(narrowed_class(type(whole), plan.reduce), name, plan.config(config), dtype, state)
     restore_class(model, type(whole))
     _check_stored(name, unused)

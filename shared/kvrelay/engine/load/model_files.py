@@ -49,13 +49,13 @@ def fingerprint(model_dir: Path, layout: KVLayout, salt: str = "") -> str:
     return digest.hexdigest()
 
 
-def shard_fingerprint(identity: str, size: int, num_stages: int = 1) -> str:
-    """The fingerprint of workers that divide a model's heads among `size` ranks, and its layers among `num_stages`.
+def shard_fingerprint(identity: str, size: int, pipeline_size: int = 1) -> str:
+    """The fingerprint of workers that divide a model's heads among `size` ranks, and its layers among `pipeline_size`.
     `identity` is that of the undivided model."""
-    if size == num_stages == 1:
+    if size == pipeline_size == 1:
         return identity
-    stages = f" pipeline_parallel_size {num_stages}" if num_stages > 1 else ""
-    return hashlib.blake2b(f"{identity} tensor_parallel_size {size}{stages}".encode(), digest_size=16).hexdigest()
+    layers = f" pipeline_parallel_size {pipeline_size}" if pipeline_size > 1 else ""
+    return hashlib.blake2b(f"{identity} tensor_parallel_size {size}{layers}".encode(), digest_size=16).hexdigest()
 
 
 def find_model_dir(name: str) -> Path:
@@ -68,11 +68,8 @@ def find_model_dir(name: str) -> Path:
 
 
 def weight_files(name: str) -> list[str]:
-    """The paths of the checkpoint's files, which are downloaded if `name` is a hub name.
-
-    Raises:
-        OSError: there are none. Quantized weights and parts of tensors are read from no other kind of file.
-    """
+    """The paths of the checkpoint's files, which are downloaded if `name` is a hub name. Raises OSError if there are
+    none in safetensors: quantized weights and parts of tensors are read from no other kind of file."""
     whole = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     if whole is not None:
         return [whole]

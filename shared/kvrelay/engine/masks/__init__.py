@@ -1,1 +1,1 @@
-"""Masks: which tokens grammars, budgets for reasoning, allowed tokens and bad words leave to each row of a step."""
+"""Masks: which tokens grammars and the other limits of requests leave to each row of a step."""

@@ -70,7 +70,7 @@ def _find_kernel(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torc
     """Triton's kernel on a GPU if Triton is installed, else plain torch."""
     if device_type != "cuda" or find_spec("triton") is None:
         return apply_by_torch
-    from kvrelay.engine.masks.triton_apply import apply_masks
+    from kvrelay.engine.fused.triton_kernels import apply_masks
 
     return apply_masks
 

@@ -22,17 +22,16 @@ from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import AutoTokenizer
 
-from kvrelay.engine.masks.channel_matcher import ChannelMatcher
-from kvrelay.engine.masks.grammar_state import GrammarCounters, GrammarState
-from kvrelay.engine.masks.ordered_work import WorkThreads, wait
-from kvrelay.engine.masks.reasoning_matcher import ReasoningMatcher
-from kvrelay.engine.masks.token_limits import LimitedMatcher, NoTokenLeft, TokenLimits, packed
+from kvrelay.engine.load.model_files import find_model_dir
+from kvrelay.engine.masks.grammar_state import GrammarCounters, GrammarState, WorkThreads, wait
+from kvrelay.engine.masks.matchers import AllTokens, NoTokenLeft, add_limits, packed
 from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask, remove
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import GrammarWork, RowsFailed
 
@@ -230,17 +229,11 @@ class TokenMasks:
         return self._make_compiler()
 
     def _begin(self, state: GrammarState, sampling: Sampling, output_ids: list[int]) -> None:
-        matcher: GrammarMatcher | None = None
+        matcher: GrammarMatcher = AllTokens(self._all_tokens)
         mask_words = len(self._all_tokens)
         if sampling.grammar is not None:
             matcher, mask_words = self._compile(sampling.grammar), self._compiler.mask_words
-        if isinstance(sampling.reasoning, ReasoningSpan):
-            matcher = ReasoningMatcher(sampling.reasoning, matcher, self._all_tokens, self._eos_token_ids)
-        elif sampling.reasoning is not None:
-            matcher = ChannelMatcher(sampling.reasoning, matcher, self._all_tokens)
-        if sampling.limits_tokens:
-            matcher = LimitedMatcher(TokenLimits.of(sampling, self._vocab_size), matcher, self._all_tokens)
-        assert matcher is not None
+        matcher = add_limits(matcher, sampling, self._vocab_size, self._all_tokens, self._eos_token_ids)
         state.begin(matcher, mask_words, output_ids)
 
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
@@ -276,3 +269,25 @@ def _hangs(state: GrammarState) -> bool:
 
 def _longest_wait_s() -> float:
     return LONGEST_WAIT_S
+
+
+def make_grammar_compiler(name: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler:
+    """The compiler for the model in directory `name`, or of the hub name `name` in the local cache.
+
+    Takes up to seconds for a large vocabulary. Raises GrammarError if there is no tokenizer that it can read.
+    """
+    from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler  # most workers never need it
+
+    return LLGuidanceCompiler(_tokenizer_json(name), vocab_size, eos_token_ids)
+
+
+def _tokenizer_json(name: str) -> str:
+    directory = find_model_dir(name)
+    file = directory / "tokenizer.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return str(tokenizer.backend_tokenizer.to_str())
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        raise GrammarError(f"grammars cannot be compiled for the tokenizer of {name}: {error}") from None

@@ -1,8 +1,4 @@
-"""The processes among which a model is divided, and the collectives between them.
-
-Gloo connects processes, NCCL also their GPUs. Ranks of one machine sum and gather through memory that they share.
-Collectives have no tags: all ranks must call the same ones in the same order, with tensors of the same shape and type.
-"""
+"""How the processes of a group find each other: rank 0 listens, and all come to it."""
 
 from __future__ import annotations
 
@@ -10,26 +6,137 @@ import atexit
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, Self
 
 import torch
+import torch.distributed as torch_distributed
 from torch.nn import functional
 
-from kvrelay.engine.parallel.rendezvous import (
-    GroupNotFormed,
-    dist,
-    first_line,
-    host_towards,
-    make_gloo,
-    make_nccl,
-    meet,
-)
 from kvrelay.engine.parallel.shared_memory import RankEnded, RanksInC, SharedMemory, can_sum, share_memory
 from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.step.batch import DeviceLost
+
+dist: Any = torch_distributed  # its names come from C++ and are not declared as exported
+_CONNECT_INTERVAL_S = 0.05
+
+
+class GroupNotFormed(RuntimeError):
+    """Ranks did not come, or the address cannot be used. The message names them."""
+
+
+def meet(
+    rank: int,
+    size: int | None,
+    address: tuple[str, int],
+    timeout_s: float,
+    *,
+    listener: socket.socket | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Any, int]:
+    """Returns the group's store and size once all ranks have come. Rank 0 states the size. See
+    `GroupCoordinator.connect`. Raises GroupNotFormed if some ranks are missing after `timeout_s`, or the address is
+    taken."""
+    host, port = address
+    store = _open_store(rank, host, port, timeout_s, listener)
+    if rank == 0:
+        store.set("size", str(size))
+    size = int(store.get("size"))
+    if rank >= size:
+        raise GroupNotFormed(f"there is no rank {rank} in a group of {size} (allowed: 1 to {size - 1})")
+    if store.add(f"rank {rank}", 1) > 1:
+        raise GroupNotFormed(f"there is a rank {rank} at {host}:{port} already")
+    keys, deadline = [f"rank {each}" for each in range(size)], time.monotonic() + timeout_s
+    while not store.check(keys) and time.monotonic() < deadline:
+        check()
+        time.sleep(_CONNECT_INTERVAL_S)
+    if not store.check(keys):
+        missing = [str(each) for each in range(size) if not store.check([f"rank {each}"])]
+        raise GroupNotFormed(
+            f"of {size} ranks, {', '.join(missing)} did not come to {host}:{port} within {timeout_s:g} s "
+            f"(rank_timeout_s)"
+        )
+    return store, size
+
+
+def _open_store(rank: int, host: str, port: int, timeout_s: float, listener: socket.socket | None) -> Any:
+    """Rank 0's store, or a connection to it. Raises GroupNotFormed."""
+    options = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+    try:
+        if rank:
+            _await_listener(host, port, timeout_s)
+            return dist.TCPStore(host, port, is_master=False, **options)
+        if listener is None:  # torch would listen on all addresses of the machine
+            listener = socket.create_server((host, port), family=family_of(host))
+        return dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
+    except (OSError, RuntimeError) as error:
+        what = f"found no rank 0 at {host}:{port} within {timeout_s:g} s" if rank else f"cannot listen on {host}:{port}"
+        raise GroupNotFormed(f"rank {rank} {what}: {first_line(error)}") from None
+
+
+def _await_listener(host: str, port: int, timeout_s: float) -> None:
+    """Returns once something listens there. Raises OSError.
+
+    The store would do the same, but fills the log with its attempts.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=timeout_s).close()
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_CONNECT_INTERVAL_S)
+
+
+def host_towards(host: str) -> str:
+    """This machine's address towards a host; a loopback address is itself."""
+    if _is_loopback(host):
+        return host
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # chooses the route and sends nothing
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)[0][0]
+
+
+def make_gloo(store: Any, rank: int, size: int, own_host: str) -> Any:
+    """Connects CPUs. `own_host`: the address of this machine at which the other ranks reach it."""
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()
+    # Without this, gloo listens on the address of the machine's name.
+    options._devices = [gloo.create_device(hostname=own_host)]
+    options._timeout = timedelta(seconds=store.timeout.total_seconds())
+    return gloo(dist.PrefixStore("gloo", store), rank, size, options)
+
+
+def make_nccl(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """Connects GPUs. Raises GroupNotFormed."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        raise GroupNotFormed(f"this torch ({torch.__version__}) has no NCCL, which GPUs need")
+    torch.cuda.set_device(device)
+    return nccl(dist.PrefixStore("nccl", store), rank, size, nccl.Options())
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
 
 _CPU = torch.device("cpu")
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -46,7 +153,8 @@ class RankLost(DeviceLost):
 
 
 class GroupCoordinator:
-    """One rank's connection to its group. Calls come from one thread at a time."""
+    """One rank's connection to its group. Calls come from one thread at a time. If another rank is gone, collectives
+    raise RankLost."""
 
     def __init__(self, rank: int, size: int, store: Any, own_host: str, timeout_s: float, device: torch.device) -> None:
         """Connects ranks that all have come to a store. `own_host`: the address of this machine at which the other
@@ -90,24 +198,17 @@ class GroupCoordinator:
         """Joins the group. Returns once all ranks have.
 
         Rank 0 states the size, and listens at the address, a host and a port; if that is a loopback one, nothing
-        listens beyond loopback.
-        `device` is the device of this rank's tensors. Rank 0 may bring its `listener` at that address, which the group
-        takes over. `check` is called while this rank waits for others, and ends that by raising.
-
-        Raises:
-            GroupNotFormed: after `timeout_s` some ranks are missing, or the address is taken.
+        listens beyond loopback. `device` is the device of this rank's tensors. Rank 0 may bring its `listener` at that
+        address, which the group takes over. `check` is called while this rank waits for others, and ends that by
+        raising. Raises GroupNotFormed if some ranks are missing after `timeout_s`, or the address is taken.
         """
         store, size = meet(rank, size, address, timeout_s, listener=listener, check=check)
         return cls(rank, size, store, host_towards(address[0]), timeout_s, device)
 
     def divide(self, size: int) -> Self:
-        """The group of those `size` neighbouring ranks of this group to which this rank belongs. Ranks are counted
-        from 0 there. It is left and closed with this group. All ranks call it at the same time.
-
-        Raises:
-            ValueError: the group does not divide by `size`.
-            GroupNotFormed: the ranks cannot be connected.
-        """
+        """The group of those `size` neighbouring ranks of this group to which this rank belongs. Ranks are counted from
+        0 there. It is left and closed with this group. All ranks call it at the same time. Raises ValueError if the
+        group does not divide by `size`, GroupNotFormed if the ranks cannot be connected."""
         if self.size % size:
             raise ValueError(f"a group of {self.size} ranks does not divide into groups of {size}")
         number, rank = divmod(self.rank, size)
@@ -118,11 +219,7 @@ class GroupCoordinator:
         return part
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Adds all ranks' contiguous tensors, in place. The sums are the same on all ranks, bit by bit.
-
-        Raises:
-            RankLost: another rank is gone.
-        """
+        """Adds all ranks' contiguous tensors, in place. The sums are the same on all ranks, bit by bit."""
         if self._shared is None or not can_sum(tensor):
             self._wait(tensor, lambda group: group.allreduce([tensor]))
             return
@@ -130,11 +227,7 @@ class GroupCoordinator:
             self._shared.all_reduce(tensor, self._check_here)
 
     def gather_columns(self, tensor: torch.Tensor, *, to_all: bool = False) -> torch.Tensor | None:
-        """The ranks' tensors `[..., columns]` side by side, on rank 0, or on all ranks. None on others.
-
-        Raises:
-            RankLost: another rank is gone.
-        """
+        """The ranks' tensors `[..., columns]` side by side, on rank 0, or on all ranks. None on others."""
         tensor = tensor.contiguous()
         if self._shared is not None:
             with self._shared_collective():
@@ -155,22 +248,14 @@ class GroupCoordinator:
         return self._shared is not None
 
     def run_in_c(self, call: Callable[[RanksInC], None]) -> None:
-        """Runs C that sums over the ranks by itself, through the memory that they share.
-
-        Raises:
-            RankLost: another rank is gone.
-        """
+        """Runs C that sums over the ranks by itself, through the memory that they share."""
         with self._shared_collective():
             assert self._shared is not None
             self._shared.run_in_c(call, self._check_here)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all ranks, in the order of ranks. Each rank gives as many. They pass between CPUs, also if the
-        tensors are on GPUs: no device waits for them.
-
-        Raises:
-            RankLost: another rank is gone.
-        """
+        tensors are on GPUs: no device waits for them."""
         own = torch.tensor(numbers, dtype=torch.int64)
         found = self.gather_columns(own, to_all=True)
         assert found is not None
@@ -178,11 +263,7 @@ class GroupCoordinator:
         return every
 
     def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """The `rows` `[counts[rank], columns]` of all ranks below each other, on all ranks. `counts`: of all ranks.
-
-        Raises:
-            RankLost: another rank is gone.
-        """
+        """The `rows` `[counts[rank], columns]` of all ranks below each other, on all ranks. `counts`: of all ranks."""
         longest, columns = max(counts), rows.shape[-1]
         padded = functional.pad(rows, (0, 0, 0, longest - len(rows)))
         found = self.gather_columns(padded.view(-1), to_all=True)
@@ -191,21 +272,13 @@ class GroupCoordinator:
         return torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers.
-
-        Raises:
-            RankLost: another rank is gone.
-        """
+        """The smallest of the ranks' numbers."""
         return min(each for (each,) in self.exchange([number]))
 
     @contextmanager
     def in_agreement(self) -> Iterator[None]:
-        """Runs a block without collectives on all ranks. If it raises on one of them, it raises on all.
-
-        Raises:
-            UnsupportedModel: another rank failed, with its error.
-            RankLost: another rank is gone.
-        """
+        """Runs a block without collectives on all ranks. If it raises on one of them, it raises on all. Raises
+        UnsupportedModel with the error of another rank."""
         failure: Exception | None = None
         try:
             yield
@@ -219,11 +292,7 @@ class GroupCoordinator:
                 raise UnsupportedModel(f"rank {rank} of {self.size}: {message}")
 
     def all_texts(self, text: str) -> list[str]:
-        """The texts of all ranks.
-
-        Raises:
-            RankLost: another rank is gone.
-        """
+        """The texts of all ranks."""
         raw = text.encode()
         longest = max(length for (length,) in self.exchange([len(raw)]))
         if not longest:

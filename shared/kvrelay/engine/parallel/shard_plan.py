@@ -46,10 +46,7 @@ class Cut:
     def of(self, size: int, read: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """The part of a tensor with `size` elements along the dimension: the parameter, or one of those packed in it.
 
-        `read(start, stop)` reads some of them.
-
-        Raises:
-            ValueError: the tensor has another size.
+        `read(start, stop)` reads some of them. Raises ValueError if the tensor has another size.
         """
         if size not in (self.full, self.full * self.packed):
             raise ValueError(f"{size} elements in place of {self.full * self.packed}")
@@ -81,12 +78,12 @@ class ShardPlan:
     row_linears: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)  # modules whose outputs are summed
     mlps: list[str] = field(default_factory=list)  # with data-parallel attention: modules that get all ranks' tokens
-    embedding: str = ""  # empty, as the head: another stage has it, or each rank the whole of it
+    embedding: str = ""  # empty, as the head: another rank has it, or each rank the whole of it
     head: str = ""
 
     @property
     def vocabulary(self) -> range | None:
-        """The tokens that this rank embeds; None if another stage does."""
+        """The tokens that this rank embeds; None if another rank does."""
         cut = self.cuts.get(f"{self.embedding}.weight")
         return None if cut is None else range(cut.start, cut.start + cut.padded)
 
@@ -100,31 +97,22 @@ class ShardPlan:
 
 
 def plan_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:
-    """Returns the plan of a rank for a whole model, whose parameters may be on the meta device.
-
-    Raises:
-        UnsupportedModel: the model has no plan or one of unknown styles, or its sizes do not divide.
-    """
+    """Returns the plan of a rank for a whole model, whose parameters may be on the meta device. Raises UnsupportedModel
+    if the model has no plan or one of unknown styles, or its sizes do not divide."""
     return _Planner(model, rank, size).run()
 
 
 def check_data_parallel(config: PreTrainedConfig, size: int) -> None:
-    """Refuses a model whose MLPs cannot be divided among `size` ranks, from its config alone.
-
-    Raises:
-        UnsupportedModel: with the reason.
-    """
+    """Refuses a model whose MLPs cannot be divided among `size` ranks, from its config alone. Raises UnsupportedModel
+    with the reason."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(config))
     plan_mlp_shards(model, 0, size)
 
 
 def plan_mlp_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:
-    """Returns the plan of a rank that has a part of each MLP, and all else whole.
-
-    Raises:
-        UnsupportedModel: as `plan_shards`.
-    """
+    """Returns the plan of a rank that has a part of each MLP, and all else whole. Raises UnsupportedModel as
+    `plan_shards` does."""
     return _MlpPlanner(model, rank, size).run()
 
 

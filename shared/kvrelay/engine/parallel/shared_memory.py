@@ -87,11 +87,7 @@ class SharedMemory:
 
     def all_reduce(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Adds all ranks' tensors in place, in float32 and in the order of ranks. `check` is called now and then while
-        others are awaited, and ends the wait by raising.
-
-        Raises:
-            RankEnded: another rank is gone.
-        """
+        others are awaited, and ends the wait by raising. Raises RankEnded."""
         data = tensor.contiguous()
         call = (data.data_ptr(), data.numel(), DTYPES.index(data.dtype))
         self._await(lambda: self._library.kvrelay_sum_over_ranks(ctypes.byref(self._ranks), *call, _WAIT_MS), check)
@@ -100,21 +96,14 @@ class SharedMemory:
 
     def gather(self, tensor: torch.Tensor, check: Callable[[], None], *, is_wanted: bool) -> list[torch.Tensor]:
         """All ranks' contiguous tensors of this shape; none where they are not wanted. `check` as for `all_reduce`.
-
-        Raises:
-            RankEnded: another rank is gone.
-        """
+        Raises RankEnded."""
         out = torch.empty((self._size if is_wanted else 0, *tensor.shape), dtype=tensor.dtype)
         call = (tensor.data_ptr(), tensor.nbytes, out.data_ptr() if is_wanted else None)
         self._await(lambda: self._library.kvrelay_gather_over_ranks(ctypes.byref(self._ranks), *call, _WAIT_MS), check)
         return list(out)
 
     def run_in_c(self, call: Callable[[RanksInC], None], check: Callable[[], None]) -> None:
-        """Runs C that sums over the ranks by itself. `check` as for `all_reduce`.
-
-        Raises:
-            RankEnded: another rank is gone.
-        """
+        """Runs C that sums over the ranks by itself. `check` as for `all_reduce`. Raises RankEnded."""
         errors: list[Exception] = []
         ended: list[int] = []
 

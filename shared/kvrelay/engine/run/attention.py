@@ -1,7 +1,7 @@
-"""Replaces transformers' attention by paged attention, through its attention and mask registries.
+"""The forward of any supported model: transformers' own modules, with paged attention in the place of theirs.
 
-The step's plan travels in a context variable, because not every model passes unknown keyword arguments to its
-attention.
+Their attention is replaced through the attention and mask registries of transformers. The step's plan travels in a
+context variable, because not every model passes unknown keyword arguments to its attention.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvrelay.backends.backend import AttentionParams, StepAttention
 
@@ -95,10 +96,7 @@ def _paged_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention signature of transformers: `[1, heads, tokens, head_dim]` in, `[1, tokens, heads, head_dim]` out.
-
-    Raises:
-        UnsupportedModel: the model passes an argument whose meaning is unknown here.
-    """
+    Raises UnsupportedModel if the model passes an argument whose meaning is unknown here."""
     params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window=kwargs.get("sliding_window"),
@@ -126,3 +124,87 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         if name == "is_causal" and value:
             continue
         raise UnsupportedModel(f"{type(module).__name__} passes the unknown attention argument {name}={value!r}")
+
+
+class Forward(Protocol):
+    """One model's backbone and head. The head runs apart, over the hidden states that need logits."""
+
+    @property
+    def name(self) -> str:
+        """The name that logs use."""
+        ...
+
+    def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
+        """Runs the backbone over packed tokens `[tokens]`; returns `[tokens, hidden]` and writes the step's K/V."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's logits `[tokens, vocab]` of hidden states `[tokens, hidden]`, in the model's dtype or float32."""
+        ...
+
+
+class EagerForward:
+    """A `Forward` that calls the model's modules."""
+
+    name = "eager"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes the backbone out of `model`, which is not usable by others afterwards. Raises UnsupportedModel if the
+        model has no backbone of its own."""
+        self._model = model
+        self._backbone, self._head = split_head(model)
+
+    @torch.inference_mode()
+    def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
+        with attending(step):
+            output = self._backbone(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+            )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits in the model's dtype."""
+        self._head.set(hidden[None])
+        return self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+class _BackboneOutput(BaseModelOutputWithPast):
+    """The backbone output that heads read: the hidden states, and None for everything else (router logits, cross
+    attention)."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _GivenHiddenStates(torch.nn.Module):
+    """Replaces the backbone. Returns hidden states that were computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._output = _BackboneOutput()
+
+    @property
+    def decoder(self) -> _GivenHiddenStates:
+        """Some heads (OPT's) use their backbone's decoder by this name."""
+        return self
+
+    def set(self, hidden: torch.Tensor) -> None:
+        """Sets the `hidden` states, `[1, tokens, hidden]`, that the next forward returns."""
+        self._output = _BackboneOutput(last_hidden_state=hidden)
+
+    def forward(self, *_: Any, **__: Any) -> _BackboneOutput:
+        """Returns the hidden states that were set, whatever the input."""
+        return self._output
+
+
+def split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenStates]:
+    """Removes the backbone from `model`, whose forward then runs its head alone (with its caps and scales)."""
+    prefix = model.base_model_prefix
+    backbone = getattr(model, prefix, None)
+    if not isinstance(backbone, torch.nn.Module):
+        raise UnsupportedModel(f"{type(model).__name__} has no backbone under {prefix!r}")
+    head = _GivenHiddenStates()
+    setattr(model, prefix, head)
+    return backbone, head

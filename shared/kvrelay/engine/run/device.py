@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from kvrelay.backends.cpu_build import cache_dir
-from kvrelay.engine.memory.turns import turn_on_gpu
 
 _thread = threading.local()
 _UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")  # the variable accepts shorter prefixes too
@@ -27,9 +22,7 @@ def find_device(name: str) -> torch.device:
     """The device of that name: `cpu`, `cuda` or `cuda:N`.
 
     `auto` is the CPU, with or without a GPU: GPUs are too little tested and measured yet to be chosen by default.
-
-    Raises:
-        ValueError: a GPU that is not there, or that this torch cannot use.
+    Raises ValueError for a GPU that is not there, or that this torch cannot use.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name in ("auto", "cpu"):
@@ -56,13 +49,6 @@ def describe_device(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     return f"{torch.cuda.get_device_name(device)} ({device_uuid(device)})"
-
-
-@contextmanager
-def turn_on(device: torch.device) -> Iterator[None]:
-    """Makes other processes that start on the same GPU wait; see `turns`. Raises TurnNeverCame."""
-    with turn_on_gpu(device_uuid(device), cache_dir()) if device.type == "cuda" else nullcontext():
-        yield
 
 
 def use_on_this_thread(device: torch.device) -> None:

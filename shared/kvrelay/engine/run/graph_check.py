@@ -7,13 +7,14 @@ gives hidden states that differ as much as those of two different steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvrelay.backends.backend import PackedRows
-from kvrelay.backends.paging import pad_rows
+from kvrelay.backends.backend import PackedRows, pad_rows
 from kvrelay.engine.load.causal_model import CausalModel
 from kvrelay.engine.load.probe import tolerance_of
 
@@ -30,11 +31,8 @@ class GraphsDiffer(ValueError):
 
 @torch.inference_mode()
 def check_graphs(sizes: Sequence[int], replayed: Replayed, model: CausalModel, pool: torch.Tensor) -> None:
-    """Runs one step of each captured size both ways over `pool`. Overwrites the pool's blocks and leaves zeros.
-
-    Raises:
-        GraphsDiffer: hidden states differ by more than the dtype's rounding.
-    """
+    """Runs one step of each captured size both ways over `pool`. Overwrites the pool's blocks and leaves zeros. Raises
+    GraphsDiffer if hidden states differ by more than the dtype's rounding."""
     rng = np.random.default_rng(0)
     tolerance = tolerance_of(model.layout)
     most = min(sizes[-1], len(pool) - 2)  # one block for the shared context, one scratch block
@@ -102,3 +100,43 @@ def _differ(what: str, errors: NDArray[np.float32]) -> GraphsDiffer:
         f"cuda_graphs: captured {what} are off by {errors.mean():.2g} (relative) from launched ones; "
         "--no-cuda-graphs does without"
     )
+
+
+_ATEN = torch.ops.aten
+_ASK_THE_DEVICE = frozenset(
+    {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "bincount", "_unique2", "unique_dim"}
+    | {"unique_consecutive"}
+)
+_INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+_COPIES = frozenset({"_to_copy", "copy_"})
+
+
+class Waits(TorchDispatchMode):
+    """Records in `ops` the names of ops that need a value or a shape from the device before the host can continue, and
+    of copies between devices."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _waits(func, args, kwargs or {}, out):
+            self.ops.append(str(func))
+        return out
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+    name = func.overloadpacket.__name__
+    if name in _INDEXED:
+        return any(_is_mask(index) for arg in args if isinstance(arg, list | tuple) for index in arg)
+    if name == "repeat_interleave":
+        return func._overloadname != "self_int" and kwargs.get("output_size") is None
+    if name in _COPIES:
+        source = args[0] if name == "_to_copy" else args[1]
+        return bool(out.device != source.device and source.dim())  # a single number is passed as a kernel's argument
+    return name in _ASK_THE_DEVICE
+
+
+def _is_mask(index: object) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)

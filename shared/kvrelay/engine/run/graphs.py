@@ -35,13 +35,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from kvrelay.backends.backend import FixedStep, NotCapturable, PackedRows, PoolShape
-from kvrelay.backends.paging import pad_rows, split_rows
+from kvrelay.backends.backend import FixedStep, NotCapturable, PackedRows, PoolShape, pad_rows, split_rows
 from kvrelay.engine.load.causal_model import CausalModel
-from kvrelay.engine.run.graph_check import check_graphs
+from kvrelay.engine.run.graph_check import Waits, check_graphs
 from kvrelay.engine.run.graph_sizes import padded_size
 from kvrelay.engine.run.in_flight import TokensOnDevice
-from kvrelay.engine.run.waits import Waits
 from kvrelay.kv.table import blocks_for
 from kvrelay.process import deferred_collection
 
@@ -74,11 +72,8 @@ class CudaGraphRecorder:
 
     def record(self, forward: Callable[[], None]) -> Replay:
         """Runs `forward`, which enters inference mode itself, to warm it up, then captures it. The returned function
-        replays it over the current content of its buffers.
-
-        Raises:
-            RuntimeError: the driver refuses to capture something.
-        """
+        replays it over the current content of its buffers. Raises RuntimeError if the driver refuses to capture
+        something."""
         # Torch's random generator allocates tensors for all captures of a process with the first one. If they were made
         # in inference mode, later captures outside inference mode would fail.
         with torch.inference_mode(mode=False), torch.cuda.device(self._device):
@@ -140,12 +135,12 @@ class DecodeGraphs:
         assert size is not None, f"{count} tokens are more than the largest graph's"
         graph = self._graphs[size]
         padded = pad_rows(split_rows(rows), size, self._scratch_block)
-        staged = torch.zeros(2 * size, dtype=torch.int64, pin_memory=self._hidden.device.type == "cuda")
-        filled = staged.numpy()
+        pinned = torch.zeros(2 * size, dtype=torch.int64, pin_memory=self._hidden.device.type == "cuda")
+        filled = pinned.numpy()
         filled[:count] = token_ids
         filled[size:] = padded.positions
         # The caching host allocator keeps the pinned memory until the copy is done.
-        graph.inputs.copy_(staged, non_blocking=True)
+        graph.inputs.copy_(pinned, non_blocking=True)
         if on_device is not None:
             on_device.put_into(graph.inputs)
         graph.step.replan(padded)
@@ -166,10 +161,8 @@ def try_to_capture(
 ) -> DecodeGraphs | None:
     """Returns the captured steps, or None if the model or the backend does not allow capturing.
 
-    Unless it is a `trial`, the captures are checked and the result is logged. The pool's content is lost.
-
-    Raises:
-        ValueError: the device refuses to capture, or replays give different results than launches.
+    Unless it is a `trial`, the captures are checked and the result is logged. The pool's content is lost. Raises
+    ValueError if the device refuses to capture, or replays give different results than launches.
     """
     started, recorder = time.perf_counter(), settings.make_recorder(pool.device)
     try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from kvrelay.backends.backend import PackedRows
 from kvrelay.engine.run.device import to_device
 from kvrelay.engine.sample.draft_rows import DraftRows
-from kvrelay.step.batch import WorkerRow
+from kvrelay.step.batch import DeviceLost, WorkerRow
 
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at the same time
 
@@ -107,3 +108,45 @@ def pack_rows(rows: Sequence[WorkerRow]) -> PackedRows:
         positions=np.fromiter((row.position for row in rows), np.int32, len(rows)),
         block_tables=tables,
     )
+
+
+class Lockstep:
+    """The parts of the current step."""
+
+    def __init__(self) -> None:
+        self._num_begun = self._num_done = 0
+        self._forward: StepForward | None = None
+
+    def begin_step(self) -> None:
+        """Forgets the step before."""
+        self._num_begun = self._num_done = 0
+        self._forward = None
+
+    def run(self, part: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Computes a part, and counts it."""
+        self._num_begun += 1
+        result = part()
+        self._num_done += 1
+        return result
+
+    def set_forward(self, forward: StepForward) -> None:
+        """Keeps the backbone's output for the parts that follow."""
+        self._forward = forward
+
+    @property
+    def has_begun(self) -> bool:
+        """True if this rank has entered a collective of the step."""
+        return self._num_begun > 0
+
+    def complete(
+        self, error: Exception, compute: Callable[[], StepForward], head: Callable[[torch.Tensor], object]
+    ) -> None:
+        """Computes what a failed step did not: the backbone, by `compute`, and calls of the head. Raises DeviceLost if
+        the step failed inside a part, so that other ranks wait in a collective that this one left."""
+        if self._num_begun != self._num_done:
+            raise DeviceLost(f"a step failed between collectives, so the ranks are out of step: {error}") from error
+        num_calls = max(0, self._num_done - 1)
+        forward = compute() if self._forward is None else self._forward
+        inputs: Iterable[torch.Tensor] = forward.head_inputs()
+        for hidden in islice(inputs, num_calls, None):
+            head(hidden)

@@ -1,4 +1,4 @@
-"""Turns a `WorkerBatch` into one packed forward, and its logits into tokens. This is the stage that uses tensors."""
+"""Turns a `WorkerBatch` into one packed forward, and its logits into tokens. Layers above use no tensors."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from kvrelay.backends.backend import PackedRows, allocate_pool
-from kvrelay.backends.populate import populate_in_background
-from kvrelay.engine.load.causal_model import CausalModel
-from kvrelay.engine.load.model_spec import spec_of
-from kvrelay.engine.masks.model_grammars import make_grammar_compiler
-from kvrelay.engine.parallel.lockstep import Lockstep
+from kvrelay.backends.host_pages import populate_in_background
+from kvrelay.engine.load.causal_model import CausalModel, spec_of
+from kvrelay.engine.masks.token_masks import make_grammar_compiler
+from kvrelay.engine.run.block_copies import DevicePool, HostBuffer
 from kvrelay.engine.run.device import Moment, to_device, use_on_this_thread
-from kvrelay.engine.run.device_pool import DevicePool
 from kvrelay.engine.run.graphs import DecodeGraphs, GraphSettings, try_to_capture
-from kvrelay.engine.run.host_buffer import HostBuffer
 from kvrelay.engine.run.in_flight import Asked, Sampled, StepInFlight, StepsInFlight, TokensOnDevice
-from kvrelay.engine.run.step_forward import StepForward, pack_rows
+from kvrelay.engine.run.step_forward import Lockstep, StepForward, pack_rows
 from kvrelay.engine.sample.beam_candidates import best_candidates
 from kvrelay.engine.sample.draft_rows import DraftRows
+from kvrelay.engine.sample.logprobs import ScoredPrompts
 from kvrelay.engine.sample.sampler import Sampler
-from kvrelay.engine.sample.scored_prompts import ScoredPrompts
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.protocol.sampling import Sampling
@@ -86,11 +83,8 @@ class TransformersRunner:
 
     @property
     def pool_bytes(self) -> NDArray[np.uint8]:
-        """The pool's memory as `[num_blocks, block_bytes]`, shared.
-
-        Raises:
-            TypeError: the pool is not in the CPU's memory.
-        """
+        """The pool's memory as `[num_blocks, block_bytes]`, shared. Raises TypeError if the pool is not in the CPU's
+        memory."""
         flat = self._pool.view(self._spec.num_blocks, -1).view(torch.uint8)
         return cast("NDArray[np.uint8]", flat.numpy())
 
@@ -99,11 +93,8 @@ class TransformersRunner:
         return self.pool_bytes if self._device.type == "cpu" else DevicePool(self._pool)
 
     def try_graphs(self, graphs: GraphSettings, *, trial: bool = False) -> None:
-        """Captures decoding steps and replays them from now on, or logs why it cannot. The pool must be empty.
-
-        Raises:
-            ValueError: there is no scratch block; see `try_to_capture` for others.
-        """
+        """Captures decoding steps and replays them from now on, or logs why it cannot. The pool must be empty. Raises
+        ValueError if there is no scratch block, and as `try_to_capture` does."""
         if len(self._blocks) == len(self._pool):
             raise ValueError("CUDA graphs take a scratch block, and the pool has none")
         self._graphs = try_to_capture(self._model, self._blocks, graphs, trial=trial)
@@ -136,10 +127,7 @@ class TransformersRunner:
         """The batch as all ranks of a group compute it, for `follow` on other ranks and then `execute` on this one.
 
         Placeholders are replaced by the tokens sampled last, and rows of prompts whose log-probabilities are requested
-        have `first_scored` and `num_scored`.
-
-        Raises:
-            KeyError: a row with a placeholder is unknown.
+        have `first_scored` and `num_scored`. Raises KeyError for an unknown row with a placeholder.
         """
         with self._lock:
             rows = [self._resolved(row) for row in batch.rows]
@@ -157,7 +145,7 @@ class TransformersRunner:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this stage of a pipeline has waited for the one before."""
+        """Seconds that this rank has waited for hidden states of the one before it in a pipeline."""
         pipeline = self._model.source.ranks.pipeline
         return 0.0 if pipeline is None else pipeline.waited_s
 
@@ -167,11 +155,8 @@ class TransformersRunner:
         heads the head for the same rows. It samples nothing, and needs no `add_sequence` and `drop_sequence`.
 
         The batch is what `resolve` returned on rank 0. The group remains in step if rank 0's `execute` raises anything
-        but DeviceLost.
-
-        Raises:
-            IndexError: a copy names a block or a slot that does not exist. Rank 0 raises the same.
-            DeviceLost: another rank is lost.
+        but DeviceLost. Raises IndexError for a copy of a block or a slot that does not exist, as rank 0 does, and
+        DeviceLost if another rank is lost.
         """
         use_on_this_thread(self._device)
         self._host.copy(batch)
@@ -225,11 +210,8 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def launch(self, batch: WorkerBatch) -> StepInFlight:
-        """See `ModelRunner.launch`. Waits for the device only for batches that `can_launch_behind` refuses.
-
-        Raises:
-            KeyError, IndexError, DeviceLost: see `execute`.
-        """
+        """See `ModelRunner.launch`. Waits for the device only for batches that `can_launch_behind` refuses. Raises
+        KeyError, IndexError and DeviceLost as `execute` does."""
         use_on_this_thread(self._device)
         self._steps.sample_later()  # this step may take these tokens
         step = StepInFlight(self._steps, batch)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.run.device import to_host
-from kvrelay.engine.sample.pending_tokens import check_finite
+from kvrelay.engine.sample.logprobs import check_finite
 from kvrelay.engine.sample.sampler import Sampler, Seen
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import Candidates, CandidatesWanted
@@ -29,11 +29,8 @@ def best_candidates(
 
     What min_tokens forbids has -inf, and is left out unless there is nothing else.
 
-    `logits` is `[rows, vocab]` of any float type; `positions` are those of the tokens to come. Keys may repeat.
-
-    Raises:
-        BadLogits: rows whose logits are not finite.
-        KeyError: an unknown key.
+    `logits` is `[rows, vocab]` of any float type; `positions` are those of the tokens to come. Keys may repeat. Raises
+    BadLogits for rows whose logits are not finite, KeyError for an unknown key.
     """
     scores = torch.log_softmax(logits.float(), dim=-1)
     sampler.adjust(keys, positions, scores, _seen(beams, sampler.penalises(keys)))

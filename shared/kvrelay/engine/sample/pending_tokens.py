@@ -20,34 +20,14 @@ from numpy.typing import NDArray
 from kvrelay.engine.masks.token_masks import TokenMasks
 from kvrelay.engine.run.device import HostCopy, to_device, to_host
 from kvrelay.engine.sample.draft_rows import DraftRows
-from kvrelay.engine.sample.pending_logprobs import PendingLogprobs
+from kvrelay.engine.sample.logprobs import PendingLogprobs, check_finite
+from kvrelay.engine.sample.random_sampling import Limits, sample_from_more
 from kvrelay.engine.sample.sampler_state import Parameters, SamplerState
-from kvrelay.engine.sample.truncation import Limits, sample_from_more
-from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.step.batch import GrammarWork, RowsFailed
+from kvrelay.step.batch import GrammarWork
 
 _NEWEST_WEIGHT = 0.05  # weight of the newest step in the moving average `share_resampled`
-
-
-class BadLogits(RowsFailed):
-    """The model computed logits without a finite maximum (NaN or infinity) for the sequences in `keys`.
-
-    No token was sampled or recorded. The step may be run again without these sequences.
-    """
-
-    kind = FailureKind.BAD_LOGITS
-
-    def __init__(self, keys: Sequence[SequenceKey]) -> None:
-        super().__init__(f"the model's logits are not finite for {', '.join(map(str, keys))}", keys)
-
-
-def check_finite(keys: Sequence[SequenceKey], peaks: NDArray[np.float64]) -> None:
-    """Raises BadLogits for rows whose greatest logit, `[rows]`, is not finite."""
-    finite = np.isfinite(peaks)
-    if not finite.all():
-        raise BadLogits([key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine])
 
 
 @dataclass(frozen=True, slots=True)

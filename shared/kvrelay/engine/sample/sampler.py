@@ -19,7 +19,7 @@ from kvrelay.engine.masks.apply import apply_masks, most_likely
 from kvrelay.engine.masks.token_masks import TokenMasks
 from kvrelay.engine.run.device import to_device
 from kvrelay.engine.sample.draft_rows import DraftRows
-from kvrelay.engine.sample.pending_logprobs import PendingLogprobs
+from kvrelay.engine.sample.logprobs import PendingLogprobs
 from kvrelay.engine.sample.pending_tokens import (
     ExactSampling,
     PendingTokens,
@@ -27,11 +27,10 @@ from kvrelay.engine.sample.pending_tokens import (
     SampledRows,
     SampledTokens,
 )
-from kvrelay.engine.sample.randoms import uniforms
+from kvrelay.engine.sample.random_sampling import Limits, sample_from_all, sample_from_few, uniforms
 from kvrelay.engine.sample.sampler_state import Parameters, SamplerState
-from kvrelay.engine.sample.truncation import Limits, sample_from_all, sample_from_few
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, TokenMask
-from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 
 Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
@@ -96,11 +95,8 @@ class Sampler:
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
         """The newest landed token of each key, `[keys]`; 0 if there is none. With `positions`, `[keys]`: the token
-        there, behind which a grammar may have forced others. Any token if the sequence has none there.
-
-        Raises:
-            KeyError: an unknown key.
-        """
+        there, behind which a grammar may have forced others. Any token if the sequence has none there. Raises KeyError
+        for an unknown key."""
         slots, parameters = self._state.gather(keys)
         if positions is not None:
             return self._sampled.landed(slots, parameters, positions)
@@ -118,10 +114,7 @@ class Sampler:
 
         `positions` are as for `last_sampled`. Includes pending tokens and ignores discarded ones. A landed token has
         its final value. 0: the sequence has no token. A sequence that was dropped and added again starts without
-        tokens.
-
-        Raises:
-            KeyError: an unknown key.
+        tokens. Raises KeyError for an unknown key.
         """
         slots, parameters = self._state.gather(keys)
         landed = parameters["last"].copy() if positions is None else self._sampled.landed(slots, parameters, positions)
@@ -141,24 +134,6 @@ class Sampler:
         """
         return self._sampled.share_resampled > _WORTH_IT
 
-    def sample(
-        self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor
-    ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
-        """Samples one token per row for `positions[row]` of its sequence, and appends it to its history.
-
-        `logits` is `[rows, vocab]` of any float type. Returns token ids `[rows]`, and log-probabilities for the rows
-        that ask for them. A sequence that is dropped meanwhile gets a token that is not recorded. A key may repeat, for
-        consecutive positions in their order: all its rows are penalised for the tokens before the first of them, and
-        its history gets the tokens of all.
-
-        Raises:
-            BadLogits: rows whose logits are not finite.
-            GrammarFailed: rows whose grammars cannot go on, or that no token is left to.
-            KeyError: an unknown key.
-            RuntimeError: a token of one of the keys is pending.
-        """
-        return self.begin(keys, positions, logits).land()
-
     def begin(
         self,
         keys: Sequence[SequenceKey],
@@ -169,10 +144,14 @@ class Sampler:
         *,
         may_overwrite: bool = False,
     ) -> PendingTokens:
-        """Launches what `sample` computes, and does not wait. `jumps`, `[rows]`: the rows for which tokens that a
-        grammar forces may follow the sampled one. `drafts`: the places of the rows. Each row of a sequence is sampled
-        as if the drafts before it were in its history; only accepted ones join it. `may_overwrite`: the caller needs
-        `logits` no longer.
+        """Launches sampling of one token per row, for `positions[row]` of its sequence, and does not wait. The tokens
+        join the histories when they land.
+
+        `logits` is `[rows, vocab]` of any float type. A key may repeat, for consecutive positions in their order: all
+        its rows are penalised for the tokens before the first of them. `jumps`, `[rows]`: the rows for which tokens
+        that a grammar forces may follow the sampled one. `drafts`: the places of the rows. Each row of a sequence is
+        sampled as if the drafts before it were in its history; only accepted ones join it. `may_overwrite`: the caller
+        needs `logits` no longer.
 
         Raises:
             GrammarFailed: rows whose grammars cannot go on, or that no token is left to.
@@ -229,7 +208,7 @@ class Sampler:
 
     def late(self, keys: Sequence[SequenceKey], num_others: int) -> NDArray[np.bool_]:
         """The rows that cannot be sampled yet, `[rows]`, because the masks of their grammars are not ready. Waits a
-        little for those, on which `sample` would wait long. `num_others`: rows that the step computes beside these.
+        little for those, on which `begin` would wait long. `num_others`: rows that the step computes beside these.
 
         Raises KeyError for an unknown key.
         """

@@ -75,11 +75,8 @@ class SamplerState:
         return self._slots.keys() >= set(keys)
 
     def add(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Takes a slot for `key`. A known key keeps its state.
-
-        Raises:
-            ValueError: a biased token, or one that would be penalised, is not in the vocabulary.
-        """
+        """Takes a slot for `key`. A known key keeps its state. Raises ValueError if a biased token, or one that would
+        be penalised, is not in the vocabulary."""
         if key in self._slots:
             return
         penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
@@ -145,11 +142,8 @@ class SamplerState:
         return self._slots[key]
 
     def gather(self, keys: Sequence[SequenceKey]) -> tuple[NDArray[np.int64], Parameters]:
-        """Returns the slots `[rows]` of the keys and their parameters, a structured array `[rows]`.
-
-        Raises:
-            KeyError: a key is unknown.
-        """
+        """Returns the slots `[rows]` of the keys and their parameters, a structured array `[rows]`. Raises KeyError for
+        an unknown key."""
         slots = np.fromiter(map(self._slots.__getitem__, keys), np.int64, len(keys))
         return slots, self._parameters[slots]
 

@@ -1,1 +1,0 @@
-"""How many blocks fit beside the weights and the largest step."""

@@ -1,1 +1,0 @@
-"""Checkpoints whose weights are integers with scales: their formats, and reading them."""

@@ -21,6 +21,11 @@ from llguidance.gbnf_to_lark import any_to_lark
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.schema_rewrite import rewritten
 
+MAX_DEPTH = 16
+MAX_FORMATS = 4096
+Marker = str | dict[str, Any]
+"""A text, or a token."""
+
 MAX_ERROR_CHARS = 1000
 _ASCII_CLASSES = "dw"
 """Of \\d and \\w, as in JSON schemas: a model of random weights would find the digits of every script."""
@@ -40,13 +45,6 @@ def lark_of_grammar(text: str, what: str) -> str:
 
 def shortened(message: str) -> str:
     return message if len(message) <= MAX_ERROR_CHARS else message[:MAX_ERROR_CHARS] + " ..."
-
-
-MAX_DEPTH = 16
-MAX_FORMATS = 4096
-
-Marker = str | dict[str, Any]
-"""A text, or a token."""
 
 
 def structural_tag_to_lark(text: str, whitespace: str | None = None, *, rewrites: bool = False) -> str:

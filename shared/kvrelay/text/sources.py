@@ -23,6 +23,32 @@ from tokenizers import AddedToken
 
 from kvrelay.tokenizer_identity import identity_of
 
+logger = logging.getLogger(__name__)
+TOKENIZER_PATTERNS = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "config.json",
+    "generation_config.json",
+]
+"""The files to download from the hub: everything that a tokenizer may need, without the weights."""
+CONVERT = (
+    "import sys; from transformers import AutoTokenizer; "
+    "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
+)
+_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-9, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-9, 10.0),
+}
+
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MORE_TOKENS = ("extra_special_tokens", "additional_special_tokens")
@@ -118,37 +144,6 @@ def _id(value: Any) -> int:
         return int(value)
     except (TypeError, ValueError):
         raise ValueError(f"{value!r} is no id of an added token") from None
-
-
-logger = logging.getLogger(__name__)
-
-TOKENIZER_PATTERNS = [
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "config.json",
-    "generation_config.json",
-]
-"""The files to download from the hub: everything that a tokenizer may need, without the weights."""
-
-CONVERT = (
-    "import sys; from transformers import AutoTokenizer; "
-    "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
-)
-
-
-_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (1e-9, 1.0),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-9, 10.0),
-}
 
 
 class TokenizerNotFound(Exception):

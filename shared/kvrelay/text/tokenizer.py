@@ -20,6 +20,17 @@ from typing import Protocol, TypeVar
 
 import tokenizers
 
+CONTEXT_TOKENS = 6
+"""Prompt tokens in the first window, because the text of the first output token may depend on them."""
+MAX_WITHHELD_TOKENS = 8
+"""A character has at most four bytes. Bytes that are incomplete after twice as many tokens will not become one."""
+MAX_SILENT_TOKENS = 32
+"""Maximum tokens without text in the window, such as skipped special tokens."""
+REPLACEMENT = "\ufffd"
+MAX_CONTINUATION_BYTES = 3
+CONTINUATION_BYTES = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
+"""The bytes of a UTF-8 character after its first. Only a token for such a byte begins with one."""
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """Single texts come from our own threads, so the library's thread pool would only add a switch."""
 
@@ -149,22 +160,6 @@ class Tokenizer:
         if match := BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(match[1])
         return token.replace(SENTENCE_SPACE, " ").encode()
-
-
-CONTEXT_TOKENS = 6
-"""Prompt tokens in the first window, because the text of the first output token may depend on them."""
-
-MAX_WITHHELD_TOKENS = 8
-"""A character has at most four bytes. Bytes that are incomplete after twice as many tokens will not become one."""
-
-MAX_SILENT_TOKENS = 32
-"""Maximum tokens without text in the window, such as skipped special tokens."""
-
-REPLACEMENT = "\ufffd"
-
-MAX_CONTINUATION_BYTES = 3
-CONTINUATION_BYTES = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
-"""The bytes of a UTF-8 character after its first. Only a token for such a byte begins with one."""
 
 
 class Detokenizer(Protocol):

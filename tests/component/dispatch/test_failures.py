@@ -67,7 +67,7 @@ async def test_workers_that_are_lost_together_cost_one_attempt(rig: Rig) -> None
     await rig.start(*prefills, decode)
     handle = rig.submit()
     for prefill in prefills:
-        rig.dispatcher._on_event(PeerLost(prefill.messenger.me, "silent"))
+        rig.dispatcher._inbox.take(PeerLost(prefill.messenger.me, "silent"))
     assert await read(handle) == {0: true_tokens(0, 6)}
     assert rig.record(handle)["num_attempts"] == 2
     for gate in gates:
@@ -83,7 +83,7 @@ async def test_workers_that_gave_up_a_silent_router_one_after_the_other_cost_no_
     for attempt in (1, 2, 3):
         await until(lambda attempt=attempt: rig.record(handle)["num_attempts"] == attempt)  # type: ignore[misc]
         lost = rig.workers[str(handle.served_by.prefill)].messenger.me
-        rig.dispatcher._on_event(PeerLost(lost, "the peer lost its link to us", is_alive=True))
+        rig.dispatcher._inbox.take(PeerLost(lost, "the peer lost its link to us", is_alive=True))
     for gate in gates:
         gate.open.set()
     assert await read(handle) == {0: true_tokens(0, 6)}
@@ -95,7 +95,7 @@ async def test_a_client_that_leaves_in_the_pause_before_an_attempt_leaves_nothin
     gate = prefill.hold("start")
     await rig.start(prefill, decode)
     handle = rig.submit()
-    rig.dispatcher._on_event(PeerLost(prefill.messenger.me, "the peer lost its link to us", is_alive=True))
+    rig.dispatcher._inbox.take(PeerLost(prefill.messenger.me, "the peer lost its link to us", is_alive=True))
     await asyncio.sleep(0)
     handle.cancel()
     gate.open.set()

@@ -36,7 +36,7 @@ class Fleet:
         self.view.registered(self.records.values(), 0.0)
         self.silent_s: dict[str, float] = {}
         self.placement = Placement(
-            self.view, policy, 0, silent_s=lambda peer: self.silent_s.get(peer.peer_id, 0.0), lately_s=1.5
+            self.view, policy, 0, is_silent=lambda peer: self.silent_s.get(peer.peer_id, 0.0) > 1.5
         )
         for name in names:
             self.report(name, draining=name in draining)

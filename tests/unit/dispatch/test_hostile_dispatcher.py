@@ -93,7 +93,7 @@ class Scene:
         )
 
     def take(self, event: LinkEvent) -> None:
-        self.dispatcher._on_event(event)
+        self.dispatcher._inbox.take(event)
         self.dispatcher.load.check_integrity()
         for handle in (self.good, *self.others):
             for delta in handle.take():

@@ -38,7 +38,7 @@ from kvrelay_router.dispatch.events import (
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
 from kvrelay_router.dispatch.records import AttemptTracing
-from kvrelay_router.dispatch.running_request import ActiveSequence, ExpectedCacheHit, RunningRequest, Search
+from kvrelay_router.dispatch.running_request import ActiveSequence, RunningRequest, Search
 from kvrelay_router.fleet.load import OutstandingLoad, worker_key
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.routing.estimates import Decision
@@ -213,13 +213,12 @@ class AttemptDriver:
         prefill = decision.prefill.peer if decision.prefill is not None else None
         decode = decision.decode.peer if decision.decode is not None else None
         running, attempts, output = sequence.running, sequence.attempts, sequence.intake.output
-        sequence.fingerprint = decision.fingerprint
         num_tokens = attempts.spec.num_prompt_tokens + len(output)
+        sequence.decision, sequence.num_prompt_tokens = decision, num_tokens
         sequence.work = work_of(decision, num_tokens, running.prompt.sent_to)
         self._placement.placed(decision, running.prompt)
         workers = [peer for peer in (prefill, decode) if peer is not None]
         sequence.silent_workers = frozenset(worker_key(peer) for peer in workers if self._placement.is_silent(peer))
-        sequence.expected = ExpectedCacheHit(num_tokens, decision.num_cached_tokens)
         sequence.trace = running.request.trace
         if self._tracing is not None:
             sequence.trace = self._tracing.begin(sequence.trace)

@@ -18,7 +18,7 @@ from kvrelay.fleet.index import IndexFeed
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import LinkEvent
-from kvrelay.protocol.messages import Prompt, pack_tokens
+from kvrelay.protocol.messages import PeerRef, Prompt, pack_tokens
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
@@ -76,10 +76,32 @@ class RouterDispatcher:
         self.settings = settings or DispatchSettings()
         self.load = OutstandingLoad()
         self.view = FleetView(self.load, self._on_state, tokenizer=self.settings.tokenizer)
-        self.messenger = open_messenger(self._on_event)
-        self._placement = self._make_placement()
-        self._driver = self._make_driver()
-        self.watch = self._make_watch(list_workers, static)
+        self.messenger = open_messenger(lambda event: self._inbox.take(event))
+        self._placement = Placement(
+            self.view,
+            self.settings.policy,
+            self.settings.local_prefill_tokens,
+            self._index,
+            is_silent=self._is_silent,
+        )
+        self._driver = AttemptDriver(
+            self.messenger,
+            self._placement,
+            self.load,
+            self._sequence_ended,
+            lambda running, error: self._end(running, "failed", error),
+            self.settings.max_wait_for_worker_s,
+            self._tracing,
+        )
+        self.watch = FleetWatch(
+            self.view,
+            list_workers,
+            self.messenger.send,
+            self._driver.place_waiting,
+            static=static,
+            registry_interval_s=self.settings.registry_interval_s,
+            status_interval_s=self.settings.status_interval_s,
+        )
         self._records = RequestRecords(max(RECENT_REQUESTS, 2 * self.settings.max_requests))
         self._running: dict[RunningRequest, asyncio.TimerHandle] = {}  # with the timers of their deadlines
         self._sequences: dict[tuple[str, int], ActiveSequence] = {}
@@ -90,37 +112,9 @@ class RouterDispatcher:
         self._is_accepting = True
         self._is_closed = False
 
-    def _make_placement(self) -> Placement:
-        return Placement(
-            self.view,
-            self.settings.policy,
-            self.settings.local_prefill_tokens,
-            self._index,
-            silent_s=self.messenger.silent_s,
-            lately_s=MAX_MISSED_SIGNS * self.messenger.alive_interval_s,
-        )
-
-    def _make_driver(self) -> AttemptDriver:
-        return AttemptDriver(
-            self.messenger,
-            self._placement,
-            self.load,
-            self._sequence_ended,
-            self._failed,
-            self.settings.max_wait_for_worker_s,
-            self._tracing,
-        )
-
-    def _make_watch(self, list_workers: ListWorkers | None, static: StaticWorkers | None) -> FleetWatch:
-        return FleetWatch(
-            self.view,
-            list_workers,
-            self.messenger.send,
-            self._driver.place_waiting,
-            static=static,
-            registry_interval_s=self.settings.registry_interval_s,
-            status_interval_s=self.settings.status_interval_s,
-        )
+    def _is_silent(self, peer: PeerRef) -> bool:
+        """Returns whether the last message of a worker is so old that it may be dead."""
+        return self.messenger.silent_s(peer) > MAX_MISSED_SIGNS * self.messenger.alive_interval_s
 
     @property
     def num_running(self) -> int:
@@ -374,9 +368,6 @@ class RouterDispatcher:
         if not running.sequences and running in self._running:
             self._forget(running)
 
-    def _failed(self, running: RunningRequest, error: RequestFailed) -> None:
-        self._end(running, "failed", error)
-
     def _end(self, running: RunningRequest, outcome: str, error: RequestFailed) -> None:
         """Cancels all unfinished sequences. The client gets the error."""
         if running.outcome == "finished":
@@ -407,11 +398,6 @@ class RouterDispatcher:
     def _deadline_passed(self, running: RunningRequest) -> None:
         reason = f"the request did not finish within {running.request.timeout_s:g} s"
         self._end(running, "timed_out", RequestFailed(reason, FailureKind.DEADLINE))
-
-    # -- from the workers ---------------------------------------------------------------------------------------------
-
-    def _on_event(self, event: LinkEvent) -> None:
-        self._inbox.take(event)
 
     def _on_state(self, worker: KnownWorker, state: WorkerState, reason: str) -> None:
         level = logging.WARNING if state is WorkerState.INCOMPATIBLE else logging.INFO

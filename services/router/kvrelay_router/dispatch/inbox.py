@@ -143,12 +143,11 @@ class Inbox:
 
     def _count_cached(self, sequence: ActiveSequence, delta: SequenceDelta) -> None:
         """Counts the prompt of an attempt once, with the delta that says how much was cached."""
-        expected = sequence.expected
-        if expected is not None and delta.cached_tokens is not None:
-            self.cache["prompt_tokens"] += expected.num_prompt
-            self.cache["predicted_tokens"] += min(expected.num_cached, expected.num_prompt)
+        if sequence.decision is not None and sequence.num_prompt_tokens and delta.cached_tokens is not None:
+            self.cache["prompt_tokens"] += sequence.num_prompt_tokens
+            self.cache["predicted_tokens"] += min(sequence.decision.num_cached_tokens, sequence.num_prompt_tokens)
             self.cache["found_tokens"] += delta.cached_tokens
-            sequence.expected = None
+            sequence.num_prompt_tokens = 0
 
     # -- handoffs and failures ----------------------------------------------------------------------------------------
 

@@ -135,14 +135,13 @@ class Placement:
         local_prefill_tokens: int | None,
         index: PrefixView | None = None,
         *,
-        silent_s: Callable[[PeerRef], float] = lambda peer: 0.0,
-        lately_s: float = 0.0,
+        is_silent: Callable[[PeerRef], bool] = lambda peer: False,
         clock: Callable[[], float] = time.monotonic,
         expects_prefill: bool = True,
     ) -> None:
-        """`expects_prefill`: a fleet without prefill workers is reported as a fallback."""
-        self._silent_s = silent_s
-        self._lately_s = lately_s
+        """`is_silent`: the last message of a worker is so old that it may be dead. `expects_prefill`: a fleet without
+        prefill workers is reported as a fallback."""
+        self.is_silent = is_silent
         self._clock = clock
         self._expects_prefill = expects_prefill
         self.fallbacks = Fallbacks()
@@ -167,10 +166,6 @@ class Placement:
         """Returns whether a request could be placed. `needs_decode`: more than one token has to be generated."""
         ready = self._view.candidates(self._clock())
         return bool(ready.decode or (not needs_decode and ready.prefill))
-
-    def is_silent(self, peer: PeerRef) -> bool:
-        """Returns whether the last message of a worker is so old that it may be dead."""
-        return self._silent_s(peer) > self._lately_s
 
     def namings(self) -> frozenset[tuple[str, int]]:
         """Returns the fingerprints and block sizes of the ready workers, which block hashes depend on."""
@@ -289,8 +284,7 @@ class Placement:
 
     def _responsive(self, workers: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Returns workers with recent messages, or all if there are none: then this router may be cut off."""
-        silent_s, lately_s = self._silent_s, self._lately_s
-        responsive = [worker for worker in workers if silent_s(worker.peer) <= lately_s]
+        responsive = [worker for worker in workers if not self.is_silent(worker.peer)]
         return workers if len(responsive) == len(workers) or not responsive else tuple(responsive)
 
     def _popularity_of(self, prompt: PromptPrefixes, candidates: CandidateWorkers, cached: Mapping[str, int]) -> float:

@@ -20,6 +20,9 @@ from kvrelay.telemetry.tracer import Attributes, Tracer, parse_traceparent
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.routing.estimates import Decision
 
+OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
+PERCENTILES = (50, 90, 99)
+
 FAILED = "abort"
 """`finish` of a sequence that failed."""
 
@@ -175,9 +178,6 @@ class RequestRecords:
             record.sequences[sequence].usage = usage
 
 
-OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
-
-
 class RequestCounts:
     """Counts since the start. There are as many owners as API keys."""
 
@@ -194,9 +194,6 @@ class RequestCounts:
             if owner in (None, each):
                 counts[outcome] += count
         return counts
-
-
-PERCENTILES = (50, 90, 99)
 
 
 def timeline_of(record: RequestRecord, of_workers: Mapping[str, list[TimelineEvent]]) -> dict[str, Any]:

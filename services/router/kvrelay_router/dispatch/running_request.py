@@ -31,6 +31,14 @@ from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
 from kvrelay_router.dispatch.retry import PROVEN_TOKENS
 from kvrelay_router.fleet.load import Held, WorkerKey
 from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.routing.estimates import Decision
+
+MAX_TAKEN = 128
+"""Deltas that are taken at a time: a few milliseconds of work, even if each brings 20 log-probabilities."""
+MAX_TAKEN_TOKENS = 2048
+"""As are their tokens: forced tokens come many at a time, and each may have to be compared with stop strings."""
+LIGHT_PUSHES = 16
+"""Pushes of one token each, after which the time is asked for: about a millisecond with 20 log-probabilities each."""
 
 
 @final
@@ -172,15 +180,6 @@ class TokenIntake:
         return join_deltas([each for each in (delta, released) if each is not None]) if released is not None else delta
 
 
-MAX_TAKEN = 128
-"""Deltas that are taken at a time: a few milliseconds of work, even if each brings 20 log-probabilities."""
-MAX_TAKEN_TOKENS = 2048
-"""As are their tokens: forced tokens come many at a time, and each may have to be compared with stop strings."""
-
-LIGHT_PUSHES = 16
-"""Pushes of one token each, after which the time is asked for: about a millisecond with 20 log-probabilities each."""
-
-
 Search = FindPlacement | AwaitLostWorkers | FindDecode
 """A sequence that waits for a worker has one of these."""
 
@@ -215,13 +214,6 @@ class PushQueue:
                 return
 
 
-class ExpectedCacheHit(msgspec.Struct, frozen=True):
-    """Tokens of an attempt's prompt, and how many of them placement expected in the worker's cache."""
-
-    num_prompt: int
-    num_cached: int
-
-
 @dataclass(slots=True, eq=False)
 class ActiveSequence:
     index: int
@@ -232,10 +224,11 @@ class ActiveSequence:
     running: RunningRequest
     record: SequenceHistory
     held: Held = field(default_factory=Held)
-    expected: ExpectedCacheHit | None = None  # None once the first token has said how much was cached
+    # The current attempt: its workers, the tokens of its prompt, and the load that placement expects from it.
+    decision: Decision | None = None
+    num_prompt_tokens: int = 0  # 0 once the first token has said how many of them were cached
     trace: str = ""  # the trace context of the current attempt
-    fingerprint: str = ""  # identifies the model of the current attempt's workers
-    work: Work = NO_WORK  # the load that placement expects from the current attempt
+    work: Work = NO_WORK
     silent_workers: frozenset[WorkerKey] = frozenset()  # those that were silent when the current attempt was sent
     waiting_for: Search | None = None  # while no worker is ready
     waiting_timer: asyncio.TimerHandle | None = None  # also the timer of the pause before a retry
@@ -243,6 +236,11 @@ class ActiveSequence:
     @property
     def request_id(self) -> str:
         return self.running.request.request_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the model of the current attempt's workers."""
+        return self.decision.fingerprint if self.decision is not None else ""
 
     @property
     def is_proven(self) -> bool:

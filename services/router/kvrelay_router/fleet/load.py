@@ -25,6 +25,10 @@ import msgspec
 from kvrelay.protocol.messages import PeerRef
 from kvrelay_router.routing.estimates import Candidate, CandidateWorkers
 
+THRESHOLD = 5
+COOLDOWN_S = 2.0
+LONGEST_S = 60.0
+
 WorkerKey = tuple[str, str]
 """(worker id, incarnation)."""
 
@@ -186,11 +190,6 @@ class BreakerState(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
-
-
-THRESHOLD = 5
-COOLDOWN_S = 2.0
-LONGEST_S = 60.0
 
 
 @dataclass(slots=True)

@@ -23,6 +23,8 @@ from kvrelay_router.fleet.view import FleetView
 
 log = logging.getLogger(__name__)
 
+ListWorkers = Callable[[], Awaitable[list[WorkerRecord]]]
+MEETING_POLL_S = 0.01
 ANSWER_TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 64 << 10
 SHOWN_BYTES = 200
@@ -173,12 +175,6 @@ async def _get(url: str) -> bytes:
         said = body[:SHOWN_BYTES].decode("utf-8", "replace").strip()
         raise ValueError(f"{RECORD_PAGE} answers {status[1].decode('latin-1')} {said}")
     return body
-
-
-log = logging.getLogger(__name__)
-
-MEETING_POLL_S = 0.01
-ListWorkers = Callable[[], Awaitable[list[WorkerRecord]]]
 
 
 class FleetWatch:

@@ -18,6 +18,11 @@ import msgspec
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.scheduling.step_cost import StepCost, pairs
 
+DEFAULT_COST = StepCost()
+DEFAULT_BUDGET = 512
+HORIZON_TOKENS = 64
+"""The number of output tokens whose decode time is added to the transfer time."""
+
 Role = Literal["prefill", "decode"]
 
 
@@ -123,12 +128,6 @@ class NoPlacement(msgspec.Struct, frozen=True):
     """The request cannot be placed, because no worker is ready for it."""
 
     reason: str
-
-
-DEFAULT_COST = StepCost()
-DEFAULT_BUDGET = 512
-HORIZON_TOKENS = 64
-"""The number of output tokens whose decode time is added to the transfer time."""
 
 
 class TypicalSpeeds(msgspec.Struct, frozen=True):

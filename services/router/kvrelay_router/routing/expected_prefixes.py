@@ -19,6 +19,11 @@ from typing import Protocol
 
 from kvrelay.kv.hashing import BlockHash
 
+HALF_LIFE_S = 2.0
+FORGET_S = 20.0
+MAX_BLOCKS = 1 << 18
+"""About 20 MB; with blocks of 16 tokens, four million tokens of prompts."""
+
 
 class PrefixNode:
     """A run of blocks. `at` is the time of the last use; `count` belongs to the owner of the tree."""
@@ -137,12 +142,6 @@ def _num_common(run: list[BlockHash], hashes: Sequence[BlockHash], position: int
         else:
             high = middle - 1
     return low
-
-
-HALF_LIFE_S = 2.0
-FORGET_S = 20.0
-MAX_BLOCKS = 1 << 18
-"""About 20 MB; with blocks of 16 tokens, four million tokens of prompts."""
 
 
 class PrefixView(Protocol):

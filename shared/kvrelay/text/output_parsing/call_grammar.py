@@ -13,6 +13,17 @@ from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.text.output_parsing.argument_values import MAX_DEPTH, STRING, resolve, types_of
 from kvrelay.text.output_parsing.events import Tool
 
+UNSUPPORTED = frozenset(
+    {
+        *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "propertyNames", "minProperties"),
+        *("maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "const", "enum"),
+    }
+)
+"""Keywords about all arguments together, which are written one by one here."""
+UNSUPPORTED_IN_TEXT = frozenset({"$ref", "anyOf", "oneOf", "allOf", "not", "if"})
+DEFINITIONS = ("$defs", "definitions")
+ANNOTATIONS = ("type", "title", "description", "default", "examples")
+
 Format = dict[str, Any]
 Marker = str | Format
 """A text, or the format of a token, which is no text for grammars."""
@@ -163,20 +174,6 @@ class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     def _optional(self, reasoning: Format) -> Format:
         is_open = self.thinking is not None and self.thinking.is_open
         return reasoning if is_open else either([reasoning, NOTHING])
-
-
-UNSUPPORTED = frozenset(
-    {
-        *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "propertyNames", "minProperties"),
-        *("maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "const", "enum"),
-    }
-)
-"""Keywords about all arguments together, which are written one by one here."""
-
-UNSUPPORTED_IN_TEXT = frozenset({"$ref", "anyOf", "oneOf", "allOf", "not", "if"})
-
-DEFINITIONS = ("$defs", "definitions")
-ANNOTATIONS = ("type", "title", "description", "default", "examples")
 
 
 class Parameter(msgspec.Struct, frozen=True):

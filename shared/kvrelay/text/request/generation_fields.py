@@ -8,7 +8,16 @@ from pydantic import BeforeValidator, FailFast, Field, WrapValidator
 
 from kvrelay.protocol.sampling import BeamSpec, SpeculationMethod
 from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.parsing import Flag, RequestModel, invalid, or_default, wrong_type
+from kvrelay.text.request.parsing import Flag, FlagOn, RequestModel, invalid, or_default, wrong_type
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 16_384
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 256
 
 MAX_CHOICES = 128
 MAX_LENGTH_PENALTY = 5.0
@@ -88,16 +97,6 @@ class BeamFields(RequestModel):
             raise wrong("use_beam_search", "the output of a beam search cannot be constrained")
 
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKENS = 1024
-MAX_LOGPROBS = 20
-MAX_BIASED_TOKENS = 1024
-MAX_ALLOWED_TOKENS = 16_384
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_CHARS = 256
-
-
 def _stop_list(value: Any) -> list[str]:
     """Accepts a string, a list of strings, or null for none."""
     if value is None:
@@ -161,7 +160,6 @@ def _salt(value: Any) -> Any:
     return "" if value is None else value
 
 
-FlagOn = Annotated[bool, or_default(True)]
 Stop = Annotated[list[str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), or_default([])]

@@ -18,8 +18,7 @@ from kvrelay.step.batch import StepResult, WorkerBatch
 from kvrelay.worker.requests import make_sequence
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.thoroughness import examples
-from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
-from tests.unit.scheduling.overlapped import OverlappedBench
+from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, OverlappedBench
 
 ROUTER = PeerRef("router", "1", "tcp://nowhere")
 

@@ -14,8 +14,7 @@ from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.thoroughness import examples
-from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, Sample
-from tests.unit.scheduling.overlapped import OverlappedBench
+from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, OverlappedBench, Sample
 
 NUM_BLOCKS = 16
 

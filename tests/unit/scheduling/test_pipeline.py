@@ -12,8 +12,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from tests.fakes.sequences import new_sequence
-from tests.unit.scheduling.bench import BLOCK_SIZE, Bench, check_writes, make_sequence
-from tests.unit.scheduling.overlapped import OverlappedBench
+from tests.unit.scheduling.bench import BLOCK_SIZE, Bench, OverlappedBench, check_writes, make_sequence
 
 
 class PipelinedBench(Bench):

@@ -21,8 +21,7 @@ from kvrelay.scheduling.step_planner import StepPlanner
 from kvrelay.step.batch import RowsFailed
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.thoroughness import examples
-from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, make_sequence
-from tests.unit.scheduling.overlapped import OverlappedBench
+from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, OverlappedBench, make_sequence
 
 GARBAGE = 0xAB
 

@@ -146,7 +146,7 @@ ADVICE = {
     "--cuda-graph-sizes": "sizes are chosen by --max-running; --no-cuda-graphs turns graphs off",
     "--cuda-graph-bs": "sizes are chosen by --max-running; --no-cuda-graphs turns graphs off",
     "--num-speculative-tokens": "the number of drafts adapts to how many are accepted",
-    "--schedule-conservativeness": "admission keeps no room for output; lower --max-running if preemptions grow",
+    "--schedule-conservativeness": "use --new-token-ratio",
     "--enable-dp-attention": "use --data-parallel-size, with which attention is whole in each rank",
     "--enable-cache-report": "usage has the cached tokens of every answer",
     "--enable-hierarchical-cache": "prefixes are cached in the pool alone; raise --kv-memory-bytes",

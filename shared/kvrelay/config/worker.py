@@ -187,6 +187,13 @@ class WorkerConfig(RankedConfig):
         description="host memory for the KV of preempted sequences on a decode worker, as in 512MiB or 4GiB; 0: none "
         "(default: a quarter of the pool's memory)",
     )
+    new_token_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="initial share of the running sequences' remaining output that admission keeps room for; it "
+        "adapts. 0: none",
+    )
 
     jump_forward: bool = Field(
         default=True,

@@ -7,6 +7,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_groups import BeamGroups
 from kvrelay.scheduling.fair_shares import FairShares
 from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
 from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.memory.swapping import Swapper
 from kvrelay.scheduling.plan import NeedsCommit, PlanBuilder, PlannedRow
@@ -38,6 +39,7 @@ class SequenceLifecycle:
         self.offload = Swapper(blocks, settings)
         self.forks = BeamGroups(blocks, self.running)
         self.sample_groups = SampleGroups(blocks, limits)
+        self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
         self.speculator = Speculator(settings.speculation)
         self.forced = ForcedTokens(settings)
         self.num_preemptions = 0
@@ -188,6 +190,8 @@ class SequenceLifecycle:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.resume(sequence)
+        if builder.is_short_of_blocks:
+            self.new_token_ratio.retracted(self.running.values())
 
     def _lose_blocks(self, sequence: Sequence) -> None:
         """A running sequence stops, with its forks, and its blocks are released. The caller queues it again."""
@@ -242,6 +246,8 @@ class SequenceLifecycle:
         del self._sequences[sequence.key]
         self.shares.leave(sequence)
         self.sample_groups.leave(sequence)
+        if not self.running:
+            self.new_token_ratio.idle()
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -267,3 +273,11 @@ class SequenceLifecycle:
     def num_reserved_blocks(self) -> int:
         """Number of blocks that are reserved for samples, forks and handoffs."""
         return self.blocks.capacity.num_blocks
+
+    @property
+    def num_headroom_blocks(self) -> int:
+        """Number of blocks that admission leaves free: reserved ones, and those that running sequences will need.
+
+        O(running), unless the new-token ratio is off.
+        """
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.num_reserved_blocks

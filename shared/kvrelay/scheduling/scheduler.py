@@ -237,6 +237,7 @@ class Scheduler:
         self.chunks.measured(plan, result.forward_s)
         self.lifecycle.speculator.step_ended(plan, result.forward_s)
         self.lifecycle.offload.landed(plan, result.forward_s, result.copy_s)
+        self.lifecycle.new_token_ratio.relax()
         return self._commit.commit_rows(plan.rows, result.rows)
 
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:

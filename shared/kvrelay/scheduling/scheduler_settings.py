@@ -56,9 +56,10 @@ class SchedulerSettings:
     """What a policy may be told.
 
     `queue_starvation_bound`: admissions that a waiting sequence lets pass before it is next, whatever the order.
-    `preemption`: the KV of a preempted sequence is computed again, copied to the host and back, or whichever is
-    estimated to be faster. `num_host_slots`: blocks that the host has room for. `host_block_s`: seconds of a
-    block's copy one way, until measured. `jump_forward`: steps may bring tokens that grammars force.
+    `new_token_ratio`: share of the tokens that running sequences may still draw for which admission leaves room, at
+    first; 0 leaves none. `preemption`: the KV of a preempted sequence is computed again, copied to the host and back,
+    or whichever is estimated to be faster. `num_host_slots`: blocks that the host has room for. `host_block_s`:
+    seconds of a block's copy one way, until measured. `jump_forward`: steps may bring tokens that grammars force.
     `samples_behind`: the runner can run a step with a constrained sequence behind one that samples a token of it;
     otherwise no step is planned behind such a one.
     `speculation`: which sequences' tokens are guessed, and how many. `pipeline_depth`: parts of the model's pipeline.
@@ -67,6 +68,7 @@ class SchedulerSettings:
     queue_order: QueueOrderName = "fcfs"
     queue_starvation_bound: int = 64
     chunking: Chunking = "fixed"
+    new_token_ratio: float = 0.0
     preemption: Preemption = "auto"
     num_host_slots: int = 0
     host_block_s: float = 0.0

@@ -123,7 +123,7 @@ class SequenceAdmission:
         available.
         """
         available = self._blocks.num_available
-        headroom = 0 if self._groups.has_reserved_capacity(sequence) else self._lifecycle.num_reserved_blocks
+        headroom = 0 if self._groups.has_reserved_capacity(sequence) else self._lifecycle.num_headroom_blocks
         headroom += sum(followers.values())
         headroom += sequence.num_fork_blocks
         if self._refused is not None:
@@ -152,7 +152,8 @@ class SequenceAdmission:
         headroom += sequence.num_fork_blocks
         if lifecycle.running or self._remote.receiving:
             # At least a block for each running sequence: else one that grows would preempt another at once.
-            headroom += len(lifecycle.running) + 1
+            expected = lifecycle.new_token_ratio.headroom(lifecycle.running.values(), self._blocks)
+            headroom += max(len(lifecycle.running) + 1, expected)
         return headroom
 
     # -- preempted sequences ------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class SequenceAdmission:
         Copies of two steps must not overlap, so this raises NeedsCommit if a step is in flight, and there is room. If
         there is none, steps can still be planned ahead.
         """
-        position, headroom = self._offload.num_tokens(sequence), self._lifecycle.num_reserved_blocks
+        position, headroom = self._offload.num_tokens(sequence), self._lifecycle.num_headroom_blocks
         if builder.ahead:
             if self._blocks.num_missing(sequence, position) + headroom > self._blocks.num_available:
                 return "no blocks"
@@ -191,7 +192,7 @@ class SequenceAdmission:
         NeedsCommit if there is room and a step is in flight, as samples may be copied back.
         """
         back = self._groups.plan_return(group)
-        num_blocks = back.num_blocks + self._lifecycle.num_reserved_blocks
+        num_blocks = back.num_blocks + self._lifecycle.num_headroom_blocks
         num_available = self._blocks.num_available
         if self._lifecycle.num_slots + len(group) > self._limits.max_running or num_blocks > num_available:
             return False
@@ -218,7 +219,7 @@ class SequenceAdmission:
 
     def _give_all_blocks(self, sequence: Sequence, builder: PlanBuilder, num_reserved: int) -> bool:
         """Gives a preempted sequence blocks for all its tokens. `num_reserved` blocks must stay available besides."""
-        headroom = self._lifecycle.num_reserved_blocks + num_reserved
+        headroom = self._lifecycle.num_headroom_blocks + num_reserved
         if sequence.state is SequenceState.ON_HOST:
             num_next = sequence.num_tokens - self._offload.num_tokens(sequence)
             return self._offload.resume(sequence, num_next, headroom, builder)

@@ -146,7 +146,7 @@ class HandoffWorker:
         assert self.bench.pool.num_available == self.bench.pool.num_blocks
         assert not self.scheduler.lifecycle.in_progress
         self.scheduler.schedule()  # a pass drops the capacity of groups that are gone
-        assert self.scheduler.lifecycle.num_slots == self.scheduler.lifecycle.num_reserved_blocks == 0
+        assert self.scheduler.lifecycle.num_slots == self.scheduler.lifecycle.num_headroom_blocks == 0
 
     @property
     def somebody_moves(self) -> bool:

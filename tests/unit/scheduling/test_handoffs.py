@@ -14,13 +14,13 @@ from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
 from tests.unit.scheduling.handoff_worker import HandoffWorker
 
 
-@pytest.mark.parametrize(("num_tokens", "is_admitted"), [(31, True), (35, False)])
-def test_a_handoff_leaves_a_block_for_each_running_sequence(num_tokens: int, is_admitted: bool) -> None:
-    """Twelve blocks, of which two are the running one's."""
-    bench = Bench(num_blocks=12, cache=False)
+@pytest.mark.parametrize(("ratio", "admitted"), [(0.0, True), (0.5, True), (1.0, False)])
+def test_a_handoff_leaves_room_for_what_running_sequences_are_expected_to_sample(ratio: float, admitted: bool) -> None:
+    """Twelve blocks: two and the next 16 tokens' four are the running one's, the handoff is for seven."""
+    bench = Bench(num_blocks=12, settings=SchedulerSettings(new_token_ratio=ratio), cache=False)
     assert bench.adopt([1] * 7, 17) is not None
-    handoff = bench.handoff([2] * num_tokens, 5)
-    assert (list(bench.scheduler.reserve()) == [handoff]) is is_admitted
+    handoff = bench.handoff([2] * 27, 5)
+    assert (list(bench.scheduler.reserve()) == [handoff]) is admitted
 
 
 def test_a_handoff_is_admitted_while_a_step_is_in_flight() -> None:
@@ -174,7 +174,7 @@ def test_blocks_that_are_reserved_for_samples_to_come_are_nobody_elses() -> None
     worker = HandoffWorker(num_blocks=12, max_running=8, cache=True)
     worker.handoff(9, "group", 3, max_tokens=4)
     worker.reserve()
-    assert worker.scheduler.lifecycle.num_reserved_blocks == 3
+    assert worker.scheduler.lifecycle.num_headroom_blocks == 3
     local = worker.local(25)
     worker.scheduler.schedule()
     assert local.state is SequenceState.WAITING

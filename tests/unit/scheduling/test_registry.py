@@ -84,8 +84,10 @@ def test_the_configuration_reaches_the_policy() -> None:
         "lpm",
         "--chunking",
         "dynamic",
+        "--new-token-ratio",
+        "0.4",
     )
-    expected = SchedulerSettings("lpm", chunking="dynamic", jump_forward=True)
+    expected = SchedulerSettings("lpm", chunking="dynamic", new_token_ratio=0.4, jump_forward=True)
     assert scheduler_settings(config(*flags)) == expected
     assert scheduler_settings(config()) == SchedulerSettings(jump_forward=True)
 
@@ -96,6 +98,7 @@ def test_the_configuration_reaches_the_policy() -> None:
         (("--scheduler", "fifo"), r"--scheduler = 'fifo': must be one of sarathi, .*faster_transformer"),
         (("--queue-order", "lifo"), r"--queue-order = 'lifo': must be one of fcfs, lpm, dfs_weight, priority, sjf"),
         (("--chunking", "odd"), r"--chunking = 'odd': must be one of fixed, dynamic"),
+        (("--new-token-ratio", "1.5"), r"--new-token-ratio = '1.5': must be a number, 0 to 1"),
         (("--scheduler", "orca", "--chunking", "dynamic"), "chunking = dynamic needs a scheduler that cuts prompts"),
     ],
 )

@@ -128,5 +128,5 @@ def test_a_sample_that_is_aborted_while_room_is_set_aside_gives_it_back() -> Non
     world.step()
     for sample in group[1:]:
         assert world.scheduler.abort(sample.key)
-    assert (world.scheduler.lifecycle.num_slots, world.scheduler.lifecycle.num_reserved_blocks) == (1, 0)
+    assert (world.scheduler.lifecycle.num_slots, world.scheduler.lifecycle.num_headroom_blocks) == (1, 0)
     world.run()

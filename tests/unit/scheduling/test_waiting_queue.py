@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockState
 from kvrelay.scheduling.fair_shares import FairShares
+from kvrelay.scheduling.memory.new_token_ratio import RELAX_STEPS, RETRACTION_HORIZON, NewTokenRatio
 from kvrelay.scheduling.memory.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS, depth_first
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP, WaitingQueue
@@ -273,11 +274,62 @@ def test_a_queue_that_waits_for_one_block_is_all_there_in_the_step_in_which_it_c
     assert not queue
 
 
-# -- a refused sequence ------------------------------------------------------------------------------------------------
+# -- room that admission leaves for the tokens of those that run -----------------------------------------------------
+
+
+def careful_bench(ratio: float, num_blocks: int = 12) -> Bench:
+    return Bench(num_blocks, 64, 8, cache=False, settings=SchedulerSettings(new_token_ratio=ratio))
+
+
+@pytest.mark.parametrize(("ratio", "num_admitted"), [(0.0, 6), (0.5, 3), (1.0, 2)])
+def test_the_more_careful_the_ratio_the_fewer_are_admitted(ratio: float, num_admitted: int) -> None:
+    """Prompts of 2 blocks with 16 tokens to draw: expected to take 0, 2 or 4 blocks more each, out of 12."""
+    bench = careful_bench(ratio)
+    for number in range(6):
+        bench.add([number] * 7, 16)
+    assert len(bench.step()[0].admitted) == num_admitted
+
+
+def running(num_output: int, max_tokens: int) -> Sequence:
+    sequence = make_sequence([1] * 4, max_tokens, "x")
+    for _ in range(num_output):
+        sequence.tokens.append(1)
+    return sequence
+
+
+def test_the_ratio_relaxes_step_by_step_to_its_floor() -> None:
+    ratio = NewTokenRatio(0.7)
+    values = []
+    for _ in range(RELAX_STEPS + 10):
+        ratio.relax()
+        values.append(ratio.value)
+    assert values == sorted(values, reverse=True)
+    assert values[RELAX_STEPS // 2] == pytest.approx((0.7 + ratio.floor) / 2, rel=0.02)
+    assert values[-1] == ratio.floor == pytest.approx(0.098)
+
+
+def test_a_retraction_makes_the_estimate_what_was_really_drawn_and_never_less_careful() -> None:
+    ratio = NewTokenRatio(0.5)
+    for _ in range(RELAX_STEPS + 10):
+        ratio.relax()
+    ratio.retracted([running(60, 100), running(20, 100)])
+    assert ratio.value == (80 + 2 * RETRACTION_HORIZON) / 200
+    ratio.retracted([running(0, 1000)])
+    assert ratio.value == 0.6
+    ratio.retracted([running(99, 100)])
+    assert ratio.value == 1.0
+    ratio.idle()
+    assert ratio.value == 0.5
+
+
+def test_a_ratio_of_zero_stays_off() -> None:
+    ratio = NewTokenRatio(0.0)
+    ratio.retracted([running(60, 100)])
+    assert ratio.value == 0.0
 
 
 def test_a_refusal_stands_until_blocks_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(6, 64, 8, cache=False)
+    bench = careful_bench(0.0, num_blocks=6)
     bench.add([1] * (3 * BLOCK_SIZE), 8)
     bench.add([2] * (4 * BLOCK_SIZE), 2)
     attempts: list[Sequence] = []

@@ -88,7 +88,7 @@ class SequenceLifecycle:
 
     def received(self, sequence: Sequence) -> None:
         """A handoff is complete: the sequence runs."""
-        self.remote.arrived(sequence)
+        self.remote.end_transfer(sequence)
         sequence.remote = None
         self.sample_groups.enter(sequence)
         self.blocks.change_block_state(sequence, BlockState.RUNNING)

@@ -59,10 +59,7 @@ class TokenBuffer:
         """Adds one token at the end, and returns the new length; amortised O(1)."""
         position = self.num_tokens
         if position == self._capacity:
-            self._capacity = max(16, 2 * position)
-            grown = np.empty(self._capacity, dtype=np.int32)
-            grown[:position] = self._data
-            self._data = grown
+            self._grow(position)
         self._data[position] = token_id
         self.num_tokens = length = position + 1
         return length
@@ -71,12 +68,15 @@ class TokenBuffer:
         """Adds tokens at the end; amortised O(1) each."""
         start, end = self.num_tokens, self.num_tokens + len(token_ids)
         if end > self._capacity:
-            self._capacity = max(16, 2 * end)
-            grown = np.empty(self._capacity, dtype=np.int32)
-            grown[:start] = self._data[:start]
-            self._data = grown
+            self._grow(end)
         self._data[start:end] = token_ids
         self.num_tokens = end
+
+    def _grow(self, least: int) -> None:
+        self._capacity = max(16, 2 * least)
+        grown = np.empty(self._capacity, dtype=np.int32)
+        grown[: self.num_tokens] = self._data[: self.num_tokens]
+        self._data = grown
 
     def copy(self) -> TokenBuffer:
         """A copy that grows on its own."""

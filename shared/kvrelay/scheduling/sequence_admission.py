@@ -118,9 +118,8 @@ class SequenceAdmission:
     def _give_blocks(self, sequence: Sequence, num_next: int, followers: Mapping[Sequence, int]) -> bool:
         """Gives a sequence the blocks of its first chunk.
 
-        As in SGLang's paper, free and evictable blocks must hold the part of the prompt that is not cached, and the
-        expected needs of running sequences. After a refusal the cache is not asked again until more blocks are
-        available.
+        Free and evictable blocks must hold the part of the prompt that is not cached, besides what is reserved. After a
+        refusal the cache is not asked again until more blocks are available.
         """
         available = self._blocks.num_available
         headroom = 0 if self._groups.has_reserved_capacity(sequence) else self._lifecycle.num_headroom_blocks

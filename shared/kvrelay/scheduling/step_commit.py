@@ -18,6 +18,7 @@ class StepCommit:
     def __init__(self, lifecycle: SequenceLifecycle) -> None:
         self._lifecycle = lifecycle
         self._block_size = lifecycle.blocks.pool.block_size
+        self._forked: dict[Sequence, None] = {}  # leaders of the forks of which rows were committed in this step
 
     def commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
         """Appends each row's new tokens, up to the first one that ends its sequence. Finished sequences have left.
@@ -25,14 +26,12 @@ class StepCommit:
         The KV of all new tokens but the last, and those that a grammar forced, is computed, see `RowResult`.
         """
         outputs: list[SequenceOutput] = []
-        forked: dict[Sequence, None] = {}
         lifecycle, block_size = self._lifecycle, self._block_size
         computing, finished = BlockState.COMPUTING, SequenceState.FINISHED
         forced, tails = lifecycle.forced, lifecycle.blocks.tails
         for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.forks is not None:
-                forked[sequence.forks.leader] = None
                 self._commit_fork(row, given)
                 continue
             # `SequenceLifecycle.row_ended` without the call, which would be 5% of the whole commit.
@@ -61,13 +60,8 @@ class StepCommit:
                     break
             if row.guesses is not None and not given.is_late:
                 lifecycle.speculator.verified(sequence, len(row.guesses), given.num_accepted)
-            if (num_new := end - start) > 1:
-                # The KV of forced tokens, and of the token before them, is computed by the next rows.
-                num_new = min(num_new, len(given.token_ids) - given.num_forced)
-                num_computed = sequence.num_computed = num_computed + num_new - 1
-                forced.brought_several(sequence)
-            elif given.is_late:
-                forced.was_late(sequence)
+            if (num_new := end - start) > 1 or given.is_late:
+                num_computed = self._brought_other_than_one(sequence, num_new, given)
             if num_computed - sequence.num_published * block_size >= block_size or sequence in tails.computing:
                 lifecycle.publish(sequence)
             if prefilled:
@@ -78,11 +72,25 @@ class StepCommit:
             if token_ids or scores or prefilled:
                 index = start - sequence.num_prompt
                 outputs.append(SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled))
+        forked, self._forked = self._forked, {}
         return outputs + [output for leader in forked if (output := self.advance_forks(leader)) is not None]
+
+    def _brought_other_than_one(self, sequence: Sequence, num_new: int, given: RowResult) -> int:
+        """A row brought several tokens, or none as its mask was late. Returns how many tokens have KV."""
+        forced = self._lifecycle.forced
+        if given.is_late:
+            forced.was_late(sequence)
+        else:
+            # The KV of forced tokens, and of the token before them, is computed by the next rows.
+            sequence.num_computed += min(num_new, len(given.token_ids) - given.num_forced) - 1
+            forced.brought_several(sequence)
+        return sequence.num_computed
 
     def _commit_fork(self, row: PlannedRow, given: RowResult) -> None:
         """Forks end only in `advance_forks`, which follows when all rows of the step are committed, so the sequence is
         always there."""
+        assert row.sequence.forks is not None
+        self._forked[row.sequence.forks.leader] = None
         self._lifecycle.row_ended(row)
         row.sequence.num_computed += row.num_tokens
         if given.candidates is not None:

@@ -140,7 +140,7 @@ class RemoteSequences:
         # Not `remote.num_to_come`: under an order other than arrival, samples behind it may be here or gone already.
         group = sequence.origin.sample_group
         num_samples = len(self._pending[group]) - 1 + self._num_to_arrive[group]
-        num_blocks = self._blocks.num_at_admission(sequence) + num_samples * self._num_own(sequence)
+        num_blocks = self._blocks.num_at_admission(sequence) + num_samples * self._blocks.num_own(sequence, sequence)
         fits = 1 + num_samples <= self._limits.max_running and num_blocks <= self._blocks.num_usable
         return num_samples if fits else 0
 
@@ -151,7 +151,7 @@ class RemoteSequences:
         """
         remote, num_to_come = sequence.remote, self.num_to_come(sequence)
         assert remote is not None
-        num_blocks_each = self._num_own(sequence) if num_to_come else 0
+        num_blocks_each = self._blocks.num_own(sequence, sequence) if num_to_come else 0
         headroom += num_to_come * num_blocks_each
         if not self._blocks.admit(sequence, BlockState.RESERVED, headroom=headroom):
             return False
@@ -177,19 +177,11 @@ class RemoteSequences:
         announced, self._announced = self._announced, []
         return [each for each in announced if each.state is SequenceState.WAITING_FOR_REMOTE_KV]
 
-    def _num_own(self, sequence: Sequence) -> int:
-        """Blocks that another sample of its group takes beside it."""
-        return self._blocks.num_own(sequence, sequence)
-
     # -- the end of a transfer ----------------------------------------------------------------------------------------
-
-    def arrived(self, sequence: Sequence) -> None:
-        """All KV is here: its sender writes nothing any more."""
-        self._end_transfer(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """Given up while its sender may still write into its blocks."""
-        self._end_transfer(sequence)
+        self.end_transfer(sequence)
         self._blocks.change_block_state(sequence, BlockState.QUARANTINED)
         sequence.state = SequenceState.DROPPED
 
@@ -199,10 +191,11 @@ class RemoteSequences:
             self.remove(sequence)
             return
         if sequence.state is SequenceState.WAITING_FOR_REMOTE_KV:
-            self._end_transfer(sequence)
+            self.end_transfer(sequence)
         self._blocks.free(sequence)
 
-    def _end_transfer(self, sequence: Sequence) -> None:
+    def end_transfer(self, sequence: Sequence) -> None:
+        """All KV is here, or the handoff was dropped: it is not received any more."""
         del self.receiving[sequence.key]
         self._capacity.end(sequence.key)
         self._waiting.prefixes_changed(self._in_progress.withdraw(sequence.key))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,21 +191,20 @@ def likeliest(paths: Seq[Seq[int]], count: int) -> tuple[list[int], list[float]]
     return token_ids, shares
 
 
+@dataclass(slots=True)
 class SequenceDrafts:
-    """The speculator's state of one sequence. `kind` and `shares` describe the latest drafts. `owner`: that whose
-    earlier outputs are looked up; None: none are."""
+    """The speculator's state of one sequence. `owner`: that whose earlier outputs are looked up; None: none are.
+    `with_shares`: all places of a match are looked at, not only the latest. `kind` and `shares` describe the latest
+    drafts."""
 
-    __slots__ = ("guess", "index", "kind", "owner", "pause", "rates", "shares", "with_shares")
-
-    def __init__(self, index: NgramIndex, owner: TextOwner | None, *, with_shares: bool) -> None:
-        self.index = index
-        self.owner = owner
-        self.with_shares = with_shares
-        self.rates = AcceptanceRates()
-        self.pause = Pause()
-        self.guess: _Guess | None = None
-        self.kind = 0
-        self.shares: Seq[float] = ()
+    index: NgramIndex
+    owner: TextOwner | None
+    with_shares: bool
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    pause: Pause = field(default_factory=Pause)
+    guess: _Guess | None = None
+    kind: int = 0
+    shares: Seq[float] = ()
 
 
 class Speculator:
@@ -233,7 +232,7 @@ class Speculator:
         owner = None
         if method == "suffix" and sequence.origin.text_owner is not None:
             owner = sequence.origin.text_owner, sequence.root
-        self.sequences[sequence] = SequenceDrafts(index, owner, with_shares=method == "suffix")
+        self.sequences[sequence] = SequenceDrafts(index, owner, method == "suffix")
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence leaves. Its output is kept for later ones of the same owner."""
@@ -283,11 +282,8 @@ class Speculator:
     def draft(self, sequence: Sequence, most: int) -> NDArray[np.int32] | None:
         """Returns guesses of the tokens behind the newest one, at most `most`, or None. They have no stop token."""
         known = self.sequences.get(sequence)
-        if known is None:
-            return None
-        most = min(most, NUM_SPECULATIVE_TOKENS)
-        found = self._find(sequence, known, most)
-        if found is None:
+        found = None if known is None else self._find(sequence, known, min(most, NUM_SPECULATIVE_TOKENS))
+        if known is None or found is None:
             return None
         count, _ = self._lengths.choose(known.rates, found.kind, found.shares)
         if not count:
@@ -300,10 +296,8 @@ class Speculator:
     def expects(self, sequence: Sequence) -> bool:
         """Returns whether there are likely to be drafts behind the token that the step in flight samples."""
         known = self.sequences.get(sequence)
-        if known is None:
-            return False
-        found = self._find(sequence, known, 1)
-        if found is None:
+        found = None if known is None else self._find(sequence, known, 1)
+        if known is None or found is None:
             return False
         self._guess(sequence, known, found)
         if self._lengths.choose(known.rates, found.kind, found.shares)[0]:

@@ -77,10 +77,10 @@ class RankGroup:
         self._local = local
         self._failure = ""
         self._silence_s = silence_s
-        self.others = range(1, size)
+        self._others = range(1, size)
         self._members: dict[int, Ready] = {}
         self._connected: set[int] = set()
-        self._done: dict[int, deque[Done]] = {rank: deque() for rank in self.others}
+        self._done: dict[int, deque[Done]] = {rank: deque() for rank in self._others}
         self._changed = threading.Condition()  # guards the four above
         self._sending = threading.Lock()  # guards the socket of steps
         self._report_handlers: dict[tuple[int, str], Callable[[TransferReport], None]] = {}
@@ -113,12 +113,12 @@ class RankGroup:
         """Waits until all ranks have loaded their parts, of a model with this fingerprint. Raises RanksFailed."""
 
         def are_ready() -> bool:
-            return len(self._members) == len(self._connected) == len(self.others)
+            return len(self._members) == len(self._connected) == len(self._others)
 
         with self._changed:
             in_time = self._changed.wait_for(lambda: self._failure or are_ready(), timeout_s)
         if not in_time:
-            missing = [str(rank) for rank in self.others if rank not in self._members or rank not in self._connected]
+            missing = [str(rank) for rank in self._others if rank not in self._members or rank not in self._connected]
             self._fail(f"rank {', '.join(missing)} did not connect within {timeout_s:g} s: compare curve_key_file")
         for rank, member in self._members.items():
             if member.fingerprint != fingerprint:
@@ -130,7 +130,7 @@ class RankGroup:
 
     def publish_step(self, batch: WorkerBatch) -> None:
         """Sends a step to all ranks. Raises DeviceLost if the group has failed."""
-        for rank in self._send(Step(batch), self.others):
+        for rank in self._send(Step(batch), self._others):
             self._lose(rank)
         if self._failure:
             raise DeviceLost(self._failure)
@@ -167,7 +167,7 @@ class RankGroup:
     @property
     def identities(self) -> list[str]:
         """The processes of the other ranks. See `kvrelay.process_identity`."""
-        return [self._members[rank].identity for rank in self.others]
+        return [self._members[rank].identity for rank in self._others]
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class RankGroup:
         """Ends the ranks. Waits for those of this machine, and kills them if that takes long. Idempotent."""
         if self._is_closed:
             return
-        self._send(End(self._failure), self.others)
+        self._send(End(self._failure), self._others)
         with self._sending:
             self._is_closed = True
         self._local.close(END_S)
@@ -199,7 +199,7 @@ class RankGroup:
             self._changed.notify_all()
         log.error("the worker's ranks failed: %s", reason)
         self._local.kill()
-        self._send(End(reason), self.others)
+        self._send(End(reason), self._others)
         self.lost.set_exception(DeviceLost(reason))
 
     def _lose(self, rank: int) -> None:
@@ -226,7 +226,7 @@ class RankGroup:
         beat_s, probe_at = self._silence_s / BEATS_A_SILENCE, 0.0
         try:
             while True:
-                wait_s = beat_s if len(self._connected) == len(self.others) else CONNECT_INTERVAL_S
+                wait_s = beat_s if len(self._connected) == len(self._others) else CONNECT_INTERVAL_S
                 if self._reports.poll(int(1000 * wait_s)):
                     self._take_report(decoder, self._reports.recv())
                 if (now := time.monotonic()) >= probe_at and not self._failure:
@@ -242,9 +242,9 @@ class RankGroup:
 
     def _probe(self) -> None:
         """Looks whether all ranks that were connected still are."""
-        unreachable = self._send(None, self.others)
+        unreachable = self._send(None, self._others)
         with self._changed:
-            self._connected |= set(self.others) - set(unreachable)
+            self._connected |= set(self._others) - set(unreachable)
             self._changed.notify_all()
         for rank in self._connected & set(unreachable):
             self._lose(rank)

@@ -121,10 +121,11 @@ def with_other_ranks_senders(
     None for a worker in one process."""
     if group is None:
         return senders
-    layout, others = _layout_of(spec), group.others
+    layout = _layout_of(spec)
+    others = range(1, layout.shape.num_ranks)
     return {
         name: ShardedSender((sender, *(RemoteSender(rank, group, name) for rank in others)), layout)
-        for name, sender in _common(senders, group).items()
+        for name, sender in _common(senders, group, others).items()
     }
 
 
@@ -135,8 +136,9 @@ def with_other_ranks_receivers(
     if group is None:
         return receivers
     layout, found = _layout_of(spec), {}
-    for name, own in _common(receivers, group).items():
-        remote = (RemoteReceiver(rank, group, name, is_one_sided=own.is_one_sided) for rank in group.others)
+    others = range(1, layout.shape.num_ranks)
+    for name, own in _common(receivers, group, others).items():
+        remote = (RemoteReceiver(rank, group, name, is_one_sided=own.is_one_sided) for rank in others)
         found[name] = ShardedReceiver((own, *remote), layout)
     return found
 
@@ -147,11 +149,11 @@ def shards_of(senders: Mapping[str, ShardedSender], spec: ModelSpec) -> Shards:
     return Shards(size=shape.size, num_kv_heads=shape.num_kv_heads, num_stages=shape.num_stages)
 
 
-def _common(own: Mapping[str, Own], group: RankGroup) -> dict[str, Own]:
+def _common(own: Mapping[str, Own], group: RankGroup, others: range) -> dict[str, Own]:
     """Those that all ranks have. Closes the rest."""
     common = {}
     for name, transport in own.items():
-        lacking = [rank for rank in group.others if name not in group.endpoints_of(rank)]
+        lacking = [rank for rank in others if name not in group.endpoints_of(rank)]
         if lacking:
             ranks = ", ".join(map(str, lacking))
             log.warning("KV blocks do not travel by %s: it does not work on rank %s, whose log says why", name, ranks)

@@ -18,7 +18,6 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.thoroughness import examples
 from tests.unit.backends.cases import AttentionCase, dense_attention
 
-pytestmark = pytest.mark.unit
 # Outputs are means of unit normals; bfloat16 keeps 8 bits of them.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 STORED = [None, *KV_DTYPES.values()]

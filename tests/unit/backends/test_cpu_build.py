@@ -18,7 +18,6 @@ from kvrelay.backends import choose_backend, cpu, cpu_build
 from kvrelay.backends.backend import KVLayout
 from tests.fakes.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.unit
 _BUILD = "import sys, pathlib; from kvrelay.backends.cpu_build import build_kernel; "
 _BUILD += "print(build_kernel(sys.argv[1], pathlib.Path(sys.argv[2]), link_openmp=False))"
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")

@@ -34,7 +34,6 @@ from tests.fakes import fake_flashinfer
 from tests.thoroughness import examples
 from tests.unit.backends.cases import CPU, AttentionCase
 
-pytestmark = pytest.mark.unit
 EIGHT_BIT = pytest.mark.parametrize("stored", KV_DTYPES.values(), ids=KV_DTYPES.keys())
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "cpu": CpuBackend,

@@ -23,7 +23,6 @@ from tests.thoroughness import examples
 from tests.unit.backends.cases import CPU, AttentionCase, dense_attention
 from tests.unit.backends.flashinfer_cases import E5M2, LAYOUT, TOLERANCE
 
-pytestmark = pytest.mark.unit
 STORED = st.sampled_from([None, *KV_DTYPES.values()])
 
 

@@ -31,7 +31,6 @@ from tests.fakes.fake_cuda_graphs import FakeRecorder
 from tests.thoroughness import examples
 from tests.unit.backends.cases import CPU
 
-pytestmark = pytest.mark.unit
 HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, NUM_BLOCKS, MAX_ROW_BLOCKS = 64, 2, 8, 40, 6
 SCRATCH = NUM_BLOCKS
 TOLERANCE = 2e-2  # of means of unit normals, rounded to 8 bits

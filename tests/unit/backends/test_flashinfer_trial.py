@@ -19,8 +19,6 @@ from tests.fakes import fake_flashinfer
 from tests.unit.backends.cases import CPU, AttentionCase, dense_attention
 from tests.unit.backends.flashinfer_cases import E5M2, KINDS, LAYOUT, TOLERANCE, install
 
-pytestmark = pytest.mark.unit
-
 
 def test_without_flashinfer_torch_attends_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

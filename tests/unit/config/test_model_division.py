@@ -13,7 +13,6 @@ from kvrelay.cli.preflight import check_sizes
 from kvrelay.config import ConfigError
 from kvrelay.ranks.local_ranks import why_not_divided
 
-pytestmark = pytest.mark.unit
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3}
 
 

@@ -15,8 +15,6 @@ from kvrelay.config.loader import ConfigError, resolve
 from kvrelay.config.ranks import RankConfig
 from kvrelay.config.worker import WorkerConfig
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     ("given", "message"),

@@ -17,7 +17,6 @@ from kvrelay.protocol.sampling import Sampling
 from tests.tiny_models import SLIDING_WINDOW, randomize
 from tests.unit.engine.driving import run, start
 
-pytestmark = pytest.mark.unit
 BLOCK_SIZE = 8
 PROMPT_LENGTHS = (1, BLOCK_SIZE, 3 * SLIDING_WINDOW + 5, 37)
 NUM_OUTPUT = 12

@@ -18,7 +18,6 @@ from tests.thoroughness import examples
 from tests.unit.engine import sampling_oracle
 from tests.unit.engine.test_sampler import CPU, EOS, VOCAB_SIZE, key, make_logits, samplings
 
-pytestmark = pytest.mark.unit
 tokens = st.lists(st.integers(0, 20), min_size=1, max_size=12)
 rows = st.lists(st.tuples(st.integers(0, 2), tokens, tokens, st.sampled_from([1, 4, 9, 400])), min_size=1, max_size=6)
 

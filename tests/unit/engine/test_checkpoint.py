@@ -21,8 +21,6 @@ from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.unit.engine.driving import run, start
 
-pytestmark = pytest.mark.unit
-
 Weights = dict[str, torch.Tensor]
 Change = Callable[[Path], None]
 

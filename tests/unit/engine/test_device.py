@@ -1,15 +1,19 @@
-"""Which device is taken, and what is said where it is not there."""
+"""Devices: which is taken, what an error of one is for requests, and its pool as transports see it."""
 
 from __future__ import annotations
 
 import threading
+from random import Random
 from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvrelay.engine.run.block_copies import DevicePool
 from kvrelay.engine.run.device import (
     HostCopy,
     describe_device,
@@ -20,10 +24,11 @@ from kvrelay.engine.run.device import (
     to_host,
     use_on_this_thread,
 )
+from kvrelay.engine.sample.logprobs import BadLogits
+from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.step.batch import DeviceLost, RowsFailed, failure_kind
 from tests.fakes.late_copies import LateCopies
 from tests.fakes.waiting import PATIENCE_S
-
-pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize(
@@ -155,3 +160,61 @@ def test_a_gpu_that_gives_an_error_for_good_is_not_settled(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     assert not is_settled(gpu)
     assert is_settled(torch.device("cpu"))
+
+
+# -- what an error of a step is for the requests in it ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (BadLogits([("r", 1, 0)]), FailureKind.BAD_LOGITS),
+        (RowsFailed("no", [("r", 1, 0)]), FailureKind.ENGINE_ERROR),
+        (DeviceLost("GPU 0"), FailureKind.DEVICE_LOST),
+        (torch.OutOfMemoryError("no memory"), FailureKind.OUT_OF_MEMORY),
+        (MemoryError(), FailureKind.OUT_OF_MEMORY),
+        (RuntimeError("anything else"), FailureKind.ENGINE_ERROR),
+    ],
+)
+def test_kinds(error: Exception, kind: FailureKind) -> None:
+    assert failure_kind(error) is kind
+
+
+def test_memory_that_torch_finds_too_little_of_on_a_cpu() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert failure_kind(caught.value) is FailureKind.OUT_OF_MEMORY
+
+
+# -- a device's pool as transports see it, on the cpu ----------------------------------------------------------------
+
+
+NUM_BLOCKS = 7
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+    st.integers(1, 24),
+    st.integers(0, 3),
+    st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=NUM_BLOCKS, unique=True),
+    st.randoms(use_true_random=False),
+)
+def test_blocks_are_gathered_and_scattered_as_an_array_s(
+    dtype: torch.dtype, elements: int, skipped: int, blocks: list[int], random: Random
+) -> None:
+    """Also of a pool that does not begin where its memory does."""
+    num_bytes = NUM_BLOCKS * elements * dtype.itemsize
+    memory = torch.tensor([random.randint(0, 255) for _ in range(num_bytes + skipped * dtype.itemsize)]).to(torch.uint8)
+    pool = memory.view(dtype)[skipped:].view(NUM_BLOCKS, elements)
+    array = pool.view(torch.uint8).view(NUM_BLOCKS, -1).numpy().copy()
+    device_pool, ids = DevicePool(pool), np.array(blocks, np.int64)
+    assert (device_pool.num_blocks, device_pool.block_bytes) == array.shape
+    assert device_pool.address == pool.data_ptr()
+    out = device_pool.buffer(len(blocks) + 1)
+    device_pool.gather(ids, out)
+    assert np.array_equal(out[: len(blocks)], array[ids])
+    assert [row.tolist() for row in device_pool.rows(ids)] == array[ids].tolist()
+    rows = array[ids][::-1]
+    device_pool.scatter(ids, rows)
+    array[ids] = rows
+    assert np.array_equal(pool.view(torch.uint8).view(NUM_BLOCKS, -1).numpy(), array)

@@ -25,7 +25,6 @@ from tests.thoroughness import examples
 from tests.unit.engine.test_sampler import samplings
 from tests.unit.engine.test_token_masks import END, GRAMMARS, TOKENIZER, VOCAB_SIZE, key, sampler_of
 
-pytestmark = pytest.mark.unit
 PROMPT = [5, 6, 7, 5, 6]
 DIGITS = Grammar(kind=GrammarKind.REGEX, text="[0-9 ]+")
 LETTERS = Grammar(kind=GrammarKind.CHOICE, text=json.dumps(["a" * 40, "a" * 30 + "b"]))

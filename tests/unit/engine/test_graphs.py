@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvrelay.backends.backend import PackedRows
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.config.common import demo_model_path
 from kvrelay.engine import make as make_module
 from kvrelay.engine.load.causal_model import load_model
 from kvrelay.engine.load.model_source import open_source
@@ -42,7 +41,6 @@ from tests.tiny_models import ARCHITECTURES, build_model, build_tokenizer
 from tests.unit.backends.cases import CPU
 from tests.unit.engine.driving import Driven, run, start
 
-pytestmark = pytest.mark.unit
 SIZES = (1, 2, 5, 8)
 NUM_BLOCKS = 96
 MIB = 1 << 20
@@ -86,17 +84,6 @@ def test_tokens_are_those_of_steps_launched_op_by_op(architecture: str, model_di
         assert [sequence.output for sequence in got] == [sequence.output for sequence in expected]
     assert recorder.num_replayed > 10
     torch.testing.assert_close(captured.pool, plain.pool, atol=1e-4, rtol=1e-4)
-
-
-def test_the_demo_model_says_the_same() -> None:
-    recorder, demo = FakeRecorder(), demo_model_path()
-    assert demo is not None
-    got, expected = (
-        outputs(runner, Sampling(temperature=0), 0, vocab_size=2048)
-        for runner in (captured_runner(demo, recorder), plain_runner(demo))
-    )
-    assert [sequence.output for sequence in got] == [sequence.output for sequence in expected]
-    assert recorder.num_replayed > 10
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
@@ -452,8 +439,3 @@ def test_a_pool_that_graphs_leave_no_room_for_is_refused_with_the_numbers() -> N
         profile.num_blocks(0.5, block_bytes=MIB, least=51)
     beside_others = MemoryProfile(1000 * MIB, 300 * MIB, 100 * MIB, free=120 * MIB, graphs=15 * MIB)
     assert beside_others.pool_bytes(0.9) == 5 * MIB
-
-
-def test_a_pool_without_a_scratch_block_takes_no_graphs(runner_of: Callable[[str], TransformersRunner]) -> None:
-    with pytest.raises(ValueError, match="scratch block"):
-        runner_of("llama").try_graphs(graphs_of(FakeRecorder()))

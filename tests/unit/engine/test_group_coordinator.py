@@ -18,8 +18,6 @@ from kvrelay.engine.run.attention import UnsupportedModel
 from kvrelay.process import HeldPort
 from tests.fakes.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.unit
-
 
 def free_address() -> tuple[str, int]:
     with HeldPort() as held:

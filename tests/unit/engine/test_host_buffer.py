@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvrelay.engine.run.block_copies import HostBuffer, pinned_memory
 from kvrelay.step.batch import HostCopies
 
-pytestmark = pytest.mark.unit
 NUM_BLOCKS, NUM_SLOTS = 9, 7
 
 

@@ -27,7 +27,6 @@ from tests.unit.engine.driving import run as drive
 from tests.unit.engine.driving import start
 from tests.unit.engine.test_fused_forward import distance, random_prompts, run
 
-pytestmark = pytest.mark.unit
 FUSED, MODULES = "qwen2", "gemma"  # the first has biases; the layers of the second are not known to the kernels
 
 

@@ -26,7 +26,6 @@ from tests.unit.engine.driving import Driven, failing_logits, run, start
 from tests.unit.engine.driving_ahead import AheadDriver
 from tests.unit.engine.test_graphs import graphs_of
 
-pytestmark = pytest.mark.unit
 NUM_BLOCKS = 96
 LENGTHS = (1, 15, 16, 17, 100, 9, 37)
 GREEDY = Sampling(temperature=0.0)

@@ -45,7 +45,6 @@ from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.unit.engine.driving import run, start
 
-pytestmark = pytest.mark.unit
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

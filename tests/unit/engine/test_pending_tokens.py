@@ -22,7 +22,6 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.late_copies import LateCopies
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
 VOCAB_SIZE = 60
 EOS = (58, 59)
 CPU = torch.device("cpu")
@@ -274,34 +273,6 @@ def test_the_sampler_says_when_draws_are_too_often_made_again() -> None:
     assert after[0] and not after[-1]
 
 
-def test_who_gets_a_slot_or_a_key_anew_gets_no_token_with_it() -> None:
-    sampler, keys = sampler_of(GREEDY, GREEDY)
-    draw = sampler.begin(keys, np.full(2, 2), make_logits(2))
-    drawn = draw.token_ids.tolist()
-    for each in keys:
-        sampler.drop(each)
-    sampler.add(keys[1], GREEDY, [1, 2], 2)  # the key again
-    sampler.add(key(7), GREEDY, [1, 2], 2)  # another in the other's slot
-    assert 0 not in drawn
-    assert sampler.last_on_device([keys[1], key(7)]).tolist() == [0, 0]
-    assert draw.land()[0].tolist() == drawn
-    assert sampler.last_on_device([key(7), keys[1]]).tolist() == [0, 0]
-    assert sampler.last_sampled([key(7), keys[1]]).tolist() == [0, 0]
-
-
-def test_a_token_is_not_counted_for_who_has_the_counts_of_one_that_left() -> None:
-    """Slots and counts are given out again in different orders."""
-    penalised = Sampling(temperature=0, presence_penalty=100.0)
-    sampler, keys = sampler_of(penalised, GREEDY)
-    logits = make_logits(2)
-    draw = sampler.begin(keys, np.full(2, 2), logits)
-    for each in keys:
-        sampler.drop(each)
-    sampler.add(key(7), penalised, [1, 2], 2)
-    draw.land()
-    assert sampler.begin([key(7)], np.array([2]), logits[:1]).land()[0].tolist() == [int(logits[0].argmax())]
-
-
 def test_what_was_drawn_stays_known_when_many_more_come() -> None:
     sampler, keys = sampler_of(GREEDY, WIDE)
     draw = sampler.begin(keys, np.full(2, 2), make_logits(2))
@@ -310,38 +281,6 @@ def test_what_was_drawn_stays_known_when_many_more_come() -> None:
     assert sampler.last_on_device([key(250), *keys[::-1]]).tolist() == [0, *draw.token_ids.tolist()[::-1]]
     landed = draw.land()[0].tolist()
     assert sampler.last_on_device([key(250), *keys]).tolist() == [0, *landed]
-
-
-def test_a_draw_from_logits_that_are_not_finite_counts_for_nothing() -> None:
-    sampler, keys = sampler_of(GREEDY, GREEDY)
-    before = sampler.begin(keys, np.full(2, 2), make_logits(2)).land()[0]
-    logits = make_logits(2, 1)
-    logits[0, 3] = float("nan")
-    failed = sampler.begin(keys, np.full(2, 3), logits)
-    follows = sampler.begin(keys, np.full(2, 4), make_logits(2, 2))
-    with pytest.raises(BadLogits):
-        failed.land()
-    follows.discard()
-    assert sampler.last_on_device(keys).tolist() == sampler.last_sampled(keys).tolist() == before.tolist()
-    failed.discard()  # has ended
-    again = sampler.begin(keys[1:], np.full(1, 3), logits[1:])
-    assert again.land()[0].tolist() == [int(logits[1].argmax())]
-
-
-def test_what_would_mix_up_histories_is_refused() -> None:
-    sampler, keys = sampler_of(GREEDY, GREEDY, Sampling(temperature=0, presence_penalty=1.0))
-    first = sampler.begin(keys, np.full(3, 2), make_logits(3))
-    with pytest.raises(RuntimeError, match="penalties"):
-        sampler.begin(keys, np.full(3, 3), make_logits(3))
-    second = sampler.begin(keys[:1], np.full(1, 3), make_logits(1))
-    with pytest.raises(RuntimeError, match="order"):
-        second.land()
-    sampler.add(key(8), GREEDY, [1], 1)
-    sampler.begin([key(8)], np.ones(1, np.int64), make_logits(1)).land()  # another's, which is waited for at once
-    first.land()
-    second.land()
-    with pytest.raises(RuntimeError, match="have landed"):
-        second.land()
 
 
 @pytest.mark.parametrize("ending", ["land", "discard"])

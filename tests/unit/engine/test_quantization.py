@@ -22,7 +22,6 @@ from tests.thoroughness import examples
 from tests.tiny_models import build_model
 from tests.unit.engine.test_fused_forward import distance, random_prompts, run
 
-pytestmark = pytest.mark.unit
 METHODS = st.sampled_from(("int8", "int4"))
 DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
 

@@ -7,8 +7,6 @@ import pytest
 
 from kvrelay.engine.sample.random_sampling import philox, uniforms
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),

@@ -25,7 +25,6 @@ from tests.fakes.reference_model import generate, load_reference
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 from tests.unit.engine.driving import failing_logits, run, start
 
-pytestmark = pytest.mark.unit
 RunnerOf = Callable[[str], TransformersRunner]
 GREEDY = Sampling(temperature=0)
 BLOCK = 16
@@ -103,37 +102,6 @@ def test_prompt_logprobs_are_the_same_in_slices(runner_of: RunnerOf, monkeypatch
         results.append([entry.logprob for entry in sequences[0].prompt_logprobs])
         runner.drop_sequence(sequences[0].key)
     assert results[0] == pytest.approx(results[1], abs=1e-5)
-
-
-def test_sampled_tokens_depend_on_neither_chunks_nor_neighbours(runner_of: RunnerOf) -> None:
-    runner = runner_of("qwen3")
-    sampling = Sampling(temperature=1.0, top_p=0.95, seed=99, repetition_penalty=1.1)
-    together = start(runner, make_prompts(), sampling, num_output=12, seed=2)
-    run(runner, together, seed=2)
-    for sequence in together:
-        runner.drop_sequence(sequence.key)
-    for index, expected in enumerate(together):
-        alone = start(runner, make_prompts(), sampling, num_output=12, seed=3)
-        run(runner, [alone[index]], seed=10 + index, max_chunk=7)
-        assert alone[index].output == expected.output
-        for sequence in alone:
-            runner.drop_sequence(sequence.key)
-
-
-def test_the_output_comes_from_the_blocks(runner_of: RunnerOf) -> None:
-    runner = runner_of("llama")
-    outputs = []
-    for corrupt in (False, True):
-        sequences = start(runner, make_prompts((50,)), GREEDY, num_output=12, seed=4)
-        sequences[0].num_output = 1
-        run(runner, sequences, seed=4)
-        if corrupt:
-            runner.pool[int(sequences[0].blocks[1]), :, 1] *= -1
-        sequences[0].num_output = 12
-        run(runner, sequences, seed=4)
-        outputs.append(sequences[0].output)
-        runner.drop_sequence(sequences[0].key)
-    assert outputs[0] != outputs[1]
 
 
 def test_blocks_copied_to_another_runner_carry_the_sequence_on(
@@ -217,18 +185,6 @@ def test_a_step_that_fails_leaves_nothing_under_way(
         runner.execute(WorkerBatch(0, [sequence.row(9)]))
     assert order == ["failed", "waited"]
     assert runner.execute(WorkerBatch(1, [sequence.row(9)])).rows[0].token_ids
-
-
-def test_nan_from_the_model_names_the_sequence(runner_of: RunnerOf) -> None:
-    runner = runner_of("llama")
-    good, bad = start(runner, make_prompts((33, 33)), GREEDY, num_output=4, seed=9)
-    run(runner, [good, bad])
-    runner.pool[int(bad.blocks[0])] = float("nan")
-    with pytest.raises(BadLogits) as caught:
-        runner.execute(WorkerBatch(0, [good.row(1), bad.row(1)]))
-    assert caught.value.keys == {bad.key}
-    runner.pool[int(bad.blocks[0])] = 0
-    assert runner.execute(WorkerBatch(0, [good.row(1)])).rows[0].token_ids
 
 
 @pytest.mark.parametrize("num_output", [0, 1])

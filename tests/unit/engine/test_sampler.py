@@ -21,7 +21,6 @@ from tests.fakes.late_copies import LateCopies
 from tests.thoroughness import examples
 from tests.unit.engine import sampling_oracle
 
-pytestmark = pytest.mark.unit
 VOCAB_SIZE = 300
 EOS = (298, 299)
 CPU = torch.device("cpu")
@@ -105,22 +104,6 @@ def _check_row(
     assert token == expected or (margin < 1e-5 and probabilities[token] > 0)
 
 
-def test_a_draw_does_not_depend_on_the_batch() -> None:
-    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
-    batch = [Sampling(temperature=0.5 + index % 3, top_p=0.9, seed=index) for index in range(40)]
-    batch[::7] = [Sampling(temperature=0, frequency_penalty=1)] * len(batch[::7])
-    logits = make_logits(len(batch))
-    for index, sampling in enumerate(batch):
-        sampler.add(key(index), sampling, [1, 2], 2)
-    order = np.random.default_rng(0).permutation(len(batch))
-    positions = np.full(len(batch), 2)
-    together, _ = sampler.begin([key(int(index)) for index in order], positions, logits[order]).land()
-    for row, index in enumerate(order):
-        alone = Sampler(VOCAB_SIZE, EOS, CPU)
-        alone.add(key(int(index)), batch[index], [1, 2], 2)
-        assert alone.begin([key(int(index))], np.array([2]), logits[index][None]).land()[0][0] == together[row]
-
-
 def test_draws_follow_the_distribution() -> None:
     sampling = Sampling(temperature=1.5, top_k=20, top_p=0.95, seed=11)
     logits = make_logits(1)[0]
@@ -136,58 +119,6 @@ def test_draws_follow_the_distribution() -> None:
     assert not counts[~kept].any()
     chi_square = ((counts[kept] - draws * probabilities[kept]) ** 2 / (draws * probabilities[kept])).sum()
     assert chi_square < 2.5 * kept.sum()
-
-
-def test_greedy_takes_the_most_likely_token_whatever_the_path() -> None:
-    logits = make_logits(3)
-    fast, slow = (Sampler(VOCAB_SIZE, EOS, CPU) for _ in range(2))
-    for index in range(3):
-        fast.add(key(index), Sampling(temperature=0), [1], 1)
-        slow.add(key(index), Sampling(temperature=0, logit_bias={5: 0.0}), [1], 1)
-    keys, positions = [key(index) for index in range(3)], np.ones(3, np.int64)
-    expected = logits.argmax(-1).tolist()
-    assert fast.begin(keys, positions, logits).land()[0].tolist() == expected
-    assert slow.begin(keys, positions, logits).land()[0].tolist() == expected
-    assert sample_one(Sampling(temperature=1e-8), logits[0])[0] == expected[0]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        (Sampling(temperature=0, presence_penalty=0.3), [0, 1, 0, 0, 0, 0]),
-        (Sampling(temperature=0, frequency_penalty=0.3), [0, 1, 0, 2, 1, 0]),
-    ],
-    ids=["presence", "frequency"],
-)
-def test_output_penalties_count_what_was_sampled_but_not_the_prompt(sampling: Sampling, expected: list[int]) -> None:
-    logits = torch.zeros(VOCAB_SIZE)
-    logits[:4] = torch.tensor([1.0, 0.8, 0.6, 0.35])
-    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
-    sampler.add(key(0), sampling, [0, 0, 0], 3)
-    drawn = [int(sampler.begin([key(0)], np.array([3 + i]), logits[None]).land()[0][0]) for i in range(6)]
-    assert drawn == expected
-
-
-def test_repetition_penalty_counts_the_prompt_and_pushes_down_either_sign() -> None:
-    logits = torch.full((VOCAB_SIZE,), -9.0)
-    logits[:3] = torch.tensor([2.0, 1.5, 0.0])
-    assert sample_one(Sampling(temperature=0, repetition_penalty=2.0), logits, [0])[0] == 1
-    logits[:3] = torch.tensor([-1.0, -1.5, -9.0])
-    assert sample_one(Sampling(temperature=0, repetition_penalty=2.0), logits, [0])[0] == 1
-
-
-def test_a_resumed_sequence_goes_on_as_if_it_had_never_moved() -> None:
-    sampling = Sampling(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.2, min_tokens=7, seed=3)
-    first = Sampler(VOCAB_SIZE, EOS, CPU)
-    first.add(key(0), sampling, [5, 6], 2)
-    tokens = [5, 6]
-    for step in range(10):
-        tokens.append(int(first.begin([key(0)], np.array([len(tokens)]), make_logits(1, step)).land()[0][0]))
-    second = Sampler(VOCAB_SIZE, EOS, CPU)
-    second.add(key(0), sampling, tokens[:6], 2)
-    for step in range(4, 10):
-        resumed = second.begin([key(0)], np.array([2 + step]), make_logits(1, step)).land()[0][0]
-        assert resumed == tokens[2 + step]
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -229,24 +160,6 @@ def test_penalties_count_all_tokens_that_a_call_brought_a_sequence(num_each: int
     at_end = np.array([len(tokens[0]), len(tokens[1])])
     following = [each.begin([key(0), key(1)], at_end, make_logits(2, 99)).land()[0] for each in (sampler, resumed)]
     assert following[0].tolist() == following[1].tolist()
-
-
-def test_no_end_before_min_tokens() -> None:
-    logits = torch.zeros(VOCAB_SIZE)
-    logits[[298, 299, 40, 7]] = torch.tensor([9.0, 8.0, 7.0, 1.0])
-    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
-    sampler.add(key(0), Sampling(temperature=0, min_tokens=2, stop_token_ids=(40,)), [1, 2], 2)
-    drawn = [int(sampler.begin([key(0)], np.array([2 + i]), logits[None]).land()[0][0]) for i in range(3)]
-    assert drawn == [7, 7, 298]
-    ignoring = Sampling(temperature=0, min_tokens=2, stop_token_ids=(40,), ignore_eos=True)
-    assert sample_one(ignoring, logits)[0] == 298
-
-
-def test_logit_bias_forces_and_forbids() -> None:
-    logits = make_logits(1)[0]
-    assert sample_one(Sampling(logit_bias={17: 100.0}), logits)[0] == 17
-    best = int(logits.argmax())
-    assert sample_one(Sampling(temperature=0, logit_bias={best: -100.0}), logits)[0] == int(logits.topk(2).indices[1])
 
 
 def test_logprobs_are_of_the_model_before_temperature_and_penalties() -> None:
@@ -325,22 +238,6 @@ def test_tokens_outside_the_vocabulary_are_refused_before_they_can_spoil_a_step(
     with pytest.raises(ValueError, match="300"):
         sampler.add(key(0), sampling, tokens, 1)
     assert key(0) not in sampler
-
-
-def test_stop_tokens_outside_the_vocabulary_never_come() -> None:
-    logits = make_logits(1)[0]
-    sampling = Sampling(temperature=0, min_tokens=3, stop_token_ids=(VOCAB_SIZE + 7,))
-    assert sample_one(sampling, logits)[0] == int(logits.argmax())
-
-
-def test_adding_a_known_key_keeps_its_history() -> None:
-    logits = torch.zeros(VOCAB_SIZE)
-    logits[:2] = torch.tensor([1.0, 0.9])
-    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
-    sampling = Sampling(temperature=0, presence_penalty=0.5)
-    for expected in (0, 1):
-        sampler.add(key(0), sampling, [5], 1)
-        assert sampler.begin([key(0)], np.ones(1, np.int64), logits[None]).land()[0][0] == expected
 
 
 def draw_limited(weights: torch.Tensor, limits: Limits, numbers: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from kvrelay.engine.parallel.shard_plan import plan_shards
 from kvrelay.engine.run.attention import UnsupportedModel
 from tests.tiny_models import DIVIDED
 
-pytestmark = pytest.mark.unit
 SIZES = (1, 2, 4)
 
 

@@ -25,7 +25,6 @@ from tests.fakes.fake_gpu import MIB, FakeGpu, FakeMemory
 from tests.fakes.hash_runner import HashRunner
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
 BLOCK_BYTES = MIB
 CONTEXT_MIB = 50
 

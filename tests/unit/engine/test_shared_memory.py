@@ -7,8 +7,6 @@ import torch
 
 from kvrelay.engine.parallel.shared_memory import RankEnded, SharedMemory, _make_file
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def ranks() -> tuple[SharedMemory, SharedMemory]:

@@ -13,8 +13,6 @@ from kvrelay.kv.shard_map import layers_of_stage
 from tests.tiny_models import DIVIDED
 from tests.unit.engine.test_shard_plan import SMALL, on_meta
 
-pytestmark = pytest.mark.unit
-
 
 @given(st.integers(1, 100), st.data())
 def test_stages_have_all_layers_in_order(num_layers: int, data: st.DataObject) -> None:

@@ -15,15 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.masks import apply, grammar_state, token_masks
-from kvrelay.engine.masks.apply import apply_by_torch, apply_masks
-from kvrelay.engine.masks.token_masks import GrammarFailed, NoTokenAllowed
+from kvrelay.engine.masks import grammar_state, token_masks
+from kvrelay.engine.masks.token_masks import GrammarFailed
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, TokenMask
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.thoroughness import examples
 
@@ -128,11 +127,6 @@ def test_neither_the_batch_nor_a_new_beginning_changes_an_output(
     assert run(rows, 12, restart_at=restart_at) == together
     alone = run([rows[0]], 12)[0]
     assert alone == together[0]
-
-
-def test_choices_are_spelled_out_and_end() -> None:
-    (output,) = run([(GRAMMARS[3], SAMPLINGS[1])], 40)
-    assert output[-1] == END and TOKENIZER.decode(output[:-1]) in ("yes", "no", "yes, but")
 
 
 def test_a_grammar_that_cannot_go_on_fails_its_row_alone() -> None:
@@ -294,80 +288,6 @@ def test_jumping_gives_the_tokens_of_sampling_each_under_its_mask(
         assert ahead[: len(one_by_one)] == one_by_one[: len(ahead)]
 
 
-THINK, THINK_END = 300, 301  # ordinary tokens, so that a model samples them
-reasonings = st.builds(
-    ReasoningSpan,
-    begin_id=st.just(THINK),
-    end_id=st.just(THINK_END),
-    is_open=st.booleans(),
-    token_budget=st.integers(0, 20),
-)
-
-
-@settings(max_examples=examples(30))
-@given(
-    rows=st.lists(
-        st.tuples(st.sampled_from([None, *FORCING]), st.sampled_from(SAMPLINGS[:2]), reasonings), min_size=1, max_size=4
-    ),
-    restart_at=st.integers(-1, 20),
-)
-def test_reasoning_ends_behind_its_budget_however_the_output_is_divided(
-    rows: list[tuple[Grammar | None, Sampling, ReasoningSpan]], restart_at: int
-) -> None:
-    """Nothing but the budget ends it: the model finds the marker impossible."""
-    never, always = {THINK_END: -1000.0}, {THINK: 1000.0, THINK_END: -1000.0}
-    constrained = [
-        (grammar, msgspec.structs.replace(sampling, reasoning=span, logit_bias=never if span.is_open else always))
-        for grammar, sampling, span in rows
-    ]
-    jumping = jump(constrained, 60, jumps=True, restart_at=restart_at)
-    stepwise = jump(constrained, 60, jumps=False)
-    for ahead, one_by_one, (grammar, _, span) in zip(jumping, stepwise, rows, strict=True):
-        assert ahead[: len(one_by_one)] == one_by_one[: len(ahead)]
-        if grammar is None and END in ahead[: span.token_budget]:
-            continue
-        end = (span.token_budget or 0) + (not span.is_open)
-        assert ahead.index(THINK_END) == end
-        if grammar is not None:
-            COMPILER.compile(grammar).accept(ahead[end + 1 :])
-
-
-CHANNEL, MESSAGE, START, STOP, ANALYSIS, FINAL, COMMENTARY, ROLE = range(302, 310)
-CLOSING = (STOP, START, ROLE, CHANNEL)
-
-
-@settings(max_examples=examples(30))
-@given(
-    budgets=st.lists(st.integers(0, 20), min_size=1, max_size=4),
-    sampling=st.sampled_from(SAMPLINGS[:2]),
-    restart_at=st.integers(-1, 20),
-)
-def test_messages_of_reasoning_end_behind_their_budget_however_the_output_is_divided(
-    budgets: list[int], sampling: Sampling, restart_at: int
-) -> None:
-    """The model finds all markers impossible."""
-    never = dict.fromkeys((END, CHANNEL, START, STOP), -1000.0)
-    rows = []
-    for budget in budgets:
-        channels = ReasoningChannels(
-            channel_id=CHANNEL,
-            message_id=MESSAGE,
-            start_id=START,
-            reasoning_id=ANALYSIS,
-            answer_id=FINAL,
-            other_ids=(COMMENTARY,),
-            closing_ids=CLOSING,
-            is_open=True,
-            token_budget=budget,
-        )
-        rows.append((None, msgspec.structs.replace(sampling, reasoning=channels, logit_bias=never)))
-    jumping = jump(rows, 40, jumps=True, restart_at=restart_at)
-    for ahead, one_by_one, budget in zip(jumping, jump(rows, 40, jumps=False), budgets, strict=True):
-        assert ahead[: len(one_by_one)] == one_by_one[: len(ahead)]
-        behind = budget + len(CLOSING)
-        assert tuple(ahead[budget:behind]) == CLOSING and ahead[behind] in (FINAL, COMMENTARY)
-
-
 @pytest.mark.parametrize("grammar", FORCING[:4])
 def test_forced_tokens_are_those_of_the_tokenizer(grammar: Grammar) -> None:
     """Behind any output that the grammar allows, a run is what the tokenizer makes of its text."""
@@ -480,76 +400,6 @@ def test_rows_whose_masks_are_late_are_named_and_others_sampled(monkeypatch: pyt
     ]
 
 
-@given(st.integers(1, 200), st.integers(1, 6), st.integers(0, 2**32 - 1))
-def test_logits_are_masked_in_place_as_by_unpacked_bits(vocab_size: int, num_rows: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rows = [row for row in range(num_rows) if rng.random() < 0.7]
-    masks = [
-        rng.choice([0, -1, int(rng.integers(-(2**31), 2**31))], -(-vocab_size // 32)).astype(np.int32) for _ in rows
-    ]
-    logits = torch.from_numpy(rng.standard_normal((num_rows, vocab_size + 3), np.float32))[:, :vocab_size]
-    expected = logits.clone()
-    for row, mask in zip(rows, masks, strict=True):
-        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
-        expected[row][torch.from_numpy(allowed == 0)] = -torch.inf
-    by_torch = logits.clone()
-    if rows:
-        apply_by_torch(by_torch, torch.tensor(rows), torch.from_numpy(np.stack(masks)))
-    apply_masks(logits, rows, masks)
-    assert torch.equal(logits, expected) and torch.equal(by_torch, expected)
-
-
-@given(st.integers(1, 1200), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_the_most_likely_allowed_token_is_that_of_masked_logits(vocab_size: int, num_rows: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    # Few different numbers, so that the best ones tie.
-    values = rng.choice([-np.inf, -1.5, 0.0, 2.0, *rng.choice([3.0, np.inf, np.nan], 1)], (num_rows, vocab_size + 3))
-    logits = torch.from_numpy(values.astype(np.float32))[:, :vocab_size]
-    masks = {
-        row: rng.choice([0, -1, int(rng.integers(-(2**31), 2**31))], -(-vocab_size // 32)).astype(np.int32)
-        for row in range(num_rows)
-        if rng.random() < 0.7
-    }
-    before = logits.clone()
-    found = apply.most_likely(logits, masks)
-    assert found is not None
-    assert torch.equal(logits.nan_to_num(9.0), before.nan_to_num(9.0))
-    assert torch.equal(found[1].nan_to_num(9.0), logits.amax(dim=-1).nan_to_num(9.0))
-    if masks:
-        apply_by_torch(logits, torch.tensor([*masks]), torch.from_numpy(np.stack([*masks.values()])))
-    for row in range(num_rows):
-        if not logits[row].isnan().any() and logits[row].amax() > -torch.inf:
-            assert int(found[0][row]) == int(logits[row].numpy().argmax())
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_that_share_the_rows_find_the_same_tokens(threads: int) -> None:
-    logits = torch.randn(9, 33_001, generator=torch.Generator().manual_seed(threads))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = apply.most_likely(logits)
-    finally:
-        torch.set_num_threads(before)
-    assert found is not None
-    assert found[0].tolist() == logits.numpy().argmax(axis=-1).tolist()
-    assert torch.equal(found[1], logits.amax(dim=-1))
-
-
-def test_penalties_count_forced_tokens() -> None:
-    grammar = FORCING[3]
-    sampler, again = sampler_of(), sampler_of()
-    wanted = Sampling(temperature=0.0, grammar=grammar, presence_penalty=1.5)
-    sampler.add(key(0), wanted, [5], 1)
-    pending = sampler.begin([key(0)], np.array([1]), logits_at(0, 0)[None], np.array([True]))
-    token_ids, _ = pending.land()
-    output = [int(token_ids[0]), *pending.forced[0]]
-    again.add(key(0), wanted, [5, *output], 1)
-    seen = [each._state.counts.seen(np.array([0])) for each in (sampler, again)]
-    counts = [dict(zip(ids.tolist(), in_output.tolist(), strict=True)) for _, ids, in_output in seen]
-    assert len(output) > 1 and counts[0] == counts[1]
-
-
 def test_work_for_grammars_is_counted_once() -> None:
     sampler, grammar = sampler_of(), FORCING[2]
     sampler.add(key(0), Sampling(temperature=0.0, grammar=grammar), [5], 1)
@@ -562,76 +412,3 @@ def test_work_for_grammars_is_counted_once() -> None:
     assert sum(each.num_compiled + each.num_found for each in work) == 1
     assert sum(each.num_forced_tokens for each in work) == sum(len(each.forced.get(0, [])) for each in (first, second))
     assert 1 <= sum(each.num_masks for each in work) <= 3
-
-
-@pytest.mark.parametrize("num_before", [0, 1])
-def test_no_mask_is_computed_behind_reasoning_without_a_grammar(num_before: int) -> None:
-    """`num_before`: tokens that the output has when a worker takes the sequence on."""
-    sampler, unconstrained = sampler_of(), sampler_of()
-    never = Sampling(temperature=0.0, logit_bias={END: -1000.0})
-    span = ReasoningSpan(begin_id=THINK, end_id=THINK_END, is_open=True, token_budget=0)
-    output = [THINK_END] * num_before
-    sampler.add(key(0), msgspec.structs.replace(never, reasoning=span), [5, *output], 1)
-    unconstrained.add(key(0), never, [5, *output], 1)
-    num_masks = []
-    for step in range(num_before, num_before + 6):
-        at, logits = np.array([1 + step]), logits_at(0, step)[None]
-        pending = sampler.begin([key(0)], at, logits.clone(), np.array([False]))
-        token_ids, _ = pending.land()
-        free, _ = unconstrained.begin([key(0)], at, logits).land()
-        assert token_ids.tolist() == ([THINK_END] if step == 0 else free.tolist())
-        num_masks.append(0 if pending.grammar_work is None else pending.grammar_work.num_masks)
-    assert sum(num_masks[:3]) >= 1 and sum(num_masks[3:]) == 0
-
-
-def test_min_tokens_hold_behind_reasoning_without_a_grammar() -> None:
-    span = ReasoningSpan(begin_id=THINK, end_id=THINK_END, is_open=True, token_budget=0)
-    ends_soon = Sampling(temperature=0.0, logit_bias={END: 1000.0}, min_tokens=5, reasoning=span)
-    (output,) = jump([(None, ends_soon)], 10, jumps=False)
-    assert output[0] == THINK_END and output.index(END) == 5
-
-
-def limited(sampler: Sampler, sampling: Sampling, output: list[int]) -> int:
-    """The next token behind an output, by a new sequence."""
-    name = (f"limited-{output}", 0, 0)
-    sampler.add(name, sampling, [*range(4, 4 + NUM_PROMPT), *output], NUM_PROMPT)
-    token_ids, _ = sampler.begin([name], np.array([NUM_PROMPT + len(output)]), logits_at(0, len(output))[None]).land()
-    sampler.drop(name)
-    return int(token_ids[0])
-
-
-@settings(max_examples=examples(30))
-@given(seed=st.integers(0, 2**32), bad=st.lists(st.lists(st.sampled_from("0123456789"), min_size=1, max_size=2)))
-def test_bad_words_and_allowed_tokens_narrow_what_a_grammar_allows(seed: int, bad: list[list[str]]) -> None:
-    grammar = GRAMMARS[2]
-    assert grammar is not None
-    ids = {digit: TOKENIZER.encode(digit, add_special_tokens=False).ids[0] for digit in "0123456789"}
-    words = tuple(tuple(ids[digit] for digit in word) for word in bad)
-    may = {*ids.values(), END, *TOKENIZER.encode(", ", add_special_tokens=False).ids}
-    sampling = Sampling(temperature=1.0, seed=seed, grammar=grammar, allowed_token_ids=tuple(may), bad_words=words)
-    sampler, output = sampler_of(), list[int]()
-    while len(output) < 12 and END not in output:
-        left = {token for token in allowed(grammar, output) if token in may}
-        left -= {last for *before, last in words if output[len(output) - len(before) :] == before}
-        if not left:
-            with pytest.raises(NoTokenAllowed) as failed:
-                limited(sampler, sampling, output)
-            assert failed.value.kind is FailureKind.NO_TOKEN_ALLOWED
-            return
-        output.append(limited(sampler, sampling, output))
-        assert output[-1] in left
-
-
-@pytest.mark.parametrize("min_tokens", [0, 3, 100])
-def test_min_tokens_hold_a_grammar_back_from_its_end_for_as_long_as_it_can_go_on(min_tokens: int) -> None:
-    grammar = Grammar(kind=GrammarKind.REGEX, text="a{0,5}")
-    output: list[int] = []
-    a = TOKENIZER.encode("a", add_special_tokens=False).ids[0]
-    # The end is by far the most likely token.
-    sampling = Sampling(
-        temperature=0.0, grammar=grammar, allowed_token_ids=(a, END), logit_bias={END: 100.0}, min_tokens=min_tokens
-    )
-    sampler = sampler_of()
-    while END not in output:
-        output.append(limited(sampler, sampling, output))
-    assert output == [a] * min(min_tokens, 5) + [END]

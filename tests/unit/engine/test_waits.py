@@ -21,9 +21,6 @@ from tests.fakes.late_copies import LateCopies
 from tests.tiny_models import ARCHITECTURES
 from tests.unit.engine.test_architectures import SERVED
 
-pytestmark = pytest.mark.unit
-
-
 GREEDY = Sampling(temperature=0.0)
 PENALISED = Sampling(temperature=0.7, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=2, seed=5)
 

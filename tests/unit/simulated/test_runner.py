@@ -38,8 +38,6 @@ from tests.fakes.sequences import new_sequence
 from tests.fakes.virtual_time import VirtualTimeLoop
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.unit
-
 DEMO_MODEL = Path(__file__).parents[3] / "models" / "demo"
 VOCABULARY = Vocabulary(50, np.arange(3, 50), (2,))  # so small that texts end and stop now and then
 FACTS = ModelFacts(VOCABULARY, 4096, b"")

@@ -12,7 +12,6 @@ from kvrelay.handoff.transports.pool_memory import PartCopy
 from kvrelay.simulated.timed_transport import PIECE_S, PacedSender
 from tests.fakes.virtual_time import VirtualTimeLoop
 
-pytestmark = pytest.mark.unit
 BLOCK_BYTES, BLOCK_S = 1000, PIECE_S / 4
 ENDPOINT = {"address": "there"}
 

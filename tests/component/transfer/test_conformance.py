@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from kvrelay.handoff.transports.base import BlockPush, SenderDrained
 from kvrelay.handoff.transports.zmq_sender import SenderSettings
-from tests.component.transfer.rig import Plan, Rig, scattered, send_all
+from tests.component.transfer.rig import Plan, ReceivingEnd, Rig, SendingEnd, scattered, send_all
 from tests.component.transfer.transports import source_pool, target_pool
 
 pytestmark = [pytest.mark.component]
@@ -33,87 +33,68 @@ async def test_scattered_blocks_arrive_and_nothing_else_is_touched(
     target.assert_untouched(set(range(num_blocks)) - set(plan.slots))
 
 
-@pytest.mark.parametrize(("first_source", "first_slot"), [(0, 0), (7, 40), (100, 1)])
-async def test_a_run_of_neighbours_arrives(rig: Rig, first_source: int, first_slot: int) -> None:
-    source, target = rig.sender(source_pool(300, 16 * KIB)), rig.receiver(target_pool(300, 16 * KIB))
-    plan = Plan("r", 0, tuple(range(first_source, first_source + 200)), tuple(range(first_slot, first_slot + 200)))
-    await send_all(source, target, plan)
-    await source.until_pushed("r", plan.blocks)
-    plan.assert_arrived(source.pool, target.pool)
+@dataclass(eq=False)
+class Journey:
+    """What of a plan is pushed in each call, some of it more than once. `ends_early`: aborted on the way."""
+
+    source: SendingEnd
+    target: ReceivingEnd
+    plan: Plan
+    pushes: list[list[BlockPush]]
+    ends_early: bool
 
 
-async def test_neighbours_may_swap_places(rig: Rig) -> None:
-    """The slots' first and last alone look like a run."""
-    source, target = rig.sender(source_pool(8, 16 * KIB)), rig.receiver(target_pool(8, 16 * KIB))
-    plan = Plan("r", 0, (1, 2, 3, 4), (2, 4, 3, 5))
-    await send_all(source, target, plan)
-    plan.assert_arrived(source.pool, target.pool)
+def random_journey(source: SendingEnd, target: ReceivingEnd, number: int, random: np.random.Generator) -> Journey:
+    """Up to 100 blocks to slots of which it has the 120 from `120 * number` on to itself."""
+    count = int(random.integers(1, 101))
+    first_source, first_slot = int(random.integers(300)), 120 * number + int(random.integers(20))
+    run = np.arange(count)
+    swapped = np.concatenate([run[:1], random.permutation(run[1:-1]), run[1:][-1:]])  # its ends look like a run
+    sources = (
+        run + first_source,
+        swapped + first_source,
+        random.permutation(400)[:count],
+        random.integers(400, size=count),
+    )
+    slots = (run, swapped, random.permutation(count))
+    taken, given = sources[random.integers(len(sources))], first_slot + slots[random.integers(len(slots))]
+    plan = Plan(f"r{number}", int(random.integers(5)), tuple(taken.tolist()), tuple(given.tolist()))
+    copies, cut = plan.copies, int(random.integers(1, 101))
+    if random.integers(2):
+        copies = [copies[index] for index in random.permutation(count)]
+    pushes = [copies[first : first + cut] for first in range(0, count, cut)]
+    again = [pushes[int(random.integers(len(pushes)))] for _ in range(random.integers(3))]
+    return Journey(source, target, plan, pushes + again, bool(random.random() < 0.25))
 
 
-async def test_order_and_cut_of_pushes_do_not_matter(rig: Rig, random: np.random.Generator) -> None:
-    source, target = rig.sender(source_pool(500, 4 * KIB)), rig.receiver(target_pool(500, 4 * KIB))
-    plan = scattered("r", 400, 500, random)
-    plan.admit(target)
-    shuffled = [plan.copies[i] for i in random.permutation(400)]
-    for first in range(0, 400, 23):
-        source.push("r", target.endpoint, shuffled[first : first + 23])
-    await target.until_landed("r", plan.blocks)
-    plan.assert_arrived(source.pool, target.pool)
-
-
-async def test_one_block_may_go_to_several_slots(rig: Rig) -> None:
-    source, target = rig.sender(source_pool(4, 16 * KIB)), rig.receiver(target_pool(8, 16 * KIB))
-    plan = Plan("r", 0, (2, 2, 2, 3), (7, 0, 5, 1))
-    await send_all(source, target, plan)
-    plan.assert_arrived(source.pool, target.pool)
-
-
-async def test_interleaved_reservations_of_several_senders_do_not_mix(rig: Rig, random: np.random.Generator) -> None:
-    sources = [rig.sender(source_pool(400, 16 * KIB, seed)) for seed in range(3)]
-    target = rig.receiver(target_pool(1200, 16 * KIB))
-    slots = random.permutation(1200)
-    plans = [
-        scattered(f"r{i}", 100, 400, random, first_block=i, slots=slots[100 * i : 100 * i + 100].tolist())
-        for i in range(9)
-    ]
-    for plan in plans:
-        plan.admit(target)
-    for first in range(0, 100, 10):
-        for i, plan in enumerate(plans):
-            sources[i % 3].push(plan.reservation, target.endpoint, plan.copies[first : first + 10])
-    for i, plan in enumerate(plans):
-        await target.until_landed(plan.reservation, plan.blocks)
-        plan.assert_arrived(sources[i % 3].pool, target.pool)
-    target.assert_untouched(slots[900:].tolist())
-
-
-async def test_one_sender_serves_several_receivers(rig: Rig, random: np.random.Generator) -> None:
-    source = rig.sender(source_pool(300, 16 * KIB))
-    targets = [rig.receiver(target_pool(300, 16 * KIB)) for _ in range(3)]
-    plans = [scattered(f"r{i}", 150, 300, random) for i in range(3)]
-    for target, plan in zip(targets, plans, strict=True):
-        plan.admit(target)
-        source.push(plan.reservation, target.endpoint, plan.copies)
-    for target, plan in zip(targets, plans, strict=True):
-        await target.until_landed(plan.reservation, plan.blocks)
-        plan.assert_arrived(source.pool, target.pool)
-
-
-async def test_a_repeated_push_is_harmless(rig: Rig, random: np.random.Generator) -> None:
-    source, target = rig.sender(source_pool(200, 16 * KIB)), rig.receiver(target_pool(200, 16 * KIB))
-    plan, marker = scattered("r", 100, 100, random), Plan("marker", 0, (0,), (199,))
-    plan.admit(target)
-    marker.admit(target)
-    source.push("r", target.endpoint, plan.copies[:60])
-    await target.until_landed("r", plan.blocks[:60])
-    source.push("r", target.endpoint, plan.copies)
-    source.push("r", target.endpoint, plan.copies[20:30])
-    await target.until_landed("r", plan.blocks)
-    await source.until_pushed("r", [*plan.blocks, *plan.blocks[:60], *plan.blocks[20:30]])
-    source.push("marker", target.endpoint, marker.copies)
-    await target.until_landed("marker", [0])
-    assert target.landed("r") == list(plan.blocks), "each block is reported once"
-    plan.assert_arrived(source.pool, target.pool)
+@pytest.mark.parametrize("seed", range(5))
+async def test_random_traffic(rig: Rig, seed: int) -> None:
+    """Of three senders to two receivers: runs, what looks like one, scattered and repeated blocks; some end early."""
+    random = np.random.default_rng(seed)
+    sources = [rig.sender(source_pool(400, 16 * KIB, number)) for number in range(3)]
+    targets = [rig.receiver(target_pool(16 * 120, 16 * KIB)) for _ in range(2)]
+    journeys = [random_journey(sources[number % 3], targets[number % 2], number, random) for number in range(16)]
+    for journey in journeys:
+        journey.plan.admit(journey.target)
+    pushes = [(journey, copies) for journey in journeys for copies in journey.pushes]
+    aborted: list[Journey] = []
+    for turn, index in enumerate(random.permutation(len(pushes))):
+        journey, copies = pushes[index]
+        if journey not in aborted:
+            journey.source.push(journey.plan.reservation, journey.target.endpoint, copies)
+        if turn == len(pushes) // 2:
+            aborted = [journey for journey in journeys if journey.ends_early]
+            for journey in aborted:
+                await journey.source.abort(journey.plan.reservation)
+    for journey in journeys:
+        if journey not in aborted:
+            await journey.target.until_landed(journey.plan.reservation, journey.plan.blocks)
+            every = [copy.index for copies in journey.pushes for copy in copies]
+            await journey.source.until_pushed(journey.plan.reservation, every)
+            journey.plan.assert_arrived(journey.source.pool, journey.target.pool)
+    for target in targets:
+        slots = {slot for journey in journeys if journey.target is target for slot in journey.plan.slots}
+        target.assert_untouched(set(range(16 * 120)) - slots)
 
 
 async def test_no_block_lands_without_admission(rig: Rig, random: np.random.Generator) -> None:
@@ -169,21 +150,6 @@ async def test_an_abort_drains_at_any_moment(rig: Rig, random: np.random.Generat
     source.push("after", target.endpoint, after.copies)
     await target.until_landed("after", after.blocks)
     assert all(event.reservation == "after" for event in source.log.events[drained_at + 1 :])
-
-
-async def test_an_abort_leaves_other_reservations_alone(rig: Rig, random: np.random.Generator) -> None:
-    source, target = rig.sender(source_pool(2000, 16 * KIB)), rig.receiver(target_pool(2000, 16 * KIB))
-    slots = random.permutation(2000).tolist()
-    doomed = scattered("doomed", 1000, 2000, random, slots=slots[:1000])
-    kept = scattered("kept", 1000, 2000, random, slots=slots[1000:])
-    doomed.admit(target)
-    kept.admit(target)
-    for first in range(0, 1000, 50):
-        source.push("doomed", target.endpoint, doomed.copies[first : first + 50])
-        source.push("kept", target.endpoint, kept.copies[first : first + 50])
-    await source.abort("doomed")
-    await target.until_landed("kept", kept.blocks)
-    kept.assert_arrived(source.pool, target.pool)
 
 
 async def test_aborting_the_unknown_drains_and_twice_is_as_good_as_once(rig: Rig) -> None:

@@ -198,49 +198,42 @@ def run(test: Callable[[], Any]) -> None:
     asyncio.run(test())
 
 
-def test_changed_fields_disturb_no_other_request_and_leave_nothing(wire: Wire, curve_file: Path | None) -> None:
-    async def test() -> None:
-        async with real_fleet(curve_file) as fleet:
+async def test_changed_fields_disturb_no_other_request_and_leave_nothing(wire: Wire, curve_file: Path | None) -> None:
+    async with real_fleet(curve_file) as fleet:
+        await fleet.check_a_good_request(wire.rng)
+        for _ in range(NUM_BATCHES):
+            wire.num_left = NUM_CHANGED
+            while wire.num_left:
+                await asyncio.gather(*[disturbed(fleet, wire.rng) for _ in range(NUM_REQUESTS)])
             await fleet.check_a_good_request(wire.rng)
-            for _ in range(NUM_BATCHES):
-                wire.num_left = NUM_CHANGED
-                while wire.num_left:
-                    await asyncio.gather(*[disturbed(fleet, wire.rng) for _ in range(NUM_REQUESTS)])
-                await fleet.check_a_good_request(wire.rng)
-                await fleet.until_clean()
-            assert sum(wire.changed.values()) == NUM_BATCHES * NUM_CHANGED
-
-    run(test)
+            await fleet.until_clean()
+        assert sum(wire.changed.values()) == NUM_BATCHES * NUM_CHANGED
 
 
-def test_a_stranger_that_replays_changed_messages_leaves_nothing(wire: Wire, curve_file: Path | None) -> None:
+async def test_a_stranger_that_replays_changed_messages_leaves_nothing(wire: Wire, curve_file: Path | None) -> None:
     """All kinds, to all processes, about requests that run and that do not; fields and bytes are changed."""
-
-    async def test() -> None:
-        async with real_fleet(curve_file) as fleet:
+    async with real_fleet(curve_file) as fleet:
+        await fleet.check_a_good_request(wire.rng)
+        await until(lambda: wire.corpus.keys() >= RECORDED)
+        frames = [frame for kind in wire.corpus.values() for frame in kind]
+        targets = [fleet.dispatcher.messenger.me, *[worker.me for worker in fleet.workers]]
+        for number in range(NUM_BATCHES):
+            running = asyncio.create_task(fleet.check_a_good_request(wire.rng))
+            stranger = Messenger(f"stranger-{number}", lambda _: None, settings=SETTINGS, curve=fleet.curve)
+            stranger.start()
+            for _ in range(NUM_REPLAYED):
+                frame = wire.rng.choice(frames)
+                body = msgspec.Raw(
+                    with_changed_bytes(frame, wire.rng)
+                    if wire.rng.random() < 1 / 3
+                    else with_changed_field(frame, wire.rng, TRUSTED)
+                )
+                _send_raw(stranger, wire.rng.choice(targets), body, f"r{wire.rng.randrange(8)}")
+                await asyncio.sleep(0)
+            await running
+            stranger.close()
             await fleet.check_a_good_request(wire.rng)
-            await until(lambda: wire.corpus.keys() >= RECORDED)
-            frames = [frame for kind in wire.corpus.values() for frame in kind]
-            targets = [fleet.dispatcher.messenger.me, *[worker.me for worker in fleet.workers]]
-            for number in range(NUM_BATCHES):
-                running = asyncio.create_task(fleet.check_a_good_request(wire.rng))
-                stranger = Messenger(f"stranger-{number}", lambda _: None, settings=SETTINGS, curve=fleet.curve)
-                stranger.start()
-                for _ in range(NUM_REPLAYED):
-                    frame = wire.rng.choice(frames)
-                    body = msgspec.Raw(
-                        with_changed_bytes(frame, wire.rng)
-                        if wire.rng.random() < 1 / 3
-                        else with_changed_field(frame, wire.rng, TRUSTED)
-                    )
-                    _send_raw(stranger, wire.rng.choice(targets), body, f"r{wire.rng.randrange(8)}")
-                    await asyncio.sleep(0)
-                await running
-                stranger.close()
-                await fleet.check_a_good_request(wire.rng)
-                await fleet.until_clean()
-
-    run(test)
+            await fleet.until_clean()
 
 
 def _send_raw(stranger: Messenger, to: PeerRef, body: msgspec.Raw, request: str) -> None:

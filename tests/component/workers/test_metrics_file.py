@@ -142,29 +142,26 @@ def test_after_the_last_chunk_only_its_own_blocks_are_outstanding_whatever_the_p
     raise AssertionError(found)
 
 
-def test_both_sides_report_times_sizes_and_failures_by_cause(redis_url: str) -> None:
-    async def test() -> None:
-        async with fleet(redis_url, [HashRunner()], [HashRunner(), HashRunner()]) as f:
-            for number in range(4):
-                got = f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt_of(50, number), GREEDY)
-                await got.finished()
-            f.decode[1].started.role.begin_drain()
-            refused = f.router.prefill(f.prefill[0].me, f.decode[1].me, "refused", prompt_of(60), GREEDY)
-            await refused.until(lambda r: bool(r.need_decode))
-            f.router.send(f.prefill[0].me, "refused", Reassign(decode=f.decode[0].me))
-            await refused.finished()
-            await f.until_clean()
-            # A push may be told of after the commit that it led to.
-            await until(lambda: report(f.prefill[0]).totals["pushed_blocks"] >= 20)
-            for worker in (f.prefill[0], f.decode[0]):
-                found = report(worker).histograms
-                for name in ("duration", "grant_wait", "exposed", "size", "rate"):
-                    assert sum(found[f"kvrelay.handoff.{name}"].counts) == 5, name
-                block_bytes = worker.context.pool.num_blocks and worker.runner.pool_bytes.shape[1]
-                assert found["kvrelay.handoff.size"].total == 5 * 4 * block_bytes
-            totals = report(f.prefill[0]).totals
-            assert totals["handoff_failures.refused"] == 1
-            assert totals["push_runs"] <= totals["pushed_blocks"] == 20
-            assert report(f.prefill[0]).queues["granted"] == 0
-
-    run(test)
+async def test_both_sides_report_times_sizes_and_failures_by_cause(redis_url: str) -> None:
+    async with fleet(redis_url, [HashRunner()], [HashRunner(), HashRunner()]) as f:
+        for number in range(4):
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt_of(50, number), GREEDY)
+            await got.finished()
+        f.decode[1].started.role.begin_drain()
+        refused = f.router.prefill(f.prefill[0].me, f.decode[1].me, "refused", prompt_of(60), GREEDY)
+        await refused.until(lambda r: bool(r.need_decode))
+        f.router.send(f.prefill[0].me, "refused", Reassign(decode=f.decode[0].me))
+        await refused.finished()
+        await f.until_clean()
+        # A push may be told of after the commit that it led to.
+        await until(lambda: report(f.prefill[0]).totals["pushed_blocks"] >= 20)
+        for worker in (f.prefill[0], f.decode[0]):
+            found = report(worker).histograms
+            for name in ("duration", "grant_wait", "exposed", "size", "rate"):
+                assert sum(found[f"kvrelay.handoff.{name}"].counts) == 5, name
+            block_bytes = worker.context.pool.num_blocks and worker.runner.pool_bytes.shape[1]
+            assert found["kvrelay.handoff.size"].total == 5 * 4 * block_bytes
+        totals = report(f.prefill[0]).totals
+        assert totals["handoff_failures.refused"] == 1
+        assert totals["push_runs"] <= totals["pushed_blocks"] == 20
+        assert report(f.prefill[0]).queues["granted"] == 0

@@ -36,17 +36,12 @@ async def until_reserved(f: Fleet) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 200, 480])
-def test_a_prompt_of_any_length_is_handed_over(redis_url: str, length: int) -> None:
-    async def test() -> None:
-        async with fleet(
-            redis_url, [HashRunner()], [HashRunner()], token_budget=64, max_running=16, transfer="nixl"
-        ) as f:
-            prompt = prompt_of(length)
-            got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY).finished()
-            assert got.output == expected_tokens(prompt, GREEDY, 512)
-            await f.until_clean()
-
-    run(test)
+async def test_a_prompt_of_any_length_is_handed_over(redis_url: str, length: int) -> None:
+    async with fleet(redis_url, [HashRunner()], [HashRunner()], token_budget=64, max_running=16, transfer="nixl") as f:
+        prompt = prompt_of(length)
+        got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY).finished()
+        assert got.output == expected_tokens(prompt, GREEDY, 512)
+        await f.until_clean()
 
 
 @pytest.mark.parametrize(
@@ -169,23 +164,19 @@ def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_liv
             process.kill()
 
 
-def test_slots_of_a_prefill_worker_that_was_only_out_of_reach_are_free_when_it_answers(redis_url: str) -> None:
+async def test_slots_of_a_prefill_worker_that_was_only_out_of_reach_are_free_when_it_answers(redis_url: str) -> None:
     """It did not notice, or noticed and drained with nobody to tell: it is asked again."""
-
-    async def test() -> None:
-        runners = [HashRunner(), HashRunner()]
-        runners[0].hold_after(4)
-        settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
-        async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
-            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
-            await until_reserved(f)
-            decode = f.decode[0]
-            decode.started.role.on_peer_lost(f.prefill[0].me, "silent", replaced=False)
-            assert decode.blocks["quarantined"] == 25
-            await got.until(lambda r: bool(r.need_decode))
-            runners[0].go_on()
-            f.router.send(f.prefill[0].me, "a", Reassign(decode=None))
-            await got.finished()
-            await f.until_clean()
-
-    run(test)
+    runners = [HashRunner(), HashRunner()]
+    runners[0].hold_after(4)
+    settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
+    async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
+        got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
+        await until_reserved(f)
+        decode = f.decode[0]
+        decode.started.role.on_peer_lost(f.prefill[0].me, "silent", replaced=False)
+        assert decode.blocks["quarantined"] == 25
+        await got.until(lambda r: bool(r.need_decode))
+        runners[0].go_on()
+        f.router.send(f.prefill[0].me, "a", Reassign(decode=None))
+        await got.finished()
+        await f.until_clean()

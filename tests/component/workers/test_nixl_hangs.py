@@ -66,7 +66,7 @@ def test_a_first_write_that_hangs_ends_with_its_connection_and_the_pair_goes_on_
 
 
 @pytest.mark.parametrize("noticed_by", ["prefill", "decode"])
-def test_slots_of_a_write_that_never_ends_stay_in_quarantine_while_the_pair_goes_on_by_zmq(
+async def test_slots_of_a_write_that_never_ends_stay_in_quarantine_while_the_pair_goes_on_by_zmq(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, noticed_by: str
 ) -> None:
     """Decode notices where the sender does not, for instance because a call of UCX never returns."""
@@ -74,15 +74,11 @@ def test_slots_of_a_write_that_never_ends_stay_in_quarantine_while_the_pair_goes
     monkeypatch.setattr(select, "NixlSettings", partial(NixlSettings, stall_timeout_s=stall_s))
     monkeypatch.setattr(reservations, "BLOCKS_DUE_S", 0.3 if noticed_by == "decode" else 1e6)
     cause = "no progress" if noticed_by == "prefill" else "no block came by nixl"
-
-    async def test() -> None:
-        with fake_network() as network:
-            async with fleet(redis_url, [HashRunner()], [HashRunner()], **SETTINGS) as f:
-                await hang(f, network, cause, after_a_good_handoff=True)
-                await until(lambda: f.decode[0].blocks["quarantined"] == NUM_BLOCKS)
-                await serve_by_zmq(f)
-                assert f.decode[0].blocks["quarantined"] == NUM_BLOCKS
-                network.land_late()
-                await f.until_clean()
-
-    run(test)
+    with fake_network() as network:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()], **SETTINGS) as f:
+            await hang(f, network, cause, after_a_good_handoff=True)
+            await until(lambda: f.decode[0].blocks["quarantined"] == NUM_BLOCKS)
+            await serve_by_zmq(f)
+            assert f.decode[0].blocks["quarantined"] == NUM_BLOCKS
+            network.land_late()
+            await f.until_clean()

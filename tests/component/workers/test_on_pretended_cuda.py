@@ -14,7 +14,7 @@ from kvrelay.engine.load.causal_model import load_model
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
-from tests.component.workers.rig import fleet, run
+from tests.component.workers.rig import fleet
 from tests.fakes.pretended_cuda import NO_PRETENCE, Machine, pretend_cuda
 from tests.gpu.reference import greedy, prompts, read_model
 from tests.tiny_models import build_model
@@ -47,26 +47,24 @@ def make_runner(directory: Path, device: str) -> Runner:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checksum", [False, True])
-def test_blocks_go_from_one_device_to_another(redis_url: str, machine: Machine, tmp_path: Path, checksum: bool) -> None:
+async def test_blocks_go_from_one_device_to_another(
+    redis_url: str, machine: Machine, tmp_path: Path, checksum: bool
+) -> None:
     directory = build_model("qwen3", tmp_path)
     given = [[7] * 16, *prompts(6, 90)]
     reference = read_model(directory, torch.float32, torch.device("cpu"))
     expected = [greedy(reference, prompt, NUM_OUTPUT) for prompt in given]
     sampling = Sampling(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
     ends = [make_runner(directory, device) for device in ("cuda:1", "cuda:2")]
-
-    async def test() -> None:
-        settings = {"token_budget": 48, "max_running": 4, "peer_timeout_s": 60.0, "transfer_checksums": checksum}
-        async with fleet(redis_url, ends[:1], ends[1:], **settings) as f:  # type: ignore[arg-type]
-            for attempt in (1, 2):  # then with what was cached
-                started = [
-                    f.router.prefill(f.prefill[0].me, f.decode[0].me, f"{number}", prompt, sampling, attempt=attempt)
-                    for number, prompt in enumerate(given)
-                ]
-                assert [(await each.finished()).output for each in started] == expected
-            for worker in (*f.prefill, *f.decode):
-                assert worker.context.steps.totals.num_steps_launched_ahead > 0
-            await f.until_clean()
-
-    run(test)
+    settings = {"token_budget": 48, "max_running": 4, "peer_timeout_s": 60.0, "transfer_checksums": checksum}
+    async with fleet(redis_url, ends[:1], ends[1:], **settings) as f:  # type: ignore[arg-type]
+        for attempt in (1, 2):  # then with what was cached
+            started = [
+                f.router.prefill(f.prefill[0].me, f.decode[0].me, f"{number}", prompt, sampling, attempt=attempt)
+                for number, prompt in enumerate(given)
+            ]
+            assert [(await each.finished()).output for each in started] == expected
+        for worker in (*f.prefill, *f.decode):
+            assert worker.context.steps.totals.num_steps_launched_ahead > 0
+        await f.until_clean()
     assert not any(gpu.default_stream.submitted for gpu in machine.gpus[:1]), "a device that is nobody's"

@@ -11,7 +11,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.telemetry.otlp import Export
 from kvrelay.telemetry.tracer import TraceContext, new_trace
 from kvrelay_router.dispatch.interface import GenerateRequest
-from tests.component.workers.rig import prompt_of, run
+from tests.component.workers.rig import prompt_of
 from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.spans import RecordedSpans
@@ -74,15 +74,11 @@ async def generate_while_one_dies(
     await fleet.until_clean()
 
 
-def test_a_request_is_one_trace_with_links_from_its_steps(redis_url: str, spans: RecordedSpans) -> None:
+async def test_a_request_is_one_trace_with_links_from_its_steps(redis_url: str, spans: RecordedSpans) -> None:
     trace = new_trace(is_sampled=True)
-
-    async def test() -> None:
-        async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
-            await generate(fleet, trace)
-            await fleet.until_clean()
-
-    run(test)
+    async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
+        await generate(fleet, trace)
+        await fleet.until_clean()
     spans.check_parents(trace.trace_id, trace)
     (attempt,) = spans.of(trace.trace_id, "kvrelay.attempt")
     assert attempt.parent == trace
@@ -104,43 +100,32 @@ def test_a_request_is_one_trace_with_links_from_its_steps(redis_url: str, spans:
     assert len(spans.spans) == 6 + len(spans.of(trace.trace_id, "kvrelay.queue")) + len(steps)
 
 
-def test_every_sequence_has_its_own_attempt(redis_url: str, spans: RecordedSpans) -> None:
+async def test_every_sequence_has_its_own_attempt(redis_url: str, spans: RecordedSpans) -> None:
     trace = new_trace(is_sampled=True)
-
-    async def test() -> None:
-        async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
-            await generate(fleet, trace, num_sequences=3)
-            await fleet.until_clean()
-
-    run(test)
+    async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
+        await generate(fleet, trace, num_sequences=3)
+        await fleet.until_clean()
     spans.check_parents(trace.trace_id, trace)
     attempts = spans.of(trace.trace_id, "kvrelay.attempt")
     assert sorted(int(str(span.attributes["kvrelay.sequence"])) for span in attempts) == [0, 1, 2]
     assert all(spans.children(attempt) == OF_A_HANDOFF for attempt in attempts)
 
 
-def test_nothing_is_recorded_of_a_trace_that_nobody_samples(redis_url: str, spans: RecordedSpans) -> None:
-    async def test() -> None:
-        async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
-            await generate(fleet, new_trace(is_sampled=False))
-            await fleet.until_clean()
-            for each in fleet.workers.values():
-                assert not each.started.reports._observer._sequences
-
-    run(test)
+async def test_nothing_is_recorded_of_a_trace_that_nobody_samples(redis_url: str, spans: RecordedSpans) -> None:
+    async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
+        await generate(fleet, new_trace(is_sampled=False))
+        await fleet.until_clean()
+        for each in fleet.workers.values():
+            assert not each.started.reports._observer._sequences
     assert spans.spans == []
 
 
-def test_the_trace_goes_on_when_prefill_dies(
+async def test_the_trace_goes_on_when_prefill_dies(
     redis_url: str, spans: RecordedSpans, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace = new_trace(is_sampled=True)
-
-    async def test() -> None:
-        async with local_fleet(redis_url, 2, 1, lambda: HashRunner(step_s=0.05), tracer=spans.tracer) as fleet:
-            await generate_while_one_dies(fleet, trace, lambda: worker(fleet, "prefill", runs=True))
-
-    run(test)
+    async with local_fleet(redis_url, 2, 1, lambda: HashRunner(step_s=0.05), tracer=spans.tracer) as fleet:
+        await generate_while_one_dies(fleet, trace, lambda: worker(fleet, "prefill", runs=True))
     spans.check_parents(trace.trace_id, trace)
     first, second = spans.of(trace.trace_id, "kvrelay.attempt")
     assert first.parent == second.parent == trace
@@ -154,20 +139,16 @@ def test_the_trace_goes_on_when_prefill_dies(
     assert spans.children(second) == OF_A_HANDOFF
 
 
-def test_the_trace_goes_on_when_decode_dies_before_it_committed(redis_url: str, spans: RecordedSpans) -> None:
+async def test_the_trace_goes_on_when_decode_dies_before_it_committed(redis_url: str, spans: RecordedSpans) -> None:
     trace = new_trace(is_sampled=True)
+    async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.05), tracer=spans.tracer) as fleet:
 
-    async def test() -> None:
-        async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.05), tracer=spans.tracer) as fleet:
+        def asked_while_prefill_computes() -> str | None:
+            asked = [name for name in fleet.living("decode") if fleet.workers[name].started.role.num_open]
+            assert not asked or worker(fleet, "prefill", runs=True) is not None
+            return asked[0] if asked else None
 
-            def asked_while_prefill_computes() -> str | None:
-                asked = [name for name in fleet.living("decode") if fleet.workers[name].started.role.num_open]
-                assert not asked or worker(fleet, "prefill", runs=True) is not None
-                return asked[0] if asked else None
-
-            await generate_while_one_dies(fleet, trace, asked_while_prefill_computes)
-
-    run(test)
+        await generate_while_one_dies(fleet, trace, asked_while_prefill_computes)
     spans.check_parents(trace.trace_id, trace)
     (attempt,) = spans.of(trace.trace_id, "kvrelay.attempt")
     assert attempt.attributes["kvrelay.reassigned"] == 1
@@ -178,14 +159,12 @@ def test_the_trace_goes_on_when_decode_dies_before_it_committed(redis_url: str, 
     assert spans.children(attempt) == sorted([*OF_A_HANDOFF, "kvrelay.handoff.send"])
 
 
-def test_the_trace_goes_on_when_decode_dies_in_the_middle_of_its_tokens(redis_url: str, spans: RecordedSpans) -> None:
+async def test_the_trace_goes_on_when_decode_dies_in_the_middle_of_its_tokens(
+    redis_url: str, spans: RecordedSpans
+) -> None:
     trace = new_trace(is_sampled=True)
-
-    async def test() -> None:
-        async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.02), tracer=spans.tracer) as fleet:
-            await generate_while_one_dies(fleet, trace, lambda: worker(fleet, "decode", runs=True), max_tokens=50)
-
-    run(test)
+    async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.02), tracer=spans.tracer) as fleet:
+        await generate_while_one_dies(fleet, trace, lambda: worker(fleet, "decode", runs=True), max_tokens=50)
     spans.check_parents(trace.trace_id, trace)
     attempts = spans.of(trace.trace_id, "kvrelay.attempt")
     assert all(attempt.parent == trace for attempt in attempts)

@@ -20,7 +20,7 @@ class SamplingParams(SamplingFields):
     """docs/api.md says what each means. None: the model's own default, and 16 for `max_tokens`.
 
     `structured_outputs` constrains the output: one of `json`, `regex`, `choice`, `grammar`, `json_object`,
-    `structural_tag`. With `use_beam_search`, `n` texts of `best_of` beams are returned.
+    `structural_tag`.
 
     Sequences and arrays of numpy may stand in place of lists. Raises ValueError with the name of the first field that
     is wrong, TypeError for a name that is none.
@@ -49,10 +49,9 @@ class SamplingParams(SamplingFields):
 def _request_of(content: dict[str, Any]) -> CompletionRequest:
     try:
         request = parse_completion({"model": "-", "prompt": _ANY_PROMPT, **content})
+        request.check_unranked()
     except ApiError as error:
         raise ValueError(error.message) from None
-    if request.num_sequences > request.n:
-        raise ValueError("Invalid value for 'best_of': it needs 'use_beam_search' to be true")
     return request
 
 

@@ -51,9 +51,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated, tokenized request. Sequence i of `num_sequences` samples with the seed (sampling.seed, i, position).
-
-    A beam search is one sequence, whatever its width. With `endings` there is a sequence for each of them.
-    """
+    With `endings` there is a sequence for each of them."""
 
     request_id: str
     prompt_ids: list[int]

@@ -1,1 +1,1 @@
-"""Parsers of what models write: reasoning, content and tool calls. Pure: no I/O, no tokens."""
+"""Parsers of what models write. Pure: no I/O, no tokens."""

@@ -6,15 +6,15 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan
 from kvrelay.text.output_parsing import harmony
 from kvrelay.text.output_parsing.call_grammar import Format, MarkedCallGrammar, MarkerOf, Thinking
-from kvrelay.text.output_parsing.events import OutputParser, PlainParser, Tool
+from kvrelay.text.output_parsing.events import Event, OutputParser, PlainParser, ReasoningText, Tool
 from kvrelay.text.output_parsing.formats import (
-    REASONING_FORMATS,
     SUFFIX,
     TOOL_FORMATS,
-    ReasoningFormat,
     ToolFormat,
     load_tool_format,
 )
@@ -25,7 +25,7 @@ from kvrelay.text.output_parsing.response_template import (
     ResponseTemplateParser,
     load_response_template,
 )
-from kvrelay.text.output_parsing.text_parser import ThinkingParser
+from kvrelay.text.output_parsing.text_parser import Markers, Steps, TextParser
 
 AUTO, NONE, HARMONY, TEMPLATE = "auto", "none", "harmony", "template"
 
@@ -39,6 +39,64 @@ Encode = Callable[[str], list[int]]
 
 class UnknownParser(ValueError):
     """No parser has this name."""
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning is text between two markers, before the content."""
+
+    name: str
+    begin: str
+    end: str
+    signs: tuple[tuple[str, ...], ...]
+    foreign_signs: tuple[str, ...] = ()
+
+
+REASONING_FORMATS = (
+    ReasoningFormat(name="think", begin="<think>", end="</think>", signs=(("</think>",),)),
+    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", signs=(("[THINK]",),)),
+)
+
+
+class ThinkingParser(TextParser):
+    """Passes the text behind the reasoning to another parser.
+
+    `begins_inside`: the prompt has opened the reasoning. Otherwise an output without `begin` has none. Whitespace
+    around the reasoning is dropped.
+    """
+
+    def __init__(self, inner: OutputParser, *, begin: str, end: str, begins_inside: bool) -> None:
+        super().__init__()
+        self._inner = inner
+        self._begin, self._ends = begin, Markers(end)
+        self._begins_inside = begins_inside
+        self._is_behind = False
+
+    def feed(self, text: str) -> list[Event]:
+        return self._inner.feed(text) if self._is_behind else super().feed(text)
+
+    def finish(self) -> list[Event]:
+        return [*([] if self._is_behind else super().finish()), *self._inner.finish()]
+
+    def _parse(self) -> Steps[None]:
+        self._head = []
+        yield from self._skip_spaces()
+        opens = yield from self._skip(self._begin)
+        if opens or self._begins_inside:
+            yield from self._skip_spaces()
+            self._head = []
+            ended = yield from self._until(self._ends, self._reasoning)
+            if ended is None:
+                if self._spaces:
+                    self._events.append(ReasoningText(self._take_spaces()))
+            else:
+                yield from self._skip_spaces()
+            self._head, self._spaces = [], []
+        self._is_behind = True
+        self._events += self._inner.feed("".join(self._head) + self._take_rest())
+
+    def _reasoning(self, text: str) -> None:
+        if kept := self._without_end(text):
+            self._events.append(ReasoningText(kept))
 
 
 class ReasoningCounter:
@@ -190,22 +248,24 @@ class MarkedDialect(Dialect):
         return ThinkingParser(inner, begin=self.reasoning.begin, end=self.reasoning.end, begins_inside=begins_inside)
 
     def new_counter(self, token_id_of: TokenIdOf, *, begins_inside: bool) -> TokenCounter | None:
-        if self.reasoning is None:
-            return None
-        begin_id, end_id = map(token_id_of, (self.reasoning.begin, self.reasoning.end))
-        if begin_id is None or end_id is None:
-            return None
-        return ReasoningCounter(begin_id, end_id, begins_inside=begins_inside)
+        ids = self._marker_ids(token_id_of)
+        return ReasoningCounter(ids[0], ids[1], begins_inside=begins_inside) if ids is not None else None
 
     def reasoning_before(
         self, token_id_of: TokenIdOf, encode: Encode, *, begins_inside: bool, token_budget: int | None
     ) -> ReasoningSpan | None:
+        ids = self._marker_ids(token_id_of)
+        if ids is None:
+            return None
+        begin_id, end_id = ids
+        return ReasoningSpan(begin_id=begin_id, end_id=end_id, is_open=begins_inside, token_budget=token_budget)
+
+    def _marker_ids(self, token_id_of: TokenIdOf) -> tuple[int, int] | None:
+        """The tokens around the reasoning. None if there are none."""
         if self.reasoning is None:
             return None
-        begin_id, end_id = map(token_id_of, (self.reasoning.begin, self.reasoning.end))
-        if begin_id is None or end_id is None:
-            return None
-        return ReasoningSpan(begin_id=begin_id, end_id=end_id, is_open=begins_inside, token_budget=token_budget)
+        begin_id, end_id = token_id_of(self.reasoning.begin), token_id_of(self.reasoning.end)
+        return None if begin_id is None or end_id is None else (begin_id, end_id)
 
     def call_grammar(
         self, marker_of: MarkerOf, *, begins_inside: bool, follows_reasoning: bool = False

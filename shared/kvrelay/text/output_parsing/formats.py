@@ -1,4 +1,4 @@
-"""The formats in which models write calls and reasoning."""
+"""The formats in which models write calls."""
 
 from __future__ import annotations
 
@@ -55,16 +55,6 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     signs: tuple[tuple[str, ...], ...] = ()
     foreign_signs: tuple[str, ...] = ()
     syntax: CallSyntax | None = None
-
-
-class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning is text between two markers, before the content."""
-
-    name: str
-    begin: str
-    end: str
-    signs: tuple[tuple[str, ...], ...]
-    foreign_signs: tuple[str, ...] = ()
 
 
 def _json_call(key: str, opening: str = "{", closing: str = "}") -> Callable[[Tool, bool, MarkerOf], Format]:
@@ -222,11 +212,6 @@ TOOL_FORMATS = (
     ),
 )
 """If a template shows several, the first one counts."""
-
-REASONING_FORMATS = (
-    ReasoningFormat(name="think", begin="<think>", end="</think>", signs=(("</think>",),)),
-    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", signs=(("[THINK]",),)),
-)
 
 
 def load_tool_format(path: str) -> ToolFormat:

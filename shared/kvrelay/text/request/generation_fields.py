@@ -74,6 +74,11 @@ class BeamFields(RequestModel):
         """The number of sequences that workers run for each prompt. A beam search is one, whatever its width."""
         return 1 if self.use_beam_search else self.num_sequences
 
+    def check_unranked(self) -> None:
+        """Raises ApiError for a request whose best samples are to be returned."""
+        if self.num_sequences > self.n:
+            raise wrong("best_of", "it needs 'use_beam_search' to be true")
+
     def check_search(self, *, wants_logprobs: bool, max_tokens: int | None, is_constrained: bool) -> None:
         """Raises ApiError for fields that contradict a beam search, or that need one."""
         if self.best_of is not None and self.best_of < self.n:

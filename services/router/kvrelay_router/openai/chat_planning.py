@@ -7,6 +7,7 @@ request constrains is one message among others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,15 +24,19 @@ from kvrelay.text.request.grammar_fields import MAX_GRAMMAR_BYTES
 from kvrelay.text.request.validation import (
     ModelLimits,
     RequestedOutput,
-    allowed_output,
-    check_token_ids,
-    check_tokenized,
 )
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.chat_request import PROMPT_TOKENS, ChatRequest
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
+from kvrelay_router.openai.planning import (
+    EndpointFields,
+    Plan,
+    TokenizedPrompt,
+    check_request,
+    plan_generation,
+    prompt_tokens,
+)
 from kvrelay_router.openai.tool_fields import check_tool_schemas
 
 
@@ -85,15 +90,9 @@ async def _prompt(
     service: ApiService, request: ChatRequest, fields: EndpointFields, limits: ModelLimits
 ) -> TokenizedPrompt:
     text = service.text
-    if request.prompt_token_ids:
-        token_ids = request.prompt_token_ids
-        if request.truncate_prompt_tokens is None:
-            allowed_output(len(token_ids), fields.output, limits, fields.prompt_param)
-        check_token_ids(token_ids, limits, fields.prompt_param)
-    else:
-        max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
-        token_ids = await service.encode_chat(request.messages, request.options, max_tokens, fields.prompt_param)
-        check_tokenized(token_ids, text.tokenizer.vocab_size, limits, fields.prompt_param)
+    encode = partial(service.encode_chat, request.messages, request.options, param=fields.prompt_param)
+    prompt = request.prompt_token_ids or encode
+    token_ids = await prompt_tokens(request, fields, limits, text.tokenizer.vocab_size, prompt)
     token_ids = request.truncated(token_ids, fields.output.prompt_room(limits))
     begins_inside = _begins_inside_reasoning(service, request, token_ids)
     reasoning, budget = None, request.thinking_token_budget

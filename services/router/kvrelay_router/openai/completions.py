@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 
 from kvrelay.text.choice import Choice, TokenRecords
-from kvrelay.text.request.api_error import context_length_exceeded, wrong
+from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.completion_request import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
@@ -18,11 +19,8 @@ from kvrelay.text.request.completion_request import (
 from kvrelay.text.request.validation import (
     ModelLimits,
     RequestedOutput,
-    allowed_output,
-    check_token_ids,
-    check_tokenized,
 )
-from kvrelay.text.service import DecodedPrompt, TextService, TextTooLong
+from kvrelay.text.service import DecodedPrompt, TextService
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_format import (
@@ -34,7 +32,14 @@ from kvrelay_router.openai.answer_format import (
 )
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.planning import EndpointFields, Plan, TokenizedPrompt, check_request, plan_generation
+from kvrelay_router.openai.planning import (
+    EndpointFields,
+    Plan,
+    TokenizedPrompt,
+    check_request,
+    plan_generation,
+    prompt_tokens,
+)
 
 
 async def plan_completion(
@@ -51,7 +56,10 @@ async def plan_completion(
     if request.suffix:
         request = _ended_by_markers(service.text, request, limits)
     fields = _endpoint_fields(request)
-    prompts = await _prompts(service.text, request, fields, limits)
+    prompts, share = [], LoopShare()
+    for item in request.prompt:
+        prompts.append(await _prompt(service.text, item, request, fields, limits))
+        await share.pause()
     plan = await plan_generation(service, names, request, fields, prompts, limits)
     return plan, [prompt.echo for prompt in prompts if prompt.echo is not None]
 
@@ -69,58 +77,25 @@ def _ended_by_markers(text: TextService, request: CompletionRequest, limits: Mod
     return request.model_copy(update={"stop_token_ids": [*request.stop_token_ids, *ends]})
 
 
-async def _prompts(
-    text: TextService, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
-) -> list[TokenizedPrompt]:
-    share, room = LoopShare(), fields.output.prompt_room(limits)
-    prompts: list[TokenizedPrompt] = []
-    for item in request.prompt:
-        token_ids = await _tokenize(text, item, request, fields, limits)
-        prompts.append(await _prompt(text, item, token_ids, room, request))
-        await share.pause()
-    return prompts
-
-
-async def _tokenize(
-    text: TextService, item: PromptItem, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
-) -> list[int]:
-    if isinstance(item, str):
-        max_tokens = limits.max_model_len if request.truncate_prompt_tokens is None else None
-        try:
-            if request.suffix and text.fill_in_middle is not None:
-                token_ids = await text.encode_around(
-                    text.fill_in_middle,
-                    item,
-                    request.suffix,
-                    add_special_tokens=request.add_special_tokens,
-                    max_tokens=limits.max_model_len,
-                )
-            else:
-                token_ids = await text.encode(
-                    item, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens
-                )
-        except TextTooLong as error:
-            raise context_length_exceeded(str(error), "prompt") from None
-        check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")
-    else:
-        token_ids = item
-        if request.truncate_prompt_tokens is None:
-            allowed_output(len(token_ids), fields.output, limits, "prompt")
-        check_token_ids(token_ids, limits, "prompt")
-    if not token_ids:
-        raise wrong("prompt", "it must not be empty")
-    return token_ids
-
-
 async def _prompt(
-    text: TextService, item: PromptItem, token_ids: list[int], room: int, request: CompletionRequest
+    text: TextService, item: PromptItem, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
 ) -> TokenizedPrompt:
-    """Truncates the prompt to `truncate_prompt_tokens`, and adds the text to echo."""
-    kept = request.truncated(token_ids, room)
+    """Tokenizes the prompt, truncates it, and adds the text to echo."""
+    special = request.add_special_tokens
+
+    def encode(prefix: str, max_tokens: int | None) -> Awaitable[list[int]]:
+        if request.suffix and (model := text.fill_in_middle) is not None:
+            longest = limits.max_model_len
+            return text.encode_around(model, prefix, request.suffix, add_special_tokens=special, max_tokens=longest)
+        return text.encode(prefix, add_special_tokens=special, max_tokens=max_tokens)
+
+    prompt = partial(encode, item) if isinstance(item, str) else item
+    token_ids = await prompt_tokens(request, fields, limits, text.tokenizer.vocab_size, prompt)
+    kept = request.truncated(token_ids, fields.output.prompt_room(limits))
     if not request.echo:
         return TokenizedPrompt(kept)
     if isinstance(item, str) and len(kept) == len(token_ids):
-        return TokenizedPrompt(kept, await text.locate_tokens(item, add_special_tokens=request.add_special_tokens))
+        return TokenizedPrompt(kept, await text.locate_tokens(item, add_special_tokens=special))
     return TokenizedPrompt(kept, await text.decode_prompt(kept, skip_special_tokens=request.skip_special_tokens))
 
 

@@ -5,7 +5,7 @@ Bounds what its answer may hold before anything is queued (`AnswerShape`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import takewhile
 
 import msgspec
@@ -14,18 +14,20 @@ from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.choice import Choice
 from kvrelay.text.grammar_check import GrammarCheck
-from kvrelay.text.request.api_error import ApiError
+from kvrelay.text.request.api_error import ApiError, context_length_exceeded, wrong
 from kvrelay.text.request.grammar_fields import GenerationFields
 from kvrelay.text.request.validation import (
     ModelLimits,
     RequestedOutput,
     allowed_output,
     check_bad_words,
+    check_token_ids,
+    check_tokenized,
     check_vocabulary,
     make_sampling,
     stop_rules,
 )
-from kvrelay.text.service import DecodedPrompt
+from kvrelay.text.service import DecodedPrompt, TextTooLong
 from kvrelay_router.access.identity import Caller, RequestNames, check_session, check_timeout
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.loop_share import LoopShare
@@ -72,6 +74,31 @@ def check_request(service: ApiService, names: RequestNames, request: GenerationF
     limits = known_limits(service.dispatcher)
     check_vocabulary(request, limits)
     return limits
+
+
+Encode = Callable[[int | None], Awaitable[list[int]]]
+"""Returns a prompt's tokens. Raises TextTooLong if more than this many show before all is tokenized."""
+
+
+async def prompt_tokens(
+    request: GenerationFields, fields: EndpointFields, limits: ModelLimits, vocab_size: int, prompt: list[int] | Encode
+) -> list[int]:
+    """Returns a prompt's tokens before it is truncated. Raises ApiError if the model cannot run them."""
+    param = fields.prompt_param
+    if isinstance(prompt, list):
+        token_ids = prompt
+        if request.truncate_prompt_tokens is None:
+            allowed_output(len(token_ids), fields.output, limits, param)
+        check_token_ids(token_ids, limits, param)
+    else:
+        try:
+            token_ids = await prompt(limits.max_model_len if request.truncate_prompt_tokens is None else None)
+        except TextTooLong as error:
+            raise context_length_exceeded(str(error), param) from None
+        check_tokenized(token_ids, vocab_size, limits, param)
+    if not token_ids:
+        raise wrong(param, "it must not be empty")
+    return token_ids
 
 
 async def plan_generation(

@@ -14,7 +14,7 @@ from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.generation_fields import Stop
 from kvrelay.text.request.parsing import COMMON, Flag, RequestModel, extension_fields, refuse_unsupported
 from kvrelay.text.service import TextService
-from kvrelay_router.openai.chat_request import MAX_PARTS
+from kvrelay_router.openai.chat_request import MAX_PARTS, joined_parts, string_field
 
 FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")
 """The fields of a message, by those of the chat completion that it is converted to, if they differ."""
@@ -196,7 +196,7 @@ class Conversation:
     def add_system(self, system: Any, where: str) -> None:
         parts = [_without_billing(part) for part in _text_parts(system, where)]
         if parts := [part for part in parts if part["text"]]:
-            self.messages.append({"role": "system", "content": _content(parts)})
+            self.messages.append({"role": "system", "content": joined_parts(parts)})
 
     def add(self, message: Any, where: str) -> None:
         if not isinstance(message, dict):
@@ -231,7 +231,12 @@ class Conversation:
             raise wrong(f"{where}.tool_use_id", f"the tool_use block with the id {call_id!r} has a result already")
         self._waiting.remove(call_id)
         parts = _text_parts(block.get("content") or "", f"{where}.content")
-        message = {"role": "tool", "tool_call_id": call_id, "name": self._tools[call_id], "content": _content(parts)}
+        message = {
+            "role": "tool",
+            "tool_call_id": call_id,
+            "name": self._tools[call_id],
+            "content": joined_parts(parts),
+        }
         self.messages.append(message)
 
     def _add_assistant(self, content: Any, where: str) -> None:
@@ -241,7 +246,7 @@ class Conversation:
         for block, place in _blocks(content, f"{where}.content"):
             match block["type"]:
                 case "thinking":
-                    thoughts.append(_string(block, "thinking", place))
+                    thoughts.append(string_field(block, "thinking", place))
                 case "redacted_thinking":
                     pass  # encrypted for Anthropic's servers
                 case "tool_use":
@@ -254,7 +259,7 @@ class Conversation:
         self._add_turn("assistant", parts, extra)
 
     def _call(self, block: dict[str, Any], where: str) -> dict[str, Any]:
-        name, call_id = _string(block, "name", where), _string(block, "id", where)
+        name, call_id = string_field(block, "name", where), string_field(block, "id", where)
         arguments = block.get("input")
         if not isinstance(arguments, dict):
             raise wrong(f"{where}.input", "it must be an object")
@@ -274,7 +279,7 @@ class Conversation:
                 last["content"] = [{"type": "text", "text": last["content"]}]
             last["content"] += parts  # in place: a copy for each of many turns would take quadratic time
         else:
-            self.messages.append({"role": role, "content": _content(parts), **(extra or {})})
+            self.messages.append({"role": role, "content": joined_parts(parts), **(extra or {})})
 
 
 def _blocks(content: Any, where: str) -> list[tuple[dict[str, Any], str]]:
@@ -298,20 +303,7 @@ def _text_parts(content: Any, where: str) -> list[TextPart]:
 def _text(block: dict[str, Any], where: str, whose: str) -> TextPart:
     if block["type"] != "text":
         raise wrong(where, f"content blocks of the type {block['type']!r} are not supported in {whose} message")
-    return {"type": "text", "text": _string(block, "text", where)}
-
-
-def _string(block: dict[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise wrong(f"{where}.{name}", "it must be a string")
-    return value
-
-
-def _content(parts: list[TextPart]) -> str | list[TextPart]:
-    if not parts:
-        return ""
-    return parts[0]["text"] if len(parts) == 1 else parts
+    return {"type": "text", "text": string_field(block, "text", where)}
 
 
 def _without_billing(part: TextPart) -> TextPart:

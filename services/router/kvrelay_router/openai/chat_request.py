@@ -159,6 +159,21 @@ def arguments_of(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": text}
 
 
+def string_field(item: dict[str, Any], name: str, where: str) -> str:
+    """The string `name` of a part of another API's conversation, which errors call `where`. Raises ApiError."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise wrong(f"{where}.{name}", "it must be a string")
+    return value
+
+
+def joined_parts(parts: list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """Text parts as the content of a message. Templates read a string most reliably."""
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 else parts
+
+
 def _template_kwargs(value: Any) -> dict[str, Any]:
     if value is None:
         return {}

@@ -20,7 +20,7 @@ from kvrelay.text.request.parsing import (
     parse,
     refuse_unsupported,
 )
-from kvrelay_router.openai.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS, arguments_of
+from kvrelay_router.openai.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS, arguments_of, joined_parts, string_field
 from kvrelay_router.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
 
 FIELD_NAMES = {"response_format": "text.format", "response_format.json_schema": "text.format", "messages": "input"}
@@ -279,7 +279,7 @@ class _Reader:
         self._messages.append(message)
 
     def _add_call(self, item: dict[str, Any], where: str) -> None:
-        call_id, name = _string(item, "call_id", where), _string(item, "name", where)
+        call_id, name = string_field(item, "call_id", where), string_field(item, "name", where)
         if call_id in self._waiting:
             raise wrong(f"{where}.call_id", f"another function_call without an output has the call_id {call_id!r}")
         self._waiting.add(call_id)
@@ -293,7 +293,7 @@ class _Reader:
         )
 
     def _add_output(self, item: dict[str, Any], where: str) -> None:
-        call_id = _string(item, "call_id", where)
+        call_id = string_field(item, "call_id", where)
         if call_id not in self._tools:
             raise wrong(f"{where}.call_id", f"no earlier item is a function_call with the call_id {call_id!r}")
         self._waiting.discard(call_id)
@@ -309,9 +309,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, str]]:
         {"type": "text", "text": _text(part, f"{where}[{index}]")}
         for index, part in enumerate(_as_list(content, where))
     ]
-    if not parts:
-        return ""
-    return parts[0]["text"] if len(parts) == 1 else parts
+    return joined_parts(parts)
 
 
 def _as_list(value: Any, where: str) -> list[Any]:
@@ -325,22 +323,15 @@ def _as_list(value: Any, where: str) -> list[Any]:
 def _text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
-        return _string(part, "refusal", where)
+        return string_field(part, "refusal", where)
     if kind not in (*TEXT_TYPES, "reasoning_text", "summary_text"):
         raise wrong(where, f"content parts of the type {kind!r} are not supported")
-    return _string(part, "text", where)
+    return string_field(part, "text", where)
 
 
 def _arguments(item: dict[str, Any], where: str) -> dict[str, Any]:
     """Parses JSON arguments. An empty text means no arguments."""
-    text = _string(item, "arguments", where)
+    text = string_field(item, "arguments", where)
     if len(text) > MAX_ARGUMENTS_CHARS:
         raise wrong(f"{where}.arguments", f"it has {len(text)} characters; at most {MAX_ARGUMENTS_CHARS} are allowed")
     return arguments_of(text)
-
-
-def _string(item: dict[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise wrong(f"{where}.{name}", "it must be a string")
-    return value

@@ -30,7 +30,6 @@ from kvrelay.protocol.messages import (
     Prompt,
     Status,
     StatusQuery,
-    Stop,
     TokenBatch,
     TokenEntry,
 )
@@ -122,7 +121,7 @@ class Worker:
                     self._fleet[decode.peer_id].take_over(key, router, prompt)
             case Generate(prompt=prompt):
                 self.take_over(key, router, prompt)
-            case Cancel() | Stop():
+            case Cancel():
                 self.streams.pop(key, None)
 
     def _status(self, query: int) -> Status:

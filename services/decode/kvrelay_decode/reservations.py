@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvrelay.awake_clock import AwakeClock
 from kvrelay.handoff.quarantine import Quarantine
 from kvrelay.handoff.receiver import (
@@ -30,13 +32,11 @@ from kvrelay.handoff.receiver import ReceiverEvent as HandoffEvent
 from kvrelay.handoff.transports.base import Corrupted, ReceiverEvent, TransferReceiver
 from kvrelay.handoff.transports.sharded import ShardedReceiver
 from kvrelay.kv.shard_map import ShardShape
-from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
 from kvrelay.protocol.messages import (
     Abort,
     Cancel,
     Committed,
-    Deferred,
     Drained,
     Granted,
     Handoff,
@@ -45,12 +45,12 @@ from kvrelay.protocol.messages import (
     Refused,
     Released,
     Reserve,
-    Shards,
 )
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.transfers import as_sharded_receiver
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
+from kvrelay.step.batch import Candidates
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import FailureCause, HandoffMeter, HandoffTimings
 from kvrelay.worker.context import WorkerContext
@@ -61,7 +61,6 @@ from kvrelay.worker.requests import (
     is_same_process,
     make_sequence,
     sequence_key,
-    unpack_candidates,
 )
 
 log = logging.getLogger(__name__)
@@ -69,6 +68,7 @@ log = logging.getLogger(__name__)
 BLOCKS_DUE_S = 10.0
 """The handoff ends if its message is here, blocks are missing, and its sender has sent no block for this long. The
 sender itself notices a broken connection at once and a hanging write within 3 s."""
+ONE_RANK = ShardShape(1, 0)
 NOT_COMMITTED = (ReceiverState.ASKED, ReceiverState.RESERVED, ReceiverState.FILLING)
 CAUSES: dict[type[object], FailureCause] = {
     Abort: "aborted",
@@ -91,7 +91,7 @@ class DecodeRequest:
     prefill: PeerRef | None = None
     processes: tuple[str, ...] = ()  # of the prefill worker's ranks, see `kvrelay.process_identity`
     transport: str = ""
-    shards: Shards = field(default_factory=Shards)  # ranks of the prefill worker
+    shards: ShardShape = ONE_RANK  # of the prefill worker
     first_index: int = 0  # output index of the first token of this attempt
     scores: ScoreParts | None = None  # if log-probabilities of the prompt are asked for
     timings: HandoffTimings = field(default_factory=HandoffTimings)
@@ -102,7 +102,7 @@ class DecodeRequest:
         return self.handoff is not None and self.handoff.state is ReceiverState.QUARANTINED
 
     @property
-    def is_deferred(self) -> bool:
+    def is_waiting(self) -> bool:
         """Returns whether the handoff waits for its reservation and holds nothing."""
         return self.handoff is not None and self.handoff.state is ReceiverState.ASKED
 
@@ -157,7 +157,7 @@ class Reservations:
     def begin_drain(self) -> None:
         """Refuses every handoff that waits for its reservation."""
         for request in list(self._requests.values()):
-            if request.is_deferred:
+            if request.is_waiting:
                 self.cancel(request, "the decode worker is draining")
 
     def admit(self) -> None:
@@ -191,7 +191,7 @@ class Reservations:
         """A prefill worker is silent or gone. Only if it was `replaced` is it certain that it is gone."""
         lost = [each for each in self._requests.values() if each.prefill == peer and each.handoff is not None]
         # Those that wait leave the queue first: what the others free must not be reserved for one of them.
-        for request in sorted(lost, key=lambda each: not each.is_deferred):
+        for request in sorted(lost, key=lambda each: not each.is_waiting):
             self._feed(request, PrefillLost())
         self._last_transports.pop(peer, None)  # the next worker of this name may use another transport
         self._last_blocks.pop(peer, None)
@@ -225,7 +225,7 @@ class Reservations:
     # -- from prefill -------------------------------------------------------------------------------------------------
 
     def reserve(self, header: Header, prefill: PeerRef, body: Reserve) -> None:
-        """Queues a handoff and answers prefill: granted, deferred or refused."""
+        """Queues a handoff, which is granted when there is room, or refuses it."""
         key = sequence_key(header)
         refusal = self._why_not(key, body)
         if refusal:
@@ -253,8 +253,6 @@ class Reservations:
         self._requests.add(request)
         self._meter.asked(request.timings)
         self.admit()
-        if _machine_of(request).state is ReceiverState.ASKED:
-            self._send_prefill(request, Deferred(reason="no room for the prompt's blocks now"))
 
     def from_prefill(self, key: SequenceKey, prefill: PeerRef, body: Handoff | Abort | Drained) -> None:
         """A message about a handoff, admitted or not. Does nothing for the handoff of another prefill worker."""
@@ -294,9 +292,6 @@ class Reservations:
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         max_running = self._context.scheduler.limits.max_running
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
-        num_blocks = blocks_for(sequence.num_tokens, self._context.spec.block_size)
-        if body.num_blocks != num_blocks:
-            raise ValueError(f"{body.num_blocks} blocks are offered, the prompt has {num_blocks}")
         transport = self._choose_transport(prefill, body.transports)
         # If senders write into the slots themselves, this worker cannot refuse a write: slots of a reservation that has
         # ended are unsafe until the sender says that it has stopped.
@@ -311,7 +306,7 @@ class Reservations:
             prefill=prefill,
             processes=tuple(body.processes) or ("",),
             transport=transport,
-            shards=body.shards,
+            shards=ShardShape(*body.shards),
             first_index=sequence.num_output,
             timings=HandoffTimings(key=sequence.key, trace=sequence.origin.trace),
         )
@@ -324,7 +319,7 @@ class Reservations:
         found = next((self._receivers[name] for name in body.transports if name in self._receivers), None)
         if found is None:
             return f"no common transport: {body.transports} offered, {list(self._receivers)} here"
-        return found.why_not_from(_shape_of(body.shards))
+        return found.why_not_from(ShardShape(*body.shards))
 
     def _choose_transport(self, prefill: PeerRef, offered: list[str]) -> str:
         """The first of the sender's transports that is available here. Logs the first choice and every change."""
@@ -346,15 +341,13 @@ class Reservations:
         reservation = f"{self._context.messenger.me.incarnation}-{next(self._numbers)}"
         self._keys[reservation] = sequence.key
         receiver = self._receivers[request.transport]
-        receiver.admit(reservation, first_block, slots, _shape_of(request.shards))
-        endpoint, *rank_endpoints = receiver.endpoints
+        receiver.admit(reservation, first_block, slots, request.shards)
         granted = Granted(
             reservation=reservation,
             first_block=first_block,
             slots=slots,
             transport=request.transport,
-            endpoint=endpoint,
-            rank_endpoints=rank_endpoints,
+            endpoints=receiver.endpoints,
             num_stages=receiver.num_stages,
         )
         self._feed(request, granted)
@@ -423,8 +416,7 @@ class Reservations:
         if handoff.token_id is not None:
             sequence.tokens.append(handoff.token_id)
         try:
-            candidates = unpack_candidates(handoff.candidates) if handoff.candidates is not None else None
-            output = self._context.steps.adopt(sequence, candidates)
+            output = self._context.steps.adopt(sequence, _candidates_of(handoff))
         except (ValueError, OverflowError) as error:
             fields = self._requests.log_fields(sequence.key)
             log.warning("this worker cannot run a sequence that was handed over: %s", error, extra=fields)
@@ -440,7 +432,7 @@ class Reservations:
             self._requests.remove(sequence.key)
         self.admit()  # others may have waited for this prefix
 
-    def _send_prefill(self, request: DecodeRequest, body: Granted | Deferred | Refused | Committed | Released) -> None:
+    def _send_prefill(self, request: DecodeRequest, body: Granted | Refused | Committed | Released) -> None:
         assert request.prefill is not None
         self._requests.send(request.prefill, request.sequence.key, body)
 
@@ -450,5 +442,8 @@ def _machine_of(request: DecodeRequest) -> ReceiverHandoff:
     return request.handoff
 
 
-def _shape_of(shards: Shards) -> ShardShape:
-    return ShardShape(shards.size, shards.num_kv_heads, shards.num_stages)
+def _candidates_of(handoff: Handoff) -> Candidates | None:
+    if handoff.token_id is not None:
+        return None
+    ids, logprobs = np.array(handoff.candidate_ids, np.int32), np.array(handoff.candidate_logprobs, np.float32)
+    return Candidates(ids, logprobs)

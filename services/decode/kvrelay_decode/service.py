@@ -24,7 +24,6 @@ from kvrelay.protocol.messages import (
     PeerRef,
     Reserve,
     SequenceUsage,
-    Stop,
     TokenBatch,
     TokenEntry,
 )
@@ -143,7 +142,7 @@ class DecodeRole:
         """All requests, in an order in which they can be ended: what one of them frees must not be granted to another
         one that ends next, so the handoffs that only wait come first."""
         requests = list(self._requests.items())
-        return sorted(requests, key=lambda item: not item[1].is_deferred)
+        return sorted(requests, key=lambda item: not item[1].is_waiting)
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in self._asked_first():
@@ -160,8 +159,8 @@ class DecodeRole:
                 self._reservations.reserve(event.header, event.peer, body)
             case Generate():
                 self._generate(event.header, event.peer, body)
-            case Stop() | Cancel():
-                self._requests.end_by(key, event.peer, body)
+            case Cancel():
+                self._requests.end(key, event.peer, body.reason)
             case Handoff() | Abort() | Drained():
                 self._reservations.from_prefill(key, event.peer, body)
             case _:

@@ -20,10 +20,10 @@ from kvrelay.handoff.sender import (
     PrefillScheduled,
     PushBlocks,
     ReleaseBlocks,
-    Send,
     SenderHandoff,
     SenderInstruction,
     SenderState,
+    SendTo,
     StopPushing,
 )
 from kvrelay.handoff.sender import SenderEvent as HandoffEvent
@@ -35,7 +35,6 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     Cancel,
     Committed,
-    Deferred,
     Failed,
     FirstToken,
     Granted,
@@ -53,7 +52,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.step.batch import Candidates
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.requests import OpenRequests, ScoreParts, pack_candidates
+from kvrelay.worker.requests import OpenRequests, ScoreParts
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +214,7 @@ class Pushes:
     # -- from decode and the router -----------------------------------------------------------------------------------
 
     def on_message(
-        self, key: SequenceKey, peer: PeerRef, body: Granted | Deferred | Refused | Released | Committed | Reassign
+        self, key: SequenceKey, peer: PeerRef, body: Granted | Refused | Released | Committed | Reassign
     ) -> None:
         """A message about a handoff. If it has ended here, the peer must not wait for it."""
         event = body if isinstance(body, Reassign) else FromDecode(peer, body)
@@ -225,7 +224,7 @@ class Pushes:
             self._feed(request, event)
             return
         for instruction in SenderHandoff.released(peer).handle(event):
-            if isinstance(instruction, Send):
+            if isinstance(instruction, SendTo):
                 self._requests.send(instruction.to, key, instruction.body)
 
     def _measure(self, request: PrefillRequest, peer: PeerRef, body: object) -> None:
@@ -298,15 +297,15 @@ class Pushes:
                 self._reservation_of(request, granted.reservation, granted.transport).num_open += len(copies)
                 self._hold(request, [copy.source for copy in copies])
                 self._clock.started(len(copies), time.monotonic())
-                endpoints = (granted.endpoint, *granted.rank_endpoints)
-                self._senders[granted.transport].push(granted.reservation, endpoints, copies, granted.num_stages)
+                sender = self._senders[granted.transport]
+                sender.push(granted.reservation, granted.endpoints, copies, granted.num_stages)
                 self._meter.pushed(request.timings, len(copies))
             case StopPushing(reservation, transport):
                 self._reservation_of(request, reservation, transport)  # its SenderDrained is for the machine
                 self._senders[transport].abort(reservation)
-            case Send(_, Failed(failure=kind, cause=cause)):
+            case SendTo(_, Failed(failure=kind, cause=cause)):
                 self._send_failed(request, kind, cause, retriable=True)
-            case Send(to, body):
+            case SendTo(to, body):
                 self._requests.send(to, key, body)
             case ReleaseBlocks():
                 self._release(request)
@@ -322,7 +321,6 @@ class Pushes:
             prompt=request.prompt,
             router=request.sequence.origin.router,
             transports=self._offers.to(decode, time.monotonic()),
-            num_blocks=len(request.handoff.blocks),
             num_siblings=self._num_siblings(request, decode),
             shards=self._shards,
             processes=self._processes,
@@ -349,7 +347,8 @@ class Pushes:
             num_blocks=0,
             logprobs=first.logprobs,
             cached_tokens=first.cached_tokens,
-            candidates=pack_candidates(candidates) if candidates is not None else None,
+            candidate_ids=candidates.token_ids.tolist() if candidates is not None else [],
+            candidate_logprobs=candidates.logprobs.tolist() if candidates is not None else [],
         )
 
     def _hold(self, request: PrefillRequest, blocks: Iterable[int]) -> None:

@@ -18,7 +18,6 @@ from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Cancel,
     Committed,
-    Deferred,
     FirstToken,
     Granted,
     Header,
@@ -27,7 +26,6 @@ from kvrelay.protocol.messages import (
     Reassign,
     Refused,
     Released,
-    Stop,
 )
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
@@ -80,10 +78,9 @@ class PrefillRole:
 
     def queues(self) -> dict[str, int]:
         queues = {state.value: 0 for state in SenderState if state is not SenderState.RELEASED}
-        queues |= {"awaiting_grant": 0, "deferred": 0, "granted": 0, "awaiting_router": 0}
+        queues |= {"awaiting_grant": 0, "granted": 0, "awaiting_router": 0}
         waiting = {
             ReservationState.ASKED: "awaiting_grant",
-            ReservationState.DEFERRED: "deferred",
             ReservationState.GRANTED: "granted",
             ReservationState.REFUSED: "awaiting_router",
         }
@@ -126,9 +123,9 @@ class PrefillRole:
         match body:
             case Prefill():
                 self._start(event.header, event.peer, body)
-            case Stop() | Cancel():
-                self._requests.end_by(key, event.peer, body)
-            case Granted() | Deferred() | Refused() | Released() | Committed() | Reassign():
+            case Cancel():
+                self._requests.end(key, event.peer, body.reason)
+            case Granted() | Refused() | Released() | Committed() | Reassign():
                 self._pushes.on_message(key, event.peer, body)
             case _:
                 name = type(body).__name__

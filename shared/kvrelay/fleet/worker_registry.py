@@ -44,8 +44,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     incarnation: str
     address: str
     """Address for control messages, `tcp://host:port`."""
-    transfer: dict[str, str] = {}
-    """Address of each transport that can receive KV blocks."""
     model: str
     """Model name for clients."""
     fingerprint: str

@@ -1,6 +1,6 @@
 """The decode side of a handoff: one state machine per sequence, no I/O.
 
-1. ASKED        deferred: holds nothing, and is granted when there is room.
+1. ASKED        waits in the queue and holds nothing; is granted when there is room.
 2. RESERVED     slots are granted and the cached prefix is pinned; nothing has arrived yet.
 3. FILLING      some blocks or the handoff message have arrived; the commit needs all blocks and the message.
 4. RUNNING      committed: the scheduler owns the sequence. Terminal, unless the scheduler refuses the sequence.
@@ -215,7 +215,7 @@ class ReceiverHandoff:
 _M = ReceiverHandoff
 _Row = dict[type[object], Transition[ReceiverInstruction]]
 
-_WHILE_DEFERRED: _Row = {
+_WHILE_ASKED: _Row = {
     Granted: _M._grant,
     Handoff: _M._ignore,
     Abort: _M._leave_queue,
@@ -243,7 +243,7 @@ _AFTERWARDS: _Row = {
 }
 TRANSITIONS: TransitionTable[ReceiverInstruction] = transition_table(
     {
-        ReceiverState.ASKED: _WHILE_DEFERRED,
+        ReceiverState.ASKED: _WHILE_ASKED,
         ReceiverState.RESERVED: _WHILE_RECEIVING,
         ReceiverState.FILLING: _WHILE_RECEIVING | {BlocksOverdue: _M._overdue},
         ReceiverState.RUNNING: _AFTERWARDS | {CommitRefused: _M._commit_refused},

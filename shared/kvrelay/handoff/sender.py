@@ -8,9 +8,9 @@
 5. DRAINING   ended, but earlier writes still read the blocks; waits until no write is in flight.
 6. RELEASED   holds nothing. Terminal.
 
-The reservation has a state of its own: NONE > ASKED > GRANTED. Instead of granting, a decode worker can defer
-(DEFERRED: it is full and grants later) or refuse (REFUSED: the router names another decode worker, which is asked). A
-reservation whose blocks did not arrive counts as refused: each block is pushed once for a reservation.
+The reservation has a state of its own: NONE > ASKED > GRANTED. A decode worker that is full grants later. It can also
+refuse (REFUSED: the router names another decode worker, which is asked). A reservation whose blocks did not arrive
+counts as refused: each block is pushed once for a reservation.
 
 Events are the messages of decode and router, what the transport reports, and a few of this worker. Messages are legal
 in every state, because they cross each other on the network: late ones are ignored or answered. Events of this worker's
@@ -31,7 +31,6 @@ from kvrelay.protocol.messages import (
     Abort,
     Cancel,
     Committed,
-    Deferred,
     Drained,
     Failed,
     Granted,
@@ -62,7 +61,6 @@ class ReservationState(StrEnum):
     NONE = "none"
     ASKED = "asked"
     GRANTED = "granted"
-    DEFERRED = "deferred"
     REFUSED = "refused"
 
 
@@ -73,7 +71,7 @@ class FromDecode(msgspec.Struct, frozen=True):
     """A message of a decode worker, which may be an earlier one."""
 
     peer: PeerRef
-    body: Granted | Deferred | Refused | Released | Committed
+    body: Granted | Refused | Released | Committed
 
 
 class PrefillScheduled(msgspec.Struct, frozen=True):
@@ -115,7 +113,7 @@ SenderEvent = (
 )
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendTo(msgspec.Struct, frozen=True):
     """Send a message to decode or to the router."""
 
     to: PeerRef
@@ -146,7 +144,7 @@ class ReleaseBlocks(msgspec.Struct, frozen=True):
     """Free the sequence's blocks. Nothing reads them any more."""
 
 
-SenderInstruction = Send | AskDecode | PushBlocks | StopPushing | ReleaseBlocks
+SenderInstruction = SendTo | AskDecode | PushBlocks | StopPushing | ReleaseBlocks
 
 
 class SenderHandoff:
@@ -209,14 +207,13 @@ class SenderHandoff:
         if event.handoff is None:
             return self._end("the first token ended the request")
         if self.decode is None and self.reservation_state is ReservationState.NONE:
-            return [Send(self._router, NeedDecode(reason="no decode worker was named", excluded=[]))]
+            return [SendTo(self._router, NeedDecode(reason="no decode worker was named", excluded=[]))]
         return self._push()
 
     # -- from decode --------------------------------------------------------------------------------------------------
 
     def _grant(self, granted: Granted, peer: PeerRef) -> list[SenderInstruction]:
-        is_awaited = self.reservation_state in (ReservationState.ASKED, ReservationState.DEFERRED)
-        if peer != self.decode or not is_awaited:
+        if peer != self.decode or self.reservation_state is not ReservationState.ASKED:
             return self._return_grant(granted, peer)
         if granted.first_block + len(granted.slots) != len(self._blocks):
             reason = f"{len(granted.slots)} slots from block {granted.first_block} on, of {len(self._blocks)}"
@@ -228,12 +225,7 @@ class SenderHandoff:
     def _return_grant(self, granted: Granted, peer: PeerRef) -> list[SenderInstruction]:
         """The reservation is not wanted any more. Nothing was pushed for it, so it is drained at once."""
         abort = Abort(reservation=granted.reservation, reason="no longer wanted")
-        return [Send(peer, abort), Send(peer, Drained(reservation=granted.reservation))]
-
-    def _defer(self, message: Deferred, peer: PeerRef) -> list[SenderInstruction]:
-        if peer == self.decode and self.reservation_state is ReservationState.ASKED:
-            self.reservation_state = ReservationState.DEFERRED
-        return []
+        return [SendTo(peer, abort), SendTo(peer, Drained(reservation=granted.reservation))]
 
     def _refuse(self, message: Refused, peer: PeerRef) -> list[SenderInstruction]:
         return self._replace_decode(peer, message.reason)
@@ -242,7 +234,7 @@ class SenderHandoff:
         if message.reservation in self._draining:
             return []  # Drained follows
         if peer != self.decode or not self._is_granted(message.reservation):
-            return [Send(peer, Drained(reservation=message.reservation))]
+            return [SendTo(peer, Drained(reservation=message.reservation))]
         return self._replace_decode(peer, message.reason)
 
     def _commit(self, message: Committed, peer: PeerRef) -> list[SenderInstruction]:
@@ -295,7 +287,7 @@ class SenderHandoff:
 
     def _drained(self, event: SenderDrained) -> list[SenderInstruction]:
         decode = self._draining.pop(event.reservation, None)
-        return [Send(decode, Drained(reservation=event.reservation))] if decode is not None else []
+        return [SendTo(decode, Drained(reservation=event.reservation))] if decode is not None else []
 
     def _drained_at_end(self, event: SenderDrained) -> list[SenderInstruction]:
         return [*self._drained(event), *self._release_when_drained()]
@@ -330,7 +322,7 @@ class SenderHandoff:
         if self.state is SenderState.SENDING and self._handoff is not None and self.decode is not None:
             self.state = SenderState.HANDED
             handoff = replace(self._handoff, reservation=granted.reservation, num_blocks=len(granted.slots))
-            instructions.append(Send(self.decode, handoff))
+            instructions.append(SendTo(self.decode, handoff))
         return instructions
 
     def _replace_decode(self, decode: PeerRef, reason: str) -> list[SenderInstruction]:
@@ -345,7 +337,7 @@ class SenderHandoff:
     def _need_decode(self, decode: PeerRef, reason: str) -> list[SenderInstruction]:
         self.reservation_state = ReservationState.REFUSED
         self._excluded.append(decode.peer_id)
-        return [Send(self._router, NeedDecode(reason=reason, excluded=list(self._excluded), lacks=decode))]
+        return [SendTo(self._router, NeedDecode(reason=reason, excluded=list(self._excluded), lacks=decode))]
 
     def _stop_pushing(self) -> list[SenderInstruction]:
         """Ends the current reservation. Its writes are drained while the sequence may go on elsewhere."""
@@ -359,11 +351,11 @@ class SenderHandoff:
         """Ends the current reservation and tells decode."""
         if self._granted is None or self.decode is None:
             return []
-        abort = Send(self.decode, Abort(reservation=self._granted.reservation, reason=reason))
+        abort = SendTo(self.decode, Abort(reservation=self._granted.reservation, reason=reason))
         return [abort, *self._stop_pushing()]
 
-    def _failed(self, kind: FailureKind, cause: str) -> Send:
-        return Send(self._router, Failed(failure=kind, cause=cause, retriable=True))
+    def _failed(self, kind: FailureKind, cause: str) -> SendTo:
+        return SendTo(self._router, Failed(failure=kind, cause=cause, retriable=True))
 
     def _fail_without_decode(self) -> list[SenderInstruction]:
         reason = "no decode worker is left"
@@ -371,8 +363,8 @@ class SenderHandoff:
 
     def _end(self, reason: str) -> list[SenderInstruction]:
         instructions = self._abort(reason)
-        if self.reservation_state in (ReservationState.ASKED, ReservationState.DEFERRED) and self.decode is not None:
-            instructions.append(Send(self.decode, Abort(reservation="", reason=reason)))
+        if self.reservation_state is ReservationState.ASKED and self.decode is not None:
+            instructions.append(SendTo(self.decode, Abort(reservation="", reason=reason)))
         self.reservation_state = ReservationState.NONE
         return [*instructions, *self._release_when_drained()]
 
@@ -390,7 +382,6 @@ _Row = dict[type[object], Transition[SenderInstruction]]
 _QUEUED: _Row = {
     PrefillScheduled: _M._scheduled,
     Granted: _M._return_grant,
-    Deferred: _M._ignore,
     Refused: _M._ignore,
     Released: _M._release,
     Committed: _M._ignore,
@@ -400,7 +391,6 @@ _QUEUED: _Row = {
 }
 _ACTIVE: _Row = {
     Granted: _M._grant,
-    Deferred: _M._defer,
     Refused: _M._refuse,
     Released: _M._release,
     Committed: _M._ignore,
@@ -412,7 +402,6 @@ _ACTIVE: _Row = {
 }
 _OVER: _Row = {
     Granted: _M._return_grant,
-    Deferred: _M._ignore,
     Refused: _M._ignore,
     Released: _M._release,
     Committed: _M._ignore,

@@ -18,7 +18,7 @@ import zmq
 
 from kvrelay.curve import OVERHEAD_BYTES, CurveKey
 from kvrelay.logs import LimitedLog
-from kvrelay.messaging.zmq_context import TCP_ADDRESS, ZmqContext, open_curve_gate, tcp_address, tcp_host
+from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate, tcp_address, tcp_host
 from kvrelay.protocol.codec import MAX_FRAME_BYTES
 from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
@@ -295,14 +295,12 @@ class MessengerSockets:
                 zmq.backend.Socket.send(outbox, last, NOBLOCK)
             else:  # tokens that several messages share stay one object until they leave
                 zmq.backend.Socket.send(outbox, last, NOBLOCK, copy=False)
-        except (zmq.ZMQError, ValueError) as error:
+        except zmq.ZMQError as error:
             self.num_unsent += 1
             self._log.warning("unsent", "cannot send to %r: %s", address, error)
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
-        """Raises zmq.ZMQError, and ValueError for what is no inbox: addresses come from peers."""
-        if TCP_ADDRESS.fullmatch(address) is None:
-            raise ValueError("not tcp://HOST:PORT")
+        """Raises zmq.ZMQError."""
         outbox = self._context.socket(zmq.PUSH)
         outbox.set_hwm(0)
         outbox.setsockopt(zmq.IPV6, int("[" in address))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import _thread
 import logging
-import re
 import weakref
 from dataclasses import dataclass, field
 from threading import Thread
@@ -33,9 +32,6 @@ class _Sockets:
 
     own: set[Socket] = field(default_factory=set)
     num_handed_over: int = 0
-
-
-TCP_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]*;]+):([0-9]{1,5})", re.ASCII)
 
 
 def tcp_host(host: str) -> str:

@@ -50,9 +50,10 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
 SampleCount = Annotated[int, Meta(ge=1, le=MOST_SAMPLES)]
 SiblingCount = Annotated[int, Meta(ge=0, le=MOST_SAMPLES)]
 
-SessionKey = Annotated[str, Meta(max_length=64)]
-"""Opaque: a digest of a client's name of a session."""
-EndedSessions = Annotated[list[SessionKey], Meta(max_length=MOST_ENDED_SESSIONS)]
+Opaque = Annotated[str, Meta(max_length=64)]
+"""The digest of a client's name of something."""
+Weight = Annotated[float, Meta(ge=0.001, le=1000.0)]
+EndedSessions = Annotated[list[Opaque], Meta(max_length=MOST_ENDED_SESSIONS)]
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MOST_SECONDS)]
@@ -61,6 +62,7 @@ NotNegative = Annotated[float, Meta(ge=0.0, le=MOST_FLOAT)]
 """Finite too."""
 LogProb = Annotated[float, Meta(le=1.0)]
 """Minus infinity is legal (a masked token), NaN is not. Rounding may bring it slightly above 0."""
+LogProbs = Annotated[list[LogProb], Meta(max_length=MOST_STEP_TOKENS)]
 Score = Annotated[float, Meta(le=MOST_FLOAT)]
 """Of a text. Minus infinity is legal, NaN is not."""
 
@@ -75,8 +77,7 @@ Endpoint = Annotated[dict[Name, Text], Meta(max_length=64)]
 MOST_RANKS = 64
 """The most ranks of a worker."""
 RankCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
-StageCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
-RankEndpoints = Annotated[list[Endpoint], Meta(max_length=MOST_RANKS - 1)]
+Endpoints = Annotated[list[Endpoint], Meta(min_length=1, max_length=MOST_RANKS)]
 ProcessIdentities = Annotated[list[ProcessIdentity], Meta(max_length=MOST_RANKS)]
 """A transport's own address of a pool: read by the transport."""
 

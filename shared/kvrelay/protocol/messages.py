@@ -25,24 +25,24 @@ from kvrelay.protocol.limits import (
     Blocks,
     Count,
     EndedSessions,
-    Endpoint,
+    Endpoints,
     Finite,
     Index,
     Int64,
+    LogProbs,
     Name,
     NotNegative,
+    Opaque,
     ProcessIdentities,
     RankCount,
-    RankEndpoints,
     SampleCount,
     Seconds,
-    SessionKey,
     SiblingCount,
-    StageCount,
     StepTokens,
     Text,
     TokenId,
     Transports,
+    Weight,
     require,
 )
 from kvrelay.protocol.packed_logprobs import PackedLogprobs
@@ -58,10 +58,7 @@ PROTOCOL_VERSION = 1
 """Peers of other versions are refused."""
 
 RejectCode = Literal["version", "fingerprint", "malformed", "gap", "lost"]
-
 TOKEN_BYTES = 4
-
-LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 
 
 def pack_tokens(token_ids: list[int] | NDArray[np.int32]) -> bytes:
@@ -123,11 +120,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: Int64 = 0
     num_samples: SampleCount = 1  # samples of the request with this prompt, including this one
     timeout_s: Seconds = 600.0  # the time until the request's deadline when this is sent
-    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # opaque; waiting tenants get fair shares of a worker
-    weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # the tenant's weight
-    session: SessionKey = ""  # by the client's word, requests of one session belong together
-    # Opaque. Guesses may come from earlier outputs of the same owner. None: from none.
-    text_owner: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    tenant: Opaque = ""  # waiting tenants get fair shares of a worker
+    weight: Weight = 1.0  # the tenant's
+    session: Opaque = ""  # by the client's word, requests of one session belong together
+    text_owner: Opaque | None = None  # guesses may come from earlier outputs of the same owner; None: from none
 
     @property
     def num_tokens(self) -> int:
@@ -153,56 +149,39 @@ class Generate(Body, frozen=True, kw_only=True, tag="generate"):
     prompt: Prompt
 
 
-class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a worker divides the KV of a model: its layers among `num_stages`, and `num_kv_heads` heads of the whole
-    model among the `size` ranks of each stage.
-    """
-
-    size: RankCount = 1
-    num_kv_heads: Index = 0
-    num_stages: StageCount = 1
-
-
 class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
-    """P>D: hold blocks for this prompt. P already holds blocks for all of it.
+    """P>D: hold blocks for this prompt. P already holds blocks for all of it. If there is no room, the handoff waits in
+    D's queue without blocks, and Granted follows when it is admitted.
 
     `transports`, best first; `processes`: those that would write, one for each rank, see `kvrelay.process_identity`;
-    `num_siblings`: other samples of the request that P is going to ask this worker for; `shards`: of the worker that
-    would write.
+    `num_siblings`: other samples of the request that P is going to ask this worker for; `shards`: the fields of P's
+    `ShardShape`.
     """
 
     prompt: Prompt
     router: PeerRef
     transports: Transports
-    num_blocks: Index
     num_siblings: SiblingCount = 0
-    shards: Shards = Shards()
+    shards: tuple[RankCount, Index, RankCount] = (1, 0, 1)
     processes: ProcessIdentities = []
 
 
 class Granted(Body, frozen=True, kw_only=True, tag="granted"):
     """D>P: blocks from `first_block` on are missing and go to `slots`; those before are in D's cache and pinned.
 
-    `endpoint` is the transport's own address of D's pool. If D has several ranks, it is rank 0's, and `rank_endpoints`
-    are those of ranks 1, 2 and so on, in `num_stages` of equal numbers of ranks. The slots are the same on all ranks.
+    `endpoints` are the transport's own addresses of the pools of D's ranks, in `num_stages` of equal numbers of ranks.
+    The slots are the same on all ranks.
     """
 
     reservation: Name
     first_block: Index
     slots: Blocks
     transport: Name
-    endpoint: Endpoint
-    rank_endpoints: RankEndpoints = []
-    num_stages: StageCount = 1
+    endpoints: Endpoints
+    num_stages: RankCount = 1
 
     def __post_init__(self) -> None:
         require(len(set(self.slots)) == len(self.slots), "a slot is granted twice")
-
-
-class Deferred(Body, frozen=True, kw_only=True, tag="deferred"):
-    """D>P: no room now. The handoff waits in D's queue without blocks, and D sends Granted when it is admitted."""
-
-    reason: Text
 
 
 class Refused(Body, frozen=True, kw_only=True, tag="refused"):
@@ -251,22 +230,10 @@ class PromptLogprobs(Body, frozen=True, kw_only=True, tag="prompt_logprobs"):
     part: PackedLogprobs
 
 
-class PackedCandidates(msgspec.Struct, frozen=True, array_like=True):
-    """First-token candidates of a beam search, the likeliest first: ids as int32, log-probabilities as float32."""
-
-    token_ids: bytes
-    logprobs: bytes
-
-    def __post_init__(self) -> None:
-        num_bytes = len(self.token_ids)
-        require(num_bytes % TOKEN_BYTES == 0 < num_bytes, f"{num_bytes} bytes are no whole number of token ids")
-        require(num_bytes == len(self.logprobs), "not every candidate has its log-probability")
-
-
 class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     """P>D: everything that decode needs beside the blocks. Sent after the first token was sampled.
 
-    A beam search has `candidates` in place of the token.
+    A beam search has candidates in place of the token, the likeliest first.
     """
 
     reservation: Name
@@ -276,10 +243,12 @@ class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     num_blocks: Index  # that P pushed for this reservation
     logprobs: TokenLogprobs | None = None
     cached_tokens: Index = 0
-    candidates: PackedCandidates | None = None
+    candidate_ids: StepTokens = []
+    candidate_logprobs: LogProbs = []
 
     def __post_init__(self) -> None:
-        require((self.token_id is None) != (self.candidates is None), "it needs either a token or candidates")
+        require((self.token_id is None) == bool(self.candidate_ids), "it needs either a token or candidates")
+        require(len(self.candidate_ids) == len(self.candidate_logprobs), "a candidate without its log-probability")
         require(self.cached_tokens <= self.num_tokens, "more tokens were cached than there are")
 
 
@@ -348,12 +317,8 @@ class TokenBatch(Body, frozen=True, kw_only=True, tag="token_batch"):
     entries: Annotated[list[TokenEntry], msgspec.Meta(max_length=MOST_SEQUENCES)]
 
 
-class Stop(Body, frozen=True, kw_only=True, tag="stop"):
-    """R>P,D: end this sequence here; a stop string matched."""
-
-
 class Cancel(Body, frozen=True, kw_only=True, tag="cancel"):
-    """R>P,D: the client is gone, or another attempt took over. Remembered where the request is not known yet."""
+    """R>P,D: end this sequence here. Remembered where the request is not known yet."""
 
     reason: Text
 
@@ -464,7 +429,6 @@ AnyBody = (
     | Generate
     | Reserve
     | Granted
-    | Deferred
     | Refused
     | NeedDecode
     | Reassign
@@ -476,7 +440,6 @@ AnyBody = (
     | Released
     | Drained
     | TokenBatch
-    | Stop
     | Cancel
     | Failed
     | StatusQuery

@@ -19,7 +19,6 @@ from kvrelay.handoff.transports.base import (
 from kvrelay.handoff.transports.pool_memory import BlockPart, PartCopy
 from kvrelay.handoff.transports.sharded import ShardedReceiver, ShardedSender, ShardLayout
 from kvrelay.kv.shard_map import ShardShape
-from kvrelay.protocol.messages import Shards
 from kvrelay.ranks.messages import Abort, Admit, Push, Release, TransferCall, TransferReport
 from kvrelay.ranks.rank_group import RankGroup
 from kvrelay.step.batch import ModelSpec
@@ -143,10 +142,9 @@ def with_other_ranks_receivers(
     return found
 
 
-def shards_of(senders: Mapping[str, ShardedSender], spec: ModelSpec) -> Shards:
-    """The description of this worker's ranks in `Reserve`."""
-    shape = next((sender.shape for sender in senders.values()), _one_rank(spec).shape)
-    return Shards(size=shape.size, num_kv_heads=shape.num_kv_heads, num_stages=shape.num_stages)
+def shards_of(senders: Mapping[str, ShardedSender], spec: ModelSpec) -> ShardShape:
+    """The shape of this worker's ranks."""
+    return next((sender.shape for sender in senders.values()), _one_rank(spec).shape)
 
 
 def _common(own: Mapping[str, Own], group: RankGroup, others: range) -> dict[str, Own]:

@@ -30,25 +30,23 @@ class Flight(Protocol):
         ...
 
 
-class Launcher(Protocol):
+class Launcher:
     """Starts steps. All methods are called on the event loop's thread."""
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
         """Returns whether the step may be launched before the one in flight has landed."""
-        ...
+        return False
 
     async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
         """Returns once the step's launch has begun. `ahead`: the step was planned while the previous one ran. `behind`:
         the previous one has not landed, and `can_launch_behind` returned True."""
-        ...
+        raise NotImplementedError
 
     def rest(self) -> None:
         """Called when no step is running and none follows for now."""
-        ...
 
     def close(self) -> None:
         """Waits for running work, then stops the threads."""
-        ...
 
 
 MakeLauncher = Callable[[ModelRunner, StepTrace | None], Launcher]
@@ -69,8 +67,8 @@ def choose_launcher(runner: ModelRunner, *, overlap: bool, cores: CoreLeases | N
     return ThreadLauncher if cores is None else partial(ThreadLauncher, cores=cores)
 
 
-class _Alone:
-    """A step that runs alone: none is launched behind it."""
+class _Future:
+    """A step whose result is a future of the event loop."""
 
     def __init__(self, landed: asyncio.Future[StepResult]) -> None:
         self._landed = landed
@@ -79,11 +77,11 @@ class _Alone:
         return self._landed
 
     async def discard(self) -> None:
-        """Raises: only a step launched behind another one is ever discarded."""
-        raise RuntimeError("a step that was not launched behind another one cannot be discarded")
+        await asyncio.wait([self._landed])
+        self._landed.exception()  # it counts as retrieved
 
 
-class ThreadLauncher:
+class ThreadLauncher(Launcher):
     """Computes each step on a thread. The next step is launched when this one has landed."""
 
     def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, cores: CoreLeases | None = None) -> None:
@@ -92,16 +90,13 @@ class ThreadLauncher:
         self._cores = cores
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
 
-    def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        return False
-
     async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
         """Waits until the thread has begun. Otherwise this thread would keep the interpreter's lock and delay the
         forward."""
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
         forward = loop.run_in_executor(self._executor, self._execute, batch, loop, begun)
         await begun.wait()
-        return _Alone(forward)
+        return _Future(forward)
 
     def rest(self) -> None:
         if self._cores is not None:
@@ -127,7 +122,7 @@ class ThreadLauncher:
                 self._trace.note("forward_ends", batch.step)
 
 
-class AheadLauncher:
+class AheadLauncher(Launcher):
     """For a device with a queue. One thread launches steps and another waits for them to land, both in step order.
 
     So step N+1 is launched while N runs, and the landing of N is noticed while N+1 is being launched.
@@ -148,9 +143,6 @@ class AheadLauncher:
         launched = self._launching.submit(self._launch, batch, loop, begun)
         await begun.wait()
         return _Launched(batch.step, launched, self._landing, self._note)
-
-    def rest(self) -> None:
-        """Does nothing: the cores of this machine do not compute steps."""
 
     def close(self) -> None:
         self._launching.shutdown(wait=True)
@@ -207,7 +199,7 @@ class _Launched:
             self._note("forward_ends", self._step)
 
 
-class TimedLauncher:
+class TimedLauncher(Launcher):
     """For a simulated device. The runner returns at once, and a timer lands the step after the time that the result
     names.
 
@@ -215,15 +207,10 @@ class TimedLauncher:
     device with a queue does not wait for the host either.
     """
 
-    _make_flight = _Alone
-
     def __init__(self, runner: ModelRunner, trace: StepTrace | None) -> None:
         self._runner = runner
         self._trace = trace
         self._ended_at = 0.0
-
-    def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        return False
 
     async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
         """Waits for other ranks only. An error of the runner is raised by the landing."""
@@ -242,7 +229,7 @@ class TimedLauncher:
             if took_s != own_s:
                 result = replace(result, forward_s=took_s - result.copy_s)
             loop.call_at(self._ends_at(loop.time(), took_s, ahead=ahead), self._land, forward, result)
-        return self._make_flight(forward)
+        return _Future(forward)
 
     async def _slowest_s(self, own_s: float) -> float:
         return own_s
@@ -250,12 +237,6 @@ class TimedLauncher:
     def _ends_at(self, now: float, took_s: float, *, ahead: bool) -> float:
         self._ended_at = (self._ended_at if ahead else now) + took_s
         return self._ended_at
-
-    def rest(self) -> None:
-        """Does nothing: a simulated device has no threads."""
-
-    def close(self) -> None:
-        """Does nothing: a timer does not outlive the event loop."""
 
     def _land(self, forward: asyncio.Future[StepResult], result: StepResult) -> None:
         """Runs when the step's time is over."""
@@ -265,19 +246,9 @@ class TimedLauncher:
             forward.set_result(result)
 
 
-class _Queued(_Alone):
-    """A step of `PipelinedTimedLauncher`, which others may be launched behind."""
-
-    async def discard(self) -> None:
-        await asyncio.wait([self._landed])
-        self._landed.exception()  # it counts as retrieved
-
-
 class PipelinedTimedLauncher(TimedLauncher):
     """For a simulated pipeline: a step takes the time that the result names on each part, and the first part takes
     the next step as soon as it is free. Results exist at launch, as steps in flight do not need each other's tokens."""
-
-    _make_flight = _Queued
 
     def __init__(self, runner: ModelRunner, trace: StepTrace | None, *, pipeline_depth: int) -> None:
         super().__init__(runner, trace)

@@ -43,36 +43,13 @@ class WorkerIdInUse(Exception):
     """Another running process has this worker's id."""
 
 
-class NoMembership:
-    """Replaces `Membership` in a worker without Redis. Routers find such a worker by its HTTP page."""
-
-    def __init__(self) -> None:
-        self._joined = asyncio.Event()
-        self._stopped = asyncio.Event()
-
-    @property
-    def joined(self) -> asyncio.Event:
-        return self._joined
-
-    async def run(self) -> None:
-        """Waits until `stop`."""
-        self._joined.set()
-        await self._stopped.wait()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    async def announce(self, *, draining: bool) -> None: ...
-
-    async def leave(self) -> None: ...
-
-
 class Membership:
-    """Keeps a worker's record in the registry alive. `load` is called before each renewal."""
+    """Keeps a worker's record in the registry alive. `load` is called before each renewal. `registry`: None without
+    Redis; then routers find the worker by its HTTP page."""
 
     def __init__(
         self,
-        registry: Registry,
+        registry: Registry | None,
         record: WorkerRecord,
         load: Callable[[], dict[str, float]],
         *,
@@ -101,15 +78,21 @@ class Membership:
         Raises StartFailed or ServiceEnds if Redis cannot be used or another process has this worker's id.
         """
         try:
-            await self._run()
+            if self._registry is None:
+                self._joined.set()
+                while not self._stopped:
+                    await self._changed.wait()
+                    self._changed.clear()
+            else:
+                await self._run(self._registry)
         except (RegistryMisconfigured, WorkerIdInUse) as error:
             raise (ServiceEnds if self._joined.is_set() else StartFailed)(str(error)) from error
 
-    async def _run(self) -> None:
+    async def _run(self, registry: Registry) -> None:
         available = True
         while not self._stopped:
             try:
-                await self._once()
+                await self._once(registry)
                 if not available:
                     log.info("the registry is back")
                 available = True
@@ -140,21 +123,23 @@ class Membership:
         self._changed.set()
 
     async def leave(self) -> None:
+        if self._registry is None:
+            return
         try:
             await self._registry.leave(self._record)
         except RegistryError as error:
             log.warning("could not leave the registry: %s", error)
         await self._registry.close()
 
-    async def _once(self) -> None:
+    async def _once(self, registry: Registry) -> None:
         self._record = msgspec.structs.replace(self._record, load=self._load())
         if self._record.slot < 0:
-            await self._registry.check_server()
-            self._record = await self._registry.join(self._record, self._ttl_s, ended=self._ended)
+            await registry.check_server()
+            self._record = await registry.join(self._record, self._ttl_s, ended=self._ended)
             log.info("joined the fleet of %s in slot %d", self._record.model, self._record.slot)
             self._joined.set()
         else:
-            await self._registry.renew(self._record, self._ttl_s)
+            await registry.renew(self._record, self._ttl_s)
 
     async def _wait_for_id(self, taken: WorkerIdTaken) -> None:
         """Returns when another attempt to join may succeed. Raises WorkerIdInUse."""

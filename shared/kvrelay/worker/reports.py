@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 
 import msgspec
 
@@ -186,24 +187,10 @@ class Reports:
 
     def _steps(self) -> dict[str, float]:
         totals = self._worker.steps.totals
+        values = {field.name.removeprefix("num_"): getattr(totals, field.name) for field in fields(totals)}
         grammar_work = totals.grammar_work
-        return {
-            "steps": totals.num_steps,
-            "steps_ahead": totals.num_steps_ahead,
-            "steps_launched_ahead": totals.num_steps_launched_ahead,
-            "captured_steps": totals.num_captured_steps,
-            "mixed_steps": totals.num_mixed_steps,
-            "prefill_steps": totals.num_prefill_steps,
-            "decode_steps": totals.num_decode_steps,
+        return {name: value for name, value in values.items() if isinstance(value, int | float)} | {
             "copy_steps": totals.num_copy_steps,
-            "failed_steps": totals.num_failed_steps,
-            "prefill_tokens": totals.num_prefill_tokens,
-            "decode_tokens": totals.num_decode_tokens,
-            "schedule_s": totals.schedule_s,
-            "forward_s": totals.forward_s,
-            "commit_s": totals.commit_s,
-            "drafted_tokens": totals.num_drafted_tokens,
-            "accepted_tokens": totals.num_accepted_tokens,
             "kept_tokens": self._worker.scheduler.num_kept_tokens,
             "forced_tokens": grammar_work.num_forced_tokens,
             "grammar_masks": grammar_work.num_masks,

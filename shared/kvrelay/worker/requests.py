@@ -8,21 +8,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.table import BlockTable, blocks_for, blocks_for_group
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     AnyBody,
-    Cancel,
     Failed,
     Header,
-    PackedCandidates,
     PeerRef,
     Prompt,
     PromptLogprobs,
-    Stop,
     unpack_tokens,
 )
 from kvrelay.protocol.packed_logprobs import packed_in_parts
@@ -30,7 +25,7 @@ from kvrelay.protocol.sampling import BeamSpec, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.sequence import Origin, Sequence, TokenBuffer
-from kvrelay.step.batch import Candidates, ModelSpec
+from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay.worker.context import WorkerContext
 
@@ -212,10 +207,6 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         self.cancel(key, reason)
         self.cancelled.add(key, time.monotonic())
 
-    def end_by(self, key: SequenceKey, router: PeerRef, body: Stop | Cancel) -> None:
-        """Ends a request with the message of its router."""
-        self.end(key, router, body.reason if isinstance(body, Cancel) else "a stop string matched")
-
     def log_fields(self, key: SequenceKey | None) -> dict[str, Any]:
         """The `extra` of a log line about a sequence. Empty if the sequence is not open here."""
         request = self.get(key)
@@ -291,20 +282,3 @@ def _check_beams(beams: BeamSpec, num_tokens: int, longest: int, spec: ModelSpec
         raise PromptRefused(
             f"{beams.width} beams may grow to {num_blocks} blocks together, the pool has {spec.num_blocks}"
         )
-
-
-def pack_candidates(candidates: Candidates) -> PackedCandidates:
-    """Returns little-endian int32 token ids and float32 log-probabilities."""
-    return PackedCandidates(
-        candidates.token_ids.astype("<i4").tobytes(),
-        candidates.logprobs.astype("<f4").tobytes(),
-    )
-
-
-def unpack_candidates(packed: PackedCandidates) -> Candidates:
-    """Inverts `pack_candidates`. Raises ValueError if the bytes are not such arrays."""
-    token_ids = np.frombuffer(packed.token_ids, "<i4").astype(np.int32)
-    logprobs = np.frombuffer(packed.logprobs, "<f4").astype(np.float32)
-    if len(token_ids) != len(logprobs) or not len(token_ids):
-        raise ValueError(f"{len(token_ids)} candidates with {len(logprobs)} log-probabilities")
-    return Candidates(token_ids, logprobs)

@@ -49,7 +49,7 @@ from kvrelay.worker.launchers import (
     choose_launcher,
     overlaps_steps,
 )
-from kvrelay.worker.membership import CacheEvents, Membership, NoMembership
+from kvrelay.worker.membership import CacheEvents, Membership
 from kvrelay.worker.rank_loops import LockstepLoop, PipelinedStepLoop
 from kvrelay.worker.reports import Reports
 from kvrelay.worker.speeds import calibrate
@@ -73,7 +73,7 @@ class StartedWorker:
     role: Role
     reports: Reports
     record: WorkerRecord
-    membership: Membership | NoMembership
+    membership: Membership
     delayer: PrefillDelayer | None  # None: prompts are not delayed
     cache_events: CacheEvents | None  # None: there is no prefix index to publish to
     ranks: RankedRunner | None  # None: the model is in this process
@@ -311,20 +311,10 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
     )
 
 
-def make_membership(
-    config: WorkerConfig, record: WorkerRecord, digest: Callable[[], dict[str, float]]
-) -> Membership | NoMembership:
+def make_membership(config: WorkerConfig, record: WorkerRecord, digest: Callable[[], dict[str, float]]) -> Membership:
     """The worker's registration, renewed with the load that `digest` returns."""
-    if not config.uses_redis:
-        return NoMembership()
-    return Membership(
-        open_registry(config), record, digest, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s
-    )
-
-
-def open_registry(config: WorkerConfig) -> Registry:
-    """The registry of the fleet's workers in Redis."""
-    return Registry(config.redis_url, config.redis_prefix)
+    registry = Registry(config.redis_url, config.redis_prefix) if config.uses_redis else None
+    return Membership(registry, record, digest, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s)
 
 
 def open_index_publisher(config: WorkerConfig, me: PeerRef) -> IndexPublisher:

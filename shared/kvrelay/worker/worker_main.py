@@ -38,14 +38,10 @@ def _load_and_settle(config: WorkerConfig) -> ModelRunner:
     return runner
 
 
+@deferred_collection()
 def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner:
     """Returns a runner: the loaded model with its pool, or a simulated device. Imports torch only here, because that
     takes seconds."""
-    with deferred_collection():
-        return _make_runner(config, hands_over=hands_over)
-
-
-def _make_runner(config: WorkerConfig, *, hands_over: bool) -> ModelRunner:
     if config.backend == "simulated":
         return make_simulated_runner(config)
     from kvrelay.engine.pool_size import turn_on

@@ -40,7 +40,6 @@ from kvrelay.protocol.messages import (
     SequenceUsage,
     Status,
     StatusQuery,
-    Stop,
     TokenBatch,
     TokenEntry,
     unpack_tokens,
@@ -170,7 +169,7 @@ class FakeWorker:
                 self.messenger.send(peer, self._status(body.query))
             return
         self.received.append((key, body))
-        if isinstance(body, Cancel | Stop):
+        if isinstance(body, Cancel):
             self.buried.add(key)
             if (task := self.tasks.pop(key, None)) is not None:
                 task.cancel()
@@ -263,7 +262,7 @@ class FakePrefill(FakeWorker):
         )
 
     async def _reserve(self, key: Key, router: PeerRef, decode: PeerRef, prompt: Prompt) -> Granted | Reassign | None:
-        self.send(decode, key, Reserve(prompt=prompt, router=router, transports=["none"], num_blocks=1))
+        self.send(decode, key, Reserve(prompt=prompt, router=router, transports=["none"]))
         reply = await self._reply(key, Granted, decode)
         assert reply is None or isinstance(reply, Granted | Reassign)
         return reply
@@ -312,7 +311,7 @@ class FakeDecode(FakeWorker):
         self.send(
             prefill,
             key,
-            Granted(reservation=reservation, first_block=0, slots=[0], transport="none", endpoint={}),
+            Granted(reservation=reservation, first_block=0, slots=[0], transport="none", endpoints=[{}]),
         )
         while not isinstance(await self.replies[key].get(), Handoff):
             pass

@@ -11,7 +11,7 @@ import pytest
 from kvrelay.kv.hashing import hash_blocks
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Links
-from kvrelay.protocol.messages import AnyBody, Cancel, Generate, PeerRef, Prefill, SequenceUsage, Stop
+from kvrelay.protocol.messages import AnyBody, Cancel, Generate, PeerRef, Prefill, SequenceUsage
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.dispatcher import LONG_PROMPT_TOKENS
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
@@ -91,7 +91,7 @@ async def test_stop_ends_a_sequence_on_both_workers_and_drops_its_later_tokens(r
     assert tokens.get(0, []) == true_tokens(0, len(tokens.get(0, [])))
     assert len(tokens.get(0, [])) <= 3
     assert tokens[1] == true_tokens(1, 50)
-    await until(lambda: len(prefill.got(Stop)) == len(decode.got(Stop)) == 1)
+    await until(lambda: len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 1)
     assert rig.record(handle)["sequences"][0]["finish"] == "stop_string"
     await rig.nothing_is_left()
 

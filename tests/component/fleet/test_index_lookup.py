@@ -23,8 +23,8 @@ from kvrelay.fleet.index.layout import (
     STORED,
     Batch,
     IndexScripts,
-    Opened,
-    Retired,
+    RangeOpened,
+    RangeRetired,
     decode_operations,
     decode_slots,
     encode_batch,
@@ -105,7 +105,7 @@ def test_lookups_are_what_a_walk_along_the_chain_finds(
         for slot in retired & holders.keys():
             scripts.run("close", [slot, f"{slot:016x}:00000000"])
             del held[f"w{slot}"]
-            replica.apply(Retired(slot, f"{slot:016x}:00000000"))
+            replica.apply(RangeRetired(slot, f"{slot:016x}:00000000"))
         length, branch, branches_at = asked
         chain = chain_of(length, branch, branches_at)
         assert replica.match(chain) == depths(chain, held)
@@ -164,14 +164,14 @@ def test_a_range_that_ended_is_forgotten_piece_by_piece_and_seen_no_more(
         held: dict[str, int] = {}
 
         def start(slot: int, range_id: str, length: int) -> None:
-            replica.apply(Opened(slot, range_id, f"w{slot}"))
+            replica.apply(RangeOpened(slot, range_id, f"w{slot}"))
             replica.apply(Batch(slot, range_id, 1, encode_operations([(STORED, chain_of(length))] if length else [])))
             held[f"w{slot}"] = length
 
         for slot, length in enumerate(lengths):
             start(slot, "1:0", length)
         for slot in ends & set(range(len(lengths))):
-            replica.apply(Retired(slot, "1:0"))
+            replica.apply(RangeRetired(slot, "1:0"))
             del held[f"w{slot}"]
         for _ in range(num_calls):
             replica.clear_some()

@@ -53,7 +53,6 @@ def worker(worker_id: str = "w", incarnation: str = "", model: str = "m") -> Wor
         role="prefill",
         incarnation=incarnation or secrets.token_hex(8),
         address="tcp://127.0.0.1:5000",
-        transfer={"zmq": "tcp://127.0.0.1:5001"},
         model=model,
         fingerprint="f" * 32,
         protocol_version=1,

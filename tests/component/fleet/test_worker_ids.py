@@ -55,6 +55,7 @@ async def ended(member: Membership, *running: asyncio.Task[None]) -> None:
 
 
 async def leases(member: Membership) -> list[WorkerRecord]:
+    assert member._registry is not None
     return await member._registry.list_workers("m")
 
 
@@ -140,4 +141,5 @@ async def test_a_worker_that_lost_its_lease_to_a_running_one_ends(new_member: Ne
 async def ended_without_leaving(member: Membership, running: asyncio.Task[None]) -> None:
     member.stop()
     await running
+    assert member._registry is not None
     await member._registry.close()

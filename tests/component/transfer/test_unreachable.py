@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import socket
 import struct
@@ -10,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 
 from kvrelay.handoff.transports import nixl_agent
 from kvrelay.handoff.transports.base import BlockPush
-from kvrelay.handoff.transports.nixl_agent import NixlAgent, Region, devices_for
+from kvrelay.handoff.transports.nixl_agent import NixlAgent, NixlEndpoint, Region, devices_for
 from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
 from kvrelay.handoff.transports.nixl_sender import NixlSender, NixlSettings
 from tests.component.transfer.rig import ReceivingEnd, SendingEnd
@@ -56,7 +56,7 @@ def receiver_with_its_port() -> tuple[NixlReceiver, bytes, bytes]:
         before = listening_ports()
         receiver = NixlReceiver(target_pool(NUM_BLOCKS, BLOCK_BYTES), ucx_devices=devices_for(HOST))
         (port,) = listening_ports() - before
-        metadata, packed = base64.b64decode(receiver.endpoint["metadata"]), struct.pack("!H", port)
+        metadata, packed = NixlEndpoint.decode(receiver.endpoint).metadata, struct.pack("!H", port)
         if metadata.count(packed) == 1:
             return receiver, metadata, packed
         receiver.close()
@@ -71,8 +71,9 @@ async def test_a_receiver_that_does_not_answer_fails_alone_while_others_get_thei
     with silent_port() as unanswered, closing(silent), closing(target.receiver), closing(source.sender):
         source.sender.start(source.log.add)
         target.receiver.start(target.log.add)
-        moved = base64.b64encode(metadata.replace(port, struct.pack("!H", unanswered))).decode()
-        source.push("lost", silent.endpoint | {"metadata": moved}, [BlockPush(0, 0, 0)])
+        moved = metadata.replace(port, struct.pack("!H", unanswered))
+        lost = msgspec.structs.replace(NixlEndpoint.decode(silent.endpoint), metadata=moved)
+        source.push("lost", lost.encode(), [BlockPush(0, 0, 0)])
         target.receiver.admit("good", 0, [1])
         source.push("good", target.endpoint, [BlockPush(0, 0, 1)])
         await target.until_landed("good", [0])  # before UCX has given the first connection up, after 127 s

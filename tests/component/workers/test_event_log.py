@@ -13,7 +13,7 @@ import pytest
 
 from kvrelay.cli.main import main
 from kvrelay.cli.replay import Replayed, replay_lines
-from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Stop
+from kvrelay.protocol.messages import AnyBody, Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.telemetry import event_log
 from kvrelay.telemetry.event_log import EventLog
@@ -65,7 +65,10 @@ def recorded(redis_url: str, tmp_path: Path) -> list[Path]:
                 to = first if number % 2 else second
                 got = f.router.prefill(prefill, to, f"r{number}", prompt_of(rng.randint(1, 150), number), sampling)
                 if number % 4 == 0:
-                    bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
+                    bodies: list[AnyBody] = [
+                        Cancel(reason="the client is gone"),
+                        Cancel(reason="a stop string matched"),
+                    ]
                     for worker in (prefill, to):
                         f.router.send(worker, f"r{number}", rng.choice(bodies))
                 else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvrelay.kv.table import blocks_for
-from kvrelay.protocol.messages import AnyBody, Cancel, Stop
+from kvrelay.protocol.messages import Cancel
 from kvrelay.protocol.sampling import Sampling
 from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, fleet, prompt_of
@@ -171,7 +171,7 @@ async def test_cancels_and_stops_of_any_sample_at_any_moment(
             for index in doomed:
                 if rng.random() < 0.5:
                     await asyncio.sleep(rng.random() * 0.01)
-                bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
+                bodies = [Cancel(reason=why) for why in ("the client is gone", "a stop string matched")]
                 body = rng.choice(bodies)
                 for worker in [*f.prefill, *f.decode]:
                     f.router.send(worker.me, f"r{number}", body, sequence=index)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.protocol.messages import AnyBody, Cancel, Stop
+from kvrelay.protocol.messages import AnyBody, Cancel
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.policies import BUILT_IN
 from tests.component.workers.rig import Fleet, fleet, prompt_of
@@ -96,7 +96,7 @@ async def cancel_and_stop_at_any_moment(f: Fleet, num_requests: int, max_tokens:
             kept.append((prompt, got))
             continue
         await asyncio.sleep(rng.random() * 0.02)
-        bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
+        bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Cancel(reason="a stop string matched")]
         body = rng.choice(bodies)
         for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
             f.router.send(worker, name, body)

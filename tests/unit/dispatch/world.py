@@ -23,7 +23,6 @@ from kvrelay.protocol.messages import (
     Prompt,
     Reassign,
     SequenceUsage,
-    Stop,
     TokenEntry,
     pack_tokens,
     unpack_tokens,
@@ -210,7 +209,7 @@ class World:
                 worker.work[attempt] = Work(
                     attempt, prompt.num_output, prompt.sampling.max_tokens, prompt.num_output, committed=True
                 )
-            case Cancel() | Stop():
+            case Cancel():
                 worker.cancelled.add(attempt)
                 worker.work.pop(attempt, None)
             case Reassign() if work is None or work.committed or body.decode is None:

@@ -30,7 +30,7 @@ HANDOFF = Handoff(reservation="", index=0, token_id=1, num_tokens=1, num_blocks=
 
 def granted(reservation: str, num_blocks: int = 1) -> Granted:
     return Granted(
-        reservation=reservation, first_block=0, slots=list(range(5, 5 + num_blocks)), transport="t", endpoint={}
+        reservation=reservation, first_block=0, slots=list(range(5, 5 + num_blocks)), transport="t", endpoints=[{}]
     )
 
 
@@ -57,7 +57,7 @@ def test_a_failed_transfer_asks_for_another_decode_worker_at_once() -> None:
     need = NeedDecode(reason="transfer failed: the connection broke", excluded=["d1"], lacks=FIRST)
     assert prefill.handle(TransferFailed("r1", "the connection broke")) == [
         sender.StopPushing("r1", "t"),
-        sender.Send(ROUTER, need),
+        sender.SendTo(ROUTER, need),
     ]
     assert prefill.handle(TransferFailed("r1", "the connection broke")) == []
 
@@ -66,7 +66,7 @@ def test_a_grant_of_another_number_of_blocks_is_returned() -> None:
     prefill = SenderHandoff(ROUTER, FIRST)
     prefill.handle(sender.PrefillScheduled((10,)))
     instructions = prefill.handle(FromDecode(FIRST, granted("r1", 2)))
-    bodies = [each.body for each in instructions if isinstance(each, sender.Send)]
+    bodies = [each.body for each in instructions if isinstance(each, sender.SendTo)]
     assert [type(body) for body in bodies] == [Abort, Drained, NeedDecode]
 
 

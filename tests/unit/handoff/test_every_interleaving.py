@@ -187,7 +187,7 @@ def _without_drained(transition: Any, self: SenderHandoff, event: SenderDrained)
     return [
         made
         for made in transition(self, event)
-        if not (isinstance(made, sender.Send) and isinstance(made.body, Drained))
+        if not (isinstance(made, sender.SendTo) and isinstance(made.body, Drained))
     ]
 
 

@@ -23,7 +23,6 @@ from kvrelay.protocol.messages import (
     AnyBody,
     Cancel,
     Committed,
-    Deferred,
     Drained,
     Generate,
     Granted,
@@ -34,7 +33,6 @@ from kvrelay.protocol.messages import (
     Refused,
     Released,
     Reserve,
-    Stop,
     pack_tokens,
 )
 from kvrelay.protocol.sampling import Sampling
@@ -43,7 +41,7 @@ from tests.unit.handoff.test_decode_role import OTHER, PREFILL, ROUTER, DecodeWo
 from tests.unit.protocol.message_strategies import values
 
 NUM_BLOCKS = 16
-KINDS: tuple[type[AnyBody], ...] = (Reserve, Generate, Handoff, Abort, Drained, Cancel, Stop)
+KINDS: tuple[type[AnyBody], ...] = (Reserve, Generate, Handoff, Abort, Drained, Cancel)
 PROMPT = Prompt(tokens=pack_tokens([5] * 12), sampling=Sampling(max_tokens=3))
 
 
@@ -67,13 +65,12 @@ def sensible(worker: DecodeWorker, kind: type[AnyBody]) -> AnyBody:
     reservation = grants[-1].reservation if grants else "none"
     num_blocks = len(grants[-1].slots) if grants else 3
     bodies: dict[type[Any], AnyBody] = {
-        Reserve: Reserve(prompt=PROMPT, router=ROUTER, transports=["silent"], num_blocks=3),
+        Reserve: Reserve(prompt=PROMPT, router=ROUTER, transports=["silent"]),
         Generate: Generate(prompt=PROMPT),
         Handoff: Handoff(reservation=reservation, index=0, token_id=7, num_tokens=12, num_blocks=num_blocks),
         Abort: Abort(reservation=reservation, reason="cancelled"),
         Drained: Drained(reservation=reservation),
         Cancel: Cancel(reason="the client left"),
-        Stop: Stop(),
     }
     return bodies[kind]
 
@@ -123,7 +120,7 @@ granted = st.builds(
     first_block=st.one_of(st.integers(0, 3), st.just(2**31 - 1)),
     slots=st.lists(st.integers(0, 2**31 - 1), max_size=4, unique=True),
     transport=st.just("zmq"),
-    endpoint=st.just({}),
+    endpoints=st.just([{}]),
 )
 HOSTILE_EVENTS: st.SearchStrategy[Any] = st.one_of(
     st.builds(
@@ -131,7 +128,6 @@ HOSTILE_EVENTS: st.SearchStrategy[Any] = st.one_of(
         decodes,
         st.one_of(
             granted,
-            st.just(Deferred(reason="no")),
             st.just(Refused(reason="no")),
             st.builds(Released, reservation=names, reason=st.just("no")),
             st.builds(Committed, reservation=names),
@@ -161,7 +157,7 @@ def test_a_sender_pushes_only_its_own_blocks_and_releases_them_once(data: st.Dat
                     assert not num_released
                     assert all(copy.source == BLOCKS[copy.index] for copy in copies)
                     in_flight[granted.reservation] = in_flight.get(granted.reservation, 0) + len(copies)
-                case prefill.Send(_, Handoff(reservation=reservation, num_blocks=num_blocks)):
+                case prefill.SendTo(_, Handoff(reservation=reservation, num_blocks=num_blocks)):
                     assert in_flight.get(reservation, 0) >= num_blocks, "decode would wait for blocks that never come"
                 case prefill.StopPushing(reservation):
                     aborted.add(reservation)

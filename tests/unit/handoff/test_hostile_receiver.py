@@ -27,7 +27,7 @@ handoffs = st.builds(
 
 def grant(reservation: str, first_block: int) -> Granted:
     slots = list(range(first_block, NUM_BLOCKS))
-    return Granted(reservation=reservation, first_block=first_block, slots=slots, transport="t", endpoint={})
+    return Granted(reservation=reservation, first_block=first_block, slots=slots, transport="t", endpoints=[{}])
 
 
 EVENTS: st.SearchStrategy[Any] = st.one_of(

@@ -17,7 +17,6 @@ from kvrelay.protocol.messages import (
     Abort,
     Cancel,
     Committed,
-    Deferred,
     Drained,
     Granted,
     Handoff,
@@ -34,8 +33,8 @@ from scripts import docs
 from tests.unit.handoff.check.values import clone, freeze
 
 R, D = PeerRef("r", "1", "tcp://r"), PeerRef("d", "1", "tcp://d")
-GRANT = Granted(reservation="r", first_block=0, slots=[5], transport="t", endpoint={})
-CACHED = Granted(reservation="r", first_block=1, slots=[], transport="t", endpoint={})
+GRANT = Granted(reservation="r", first_block=0, slots=[5], transport="t", endpoints=[{}])
+CACHED = Granted(reservation="r", first_block=1, slots=[], transport="t", endpoints=[{}])
 HANDOFF = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=1)
 
 SENDER_EVENTS: list[prefill.SenderEvent] = [
@@ -44,7 +43,6 @@ SENDER_EVENTS: list[prefill.SenderEvent] = [
     prefill.PrefillFinished(HANDOFF),
     prefill.PrefillFinished(None),
     prefill.FromDecode(D, GRANT),
-    prefill.FromDecode(D, Deferred(reason="full")),
     prefill.FromDecode(D, Refused(reason="full")),
     prefill.FromDecode(D, Released(reservation="r", reason="full")),
     prefill.FromDecode(D, Committed(reservation="r")),
@@ -141,7 +139,7 @@ def test_a_table_names_all_states_and_exactly_the_events_of_handle(
 
 def test_messages_of_peers_are_legal_in_every_state_and_own_events_where_they_are_caused() -> None:
     senders = prefill.TRANSITIONS
-    for message in SENDER_EVENTS[4:12]:
+    for message in SENDER_EVENTS[4:11]:
         assert legal_states(senders, class_of(message)) == set(SenderState)
     assert legal_states(senders, prefill.PrefillScheduled) == {SenderState.QUEUED}
     assert legal_states(senders, prefill.BlocksComputed) == {SenderState.COMPUTING}

@@ -16,7 +16,6 @@ from kvrelay.protocol.messages import (
     Granted,
     Handoff,
     HistogramReport,
-    PackedCandidates,
     Prompt,
 )
 from kvrelay.protocol.packed_logprobs import PackedLogprobs
@@ -34,13 +33,13 @@ def _mend_prompt(fields: Fields) -> Fields:
 
 
 def _mend_handoff(fields: Fields) -> Fields:
-    token_id = None if fields["candidates"] is not None else fields["token_id"] or 0
-    return fields | {"token_id": token_id, "cached_tokens": min(fields["cached_tokens"], fields["num_tokens"])}
-
-
-def _mend_candidates(fields: Fields) -> Fields:
-    num_bytes = max(4, len(fields["token_ids"]) // 4 * 4)
-    return {name: value[:num_bytes].ljust(num_bytes, b"\0") for name, value in fields.items()}
+    ids = fields["candidate_ids"]
+    mended = {
+        "token_id": None if ids else fields["token_id"] or 0,
+        "candidate_logprobs": [0.0] * len(ids),
+        "cached_tokens": min(fields["cached_tokens"], fields["num_tokens"]),
+    }
+    return fields | mended
 
 
 def _mend_logprobs(fields: Fields) -> Fields:
@@ -59,7 +58,6 @@ MENDED: dict[type[msgspec.Struct], Callable[[Fields], Fields]] = {
     Prompt: _mend_prompt,
     Granted: lambda fields: fields | {"slots": list(dict.fromkeys(fields["slots"]))},
     Handoff: _mend_handoff,
-    PackedCandidates: _mend_candidates,
     PackedLogprobs: _mend_logprobs,
     HistogramReport: _mend_histogram,
     BeamSpec: lambda fields: fields | {"num_returned": min(fields["num_returned"], fields["width"])},
@@ -94,8 +92,8 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(cls)
         case inspect.LiteralType(values=literals):
             return st.sampled_from(literals)
-        case inspect.ListType(item_type=item, min_length=None, max_length=most):
-            return st.lists(_values(item), max_size=_size(most))
+        case inspect.ListType(item_type=item, min_length=least, max_length=most):
+            return st.lists(_values(item), min_size=least or 0, max_size=_size(most))
         case inspect.VarTupleType(item_type=item, min_length=least, max_length=most):
             return st.lists(_values(item), min_size=least or 0, max_size=_size(most)).map(tuple)
         case inspect.TupleType(item_types=items):

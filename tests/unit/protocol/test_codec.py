@@ -98,7 +98,6 @@ def test_hostile_headers_are_headers_or_malformed(frame: bytes) -> None:
 
 UNLIMITED = {"TokenEntry": {"request", "attempt", "sequence", "index"}, "Prompt": {"tokens"}}
 """Fields that are compared with what the receiver knows, or that a rule between fields checks."""
-UNLIMITED["PackedCandidates"] = {"token_ids", "logprobs"}
 
 
 @pytest.mark.parametrize("struct", structs_of(Header, *KINDS), ids=lambda struct: str(struct.__name__))
@@ -133,7 +132,7 @@ ENTRY = {"request": "r", "attempt": 1, "sequence": 0, "index": 0, "token_ids": [
 TOO_LONG: list[tuple[str, dict[str, object]]] = [
     ("65536", {"kind": "token_batch", "entries": [ENTRY | {"token_ids": [1] * (MOST_STEP_TOKENS + 1)}]}),
     ("65536", {"kind": "token_batch", "entries": [ENTRY] * (MOST_SEQUENCES + 1)}),
-    ("1024", {"kind": "token_batch", "entries": [ENTRY | {"beams": [[[], 0.0, 0.0, "length"]] * (MOST_SAMPLES + 1)}]}),
+    ("1024", {"kind": "token_batch", "entries": [ENTRY | {"texts": [[[], 0.0, 0.0, "length"]] * (MOST_SAMPLES + 1)}]}),
 ]
 """Lists that are longer than any that a correct worker sends. Their items are not even read."""
 
@@ -154,7 +153,14 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
     ),
     (
         "granted twice",
-        {"kind": "granted", "reservation": "r", "first_block": 0, "slots": [3, 3], "transport": "zmq", "endpoint": {}},
+        {
+            "kind": "granted",
+            "reservation": "r",
+            "first_block": 0,
+            "slots": [3, 3],
+            "transport": "zmq",
+            "endpoints": [{}],
+        },
     ),
     ("either a token", {"kind": "handoff", "reservation": "r", "index": 0, "num_tokens": 1, "num_blocks": 1}),
     (
@@ -166,7 +172,8 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
             "num_tokens": 1,
             "num_blocks": 1,
             "token_id": 1,
-            "candidates": [b"abcd", b"abcd"],
+            "candidate_ids": [7],
+            "candidate_logprobs": [0.0],
         },
     ),
     (
@@ -189,7 +196,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
             "index": 0,
             "num_tokens": 1,
             "num_blocks": 1,
-            "candidates": [b"abcd", b""],
+            "candidate_ids": [7],
         },
     ),
 ]
@@ -222,7 +229,6 @@ def test_a_process_is_an_identity_or_empty(process: str, is_taken: bool) -> None
         "prompt": PROMPT,
         "router": router,
         "transports": [],
-        "num_blocks": 1,
         "processes": [process],
     }
     with contextlib.nullcontext() if is_taken else pytest.raises(codec.MalformedMessage, match="process"):

@@ -81,24 +81,8 @@ def test_hosts_of_all_kinds_make_addresses(host: str, address: str) -> None:
     assert choose_address({"address": address}, None) == address
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        {},
-        {"address": "10.0.0.7:5555"},
-        {"address": "tcp://10.0.0.7"},
-        {"address": "tcp://10.0.0.7:0"},
-        {"address": "tcp://10.0.0.7:65536"},
-        {"address": "tcp://*:80"},
-        {"address": "tcp://a b:80"},
-        {"address": "ipc:///tmp/socket"},
-        {"address": "inproc://name"},
-        {"address": "tcp://h:80", "machine": "m1"},
-        {"address": "tcp://h:80", "machine": "m1", "local": "ipc:///tmp/socket"},
-        {"address": "tcp://h:80", "machine": "m1", "local": "tcp://h:81"},
-    ],
-)
-def test_any_other_endpoint_is_malformed(endpoint: dict[str, str]) -> None:
+@pytest.mark.parametrize("endpoint", [{}, {"address": "tcp://h:80", "machine": "m1"}])
+def test_an_endpoint_without_the_address_is_malformed(endpoint: dict[str, str]) -> None:
     with pytest.raises(MalformedEndpoint):
         choose_address(endpoint, "m1")
 

@@ -41,7 +41,7 @@ async def join(expiries: list[int], process: str = "") -> TakenRegistry:
     member = Membership(cast("Registry", registry), record, dict, ttl_s=5, interval_s=1)
     while not member.joined.is_set():
         try:
-            await member._once()
+            await member._once(cast("Registry", registry))
         except WorkerIdTaken as taken:
             await member._wait_for_id(taken)
     return registry

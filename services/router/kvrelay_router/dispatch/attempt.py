@@ -31,7 +31,6 @@ from kvrelay.protocol.messages import (
     PeerRef,
     Prefill,
     Reassign,
-    Stop,
 )
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.state_machine import IllegalEvent, Transition, TransitionTable, find_transition, transition_table
@@ -372,7 +371,7 @@ class SequenceAttempts:
 
     def _stop_matched(self, event: StopMatched) -> list[Instruction]:
         self.state = AttemptState.DONE
-        return [*self._send_to_all(Stop()), Ended(None)]
+        return [*self._send_to_all(Cancel(reason="a stop string matched")), Ended(None)]
 
     def _cancelled(self, event: Cancelled) -> list[Instruction]:
         self.state = AttemptState.DONE
@@ -397,7 +396,7 @@ class SequenceAttempts:
         return Send(worker, self.attempt, body)
 
     def _send_to_all(self, body: AnyBody) -> list[Instruction]:
-        """A worker that does not know the request yet remembers a Cancel or Stop, so both always get it."""
+        """A worker that does not know the request yet remembers a Cancel, so both always get it."""
         workers = self._workers.prefill, self._workers.decode
         return [self._send(worker, body) for worker in workers if worker is not None]
 

@@ -78,7 +78,7 @@ def decode_operations(data: bytes) -> Iterator[Run]:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class RangeOpened:
     """A worker opened a slot with an empty range."""
 
     slot: int
@@ -87,7 +87,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Retired:
+class RangeRetired:
     """A range ended. Its bits are cleared later."""
 
     slot: int
@@ -104,7 +104,7 @@ class Batch:
     operations: bytes
 
 
-IndexEvent = Opened | Retired | Batch
+IndexEvent = RangeOpened | RangeRetired | Batch
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -119,9 +119,9 @@ def decode_event(data: bytes) -> IndexEvent:
             case ["b", int(slot), str(range_id), int(seq), bytes(operations)]:
                 return Batch(slot, range_id, seq, operations)
             case ["o", int(slot), str(range_id), str(worker_id)]:
-                return Opened(slot, range_id, worker_id)
+                return RangeOpened(slot, range_id, worker_id)
             case ["r", int(slot), str(range_id)]:
-                return Retired(slot, range_id)
+                return RangeRetired(slot, range_id)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"invalid index event: {error}") from error
     raise ValueError("unknown kind of index event")

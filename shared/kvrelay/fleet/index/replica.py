@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.fleet.index.layout import STORED, Batch, IndexEvent, Opened, Retired, decode_operations, decode_slots
+from kvrelay.fleet.index.layout import (
+    STORED,
+    Batch,
+    IndexEvent,
+    RangeOpened,
+    RangeRetired,
+    decode_operations,
+    decode_slots,
+)
 from kvrelay.kv.hashing import BlockHash
 
 Ranges = Mapping[int, tuple[str, str, int]]
@@ -80,7 +88,7 @@ class IndexReplica:
         match event:
             case Batch():
                 self._apply_batch(event)
-            case Opened(slot=slot, range_id=range_id, worker_id=worker_id):
+            case RangeOpened(slot=slot, range_id=range_id, worker_id=worker_id):
                 known = self._ranges.get(slot)
                 if known is None or known.range_id != range_id:
                     self._end(slot)
@@ -88,7 +96,7 @@ class IndexReplica:
                         self._clear(slot)
                     self._ranges[slot] = _Range(range_id, worker_id, 0)
                     self._workers_of.clear()
-            case Retired(slot=slot, range_id=range_id):
+            case RangeRetired(slot=slot, range_id=range_id):
                 known = self._ranges.get(slot)
                 if known is not None and known.range_id == range_id:
                     self._end(slot)

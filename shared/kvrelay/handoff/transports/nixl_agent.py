@@ -9,8 +9,6 @@ flight says ok, and the data lands all the same."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import fcntl
 import importlib
 import ipaddress
@@ -23,8 +21,9 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -251,12 +250,7 @@ def _text(name: bytes | str) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
-METADATA_LIMIT_BYTES = 1 << 20
-POOL_LIMIT_BLOCKS = 1 << 28
-
-
-@dataclass(frozen=True, slots=True)
-class NixlEndpoint:
+class NixlEndpoint(msgspec.Struct, frozen=True):
     """The receiver's agent, which has another name after every start, its metadata, and where its pool lies.
 
     `process`: the identity of its process; empty if unknown.
@@ -268,46 +262,16 @@ class NixlEndpoint:
     process: str = ""
 
     def encode(self) -> Endpoint:
-        """Encodes the endpoint as strings for `Granted`."""
-        return {
-            "agent": self.agent,
-            "metadata": base64.b64encode(self.metadata).decode(),
-            "pool_address": str(self.region.address),
-            "num_blocks": str(self.region.num_blocks),
-            "block_bytes": str(self.region.block_bytes),
-            "segment": self.region.segment,
-            "device_id": str(self.region.device_id),
-            "process": self.process,
-        }
+        """Encodes the endpoint for `Granted`."""
+        return {"nixl": msgspec.json.encode(self).decode()}
 
     @staticmethod
     def decode(words: Mapping[str, str]) -> NixlEndpoint:
-        """Raises MalformedEndpoint if a word is missing or has no valid value."""
+        """Raises MalformedEndpoint."""
         try:
-            metadata = base64.b64decode(words["metadata"], validate=True)
-            segment = words["segment"]
-            if segment not in get_args(Segment):
-                raise ValueError(f"segment {segment!r}")
-            region = Region(
-                int(words["pool_address"]),
-                int(words["num_blocks"]),
-                int(words["block_bytes"]),
-                cast("Segment", segment),
-                int(words["device_id"]),
-            )
-            agent = words["agent"]
-        except (KeyError, ValueError, binascii.Error) as error:
-            raise MalformedEndpoint(f"no endpoint of a NIXL receiver: {error!r}") from error
-        if not agent or not 0 < len(metadata) <= METADATA_LIMIT_BYTES:
-            raise MalformedEndpoint("no endpoint of a NIXL receiver: no agent or no metadata")
-        if not (
-            0 < region.address < 1 << 64
-            and 0 < region.num_blocks <= POOL_LIMIT_BLOCKS
-            and region.block_bytes > 0
-            and region.device_id >= 0
-        ):
-            raise MalformedEndpoint(f"no pool lies at {region}")
-        return NixlEndpoint(agent, metadata, region, words.get("process", ""))
+            return msgspec.json.decode(words.get("nixl", ""), type=NixlEndpoint)
+        except msgspec.MsgspecError as error:
+            raise MalformedEndpoint(f"no endpoint of a NIXL receiver: {error}") from error
 
 
 log = logging.getLogger(__name__)

@@ -199,27 +199,19 @@ class ReceiverThread:
         self._closed = False
 
     def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
-        """Must be called once, on the event loop's thread, which then gets the events."""
         self._port = port = LoopPort(on_event)
         thread = Thread(target=self._run, args=(port,), name=self._thread_name, daemon=True)
         thread.start()
         self._thread = thread
 
     def admit(self, reservation: str, first_block: int, slots: Sequence[int], parts: Sequence[BlockPart] = ()) -> None:
-        """From now on block `first_block + i` may land in `slots[i]`, whole or in these parts.
-
-        Raises ValueError, changing nothing, for a reservation that is admitted already, and for slots outside the pool,
-        named twice, or still claimed by another reservation (a slot is free again once its block landed).
-        """
+        """Raises ValueError as `WritePermits.admit` does."""
         with self._changed:
             self._permits.admit(reservation, first_block, slots, parts)
             self._changed.notify_all()
 
     def release(self, reservation: str) -> None:
-        """Ends a reservation, known or not. No block of it is written after this returns.
-
-        If a message is being copied into its slots, waits for that copy.
-        """
+        """If a message is being copied into the slots, waits for that copy."""
         with self._changed:
             # Released before the wait: afterwards no further message of the reservation starts to be copied.
             self._permits.release(reservation)

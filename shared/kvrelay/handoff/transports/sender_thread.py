@@ -117,7 +117,6 @@ class SenderThread:
     # -- on any thread ------------------------------------------------------------------------------------------------
 
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
-        """Must be called once, on the event loop's thread, which then gets the events."""
         port = LoopPort(on_event)
         thread = Thread(target=self._run, args=(port,), name=self._thread_name, daemon=True)
         thread.start()
@@ -126,16 +125,12 @@ class SenderThread:
     def push(
         self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush], part: PartCopy | None = None
     ) -> None:
-        """Queues a push; a `Pushed` for each piece of it, or `TransferFailed` for a receiver that cannot be reached.
-
-        The caller keeps the source blocks until `Pushed`, or `SenderDrained` after a failure. Raises ValueError for a
-        source outside the pool. No copies, no event.
-        """
+        """A `Pushed` follows for each piece, or `TransferFailed` if the receiver cannot be reached. Raises ValueError
+        for a source outside the pool."""
         if copies:
             self._put(QueuedPush(reservation, dict(endpoint), Copies.of(copies, self._pool.num_blocks), part))
 
     def abort(self, reservation: str) -> None:
-        """Drops what is queued; `SenderDrained` follows, always, also for an unknown reservation."""
         self._put(_Abort(reservation))
 
     def close(self) -> None:

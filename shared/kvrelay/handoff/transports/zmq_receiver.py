@@ -7,7 +7,6 @@ nothing of the reservation is written; the price is a wait for the copy of one f
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvrelay.handoff.transports.base import Endpoint, MalformedEndpoint, Receive
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.handoff.transports.receiver_thread import ReceiverThread
 from kvrelay.handoff.transports.wire import MalformedBlocks
-from kvrelay.messaging.zmq_context import TCP_ADDRESS, ZmqContext, open_curve_gate, tcp_address
+from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate, tcp_address
 
 QUEUED_MESSAGES_PER_SENDER = 8
 """Messages queued in this process per sender. With more, the connection's flow control stops the sender."""
@@ -69,7 +68,6 @@ class ZmqReceiver(ReceiverThread):
         return dict(self._endpoint)
 
     def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
-        """Must be called once, on the event loop's thread, which then gets the events."""
         super().start(on_event)
         self._context.hand_over(self._socket)
 
@@ -118,7 +116,6 @@ class ZmqReceiver(ReceiverThread):
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
-_LOCAL_ADDRESS = re.compile(r"ipc://@[\w.-]{1,90}")
 
 
 def machine_id() -> str | None:
@@ -137,13 +134,8 @@ def local_address() -> str:
 
 def choose_address(endpoint: Mapping[str, str], own_machine: str | None) -> str:
     """The address to connect to: the local one if the receiver is on this machine. Raises MalformedEndpoint."""
-    address = endpoint.get("address", "")
-    match = TCP_ADDRESS.fullmatch(address)
-    if match is None or not 0 < int(match[2]) < 1 << 16:
-        raise MalformedEndpoint(f"the endpoint's address {address!r} is not tcp://host:port")
-    if own_machine is None or endpoint.get("machine") != own_machine:
-        return address
-    local = endpoint.get("local", "")
-    if _LOCAL_ADDRESS.fullmatch(local) is None:
-        raise MalformedEndpoint(f"the endpoint's local address {local!r} is not of this transport")
-    return local
+    is_local = own_machine is not None and endpoint.get("machine") == own_machine
+    try:
+        return endpoint["local" if is_local else "address"]
+    except KeyError as error:
+        raise MalformedEndpoint(f"the endpoint {dict(endpoint)} has no {error}") from None

@@ -13,7 +13,6 @@ from kvrelay.protocol.messages import (
     Abort,
     Cancel,
     Committed,
-    Deferred,
     Drained,
     Granted,
     Handoff,
@@ -60,9 +59,6 @@ def reserve(state: State, who: str, source: str, key: SequenceKey, num_output: i
         return
     state.receivers[who][key] = Receiving(ReceiverHandoff(is_one_sided=state.size.one_sided), source, num_output)
     admit_pending(state, who)
-    made = state.receivers[who][key].machine
-    if made is not None and made.state is D.ASKED:
-        state.post(who, source, "message", key, Deferred(reason="full"))
 
 
 def supersede(state: State, who: str, key: SequenceKey) -> None:
@@ -89,7 +85,7 @@ def admit_pending(state: State, who: str) -> None:
         reservation, sent = f"{who}{state.granted}", () if shared else receiving.slots
         first = state.size.num_blocks - len(sent)
         granted = Granted(
-            reservation=reservation, first_block=first, slots=list(sent), transport="t", endpoint={"d": who}
+            reservation=reservation, first_block=first, slots=list(sent), transport="t", endpoints=[{"d": who}]
         )
         receiving.machine.handle(granted)
         if state.size.has_ranks:

@@ -74,16 +74,16 @@ def run(state: State, who: str, key: SequenceKey, instructions: list[sender.Send
                     state.unaware |= {(who, to.peer_id)}
             case sender.PushBlocks(granted, copies):
                 blocks = [(copy.index, copy.source, copy.slot) for copy in copies]
-                push(state, who, state.senders[who][key], granted.reservation, granted.endpoint["d"], blocks)
+                push(state, who, state.senders[who][key], granted.reservation, granted.endpoints[0]["d"], blocks)
             case sender.StopPushing(reservation):
                 abort(state, who, state.senders[who][key], reservation)
             case sender.ReleaseBlocks():
                 release(state, who, key)
-            case sender.Send(_, NeedDecode() as body):
+            case sender.SendTo(_, NeedDecode() as body):
                 state.post(who, R, "need", key, tuple(body.excluded), body.lacks)
-            case sender.Send(_, Failed()):
+            case sender.SendTo(_, Failed()):
                 state.post(who, R, "failed", key, True)
-            case sender.Send(to, body):
+            case sender.SendTo(to, body):
                 state.post(who, to.peer_id, "message", key, body)
 
 

@@ -10,7 +10,6 @@ import pytest
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     Cancel,
-    Generate,
     PeerRef,
     Prefill,
     Reassign,
@@ -74,19 +73,6 @@ def test_the_prompt_goes_to_prefill_alone_and_names_decode() -> None:
     assert (send.body.prompt.num_output, send.body.prompt.timeout_s) == (0, 42.0)
 
 
-def test_without_prefill_decode_generates_alone() -> None:
-    (send,) = DrivenSequence(spec()).handle(WorkersAssigned(None, D, 42.0))
-    assert isinstance(send, Send) and send.worker == D and isinstance(send.body, Generate)
-
-
-@pytest.mark.parametrize("max_tokens", [0, 1])
-def test_one_token_at_most_needs_no_decode(max_tokens: int) -> None:
-    machine = DrivenSequence(spec(max_tokens=max_tokens))
-    assert not machine.needs_decode
-    (send,) = machine.handle(WorkersAssigned(P, None, 42.0))
-    assert isinstance(send, Send) and isinstance(send.body, Prefill) and send.body.decode is None
-
-
 # -- another decode worker --------------------------------------------------------------------------------------------
 
 
@@ -97,27 +83,6 @@ def test_a_refused_handoff_goes_to_another_decode_worker() -> None:
     assert isinstance(find, FindDecode) and find.excluded == {worker_key(D)}
     (send,) = machine.handle(DecodeChosen(D2))
     assert isinstance(send, Send) and (send.worker, send.body) == (P, Reassign(decode=D2))
-    assert delivered(machine.handle(tokens(0, 5, worker=D2))) == [5]
-
-
-def test_a_lost_decode_worker_is_replaced_before_prefill_asks() -> None:
-    machine = placed()
-    assert isinstance(machine.handle(lost(D, "silent"))[-1], FindDecode)
-    machine.handle(DecodeChosen(D2))
-    (again,) = machine.handle(need("d"))
-    assert isinstance(again, Send) and again.body == Reassign(decode=D2)
-
-
-@pytest.mark.parametrize("replaced_by", [lambda: need("d"), lambda: lost(D, "silent")])
-def test_nor_do_those_that_come_while_another_one_is_awaited(replaced_by: Callable[[], AnyEvent]) -> None:
-    """No decode worker may be ready for a while. The one that was left gets a Cancel, so no more than these come."""
-    machine = placed()
-    machine.handle(replaced_by())
-    assert machine.handle(tokens(0, 99)) == []
-    assert machine.handle(failed(D)) == []
-    assert machine.handle(lost(D, "silent")) == []
-    (send,) = machine.handle(DecodeChosen(D2))
-    assert isinstance(send, Send) and send.body == Reassign(decode=D2)
     assert delivered(machine.handle(tokens(0, 5, worker=D2))) == [5]
 
 

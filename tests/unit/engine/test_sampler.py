@@ -1,4 +1,4 @@
-"""The vectorised sampler against one row written out, and what must not depend on the batch."""
+"""The vectorised sampler against one row written out, what must not depend on the batch, and its random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.sample import random_sampling
 from kvrelay.engine.sample.logprobs import BadLogits
-from kvrelay.engine.sample.random_sampling import Limits, sample_from_all, sample_from_few, sample_from_more, uniforms
+from kvrelay.engine.sample.random_sampling import (
+    Limits,
+    philox,
+    sample_from_all,
+    sample_from_few,
+    sample_from_more,
+    uniforms,
+)
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.engine.sample.sampler_state import PenaltyCounts
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
@@ -321,3 +328,97 @@ def test_others_come_and_go_while_the_host_waits_for_the_device(
             assert stay.tolist() == others[0].begin([key(0), key(2)], np.full(2, step), logits[:2]).land()[0].tolist()
             new, _ = sampler.begin([key(7)], np.array([step]), logits[2:]).land()
             assert new.tolist() == others[1].begin([key(7)], np.array([step]), logits[2:]).land()[0].tolist()
+
+
+# -- the random numbers behind the draws -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_published_numbers(counter: list[int], key: list[int], expected: list[int]) -> None:
+    c0, c1, c2, c3, k0, k1 = (np.array([word], np.uint64) for word in (*counter, *key))
+    assert [int(word[0]) for word in philox((c0, c1, c2, c3), (k0, k1))] == expected
+
+
+def test_each_part_of_the_key_matters() -> None:
+    base = np.array([[7, 0, 100], [8, 0, 100], [7, 1, 100], [7, 0, 101], [7 + 2**40, 0, 100]], np.uint64)
+    assert len(set(uniforms(*base.T).tolist())) == len(base)
+
+
+def test_numbers_are_spread_evenly_over_positions() -> None:
+    count = 50_000
+    same = np.zeros(count, np.uint64)
+    numbers = uniforms(same, same, np.arange(count, dtype=np.uint64))
+    counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
+    chi_square = ((counts - count / 100) ** 2 / (count / 100)).sum()
+    assert 50 < chi_square < 160  # 99 degrees of freedom
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+    assert numbers.min() >= 0 and numbers.max() < 1
+
+
+# -- log-probabilities of given tokens, against the definition -------------------------------------------------------
+
+
+SMALL_VOCAB = 50
+token_ids = st.integers(0, SMALL_VOCAB - 1)
+scored_samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 1.0]),
+    top_p=st.sampled_from([1.0, 0.5]),
+    seed=st.integers(0, 9),
+    logprobs=st.none() | st.integers(0, 4),
+    logprob_token_ids=st.lists(token_ids, max_size=6, unique=True).map(tuple),
+    presence_penalty=st.sampled_from([0.0, 2.0]),
+)
+
+
+def key_of(row: int) -> SequenceKey:
+    return (f"request-{row}", 0, 0)
+
+
+@given(rows=st.lists(scored_samplings, min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_they_are_the_models_own_and_replace_the_most_likely(rows: list[Sampling], seed: int) -> None:
+    sampler = Sampler(SMALL_VOCAB, (49,), torch.device("cpu"))
+    for row, sampling in enumerate(rows):
+        sampler.add(key_of(row), sampling, [1, 2, 3], 2)
+    keys, positions = [key_of(row) for row in range(len(rows))], np.full(len(rows), 3)
+    logits = torch.randn(len(rows), SMALL_VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    sampled, entries = sampler.begin(keys, positions, logits.clone()).land()
+    for row, (sampling, entry) in enumerate(zip(rows, entries, strict=True)):
+        if sampling.logprobs is None:
+            assert entry is None
+            continue
+        assert entry is not None and entry.token_id == sampled[row]
+        expected = torch.log_softmax(logits[row], dim=-1)
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-5)
+        likeliest = expected.argsort(descending=True)[: sampling.logprobs].tolist()
+        assert entry.top_ids == (list(sampling.logprob_token_ids) or likeliest)
+        assert entry.top_logprobs == pytest.approx(expected[entry.top_ids].tolist(), abs=1e-5)
+
+
+def test_a_slot_that_is_used_again_wants_nothing() -> None:
+    sampler = Sampler(SMALL_VOCAB, (49,), torch.device("cpu"))
+    for logprob_token_ids in ((7, 3), ()):
+        sampler.add(key_of(0), Sampling(logprobs=2, logprob_token_ids=logprob_token_ids), [1], 1)
+        _, (entry,) = sampler.begin(
+            [key_of(0)], np.array([1]), torch.arange(SMALL_VOCAB, dtype=torch.float32)[None]
+        ).land()
+        assert entry is not None and entry.top_ids == list(logprob_token_ids or (49, 48))
+        sampler.drop(key_of(0))
+
+
+def test_a_token_beyond_the_vocabulary_is_an_error() -> None:
+    with pytest.raises(ValueError, match="token ids reach"):
+        Sampler(SMALL_VOCAB, (49,), torch.device("cpu")).add(
+            key_of(0), Sampling(logprob_token_ids=(SMALL_VOCAB,)), [1], 1
+        )

@@ -1,4 +1,4 @@
-"""Which part of a model a rank holds, and which models cannot be divided."""
+"""Which part of a model a rank or a stage holds, and which models cannot be divided."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -18,8 +20,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from kvrelay.engine.parallel.pipeline import drop_absent, plan_stage
 from kvrelay.engine.parallel.shard_plan import plan_shards
 from kvrelay.engine.run.attention import UnsupportedModel
+from kvrelay.kv.shard_map import layers_of_stage
 from tests.tiny_models import DIVIDED
 
 SIZES = (1, 2, 4)
@@ -81,3 +85,48 @@ SMALL: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96, "num_hidden
 def test_models_that_do_not_divide_are_refused(config: PreTrainedConfig, size: int, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         plan_shards(on_meta(config), 0, size)
+
+
+# -- which layers a stage holds, and which models cannot be divided into stages --------------------------------------
+
+
+@given(st.integers(1, 100), st.data())
+def test_stages_have_all_layers_in_order(num_layers: int, data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, num_layers))
+    stages = [layers_of_stage(num_layers, stage, num_stages) for stage in range(num_stages)]
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    lengths = [len(stage) for stage in stages]
+    assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("architecture", DIVIDED)
+def test_each_parameter_is_in_one_stage(architecture: str) -> None:
+    """Except embeddings that are the head's weights too, which the first and the last stage have."""
+    whole = on_meta(DIVIDED[architecture]())
+    num_stages = whole.config.num_hidden_layers
+    held: dict[str, list[int]] = {name: [] for name, _ in whole.named_parameters(remove_duplicate=False)}
+    for stage in range(num_stages):
+        model = on_meta(DIVIDED[architecture]())
+        plan = plan_stage(model, stage, num_stages)
+        drop_absent(model, plan)
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            assert plan.has(name)
+            held[name].append(stage)
+    for name, stages in held.items():
+        is_shared = plan.is_tied and name == f"{plan.embedding}.weight"
+        assert stages == ([0, num_stages - 1] if is_shared else stages[:1]), name
+        assert stages, name
+        if ".layers." in name:
+            assert stages == [int(name.split(".layers.")[1].split(".")[0])]
+
+
+def test_a_model_without_a_plan_of_transformers() -> None:
+    """Its final norm is not found, and stays on every stage."""
+    model = on_meta(GPT2Config(n_embd=48, n_layer=4, n_head=4, vocab_size=64))
+    plan = plan_stage(model, 1, 2)
+    assert (plan.layer_list, plan.own_layers, plan.norm) == ("transformer.h", range(2, 4), "")
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(UnsupportedModel, match="pipeline_parallel_size = 4: it has 3 layers"):
+        plan_stage(on_meta(LlamaConfig(**{**SMALL, "num_hidden_layers": 3, "num_attention_heads": 4})), 0, 4)

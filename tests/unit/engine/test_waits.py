@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvrelay.engine.run import device
 from kvrelay.engine.run.attention import ATTENTION_NAME, attending, register, split_head
 from kvrelay.engine.run.graph_check import Waits
-from kvrelay.engine.sample.beam_candidates import best_candidates
+from kvrelay.engine.sample.candidates import best_candidates
 from kvrelay.engine.sample.logprobs import token_logprobs
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling

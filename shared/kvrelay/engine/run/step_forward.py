@@ -78,13 +78,13 @@ class StepForward:
         return self.hidden[to_device(wanted, self.hidden.device)]
 
     def sampled(self) -> tuple[list[int], DraftRows | None]:
-        """The rows that sample, once for each place, and the places of drafts, if there are any. Beams are left out."""
+        """The rows that sample a token, once for each place, and the places of drafts, if there are any."""
         wanted = [at for at, row in enumerate(self.rows) if row.sample and row.wanted is None]
         drafts = DraftRows.of(self.rows, wanted)
         return (wanted if drafts is None else drafts.rows.tolist()), drafts
 
-    def beams(self) -> list[int]:
-        """The beams' rows that sample."""
+    def with_candidates(self) -> list[int]:
+        """The rows that give candidates in place of a token."""
         return [at for at, row in enumerate(self.rows) if row.sample and row.wanted is not None]
 
     def head_inputs(self) -> Iterator[torch.Tensor]:
@@ -94,8 +94,8 @@ class StepForward:
         places, drafts = self.sampled()
         if places:
             yield self.last_hidden(places, drafts)
-        if beams := self.beams():
-            yield self.last_hidden(beams)
+        if places := self.with_candidates():
+            yield self.last_hidden(places)
 
 
 def pack_rows(rows: Sequence[WorkerRow]) -> PackedRows:

@@ -24,7 +24,7 @@ from kvrelay.engine.run.device import Moment, to_device, use_on_this_thread
 from kvrelay.engine.run.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.run.in_flight import Asked, Sampled, StepInFlight, StepsInFlight, TokensOnDevice
 from kvrelay.engine.run.step_forward import Lockstep, StepForward, pack_rows
-from kvrelay.engine.sample.beam_candidates import best_candidates
+from kvrelay.engine.sample.candidates import best_candidates
 from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.engine.sample.logprobs import ScoredPrompts
 from kvrelay.engine.sample.sampler import Sampler
@@ -404,22 +404,20 @@ class TransformersRunner:
         return token_ids, None
 
     def _find_candidates(self, forward: StepForward) -> dict[int, Candidates]:
-        """The candidates of the beams' rows that sample and are still known, by row of the step."""
-        wanted = forward.beams()
-        if not wanted:
+        """The candidates of the rows that want some and are still known, by row of the step."""
+        places, rows = forward.with_candidates(), forward.rows
+        if not places:
             return {}
-        logits = self._logits(forward.last_hidden(wanted))
-        rows = forward.rows
+        logits = self._logits(forward.last_hidden(places))
         with self._lock:
-            known = [at for at, place in enumerate(wanted) if rows[place].key in self._sampler]
+            known = [at for at, place in enumerate(places) if rows[place].key in self._sampler]
             if not known:
                 return {}
-            places = [wanted[at] for at in known]
-            logits = self._at(logits, known)
+            places, logits = [places[at] for at in known], self._at(logits, known)
             packed = forward.packed
             positions = (packed.positions + packed.query_lens)[places].astype(np.int64)
-            keys, beams = zip(*((rows[place].key, rows[place].wanted) for place in places), strict=True)
-            found = best_candidates(self._sampler, keys, beams, positions, logits)
+            keys, wanted = zip(*((rows[place].key, rows[place].wanted) for place in places), strict=True)
+            found = best_candidates(self._sampler, keys, wanted, positions, logits)
         return dict(zip(places, found, strict=True))
 
     def _at(self, logits: torch.Tensor, places: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.sample.beam_candidates import best_candidates
+from kvrelay.engine.sample.candidates import best_candidates
 from kvrelay.engine.sample.logprobs import BadLogits
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling

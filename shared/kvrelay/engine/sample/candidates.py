@@ -1,6 +1,7 @@
-"""The most likely continuations of beams: one log-softmax and one top-k over all beams of a step.
+"""The most likely continuations of sequences: one log-softmax and one top-k over all such rows of a step.
 
-Penalties, biases and minimum lengths change the log-probabilities and not the logits, as in transformers' beam search.
+Penalties, biases and minimum lengths change the log-probabilities and not the logits, as in
+transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvrelay.step.batch import Candidates, CandidatesWanted
 def best_candidates(
     sampler: Sampler,
     keys: Sequence[SequenceKey],
-    beams: Sequence[CandidatesWanted],
+    wanted: Sequence[CandidatesWanted],
     positions: NDArray[np.int64],
     logits: torch.Tensor,
 ) -> list[Candidates]:
@@ -33,16 +34,16 @@ def best_candidates(
     BadLogits for rows whose logits are not finite, KeyError for an unknown key.
     """
     scores = torch.log_softmax(logits.float(), dim=-1)
-    sampler.adjust(keys, positions, scores, _seen(beams, sampler.penalises(keys)))
-    most = min(max(beam.num_candidates for beam in beams), scores.shape[-1])
+    sampler.adjust(keys, positions, scores, _seen(wanted, sampler.penalises(keys)))
+    most = min(max(each.num_candidates for each in wanted), scores.shape[-1])
     top = torch.topk(scores, most, dim=-1)
     peaks_there = logits.amax(dim=-1)
     with sampler.waiting():
         peaks, token_ids, values = to_host(peaks_there, top.indices, top.values)
     check_finite(keys, peaks)
     return [
-        _candidates(ids[: beam.num_candidates], row[: beam.num_candidates])
-        for ids, row, beam in zip(token_ids.astype(np.int32), values.astype(np.float32), beams, strict=True)
+        _candidates(ids[: each.num_candidates], row[: each.num_candidates])
+        for ids, row, each in zip(token_ids.astype(np.int32), values.astype(np.float32), wanted, strict=True)
     ]
 
 
@@ -51,15 +52,15 @@ def _candidates(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> 
     return Candidates(token_ids[possible], logprobs[possible]) if possible.any() else Candidates(token_ids, logprobs)
 
 
-def _seen(beams: Sequence[CandidatesWanted], penalised: NDArray[np.bool_]) -> Seen:
+def _seen(wanted: Sequence[CandidatesWanted], penalised: NDArray[np.bool_]) -> Seen:
     """The earlier tokens of the rows that have a penalty."""
     rows, token_ids, in_output = [], [], []
     for row in np.flatnonzero(penalised).tolist():
-        beam = beams[row]
-        distinct, places = np.unique(beam.history.astype(np.int64), return_inverse=True)
+        each = wanted[row]
+        distinct, places = np.unique(each.history.astype(np.int64), return_inverse=True)
         rows.append(np.full(len(distinct), row, np.int64))
         token_ids.append(distinct)
-        in_output.append(np.bincount(places[beam.num_prompt :], minlength=len(distinct)).astype(np.int32))
+        in_output.append(np.bincount(places[each.num_prompt :], minlength=len(distinct)).astype(np.int32))
     if not rows:
         empty = np.zeros(0, np.int64)
         return empty, empty, np.zeros(0, np.int32)

@@ -90,7 +90,7 @@ class EmbeddedText:
     """The router's text service, for callers that do not await, from any thread and under a running event loop."""
 
     def __init__(self, model: str) -> None:
-        self.service = TextService.load(model, num_threads=1)
+        self.service = TextService.load(model)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
 
     def close(self) -> None:

@@ -38,6 +38,8 @@ MESSAGE_TOKENS = 64
 
 _UNITS_PER_WORD = 64  # encoding a bad word twice costs about as much as so many characters
 
+THREADS = 2
+"""For texts of each kind, short and long."""
 LONG_TEXT_CHARS = 16_384
 """Longer texts have their own threads, so that shorter ones never wait behind them."""
 
@@ -78,7 +80,6 @@ class TextService:
         template: ChatTemplate | None,
         *,
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
-        num_threads: int = 2,
         tokenizer_identity: str = "",
         max_grammar_cpu_s: float = MAX_CPU_S,
         dialect: Dialect = NO_DIALECT,
@@ -92,18 +93,15 @@ class TextService:
         self.template = template
         self.sampling_defaults = defaults
         self.grammars = GrammarCheck(tokenizer, max_grammar_cpu_s)
-        self._contents = None
-        if template is not None:
-            self._contents = _content_tokens(tokenizer, template)
-        self._short = ThreadPoolExecutor(num_threads, "text-short")
-        self._long = ThreadPoolExecutor(num_threads, "text-long")
+        self._contents = _content_tokens(tokenizer, template) if template is not None else None
+        self._short = ThreadPoolExecutor(THREADS, "text-short")
+        self._long = ThreadPoolExecutor(THREADS, "text-long")
 
     @classmethod
     def load(
         cls,
         model: str,
         *,
-        num_threads: int = 2,
         max_grammar_cpu_s: float = MAX_CPU_S,
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
@@ -128,7 +126,6 @@ class TextService:
             tokenizer,
             template,
             defaults=source.sampling_defaults,
-            num_threads=num_threads,
             tokenizer_identity=source.identity,
             max_grammar_cpu_s=max_grammar_cpu_s,
             dialect=find_dialect(
@@ -164,9 +161,9 @@ class TextService:
         self, messages: list[Message], options: ChatOptions, max_tokens: int | None = None
     ) -> list[int]:
         """The token ids of a conversation, with the template's special tokens. Those that a content spells out are
-        text, unless `content_special_tokens` is on. Raises ChatTemplateError, and TextTooLong as `encode`."""
-        template = self.template
-        if template is None:
+        text. Raises ChatTemplateError, and TextTooLong as `encode`."""
+        template, spelled = self.template, self._contents
+        if template is None or spelled is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
 
         def render(contents: tuple[list[Message], Mapping[str, Any], list[dict[str, Any]]]) -> str:
@@ -185,21 +182,16 @@ class TextService:
 
         def render_and_encode() -> list[int]:
             contents = messages, options.template_kwargs, list(options.tools)
-            if self._contents is None:
-                return encode(render(contents))
-            return self._contents.encode(render, contents, encode, add_special_tokens=options.add_special_tokens)
+            return spelled.encode(render, contents, encode, add_special_tokens=options.add_special_tokens)
 
         num_chars = count_chars([*messages, *options.tools], LONG_TEXT_CHARS + 1)
         if (
             len(messages) > SHORT_CHAT_MESSAGES
             or options.template_kwargs
-            or (num_chars <= SHORT_TEXT_CHARS and self._spells_control_tokens([*messages, *options.tools]))
+            or (num_chars <= SHORT_TEXT_CHARS and spelled.are_spelled([*messages, *options.tools]))
         ):
             num_chars = max(num_chars, SHORT_TEXT_CHARS + 1)  # it takes longer than its length shows
         return await self._run(num_chars, render_and_encode)
-
-    def _spells_control_tokens(self, contents: Any) -> bool:
-        return self._contents is not None and self._contents.are_spelled(contents)
 
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word, at the beginning of a text and behind a space, as in vLLM."""

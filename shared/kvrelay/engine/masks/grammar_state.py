@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from time import perf_counter
 
@@ -102,38 +102,6 @@ def wait(work: Collection[OrderedWork], timeout_s: float, *, for_first: bool = F
     return reached
 
 
-@dataclass(slots=True)
-class _Queue:
-    """What the threads of a `WorkThreads` share. They keep it alive, and not their owner."""
-
-    work: deque[OrderedWork] = field(default_factory=deque)
-    filled: Event = field(default_factory=Event)
-    current: dict[int, OrderedWork] = field(default_factory=dict)  # key: number of the thread
-    is_closed: bool = False
-
-    def serve(self) -> None:
-        """The first thread. It ends with the owner."""
-        while not self.is_closed:
-            self.help(0)
-            self.filled.wait()
-            self.filled.clear()
-
-    def help(self, number: int) -> None:
-        """Does work until none waits."""
-        while self.work:
-            try:
-                work = self.work.popleft()
-            except IndexError:
-                break  # another thread was faster
-            self.current[number] = work
-            work.perform()
-            self.current.pop(number, None)
-
-    def close(self) -> None:
-        self.is_closed = True
-        self.filled.set()
-
-
 class WorkThreads:
     """Threads that end with the owner of this object."""
 
@@ -142,30 +110,41 @@ class WorkThreads:
         self._name = name
         self._max_threads = max_threads
         self._hangs_after_s = hangs_after_s
-        self._queue = _Queue()
+        self._queue: SimpleQueue[OrderedWork | None] = SimpleQueue()  # None: the owner has ended
+        self._current: dict[int, OrderedWork] = {}  # key: number of the thread
         self._num_started = 0
-        weakref.finalize(self, self._queue.close)
+        weakref.finalize(self, self._queue.put, None)
 
     def submit(self, work: Iterable[OrderedWork]) -> None:
         """Has what was put into these done."""
-        self._queue.work.extend(work)
-        if self._num_started:
-            self._queue.filled.set()
-        else:
-            self._start(self._queue.serve)
+        for each in work:
+            self._queue.put(each)
+        if not self._num_started:
+            self._start(stays=True)
 
     def help(self) -> None:
         """Starts another thread until the queue is empty, if work waits and there may be one more."""
         limit_s = self._hangs_after_s()
-        busy = [each for each in list(self._queue.current.values()) if each.took_s() <= limit_s]
-        if self._queue.work and len(busy) < self._max_threads:
-            number = self._num_started
-            self._start(lambda queue=self._queue: queue.help(number))  # type: ignore[misc]
+        busy = [each for each in list(self._current.values()) if each.took_s() <= limit_s]
+        if not self._queue.empty() and len(busy) < self._max_threads:
+            self._start(stays=False)
 
-    def _start(self, target: Callable[[], None]) -> None:
-        # A daemon: work that hangs does not keep the process from ending.
-        Thread(target=target, name=f"{self._name}-{self._num_started}", daemon=True).start()
+    def _start(self, *, stays: bool) -> None:
+        # A daemon: work that hangs does not keep the process from ending. It does not keep the owner alive either.
+        arguments = (self._queue, self._current, self._num_started, stays)
+        Thread(target=_work, args=arguments, name=f"{self._name}-{self._num_started}", daemon=True).start()
         self._num_started += 1
+
+
+def _work(queue: SimpleQueue[OrderedWork | None], current: dict[int, OrderedWork], number: int, stays: bool) -> None:
+    """Does what is in the queue. The first thread `stays`, until the owner has ended."""
+    with suppress(Empty):
+        while (work := queue.get(block=stays)) is not None:
+            current[number] = work
+            work.perform()
+            current.pop(number, None)
+            del work  # not kept alive while there is none
+        queue.put(None)  # for the first thread, if this is another
 
 
 MAX_RUN_TOKENS = 64

@@ -95,7 +95,6 @@ ALLOWED = {
     "services/router/kvrelay_router/dispatch/placement.py": "when a decision was made, for people",
     "services/router/kvrelay_router/dispatch/records.py": "when a request came, for people",
     "services/router/kvrelay_router/openai/api_service.py": "`created` of answers",
-    "services/router/kvrelay_router/openai/settings.py": "`created` of the model",
     "services/router/kvrelay_router/responses/responses_format.py": "`created_at` of responses",
     "shared/kvrelay/text/chat_template.py": "the date that templates ask for",
     "shared/kvrelay/backends/cpu_build.py": "the age of files that killed compilations left",

@@ -72,24 +72,15 @@ async def test_a_worker_whose_id_is_in_use_does_not_start(new_member: NewMember,
     await ended(first, running)
 
 
-async def test_the_lease_of_a_killed_process_is_taken_over_before_it_expires(
-    new_member: NewMember, process: subprocess.Popen[bytes]
+@pytest.mark.parametrize("can_be_seen", [True, False])
+async def test_the_lease_of_a_dead_worker_is_taken_over(
+    new_member: NewMember, process: subprocess.Popen[bytes], can_be_seen: bool
 ) -> None:
-    first = new_member("1", identity_of(process.pid), ttl_s=600)
+    """Before it expires if its process can be seen to have ended."""
+    first = new_member("1", identity_of(process.pid), ttl_s=600) if can_be_seen else new_member("1", ttl_s=SHORT_S)
     await ended_without_leaving(first, await joined(first))
     process.kill()
     process.wait()
-    second = new_member("2")
-    running = await joined(second)
-    assert [each.incarnation for each in await leases(second)] == ["2"]
-    await ended(second, running)
-
-
-async def test_the_lease_of_a_process_that_cannot_be_seen_is_taken_over_when_it_has_expired(
-    new_member: NewMember,
-) -> None:
-    first = new_member("1", ttl_s=SHORT_S)
-    await ended_without_leaving(first, await joined(first))
     second = new_member("2")
     running = await joined(second)
     assert [each.incarnation for each in await leases(second)] == ["2"]

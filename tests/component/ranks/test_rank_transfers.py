@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import numpy as np
@@ -30,73 +30,104 @@ def stack() -> Iterator[ExitStack]:
         yield made
 
 
-def sender_of(stack: ExitStack) -> tuple[ChannelSender, Log]:
-    sender, log = ChannelSender(ZmqSender(BLOCKS)), Log()
-    stack.callback(sender.close)
-    sender.start(log.add)
-    return sender, log
+class Ends:
+    """Both ends of one transport, each of another rank."""
+
+    def __init__(self, name: str, admission_wait_s: float) -> None:
+        self.pool = np.zeros((8, 64), np.uint8)
+        make = NixlReceiver if name == "nixl" else ZmqReceiver
+        self.transport: NixlReceiver | ZmqReceiver = make(self.pool, admission_wait_s=admission_wait_s)
+        self.receiver = ChannelReceiver(self.transport)
+        self.sender = ChannelSender(NixlSender(BLOCKS) if name == "nixl" else ZmqSender(BLOCKS))
+        self.received, self.sent = Log(), Log()
+        self.receiver.start(self.received.add)
+        self.sender.start(self.sent.add)
+        assert self.receiver.name == self.sender.name == name
+        assert self.receiver.is_one_sided is (name == "nixl")
+
+    def push(self, reservation: str, *copies: BlockPush) -> None:
+        self.sender.push(reservation, self.receiver.endpoint, copies)
+
+    async def until_landed(self, reservation: str) -> None:
+        async with asyncio.timeout(PATIENCE_S / 2):
+            await self.received.until(lambda: Landed(reservation, (0,)) in self.received.events)
 
 
-async def test_a_block_that_comes_before_its_admission_lands_when_that_comes(stack: ExitStack) -> None:
-    pool = np.zeros((8, 64), np.uint8)
-    transport, log = ZmqReceiver(pool, admission_wait_s=PATIENCE_S), Log()
-    receiver = ChannelReceiver(transport)
-    stack.callback(receiver.close)
-    receiver.start(log.add)
-    sender, _ = sender_of(stack)
-    sender.push("r", receiver.endpoint, [BlockPush(0, 3, 5)])
-    await until(lambda: transport.counters.num_messages == 1)
-    receiver.admit("r", 0, [5])
-    await log.until(lambda: Landed("r", (0,)) in log.events)
-    assert np.array_equal(pool[5], BLOCKS[3])
-    assert not transport.counters.dropped
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL))
 
 
-async def test_a_block_of_a_released_reservation_does_not_hold_up_others(stack: ExitStack) -> None:
-    pool = np.zeros((8, 64), np.uint8)
-    transport, log = ZmqReceiver(pool, admission_wait_s=PATIENCE_S), Log()
-    receiver = ChannelReceiver(transport)
-    stack.callback(receiver.close)
-    receiver.start(log.add)
-    receiver.admit("old", 0, [5])
-    receiver.release("old")
-    receiver.admit("new", 0, [5])
-    receiver.channel.await_calls()
-    sender, _ = sender_of(stack)
-    sender.push("old", receiver.endpoint, [BlockPush(0, 3, 5)])
-    sender.push("new", receiver.endpoint, [BlockPush(0, 4, 5)])
-    async with asyncio.timeout(PATIENCE_S / 2):
-        await log.until(lambda: Landed("new", (0,)) in log.events)
-    assert np.array_equal(pool[5], BLOCKS[4])
-    assert transport.counters.dropped == {"unknown_reservation": 1}
+@pytest.fixture(params=["zmq", NIXL])
+def make_ends(request: pytest.FixtureRequest, stack: ExitStack) -> Callable[[float], Ends]:
+    """NIXL writes into the slots of a rank whatever has been admitted there; only what is reported differs."""
+
+    def make(admission_wait_s: float) -> Ends:
+        ends = Ends(request.param, admission_wait_s)
+        stack.callback(ends.sender.close)
+        stack.callback(ends.receiver.close)
+        return ends
+
+    return make
 
 
-async def test_a_block_whose_admission_never_comes_is_dropped(stack: ExitStack) -> None:
-    pool = np.zeros((8, 64), np.uint8)
-    transport, log = ZmqReceiver(pool, admission_wait_s=0.05), Log()
-    receiver = ChannelReceiver(transport)
-    stack.callback(receiver.close)
-    receiver.start(log.add)
-    sender, _ = sender_of(stack)
+async def test_a_block_that_comes_before_its_admission_lands_when_that_comes(
+    make_ends: Callable[[float], Ends],
+) -> None:
+    ends = make_ends(PATIENCE_S)
+    ends.push("r", BlockPush(0, 3, 5))
+    await until(lambda: ends.transport.counters.num_messages == 1)
+    ends.receiver.admit("r", 0, [5])
+    await ends.until_landed("r")
+    assert np.array_equal(ends.pool[5], BLOCKS[3])
+    assert not ends.transport.counters.dropped
+
+
+async def test_a_block_of_a_released_reservation_does_not_hold_up_others(make_ends: Callable[[float], Ends]) -> None:
+    ends = make_ends(PATIENCE_S)
+    slot = 6 if ends.receiver.is_one_sided else 5
+    ends.receiver.admit("old", 0, [5])
+    ends.receiver.release("old")
+    ends.receiver.admit("new", 0, [slot])
+    ends.receiver.channel.await_calls()
+    ends.push("old", BlockPush(0, 3, 5))
+    ends.push("new", BlockPush(0, 4, slot))
+    await ends.until_landed("new")
+    assert np.array_equal(ends.pool[slot], BLOCKS[4])
+    assert ends.transport.counters.dropped == {"unknown_reservation": 1}
+
+
+async def test_a_block_whose_admission_never_comes_is_dropped(make_ends: Callable[[float], Ends]) -> None:
+    ends = make_ends(0.05)
     for _ in range(2):
-        sender.push("never", receiver.endpoint, [BlockPush(0, 3, 5)])
-    await until(lambda: transport.counters.dropped == {"unknown_reservation": 2})
-    assert not pool.any()
+        ends.push("never", BlockPush(0, 3, 5))
+    await until(lambda: ends.transport.counters.dropped == {"unknown_reservation": 2})
+    assert ends.receiver.is_one_sided or not ends.pool.any()
 
 
-async def test_an_abort_drains_and_the_counters_of_the_rank_arrive(stack: ExitStack) -> None:
-    pool = np.zeros((8, 64), np.uint8)
-    receiver = ChannelReceiver(ZmqReceiver(pool))
-    stack.callback(receiver.close)
-    receiver.start(Log().add)
-    receiver.admit("r", 0, [0, 1])
-    receiver.channel.await_calls()
-    sender, log = sender_of(stack)
-    sender.push("r", receiver.endpoint, [BlockPush(0, 0, 0), BlockPush(1, 1, 1)])
-    await log.until(lambda: sum(len(each.blocks) for each in log.events if isinstance(each, Pushed)) == 2)
-    sender.abort("r")
-    await log.until(lambda: SenderDrained("r") in log.events)
-    assert (sender.counters.num_blocks, sender.counters.num_bytes) == (2, 128)
+@pytest.mark.parametrize("make_ends", [NIXL], indirect=True)
+async def test_a_rank_ends_while_a_block_waits_for_its_admission(make_ends: Callable[[float], Ends]) -> None:
+    ends = make_ends(PATIENCE_S)
+    ends.push("r", BlockPush(0, 3, 5))
+    await until(lambda: ends.transport.counters.num_messages == 1)
+    ends.receiver.close()
+    assert ends.transport._thread is not None and not ends.transport._thread.is_alive()
+
+
+@pytest.mark.parametrize("when_pushed", [True, False])
+async def test_an_abort_drains_and_the_counters_of_the_rank_arrive(
+    make_ends: Callable[[float], Ends], when_pushed: bool
+) -> None:
+    ends = make_ends(0.0)
+    ends.receiver.admit("r", 0, [0, 1])
+    ends.receiver.channel.await_calls()
+    ends.push("r", BlockPush(0, 0, 0), BlockPush(1, 1, 1))
+    events = ends.sent.events
+    if when_pushed:
+        await ends.sent.until(lambda: sum(len(each.blocks) for each in events if isinstance(each, Pushed)) == 2)
+    ends.sender.abort("r")
+    await ends.sent.until(lambda: SenderDrained("r") in events)
+    assert events[-1] == SenderDrained("r")
+    if when_pushed:
+        assert (ends.sender.counters.num_blocks, ends.sender.counters.num_bytes) == (2, 128)
 
 
 async def test_a_rank_keeps_its_transports_apart(stack: ExitStack) -> None:
@@ -112,7 +143,9 @@ async def test_a_rank_keeps_its_transports_apart(stack: ExitStack) -> None:
         remote.start(logs[name].add)
         remote.admit("r", 0, [5])
     channel.await_calls()
-    sender, _ = sender_of(stack)
+    sender = ChannelSender(ZmqSender(BLOCKS))
+    stack.callback(sender.close)
+    sender.start(Log().add)
     sender.push("r", remotes["other"].endpoint, [BlockPush(0, 3, 5)])
     await logs["other"].until(lambda: Landed("r", (0,)) in logs["other"].events)
     remotes["other"].release("r")
@@ -120,56 +153,3 @@ async def test_a_rank_keeps_its_transports_apart(stack: ExitStack) -> None:
     await logs["one"].until(lambda: Landed("r", (0,)) in logs["one"].events)
     assert [np.array_equal(pools[name][5], BLOCKS[source]) for name, source in (("one", 4), ("other", 3))] == [True] * 2
     assert len(logs["one"].events) == len(logs["other"].events) == 1
-
-
-class TestOneSided:
-    """NIXL writes into the slots of a rank whatever has been admitted there; only what is reported differs."""
-
-    pytestmark = pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)
-
-    @staticmethod
-    def ends(stack: ExitStack, wait_s: float) -> tuple[ChannelSender, ChannelReceiver, NixlReceiver, Log, Log]:
-        pool = np.zeros((8, 64), np.uint8)
-        transport, sender = NixlReceiver(pool, admission_wait_s=wait_s), ChannelSender(NixlSender(BLOCKS))
-        receiver, logs = ChannelReceiver(transport), (Log(), Log())
-        for end, log in ((receiver, logs[0]), (sender, logs[1])):
-            stack.callback(end.close)
-            end.start(log.add)
-        assert receiver.is_one_sided and receiver.name == sender.name == "nixl"
-        return sender, receiver, transport, *logs
-
-    async def test_a_notification_that_comes_before_the_admission_lands_its_block(self, stack: ExitStack) -> None:
-        sender, receiver, transport, log, _ = self.ends(stack, PATIENCE_S)
-        sender.push("r", receiver.endpoint, [BlockPush(0, 3, 5)])
-        await until(lambda: transport.counters.num_messages == 1)
-        receiver.admit("r", 0, [5])
-        await log.until(lambda: Landed("r", (0,)) in log.events)
-        assert not transport.counters.dropped
-
-    async def test_a_notification_of_a_released_reservation_does_not_hold_up_others(self, stack: ExitStack) -> None:
-        sender, receiver, transport, log, _ = self.ends(stack, PATIENCE_S)
-        receiver.admit("old", 0, [5])
-        receiver.release("old")
-        receiver.admit("new", 0, [6])
-        receiver.channel.await_calls()
-        sender.push("old", receiver.endpoint, [BlockPush(0, 3, 5)])
-        sender.push("new", receiver.endpoint, [BlockPush(0, 4, 6)])
-        async with asyncio.timeout(PATIENCE_S / 2):
-            await log.until(lambda: Landed("new", (0,)) in log.events)
-        assert transport.counters.dropped == {"unknown_reservation": 1}
-
-    async def test_a_rank_ends_while_a_notification_waits_for_its_admission(self, stack: ExitStack) -> None:
-        sender, receiver, transport, _, _ = self.ends(stack, PATIENCE_S)
-        sender.push("r", receiver.endpoint, [BlockPush(0, 3, 5)])
-        await until(lambda: transport.counters.num_messages == 1)
-        receiver.close()
-        assert transport._thread is not None and not transport._thread.is_alive()
-
-    async def test_an_abort_drains_when_the_writes_have_ended(self, stack: ExitStack) -> None:
-        sender, receiver, _, _, log = self.ends(stack, 0.0)
-        receiver.admit("r", 0, [0, 1])
-        receiver.channel.await_calls()
-        sender.push("r", receiver.endpoint, [BlockPush(0, 0, 0), BlockPush(1, 1, 1)])
-        sender.abort("r")
-        await log.until(lambda: SenderDrained("r") in log.events)
-        assert log.events[-1] == SenderDrained("r")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvrelay_decode import reservations
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import WRAPPED, Transport
-from tests.component.workers.rig import Fleet, prompt_of, run
+from tests.component.workers.rig import Fleet, prompt_of
 from tests.fakes.faulty_transport import (
     Every,
     Fault,
@@ -77,7 +78,8 @@ class FaultyFleet:
         )
         return DecodeRole(context, {receiver.name: receiver})
 
-    async def serve(self, test: Callable[[Fleet], Awaitable[None]], redis_url: str) -> None:
+    @asynccontextmanager
+    async def serving(self, redis_url: str) -> AsyncIterator[Fleet]:
         roles = ["prefill", *["decode"] * self.num_decode]
         workers = [LocalWorker(redis_url, role, HashRunner(), **SETTINGS) for role in roles]
         for worker in workers:
@@ -86,16 +88,12 @@ class FaultyFleet:
             await worker.start()
         fleet = Fleet(StubRouter(), workers[:1], workers[1:])
         try:
-            await test(fleet)
+            yield fleet
             await fleet.until_clean()
         finally:
             for worker in workers:
                 await worker.stop()
             fleet.router.close()
-
-
-def serve(redis_url: str, fleet: FaultyFleet, test: Callable[[Fleet], Awaitable[None]]) -> None:
-    run(lambda: fleet.serve(test, redis_url))
 
 
 async def go_on(f: Fleet, got: Received, name: str) -> Received:
@@ -110,7 +108,7 @@ async def go_on(f: Fleet, got: Received, name: str) -> Received:
 @pytest.mark.everyday(8)
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("fault", [Fault.DELAY, Fault.REORDER, Fault.DUPLICATE, Fault.DROP, Fault.CORRUPT, Fault.STALL])
-def test_a_faulty_message_costs_time_and_no_token(
+async def test_a_faulty_message_costs_time_and_no_token(
     inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault, number: int
 ) -> None:
     """Blocks that are lost or corrupted are sent to another decode worker."""
@@ -118,24 +116,20 @@ def test_a_faulty_message_costs_time_and_no_token(
         pytest.skip(
             "a transport that writes one-sidedly must not write twice by itself: nobody could know when it ended"
         )
-
-    async def test(f: Fleet) -> None:
+    async with FaultyFleet(inner, Script({(Point.PUSH, number): fault}), num_decode=2).serving(redis_url) as f:
         prompt = prompt_of(400)
         got = await go_on(f, f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY), "a")
         assert got.output == expected_tokens(prompt, GREEDY, 512)
         assert bool(got.need_decode) == (fault in (Fault.DROP, Fault.CORRUPT))
 
-    serve(redis_url, FaultyFleet(inner, Script({(Point.PUSH, number): fault}), num_decode=2), test)
-
 
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize("fault", [Fault.DELAY, Fault.REORDER, Fault.STALL])
-def test_samples_wait_for_the_one_whose_blocks_are_late(
+async def test_samples_wait_for_the_one_whose_blocks_are_late(
     inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault
 ) -> None:
     """The last block of a prompt is sent for one of them alone."""
-
-    async def test(f: Fleet) -> None:
+    async with FaultyFleet(inner, Script({(Point.PUSH, number): fault for number in (1, 3)})).serving(redis_url) as f:
         prompt, sampling = prompt_of(150), Sampling(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
         samples = [
             f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, sampling, sample=(index, 5))
@@ -144,32 +138,28 @@ def test_samples_wait_for_the_one_whose_blocks_are_late(
         for index, sample in enumerate(samples):
             assert (await sample.finished()).output == expected_tokens(prompt, sampling, 512, index)
 
-    serve(redis_url, FaultyFleet(inner, Script({(Point.PUSH, number): fault for number in (1, 3)})), test)
-
 
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize("fault", [Fault.DELAY, Fault.REORDER, Fault.DUPLICATE, Fault.STALL])
-def test_late_or_doubled_reports_cost_time_and_no_token(
+async def test_late_or_doubled_reports_cost_time_and_no_token(
     inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault
 ) -> None:
-    async def test(f: Fleet) -> None:
+    sending = Every(Point.PUSHED, Fault.DELAY if fault is Fault.DUPLICATE else fault)
+    async with FaultyFleet(inner, sending, Every(Point.LANDED, fault)).serving(redis_url) as f:
         for number in range(3):
             prompt = prompt_of(150 + number)
             got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt, GREEDY).finished()
             assert got.output == expected_tokens(prompt, GREEDY, 512)
-
-    sending = Every(Point.PUSHED, Fault.DELAY if fault is Fault.DUPLICATE else fault)
-    serve(redis_url, FaultyFleet(inner, sending, Every(Point.LANDED, fault)), test)
 
 
 @pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     ("fault", "cause"), [(Fault.CORRUPT, "corrupted"), (Fault.DROP, "are missing"), (Fault.DIE, "broke")]
 )
-def test_a_transport_that_never_delivers_is_given_up_and_another_decode_worker_is_asked_for(
+async def test_a_transport_that_never_delivers_is_given_up_and_another_decode_worker_is_asked_for(
     inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault, cause: str
 ) -> None:
-    async def test(f: Fleet) -> None:
+    async with FaultyFleet(inner, Every(Point.PUSH, fault)).serving(redis_url) as f:
         got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(60), GREEDY)
         await got.until(lambda r: bool(r.need_decode))
         assert cause in got.need_decode[0].reason
@@ -177,14 +167,12 @@ def test_a_transport_that_never_delivers_is_given_up_and_another_decode_worker_i
         await got.finished()
         assert got.failed == "no decode worker is left"
 
-    serve(redis_url, FaultyFleet(inner, Every(Point.PUSH, fault)), test)
-
 
 @pytest.mark.parametrize("seed", range(2))
-def test_many_requests_with_cancels_over_a_bad_network_get_their_tokens_or_end(
+async def test_many_requests_with_cancels_over_a_bad_network_get_their_tokens_or_end(
     inner: tuple[Transport, InnerSender], redis_url: str, seed: int
 ) -> None:
-    async def test(f: Fleet) -> None:
+    async with FaultyFleet(inner, Seeded(seed, SHARES), Seeded(seed, SHARES)).serving(redis_url) as f:
         rng = random.Random(seed)
         kept = []
         for number in range(40):
@@ -205,5 +193,3 @@ def test_many_requests_with_cancels_over_a_bad_network_get_their_tokens_or_end(
             else:
                 assert got.output == expected_tokens(prompt, GREEDY, 512)
         assert any(not got.need_decode for _, got in kept)
-
-    serve(redis_url, FaultyFleet(inner, Seeded(seed, SHARES), Seeded(seed, SHARES)), test)

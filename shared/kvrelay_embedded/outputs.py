@@ -104,7 +104,7 @@ class EngineRequest:
         if output.sequence.key == self.keys[0]:  # every sample scores the same prompt
             self.prompt_logprobs += output.prompt_logprobs
         if output.texts:
-            return [self._beam(*each) for each in zip(self.choices, output.texts, strict=False)]
+            return [self._scored(*each) for each in zip(self.choices, output.texts, strict=False)]
         if not output.token_ids and output.finish is None:
             return []
         choice = self.choices[output.sequence.key[2]]
@@ -133,9 +133,9 @@ class EngineRequest:
         usage = Usage(len(self.prompt_ids), num_tokens, self.num_cached_tokens or 0)
         return RequestOutput(self.request_id, self.prompt, self.prompt_ids, self.prompt_logprobs, list(texts), usage)
 
-    def _beam(self, choice: Choice, beam: ScoredText) -> StepOutput:
-        choice.feed_beam(beam)
-        return self._told(choice, beam_score=beam.score)
+    def _scored(self, choice: Choice, text: ScoredText) -> StepOutput:
+        choice.feed_scored(text)
+        return self._told(choice, beam_score=text.score)
 
     def _told(self, choice: Choice, error: str = "", beam_score: float | None = None) -> StepOutput:
         self.num_ended += choice.finish_reason is not None

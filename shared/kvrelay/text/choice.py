@@ -25,7 +25,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, gc=False):
 
     `prompt_logprobs` (for prompt tokens 1, 2, ...) and `cached_tokens` come with a sequence's first delta.
     With `finish` STOP_TOKEN the last token is the end-of-sequence or stop token. With max_tokens 0 one delta comes,
-    with no token, finish LENGTH and the prompt's logprobs. A beam search gives deltas without tokens: its `texts`, best
+    with no token, finish LENGTH and the prompt's logprobs. A search gives deltas without tokens: its `texts`, best
     first, with the best one's finish.
     """
 
@@ -104,7 +104,7 @@ class Choice:
         self.index = index
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.beam: ScoredText | None = None  # set if a beam search found this text
+        self.scored: ScoredText | None = None  # set if a search found this text
         self.num_tokens = 0
         self.logprob_sum = 0.0
         self._detokenizer = detokenizer
@@ -134,10 +134,10 @@ class Choice:
 
     @property
     def ending(self) -> dict[str, Any]:
-        """The fields of OpenAI's choices about the end, with the scores that a text has if a beam search found it."""
+        """The fields of OpenAI's choices about the end, with the scores that a text has if a search found it."""
         fields: dict[str, Any] = {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason}
-        if self.beam is not None:
-            fields |= {"score": self.beam.score, "cumulative_logprob": self.beam.logprob}
+        if self.scored is not None:
+            fields |= {"score": self.scored.score, "cumulative_logprob": self.scored.logprob}
         return fields
 
     def feed(self, delta: SequenceDelta) -> None:
@@ -160,10 +160,10 @@ class Choice:
         if finish is not None and self.finish_reason is None:
             self._finish(finish, token_ids)
 
-    def feed_beam(self, beam: ScoredText) -> None:
-        """Takes the whole sequence that a beam search found."""
-        self.beam = beam
-        self.feed(SequenceDelta(self.index, beam.token_ids, finish=beam.finish))
+    def feed_scored(self, text: ScoredText) -> None:
+        """Takes the whole text that a search found."""
+        self.scored = text
+        self.feed(SequenceDelta(self.index, text.token_ids, finish=text.finish))
 
     def take_records(self) -> TokenRecords:
         """Returns the records of all tokens since the last call. Log-probabilities of a parsed text come once it is

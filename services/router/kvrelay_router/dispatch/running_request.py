@@ -258,7 +258,7 @@ class ActiveSequence:
             record.usage = delta.usage
         if delta.finish is not None:
             record.finish = str(delta.finish)
-            record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.texts)
+            record.num_output_tokens += sum(len(text.token_ids) for text in delta.texts)
 
 
 class RunningRequest:
@@ -334,10 +334,10 @@ class RunningRequest:
         return self._joined(deltas)
 
     def _first_texts(self, delta: SequenceDelta) -> SequenceDelta:
-        """Takes the first texts of a beam search. The others wait for the next call."""
+        """Takes the first texts of a search. The others wait for the next call."""
         num_taken = num_tokens = 0
-        for beam in delta.texts:
-            num_tokens += len(beam.token_ids)
+        for text in delta.texts:
+            num_tokens += len(text.token_ids)
             if num_taken and num_tokens > MAX_TAKEN_TOKENS:
                 break
             num_taken += 1

@@ -223,7 +223,7 @@ class PromptSink:
             if delta.prompt_logprobs:
                 run.prompt_logprobs = delta.prompt_logprobs
             if delta.texts:
-                events += self._feed_beams(delta)
+                events += self._feed_texts(delta)
                 continue
             if choice.finish_reason is not None:
                 continue
@@ -236,12 +236,12 @@ class PromptSink:
             events = events + event if events else event
         return events
 
-    def _feed_beams(self, delta: SequenceDelta) -> bytes:
-        """A beam search brings all texts, the best first, in one delta or several."""
+    def _feed_texts(self, delta: SequenceDelta) -> bytes:
+        """A search brings all texts, the best first, in one delta or several."""
         run, events = self._run, b""
         unfinished = [choice for choice in run.choices if choice.finish_reason is None]
-        for choice, beam in zip(unfinished, delta.texts, strict=False):
-            choice.feed_beam(beam)
+        for choice, text in zip(unfinished, delta.texts, strict=False):
+            choice.feed_scored(text)
             events += self._generation.add(run, choice)
         self._generation.choices_finished(len(delta.texts))
         return events

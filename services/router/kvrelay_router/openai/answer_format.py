@@ -65,25 +65,31 @@ def usage_of(runs: Sequence[PromptRun]) -> dict[str, Any]:
     }
 
 
-class ChunkWriter:
-    """Writes the events of OpenAI's two APIs. `head`: the fields that all events begin with.
+class CompletionsFormat(AnswerFormat):
+    """What chat and text completions share. `head`: the fields that the answer and all events begin with.
 
-    Without `include_usage` there is no `usage`. With it, the field is null until the last event, or, with
+    Without `include_usage` events have no `usage`. With it, the field is null until the last event, or, with
     `continuous_usage_stats`, counts the choice's tokens up to and including the event.
     """
 
-    def __init__(self, head: dict[str, Any], request: GenerationFields) -> None:
-        self._head = head
+    def __init__(
+        self, head: dict[str, Any], tokenizer: Tokenizer, request: GenerationFields, runs: Sequence[PromptRun]
+    ) -> None:
+        self.is_stream = request.stream
+        self._head, self._tokenizer, self._runs = head, tokenizer, runs
         self._has_usage, self._is_continuous = request.include_usage, request.running_usage
         self._num_sent: dict[int, int] = {}  # tokens of each choice in the events so far
+        self._opened: set[int] = set()  # the choices that an event has begun
+        # By choice: the bytes before and after its text. Filled only if events carry nothing but text.
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
-    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+    def _around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
         """Everything before and after what stands between `before` and `after` in events with a single choice, if their
         usage is not continuous."""
         usage = b',"usage":null' if self._has_usage else b""
         return b'data: %b,"choices":[%b' % (orjson.dumps(self._head)[:-1], before), b"%b]%b}\n\n" % (after, usage)
 
-    def event(self, run: PromptRun, content: dict[str, Any], num_new_tokens: int = 0, **more: Any) -> bytes:
+    def _event(self, run: PromptRun, content: dict[str, Any], num_new_tokens: int = 0, **more: Any) -> bytes:
         """The event for new content of a choice, with `more` fields behind the choices."""
         usage: dict[str, Any] = {"usage": None} if self._has_usage else {}
         if self._is_continuous:
@@ -93,8 +99,8 @@ class ChunkWriter:
             usage["usage"] = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), totals, strict=True))
         return b"data: %b\n\n" % orjson.dumps({**self._head, "choices": [content], **usage, **more})
 
-    def last_event(self, usage: dict[str, Any]) -> bytes:
-        """The event after the last choice, which has no choice but the usage. No bytes if there is no usage."""
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Returns the event after the last choice, which has no choice but the usage, if it was asked for."""
         if not self._has_usage:
             return b""
         return b"data: %b\n\n" % orjson.dumps({**self._head, "choices": [], "usage": usage})

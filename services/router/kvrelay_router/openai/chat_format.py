@@ -11,8 +11,7 @@ from kvrelay.text.choice import Choice, TokenRecords
 from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 from kvrelay_router.openai.answer_format import (
     TOKEN_IDS,
-    AnswerFormat,
-    ChunkWriter,
+    CompletionsFormat,
     chat_logprobs,
     prompt_scores,
 )
@@ -51,7 +50,7 @@ def message_fields(events: Sequence[Event]) -> dict[str, Any]:
     return fields
 
 
-class ChatFormat(AnswerFormat):
+class ChatFormat(CompletionsFormat):
     """Of one request, or of the requests of a batch, with one run each: a choice has the index of its conversation. A
     stream sends the role of each choice first, and then its text."""
 
@@ -59,15 +58,11 @@ class ChatFormat(AnswerFormat):
         self, service: ApiService, answer_id: str, requests: Sequence[ChatRequest], runs: Sequence[PromptRun]
     ) -> None:
         self._request = request = requests[0]
-        self.is_stream = request.stream
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        self._head = service.answer_head(answer_id, kind, request.model)
-        self._tokenizer, self._runs = service.text.tokenizer, runs
+        head = service.answer_head(answer_id, kind, request.model)
+        super().__init__(head, service.text.tokenizer, request, runs)
         self._echoed = [each.echoed for each in requests]
-        self._chunks = ChunkWriter(self._head, request)
         self._has_details = request.logprobs or request.return_token_ids
-        self._opened: set[int] = set()
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # see `_open`
 
     def add(self, run: PromptRun, choice: Choice) -> bytes:
         """All that a piece of text decides goes out in one chunk."""
@@ -83,30 +78,26 @@ class ChatFormat(AnswerFormat):
             # OpenAI's client reports the last call as complete only if an earlier chunk began it. The tokens are left
             # to the last one.
             details = {**self._details(TokenRecords()), "finish_reason": None}
-            opening += self._chunks.event(run, _content(choice, fields, details))
+            opening += self._event(run, _content(choice, fields, details))
             fields = {}
         records = choice.take_records()
         ending = choice.ending if self._has_details or choice.finish_reason is not None else {"finish_reason": None}
         details = {**self._details(records), **ending}
-        return opening + self._chunks.event(run, _content(choice, fields, details), len(records.token_ids))
-
-    def end(self, usage: dict[str, Any]) -> bytes:
-        """Returns the event with the usage, if it was asked for."""
-        return self._chunks.last_event(usage)
+        return opening + self._event(run, _content(choice, fields, details), len(records.token_ids))
 
     def _open(self, run: PromptRun, choice: Choice) -> bytes:
         self._opened.add(choice.index)
         if choice.is_plain and not self._has_details and not self._request.running_usage:
             # Events of this choice bring text alone until the last one, so everything around it is written once.
             before = b'{"index":%d,"delta":{"content":' % choice.index
-            self._around_text[choice.index] = self._chunks.around(before, b'},"logprobs":null,"finish_reason":null}')
+            self._around_text[choice.index] = self._around(before, b'},"logprobs":null,"finish_reason":null}')
         prompt: dict[str, Any] = {}
         if self._request.return_token_ids:
             prompt["prompt_token_ids"] = run.request.prompt_ids
         role = {"role": "assistant", "content": ""}
-        opening = self._chunks.event(run, _content(choice, role, NO_DETAILS), **prompt)
+        opening = self._event(run, _content(choice, role, NO_DETAILS), **prompt)
         if echoed := self._echoed[0]:
-            opening += self._chunks.event(run, _content(choice, {"content": echoed}, NO_DETAILS))
+            opening += self._event(run, _content(choice, {"content": echoed}, NO_DETAILS))
         return opening
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answer_format import (
     TOKEN_IDS,
-    AnswerFormat,
-    ChunkWriter,
+    CompletionsFormat,
     completion_logprobs,
     prompt_scores,
 )
@@ -117,7 +116,7 @@ def _endpoint_fields(request: CompletionRequest) -> EndpointFields:
 NO_DETAILS = b'"logprobs":null,"finish_reason":null,"stop_reason":null'
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(CompletionsFormat):
     def __init__(
         self,
         service: ApiService,
@@ -127,19 +126,15 @@ class CompletionFormat(AnswerFormat):
         echoed: Sequence[DecodedPrompt],
     ) -> None:
         """`echoed`: the prompts' texts, if the answer begins with them."""
-        self.is_stream = request.stream
-        self._head = service.answer_head(answer_id, "text_completion", request.model)
-        self._tokenizer, self._request, self._runs = service.text.tokenizer, request, runs
+        head = service.answer_head(answer_id, "text_completion", request.model)
+        super().__init__(head, service.text.tokenizer, request, runs)
+        self._request = request
         self._echoed = {id(run): echo for run, echo in zip(runs, echoed, strict=False)}
-        self._chunks = ChunkWriter(self._head, request)
-        self._opened: set[int] = set()
-        # By choice: the bytes before and after its text. Filled only if events carry nothing but text.
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}
         has_details = request.echo or request.return_token_ids or request.logprobs is not None or request.running_usage
         if request.stream and not has_details:
             for choice in [choice for run in runs for choice in run.choices]:
                 before = b'{"index":%d,"text":' % choice.index
-                self._around_text[choice.index] = self._chunks.around(before, b",%b}" % NO_DETAILS)
+                self._around_text[choice.index] = self._around(before, b",%b}" % NO_DETAILS)
 
     def add(self, run: PromptRun, choice: Choice) -> bytes:
         text = choice.take_text()
@@ -154,11 +149,7 @@ class CompletionFormat(AnswerFormat):
         # The records of withheld text wait for it: an event with the echoed prompt alone has none.
         records = choice.take_records() if has_text else TokenRecords()
         content = self._fields(run, choice, choice.index, text, records, is_first=is_first)
-        return self._chunks.event(run, content, len(records.token_ids))
-
-    def end(self, usage: dict[str, Any]) -> bytes:
-        """Returns the event with the usage, if it was asked for."""
-        return self._chunks.last_event(usage)
+        return self._event(run, content, len(records.token_ids))
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         contents: list[dict[str, Any]] = []

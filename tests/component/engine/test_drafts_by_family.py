@@ -81,7 +81,7 @@ def run(model: CausalModel, jobs: list[Job], method: SpeculationMethod) -> tuple
     """All jobs on a worker's step loop, one more arriving with each step, in chunks, with a prefix cache."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
     limits = SchedulerLimits(48, 8, LONGEST, frozenset({256}))
-    settings = SchedulerSettings(speculation=SpeculationSettings(method, 7, 2))
+    settings = SchedulerSettings(speculation=SpeculationSettings(method, prompt_lookup_min=2))
     scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), settings)
     loop = StepLoop(TransformersRunner(model, NUM_BLOCKS), scheduler, overlap=False)
     outcomes: dict[tuple[str, int, int], Outcome] = {}

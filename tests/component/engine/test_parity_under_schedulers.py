@@ -208,7 +208,7 @@ def test_captured_steps_with_drafts(
     method: SpeculationMethod,
     steps: str,
 ) -> None:
-    recorder, settings = FakeRecorder(), SchedulerSettings(speculation=SpeculationSettings(method, 7, 2))
+    recorder, settings = FakeRecorder(), SchedulerSettings(speculation=SpeculationSettings(method, prompt_lookup_min=2))
     with patch.multiple(DraftLength, choose=lambda self, own, kind, shares: (len(shares), len(shares)), may_pay=True):
         check(capturable_model, expected, "sarathi", settings, with_cache=True, recorder=recorder, **STEPS[steps])
     assert recorder.num_replayed > 10
@@ -240,7 +240,7 @@ def test_drafts(
     steps: str,
 ) -> None:
     """The model's greedy output falls into loops, which are guessed, and leaves them, so that drafts are rejected."""
-    settings = SchedulerSettings(speculation=SpeculationSettings(method, 7, 2))
+    settings = SchedulerSettings(speculation=SpeculationSettings(method, prompt_lookup_min=2))
     # Whatever steps are measured to take on a loaded machine.
     with patch.multiple(DraftLength, choose=lambda self, own, kind, shares: (len(shares), len(shares)), may_pay=True):
         scheduler = check(model, expected, name, settings, with_cache=True, **STEPS[steps])

@@ -37,9 +37,9 @@ NUM_SPECULATIVE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """`method` is for requests that choose none. `prompt_lookup_min`: the shortest n-gram that is looked up, `prompt_lookup_max`: the longest match that is
-    distinguished from shorter ones. `suffix_cache_tokens`: tokens of earlier outputs that are kept for the method
-    "suffix"."""
+    """`method` is for requests that choose none. `prompt_lookup_min`: the shortest n-gram that is looked up;
+    `prompt_lookup_max`: the longest match that is distinguished from shorter ones. `suffix_cache_tokens`: tokens of
+    earlier outputs that are kept for the method "suffix"."""
 
     method: SpeculationMethod = "off"
     prompt_lookup_min: int = 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 from kvrelay_programs.content import Content
 from kvrelay_programs.errors import Location, ProgramError, caller_location, is_of_package
@@ -47,14 +47,8 @@ def trace(function: Callable[..., Any], signature: inspect.Signature, known: Map
     """Runs `function` up to its first call, fork, read, or use of an argument that is neither in `known` nor has a
     default. An exception of the program ends the trace, too.
     """
-    state = _TracedState()
-    try:
-        function(state, **with_unknown(signature, known))
-    except TraceEnded as end:
-        return Trace(state.content, end.reason, end.location)
-    except Exception as error:
-        return Trace(state.content, f"it cannot be traced on: {type(error).__name__}: {error}", line_of(error))
-    return Trace(state.content, "the program ends", None)
+    graph = graph_of(function, with_unknown(signature, known), _GraphState(only_prefix=True))
+    return Trace(graph.prefix, graph.reason or "the program ends", graph.location)
 
 
 def with_unknown(signature: inspect.Signature, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,54 +89,6 @@ def line_of(error: Exception) -> Location | None:
             location = Location(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
         frame = frame.tb_next
     return location
-
-
-class _TracedState(MessageBlocks):
-    """Takes the place of a state. Whatever is more than appending ends the trace."""
-
-    def __init__(self) -> None:
-        self.content = Content()
-
-    def __iadd__(self, other: str | Expression) -> _TracedState:
-        location = caller_location()
-        for part in parts_of(other):
-            self._append(part, location)
-        return self
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise TraceEnded(f"the program uses {name} of its state", caller_location())
-
-    def __getitem__(self, name: str) -> NoReturn:
-        raise TraceEnded(f"the program reads {name!r}", caller_location())
-
-    def __contains__(self, name: object) -> NoReturn:
-        raise TraceEnded(f"the program looks for {name!r}", caller_location())
-
-    def _block(self, role: Role) -> Iterator[None]:
-        self.content = self.content.opened(role, caller_location())
-        try:
-            yield
-        except Exception:  # of the program, which may catch it; the end of a trace leaves the block as it is
-            self.content = self.content.closed()
-            raise
-        self.content = self.content.closed()
-
-    def _append(self, part: Part, location: Location) -> None:
-        if isinstance(part, Block):
-            self.content = self.content.opened(part.role, part.location)
-            for inner in part.parts:
-                self._append(inner, location)
-            self.content = self.content.closed()
-        elif isinstance(part, Gen | Select):
-            raise TraceEnded(f"the program makes its first call, {part.name!r}", part.location)
-        elif isinstance(part, str):
-            constant, mark, _ = part.partition(MARK)
-            if constant:
-                self.content = self.content.added(constant, location)
-            if mark:
-                raise TraceEnded("an argument follows", location)
-        else:
-            raise TraceEnded("an image or a video follows", location)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +170,10 @@ class Graph:
         return "\n".join(lines)
 
 
-def graph_of(program: Any, known: Mapping[str, Any]) -> Graph:
+def graph_of(program: Any, known: Mapping[str, Any], state: _GraphState | None = None) -> Graph:
     """Runs a function over a state with `known` arguments up to the first thing that depends on an unknown value. An
     exception of the program ends the trace, too."""
-    state = _GraphState()
+    state = state or _GraphState()
     try:
         program(state, **known)
     except TraceEnded as end:
@@ -295,11 +241,13 @@ def _lines(steps: Sequence[Step], indent: str) -> Iterator[str]:
 
 
 class _GraphState(MessageBlocks):
-    """Takes the place of a state. Values are arguments that are not known."""
+    """Takes the place of a state. Values are arguments that are not known. With `only_prefix` all that is more than
+    appending constants ends the trace."""
 
-    def __init__(self, names: frozenset[str] = frozenset()) -> None:
+    def __init__(self, names: frozenset[str] = frozenset(), *, only_prefix: bool = False) -> None:
         self._steps: list[Step | _GraphForks] = []
         self._names = set(names)
+        self._only_prefix = only_prefix
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -307,35 +255,45 @@ class _GraphState(MessageBlocks):
         return tuple(step.step if isinstance(step, _GraphForks) else step for step in self._steps)
 
     def __iadd__(self, other: str | Expression) -> _GraphState:
+        location = caller_location()
         for part in parts_of(other):
-            self._append(part)
+            self._append(part, location)
         return self
 
     def extend(self, other: str | Expression) -> _GraphState:
         self += other
         return self
 
+    def _beyond_prefix(self, reason: str, location: Location | None = None) -> None:
+        if self._only_prefix:
+            raise TraceEnded(reason, location or caller_location())
+
     def __getitem__(self, name: str) -> Argument:
         return self.value(name)
 
     def __contains__(self, name: object) -> bool:
+        self._beyond_prefix(f"the program looks for {name!r}")
         return name in self._names
 
     def value(self, name: str) -> Argument:
+        self._beyond_prefix(f"the program reads {name!r}")
         if name not in self._names:
             raise KeyError(name)
         return Argument(f"s[{name!r}]", "value")
 
     def text(self) -> Argument:
+        self._beyond_prefix("the program uses text of its state")
         return Argument("s.text()", "value")
 
     def messages(self) -> Argument:
+        self._beyond_prefix("the program uses messages of its state")
         return Argument("s.messages()", "value")
 
     def __getattr__(self, name: str) -> Any:
         raise TraceEnded(f"the program uses {name} of its state", caller_location())
 
     def fork(self, num: int = 2) -> _GraphForks:
+        self._beyond_prefix("the program uses fork of its state")
         forks = _GraphForks(self, num, caller_location())
         self._steps.append(forks)
         return forks
@@ -353,26 +311,33 @@ class _GraphState(MessageBlocks):
 
     def _block(self, role: Role) -> Iterator[None]:
         self._steps.append(Opened(role))
-        yield
+        try:
+            yield
+        except Exception:  # of the program, which may catch it; the end of a trace leaves the block as it is
+            self._steps.append(Closed())
+            raise
         self._steps.append(Closed())
 
-    def _append(self, part: Part) -> None:
+    def _append(self, part: Part, location: Location) -> None:
         if isinstance(part, Block):
             self._steps.append(Opened(part.role))
             for inner in part.parts:
-                self._append(inner)
+                self._append(inner, location)
             self._steps.append(Closed())
         elif isinstance(part, Gen | Select):
+            self._beyond_prefix(f"the program makes its first call, {part.name!r}", part.location)
             self._names.add(part.name)
             self._steps.append(Call(part.name, part.location))
         elif isinstance(part, str):
-            self._append_text(part)
+            self._append_text(part, location)
         else:
+            self._beyond_prefix("an image or a video follows", location)
             self._steps.append(Unknown())
 
-    def _append_text(self, text: str) -> None:
+    def _append_text(self, text: str, location: Location) -> None:
         for number, constant in enumerate(text.split(MARK)):
             if number:
+                self._beyond_prefix("an argument follows", location)
                 self._steps.append(Unknown())
             last = self._steps[-1] if self._steps else None
             if constant and isinstance(last, Text):

@@ -30,6 +30,28 @@ from kvrelay.fleet import Registry, RegistryUnavailable
 from kvrelay.machine_memory import num_memory_kills
 from kvrelay.process import describe_exit, die_with_parent
 
+READY_POLL_S = 0.1
+HTTP_TIMEOUT_S = 2.0
+FIRST_PAUSE_S = 0.5
+LAST_PAUSE_S = 15.0
+LAST_PAUSE_OF_READY_S = 2.0
+"""A service that became ready can start. It is killed from outside, or by a request that is not tried for ever."""
+HEALTHY_AFTER_S = 60.0
+"""A service that ran this long restarts with the shortest pause."""
+KILL_GRACE_S = 5.0
+"""Additional time after a service's drain timeout before it is killed."""
+MAX_LOG_LINES = 30
+MAX_LOG_COLUMNS = 300
+MAX_ERROR_COLUMNS = 1000
+"""An error line may be longer than others, because it ends with advice."""
+_ERROR = re.compile(
+    r" (ERROR|CRITICAL) |\"level\": ?\"(error|critical)\"|^[A-Za-z_.]*(Error|Exception)\b.*:|cannot start"
+)
+_CONFIGURATION = re.compile(r"\bconfiguration: ")
+
+
+# -- displays of their states -----------------------------------------------------------------------------------------
+
 STARTING, READY, DIED, STOPPING, STOPPED = "starting", "ready", "died", "stopping", "stopped"
 STYLES = {READY: "green", DIED: "red", STOPPED: "dim", STOPPING: "yellow", STARTING: "yellow"}
 
@@ -99,24 +121,7 @@ def make_display(out: IO[str], *, plain: bool) -> Display:
     return Display(out) if plain or not console.is_terminal else LiveDisplay(console)
 
 
-READY_POLL_S = 0.1
-HTTP_TIMEOUT_S = 2.0
-FIRST_PAUSE_S = 0.5
-LAST_PAUSE_S = 15.0
-LAST_PAUSE_OF_READY_S = 2.0
-"""A service that became ready can start. It is killed from outside, or by a request that is not tried for ever."""
-HEALTHY_AFTER_S = 60.0
-"""A service that ran this long restarts with the shortest pause."""
-KILL_GRACE_S = 5.0
-"""Additional time after a service's drain timeout before it is killed."""
-MAX_LOG_LINES = 30
-MAX_LOG_COLUMNS = 300
-MAX_ERROR_COLUMNS = 1000
-"""An error line may be longer than others, because it ends with advice."""
-_ERROR = re.compile(
-    r" (ERROR|CRITICAL) |\"level\": ?\"(error|critical)\"|^[A-Za-z_.]*(Error|Exception)\b.*:|cannot start"
-)
-_CONFIGURATION = re.compile(r"\bconfiguration: ")
+# -- services ---------------------------------------------------------------------------------------------------------
 
 
 class WorkerReady:

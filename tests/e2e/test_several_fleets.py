@@ -38,7 +38,7 @@ class TwoFleets(ServiceProcesses):
         """Requests go to the newest router."""
         port = self.hold_port()
         self.http = self.client(port)
-        flags = ("--fleets-file", str(self._fleets), "--local-prefill-tokens", "0", "--metrics-on-api-port")
+        flags = ("--fleets-file", str(self._fleets), "--local-prefill-tokens", "0", "--metrics-port", str(port))
         self._start(name, DEMO, "router", "--port", str(port), *flags, *more)
 
     def start_worker(self, role: str, model: str, *more: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
-from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
+from kvrelay.scheduling.memory.block_manager import BlockManager, OnDemandBlocks
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.thoroughness import examples
@@ -105,12 +105,17 @@ def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]
     bench.scheduler.lifecycle.shares.check_integrity()
 
 
+ON_DEMAND = ("sarathi", OnDemandBlocks)
+"""Blocks on demand: prompts half computed compete for the last blocks, and chunks shrink to those that there are."""
+
+
 @pytest.mark.parametrize("kind", [Bench, OverlappedBench])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("scheduler", "blocks"), [*((name, None) for name in SCHEDULERS), ON_DEMAND])
 @settings(max_examples=examples(100), deadline=None)
 @given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans(), st.integers(1, 3))
 def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
     scheduler: str,
+    blocks: type[BlockManager] | None,
     kind: type[Bench],
     wanted: list[tuple[list[int], int, int, int, str]],
     policy: SchedulerSettings,
@@ -119,23 +124,7 @@ def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
     cache: bool,
     num_tenants: int,
 ) -> None:
-    run_history(kind(NUM_BLOCKS, token_budget, max_running, cache, scheduler, policy), wanted, num_tenants)
-
-
-@pytest.mark.parametrize("kind", [Bench, OverlappedBench])
-@settings(max_examples=examples(100), deadline=None)
-@given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans(), st.integers(1, 3))
-def test_chunks_shrink_to_the_blocks_that_there_are(
-    kind: type[Bench],
-    wanted: list[tuple[list[int], int, int, int, str]],
-    policy: SchedulerSettings,
-    token_budget: int,
-    max_running: int,
-    cache: bool,
-    num_tenants: int,
-) -> None:
-    """Blocks on demand under sarathi: prompts half computed compete for the last blocks, and all end."""
-    bench = kind(NUM_BLOCKS, token_budget, max_running, cache, "sarathi", policy, OnDemandBlocks)
+    bench = kind(NUM_BLOCKS, token_budget, max_running, cache, scheduler, policy, blocks)
     run_history(bench, wanted, num_tenants)
 
 

@@ -143,8 +143,8 @@ def test_the_step_in_flight_keeps_what_it_reads() -> None:
     assert [bench.pool.state_of(block) for block in own] == [BlockState.FREE] * len(own)
 
 
-@pytest.mark.parametrize("keys", [None, frozenset[tuple[str, int, int]]()])
-def test_a_step_that_fails_reads_them_no_more(keys: frozenset[tuple[str, int, int]] | None) -> None:
+@pytest.mark.parametrize("how", ["cancelled", "failed", "failed for none"])
+def test_a_step_that_fails_or_is_cancelled_reads_them_no_more(how: str) -> None:
     bench = OverlappedBench(32, token_budget=2 * BLOCK_SIZE)
     bench.add(PROMPT, 1)
     bench.run()
@@ -152,21 +152,12 @@ def test_a_step_that_fails_reads_them_no_more(keys: frozenset[tuple[str, int, in
     bench.plan()
     bench.land()
     assert bench.pool.counts()[BlockState.IN_FLIGHT] == 2
-    bench.fail(keys)
+    if how == "cancelled":
+        assert bench.in_flight is not None
+        bench.scheduler.cancel_plan(bench.in_flight)
+        bench.in_flight = None
+    else:
+        bench.fail(None if how == "failed" else frozenset())
     assert bench.pool.counts()[BlockState.IN_FLIGHT] == 0
     bench.run()
     assert bench.pool.num_available == 32
-
-
-def test_a_planned_step_that_is_cancelled_reads_them_no_more() -> None:
-    bench = OverlappedBench(32, token_budget=2 * BLOCK_SIZE)
-    bench.add(PROMPT, 1)
-    bench.run()
-    scored(bench)
-    bench.plan()
-    bench.land()
-    assert bench.in_flight is not None
-    bench.scheduler.cancel_plan(bench.in_flight)
-    bench.in_flight = None
-    assert bench.pool.counts()[BlockState.IN_FLIGHT] == 0
-    bench.run()

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -152,20 +153,8 @@ class Links:
         if untaken_bytes > self.MAX_UNTAKEN_BYTES:
             self._lose(link, f"it has not taken {untaken_bytes} bytes")
             return
-        header = Header(
-            fingerprint=self.fingerprint,
-            sender=self.me.peer_id,
-            incarnation=self.me.incarnation,
-            reply_to=self.me.address,
-            to_incarnation=link.peer.incarnation,
-            link=link.number,
-            to_link=link.peer_number,
-            seq=link.num_sent,
-            request=request,
-            attempt=attempt,
-            sequence=sequence,
-            trace=trace,
-        )
+        about = {"request": request, "attempt": attempt, "sequence": sequence, "trace": trace}
+        header = self._header(link.peer.incarnation, link.number, link.peer_number, link.num_sent, **about)
         self._outgoing.append((link.peer.address, [codec.encode_header(header), *frames]))
 
     def tick(self, now: float) -> None:
@@ -386,7 +375,7 @@ class Links:
         reply = self._header(header.incarnation, 0, header.link, 0)
         self._outgoing.append((header.reply_to, codec.encode(reply, Reject(code=code, reason=reason))))
 
-    def _header(self, to_incarnation: str, link: int, to_link: int, seq: int) -> Header:
+    def _header(self, to_incarnation: str, link: int, to_link: int, seq: int, **about: Any) -> Header:
         return Header(
             fingerprint=self.fingerprint,
             sender=self.me.peer_id,
@@ -396,4 +385,5 @@ class Links:
             link=link,
             to_link=to_link,
             seq=seq,
+            **about,
         )

@@ -11,7 +11,6 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.ranks.rank_group import RankGroup
-from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.scheduler import Scheduler
 from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.event_log import EventLog
@@ -28,7 +27,6 @@ class WorkerContext:
     spec: ModelSpec
     pool: BlockPool
     pool_memory: PoolLike
-    blocks: BlockManager
     scheduler: Scheduler
     steps: StepLoop
     messenger: Messenger

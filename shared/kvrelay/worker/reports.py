@@ -119,7 +119,7 @@ class Reports:
         """Answers a router's query and remembers the router. Blocks of the sessions that it names are evicted first."""
         self._routers[event.peer.peer_id] = event.peer
         for session in query.ended_sessions:
-            self._worker.blocks.end_session(session)
+            self._worker.scheduler.blocks.end_session(session)
         plain, named = self._load_reports()
         status = self.status(query.query, named.get(event.peer, plain))
         if query.request:

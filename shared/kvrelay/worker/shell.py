@@ -45,7 +45,6 @@ from kvrelay.telemetry.metrics import (
 )
 from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
-from kvrelay.telemetry.tracer import RecentEvents
 from kvrelay.worker.rank_loops import LockstepLoop
 from kvrelay.worker.reports import status_samples
 from kvrelay.worker.startup import RoleFactory, RunnerFactory, StartedWorker, WorkerStartup
@@ -104,7 +103,6 @@ class WorkerShell:
             make_runner=self._make_runner,
             on_event=self._on_event,
             instruments=self._instruments,
-            recent=RecentEvents(),
             tracer=self._export.tracer,
             closing=self._closing,
         )

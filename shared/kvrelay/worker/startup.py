@@ -74,7 +74,6 @@ class StartedWorker:
     reports: Reports
     record: WorkerRecord
     membership: Membership
-    delayer: PrefillDelayer | None  # None: prompts are not delayed
     cache_events: CacheEvents | None  # None: there is no prefix index to publish to
     ranks: RankedRunner | None  # None: the model is in this process
     lockstep: LockstepRunner | None  # None: this worker is no rank of a group with data-parallel attention
@@ -89,7 +88,6 @@ class WorkerStartup:
     make_runner: RunnerFactory
     on_event: Callable[[LinkEvent], None]
     instruments: Instruments
-    recent: RecentEvents
     tracer: Tracer | None
     closing: ExitStack
 
@@ -108,8 +106,9 @@ class WorkerStartup:
         scheduler = make_scheduler(config, runner.spec, pool, cache, samples_behind=runner.launches_ahead)
         if config.chunking == "dynamic" or (config.role == "decode" and config.speculation != "off"):
             await asyncio.to_thread(calibrate, scheduler, runner, config.token_budget)
-        observer = StepObserver(config.role, self.recent, self.tracer, open_metrics_file(config))
-        context = self._make_context(runner, scheduler, observer)
+        recent = RecentEvents()
+        observer = StepObserver(config.role, recent, self.tracer, open_metrics_file(config))
+        context = self._make_context(runner, scheduler, observer, recent)
         delayer = scheduler.admission.prefill_gate = make_delayer(config)
         if isinstance(context.steps, LockstepLoop):
             context.steps.delayer = delayer
@@ -129,13 +128,14 @@ class WorkerStartup:
             reports=reports,
             record=record,
             membership=make_membership(config, record, reports.digest),
-            delayer=delayer,
             cache_events=cache_events,
             ranks=runner if isinstance(runner, RankedRunner) else None,
             lockstep=runner if isinstance(runner, LockstepRunner) else None,
         )
 
-    def _make_context(self, runner: ModelRunner, scheduler: Scheduler, observer: StepObserver) -> WorkerContext:
+    def _make_context(
+        self, runner: ModelRunner, scheduler: Scheduler, observer: StepObserver, recent: RecentEvents
+    ) -> WorkerContext:
         """Makes the step loop and opens the event log and the messenger's socket."""
         config = self.config
         steps = self._make_loop(runner, scheduler, observer)
@@ -162,7 +162,6 @@ class WorkerStartup:
             spec=runner.spec,
             pool=scheduler.blocks.pool,
             pool_memory=runner.pool_memory,
-            blocks=scheduler.blocks,
             scheduler=scheduler,
             steps=steps,
             messenger=messenger,
@@ -170,7 +169,7 @@ class WorkerStartup:
             instruments=self.instruments,
             metrics=observer.file,
             tracer=self.tracer,
-            recent=self.recent,
+            recent=recent,
             ranks=runner.group if isinstance(runner, RankedRunner) else None,
         )
 

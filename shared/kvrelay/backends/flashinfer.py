@@ -99,13 +99,7 @@ class FlashInferStep:
             return self._in_torch.attend(layer, query, key, value, params)
         self._dtype = computed_in(self._pool, key)
         query = last_contiguous(query, self._dtype)
-        # The kernel that writes them copies bytes, so they must have the pool's dtype.
-        key, value = (last_contiguous(tensor, self._pool.dtype) for tensor in (key, value))
-        keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
-        token_rows, token_positions, page_ids, page_starts, last_page_lens = self._written
-        self._kernels.append(
-            key, value, token_rows, token_positions, (keys, values), page_ids, page_starts, last_page_lens
-        )
+        pages = self._kernels.write(self._pool, layer, key, value, self._written)
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
         if kind not in self._planned:
             self._planned[kind] = self._plan_prefill(kind), self._plan_decode(kind)
@@ -114,9 +108,9 @@ class FlashInferStep:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         cut = self._num_chunk_tokens
         if prefill is not None:
-            prefill.run(query[:cut], (keys, values), out=out[:cut])
+            prefill.run(query[:cut], pages, out=out[:cut])
         if decode is not None:
-            decode.run(query[cut:], (keys, values), out=out[cut:])
+            decode.run(query[cut:], pages, out=out[cut:])
         return out
 
     @cached_property

@@ -106,22 +106,12 @@ class FlashInferFixedStep:
         pool, kernels = self._shared.pool, self._shared.kernels
         self._dtype = computed_in(pool, key)
         query = last_contiguous(query, self._dtype)
-        key, value = (last_contiguous(tensor, pool.dtype) for tensor in (key, value))
-        keys, values = pool[:, layer, 0], pool[:, layer, 1]
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
-        wrapper = self._wrapper(kind)  # its plan also fills the inputs of `append`
-        kernels.append(
-            key,
-            value,
-            self._rows,
-            self._positions,
-            (keys, values),
-            self._page_ids,
-            self._page_starts,
-            self._last_page_lens,
-        )
+        wrapper = self._wrapper(kind)  # its plan also fills the inputs of `write`
+        where = (self._rows, self._positions, self._page_ids, self._page_starts, self._last_page_lens)
+        pages = kernels.write(pool, layer, key, value, where)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        wrapper.run(query, (keys, values), out=out)
+        wrapper.run(query, pages, out=out)
         return out
 
     def _wrapper(self, kind: LayerKind) -> Any:

@@ -5,6 +5,7 @@ Block tables are their input as compressed rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrelay.backends.backend import Int32Array, LayerKind, PackedRows
+from kvrelay.backends.backend import Int32Array, LayerKind, PackedRows, last_contiguous
 
 _LEAST_WORKSPACE_BYTES = 256 * 2**20  # twice FlashInfer's recommendation: prefill of 8192 tokens splits long rows
 _TENSOR_CORE_GROUP = 4  # from this many query heads per KV head on, decoding on tensor cores is faster
@@ -93,9 +94,17 @@ class FlashInferKernels:
             **options,
         )
 
-    def append(self, *arguments: Any) -> None:
-        """`append_paged_kv_cache` in the pool's layout."""
-        self.flashinfer.append_paged_kv_cache(*arguments, _LAYOUT)
+    def write(
+        self, pool: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, where: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes a step's keys and values. `where`: each token's row and position, then the rows' pages as in
+        `PagedRows`: ids, starts and lengths of the last. Returns all of the layer's keys and values."""
+        # The kernel copies bytes, so both must have the pool's dtype.
+        key, value = (last_contiguous(tensor, pool.dtype) for tensor in (key, value))
+        pages = pool[:, layer, 0], pool[:, layer, 1]
+        rows, positions, *tables = where
+        self.flashinfer.append_paged_kv_cache(key, value, rows, positions, pages, *tables, _LAYOUT)
+        return pages
 
     def workspace_for(self, group: int, head_dim: int, least_bytes: int = 0) -> torch.Tensor:
         """The workspace, large enough for `group` query heads per KV head, and at least `least_bytes`."""

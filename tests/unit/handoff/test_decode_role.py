@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 from types import SimpleNamespace
 from typing import cast
 
-import msgspec
 import pytest
 
 from kvrelay.awake_clock import MAX_GAP_S
@@ -21,7 +20,6 @@ from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
     AnyBody,
-    Cancel,
     Drained,
     Failed,
     Generate,
@@ -48,8 +46,6 @@ from kvrelay_decode import reservations
 from kvrelay_decode.reservations import BLOCKS_DUE_S
 from kvrelay_decode.service import DecodeRole
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench
-
-pytestmark = pytest.mark.unit
 
 ROUTER = PeerRef("router", "1", "tcp://router")
 PREFILL = PeerRef("p1", "1", "tcp://p1")
@@ -403,54 +399,3 @@ def test_prefill_that_asks_again_for_what_was_committed_here_is_refused() -> Non
     worker.reserve("a", [5] * 12)
     assert [type(body) for to, body in worker.sent[num_sent:] if to == PREFILL] == [Refused]
     assert worker.scheduler.schedule().has_work, "it runs on here"
-
-
-# -- messages that no correct peer sends ------------------------------------------------------------------------------
-
-
-WRONG: list[dict[str, object]] = [
-    {"index": 1},
-    {"num_tokens": 11},
-    {"num_tokens": 2**31 - 1},
-    {"num_blocks": 2},
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_handoff_that_does_not_fit_its_sequence_is_released(wrong: dict[str, object]) -> None:
-    worker = DecodeWorker(one_sided=False)
-    worker.reserve("a", [5] * 12)
-    reservation = worker.granted().reservation
-    good = Handoff(reservation=reservation, index=0, token_id=7, num_tokens=12, num_blocks=3)
-    worker.deliver(PREFILL, msgspec.structs.replace(good, **wrong), "a")
-    assert isinstance(worker.sent[-1][1], Released)
-    assert not worker.role.num_open
-    worker.bench.pool.check_integrity()
-    worker.reserve("a", [5] * 12)
-    worker.receiver.report(Landed(worker.granted().reservation, (0, 1, 2)))
-    worker.hand_over("a", worker.granted().reservation, 12)
-    assert worker.scheduler.schedule().has_work
-
-
-@pytest.mark.parametrize("kind", [Reserve, Generate])
-def test_what_was_cancelled_before_it_came_does_not_run(kind: type[AnyBody]) -> None:
-    worker = DecodeWorker()
-    worker.deliver(ROUTER, Cancel(reason="the client left"), "a")
-    if kind is Reserve:
-        worker.reserve("a", [5] * 12)
-        assert isinstance(worker.sent[-1][1], Refused)
-    else:
-        worker.generate("a", [5] * 12)
-    assert not worker.role.num_open and not worker.scheduler.waiting
-    worker.bench.pool.check_integrity()
-
-
-def test_only_its_own_router_and_prefill_worker_end_a_request() -> None:
-    worker = DecodeWorker(one_sided=False)
-    worker.reserve("a", [5] * 12)
-    reservation = worker.granted().reservation
-    worker.deliver(OTHER, Abort(reservation=reservation, reason="forged"), "a")
-    worker.deliver(OTHER, Cancel(reason="forged"), "a")
-    assert worker.role.num_open == 1
-    worker.deliver(ROUTER, Cancel(reason="the client left"), "a")
-    assert not worker.role.num_open

@@ -30,8 +30,6 @@ from tests.unit.handoff.check.search import Counterexample, Explored, explore
 from tests.unit.handoff.check.state import Size, State
 from tests.unit.handoff.check.world import DISTURBANCES, World, start
 
-pytestmark = pytest.mark.unit
-
 LARGE_STATES = int(os.environ.get("KVRELAY_MODEL_STATES", "4000"))
 TINY = Size(num_blocks=1, prefill_pool=1, decode_pool=1)
 

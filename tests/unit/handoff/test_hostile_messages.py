@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,3 +177,54 @@ def test_a_sender_pushes_only_its_own_blocks_and_releases_them_once(data: st.Dat
     while aborted:
         feed(SenderDrained(aborted.pop()))
     assert machine.state is SenderState.RELEASED and num_released == 1
+
+
+# -- one message that no correct peer sends ----------------------------------------------------------------------------
+
+
+WRONG: list[dict[str, object]] = [
+    {"index": 1},
+    {"num_tokens": 11},
+    {"num_tokens": 2**31 - 1},
+    {"num_blocks": 2},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_handoff_that_does_not_fit_its_sequence_is_released(wrong: dict[str, object]) -> None:
+    worker = DecodeWorker(one_sided=False)
+    worker.reserve("a", [5] * 12)
+    reservation = worker.granted().reservation
+    good = Handoff(reservation=reservation, index=0, token_id=7, num_tokens=12, num_blocks=3)
+    worker.deliver(PREFILL, msgspec.structs.replace(good, **wrong), "a")
+    assert isinstance(worker.sent[-1][1], Released)
+    assert not worker.role.num_open
+    worker.bench.pool.check_integrity()
+    worker.reserve("a", [5] * 12)
+    worker.receiver.report(Landed(worker.granted().reservation, (0, 1, 2)))
+    worker.hand_over("a", worker.granted().reservation, 12)
+    assert worker.scheduler.schedule().has_work
+
+
+@pytest.mark.parametrize("kind", [Reserve, Generate])
+def test_what_was_cancelled_before_it_came_does_not_run(kind: type[AnyBody]) -> None:
+    worker = DecodeWorker()
+    worker.deliver(ROUTER, Cancel(reason="the client left"), "a")
+    if kind is Reserve:
+        worker.reserve("a", [5] * 12)
+        assert isinstance(worker.sent[-1][1], Refused)
+    else:
+        worker.generate("a", [5] * 12)
+    assert not worker.role.num_open and not worker.scheduler.waiting
+    worker.bench.pool.check_integrity()
+
+
+def test_only_its_own_router_and_prefill_worker_end_a_request() -> None:
+    worker = DecodeWorker(one_sided=False)
+    worker.reserve("a", [5] * 12)
+    reservation = worker.granted().reservation
+    worker.deliver(OTHER, Abort(reservation=reservation, reason="forged"), "a")
+    worker.deliver(OTHER, Cancel(reason="forged"), "a")
+    assert worker.role.num_open == 1
+    worker.deliver(ROUTER, Cancel(reason="the client left"), "a")
+    assert not worker.role.num_open

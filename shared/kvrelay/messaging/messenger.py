@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections import deque
@@ -233,6 +234,9 @@ class Messenger:
             self._sockets.keep_only(self._links.addresses())
 
 
+INBOX_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]*;]+):[0-9]{1,5}", re.ASCII)
+
+
 class MessengerSockets:
     """Binds the inbox to `port`, or to a free one if it is 0. Raises zmq.ZMQError if that is not possible."""
 
@@ -295,12 +299,14 @@ class MessengerSockets:
                 zmq.backend.Socket.send(outbox, last, NOBLOCK)
             else:  # tokens that several messages share stay one object until they leave
                 zmq.backend.Socket.send(outbox, last, NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:
             self.num_unsent += 1
             self._log.warning("unsent", "cannot send to %r: %s", address, error)
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
-        """Raises zmq.ZMQError."""
+        """Raises zmq.ZMQError, and ValueError for what is no inbox: addresses come from peers."""
+        if INBOX_ADDRESS.fullmatch(address) is None:
+            raise ValueError("not tcp://HOST:PORT")
         outbox = self._context.socket(zmq.PUSH)
         outbox.set_hwm(0)
         outbox.setsockopt(zmq.IPV6, int("[" in address))

@@ -20,6 +20,7 @@ from tests.fakes.stack import Stack
 SERVERS: Mapping[str, tuple[str, ...]] = {
     "all on": ("--queue-order", "lpm"),
     "no cache": ("--queue-order", "lpm", "--no-prefix-cache"),
+    "table": ("--queue-order", "lpm", "--prefix-lookup", "table"),
     "fcfs": ("--queue-order", "fcfs"),
     "random": ("--queue-order", "random"),
     "no jump-forward": ("--queue-order", "lpm", "--no-jump-forward"),

@@ -58,7 +58,7 @@ from kvrelay_embedded.sampling_params import SamplingParams
 SETTINGS = (
     "dtype", "kv_cache_dtype", "load_format", "device", "cuda_graphs",
     "fused_layers", "quantization", "threads", "block_size", "num_blocks", "kv_memory_bytes", "memory_utilization",
-    "max_model_len", "prefix_cache", "token_budget", "max_running", "scheduler", "chunking",
+    "max_model_len", "prefix_cache", "prefix_lookup", "token_budget", "max_running", "scheduler", "chunking",
     "queue_order", "preemption", "swap_space", "new_token_ratio",
     "jump_forward", "speculation",
     "tensor_parallel_size",

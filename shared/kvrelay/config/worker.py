@@ -145,6 +145,10 @@ class WorkerConfig(RankedConfig):
         description="keep the blocks of finished sequences for prompts with the same prefix",
         json_schema_extra={"flags": ["--enable-prefix-caching"]},
     )
+    prefix_lookup: Literal["tree", "table"] = Field(
+        default="tree",
+        description="tree: prompts share any prefix of blocks; table: only complete sequences, for comparison",
+    )
 
     token_budget: int = Field(
         default=512,
@@ -281,7 +285,7 @@ class WorkerConfig(RankedConfig):
     @property
     def publishes_prefixes(self) -> bool:
         """Returns whether this worker publishes its cache to the prefix index."""
-        return self.uses_redis and self.prefix_cache
+        return self.uses_redis and self.prefix_cache and self.prefix_lookup == "tree"
 
     @property
     def pipeline_depth(self) -> int:

@@ -19,7 +19,7 @@ from kvrelay.engine.run.graph_sizes import default_sizes, largest_size
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.worker_registry import Registry, WorkerRecord
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache, TableCache
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import LinkEvent, LinkSettings
@@ -233,9 +233,11 @@ MAX_DELAY_S = 1.0
 
 
 def make_cache(config: WorkerConfig, pool: BlockPool) -> PrefixCache:
-    """The prefix cache, or one that caches nothing."""
+    """The prefix cache, or what the configuration compares it with."""
     if not config.prefix_cache:
         return NullCache(pool)
+    if config.prefix_lookup == "table":
+        return TableCache(pool)
     return PrefixCache(pool, record_events=config.publishes_prefixes)
 
 

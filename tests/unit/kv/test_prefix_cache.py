@@ -13,7 +13,7 @@ from kvrelay.kv.block_index import BlockIndex
 from kvrelay.kv.cache import BlockError, IntegrityError
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache, TableCache
 from kvrelay.kv.session_blocks import SessionBlocks
 
 ROOT = root_hash(model="m")
@@ -121,6 +121,39 @@ def test_no_cache_keeps_nothing(pool: BlockPool) -> None:
     assert cache.evict(3) == cache.remove(hashes) == cache.clear() == []
     assert cache.drain_events() == []
     assert pool.num_free == 16
+
+
+class TestTableCache:
+    @pytest.fixture
+    def table(self, pool: BlockPool) -> TableCache:
+        return TableCache(pool)
+
+    def test_only_whole_sequences_are_found(self, pool: BlockPool, table: TableCache) -> None:
+        blocks = publish(pool, table, "abc")
+        assert table.match(chain("abcd")) == blocks
+        assert cached_texts(table, ["abx", "ab"]) == ["", ""]
+
+    def test_a_conversation_grows_its_entry(self, pool: BlockPool, table: TableCache) -> None:
+        publish(pool, table, "abc")
+        publish(pool, table, "abcde")
+        assert cached_texts(table, ["abcdef", "abcx"]) == ["abcde", ""]
+
+    def test_chains_can_be_published_in_pieces(self, pool: BlockPool, table: TableCache) -> None:
+        hashes = chain("abcd")
+        blocks = pool.allocate(4, BlockState.RUNNING)
+        assert table.extend(None, hashes[:2], blocks[:2]) == blocks[:2]
+        assert table.extend(hashes[1], hashes[2:], blocks[2:]) == blocks[2:]
+        assert table.match(hashes) == blocks
+        assert table.peek(hashes[:3]) == 0
+
+    def test_an_evicted_end_is_not_found(self, pool: BlockPool, table: TableCache) -> None:
+        publish(pool, table, "abc")
+        table.evict(1)
+        assert cached_texts(table, ["abcd"]) == [""]
+        for each in range(100):  # ends of evicted sequences do not pile up
+            publish(pool, table, f"{chr(200 + each)}xyz")
+        assert cached_texts(table, [f"{chr(299)}xyz", f"{chr(200)}xyz"]) == [f"{chr(299)}xyz", ""]
+        assert len(table._ends) <= pool.num_blocks
 
 
 def test_an_index_that_loses_what_it_gains_does_not_grow() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache
+from kvrelay.kv.prefix_cache import NullCache, PrefixCache, TableCache
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanBuilder, StepPlan, worker_batch
@@ -147,7 +147,7 @@ faults = st.lists(st.sampled_from(["", "", "", "abort", "not executed", "rows fa
     course=faults,
     num_blocks=st.integers(11, 20),
     num_slots=st.sampled_from([0, 2, 6, 12, 60]),
-    cache=st.sampled_from([PrefixCache, PrefixCache, NullCache]),
+    cache=st.sampled_from([PrefixCache, TableCache, NullCache]),
     seed=st.integers(0, 1 << 16),
 )
 def test_tokens_are_those_of_an_undisturbed_run_whatever_is_preempted_and_how(

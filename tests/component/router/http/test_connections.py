@@ -17,6 +17,7 @@ import pytest
 
 from kvrelay_router.http import body
 from kvrelay_router.http.http_server import bind
+from tests.component.router.http.test_streams_under_load import connect, request
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import PATIENCE_S, until
@@ -25,17 +26,10 @@ HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 COMPLETION = {"model": MODEL, "prompt": "x"}
 
 
-async def send_raw(
-    router: Router, path: str, request: dict[str, Any]
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A request on a bare socket, so that the test decides when the connection ends."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
-    content = json.dumps(request).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    )
-    writer.write(head.encode() + content)
-    await writer.drain()
+async def send_raw(router: Router, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """On a bare socket, so that the test decides when the connection ends."""
+    reader, writer = await connect(router)
+    writer.write(request(**body))
     return reader, writer
 
 
@@ -47,7 +41,7 @@ async def test_a_client_that_goes_away_cancels_its_request(
 ) -> None:
     """Queued or generating, streaming or not, with a proper end of the connection or a reset."""
     router.answers("An otter is a mammal.", hang_after=hang_after)
-    reader, writer = await send_raw(router, "/v1/completions", {**COMPLETION, "stream": stream})
+    reader, writer = await send_raw(router, stream=stream)
     await until(lambda: len(router.dispatcher.handles) == 1)
     if stream and hang_after:
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
@@ -62,7 +56,7 @@ async def test_a_client_that_goes_away_cancels_its_request(
 
 async def test_a_client_that_goes_away_cancels_all_its_prompts(router: Router) -> None:
     router.answers("An otter is a mammal.", hang_after=1)
-    _, writer = await send_raw(router, "/v1/completions", {"model": MODEL, "prompt": ["x", "y", "z"], "stream": True})
+    _, writer = await send_raw(router, prompt=["x", "y", "z"])
     await until(lambda: len(router.dispatcher.handles) == 3)
     writer.close()
     await until(lambda: all(handle.cancelled_at for handle in router.dispatcher.handles))
@@ -147,7 +141,7 @@ async def test_a_body_over_the_limit_is_413_whether_declared_or_not(make_router:
 
 async def test_an_endless_body_is_answered_before_its_end(make_router: Callable[..., Any]) -> None:
     async with make_router(max_body_bytes=1000) as router:
-        reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
+        reader, writer = await connect(router)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         writer.write(b"400\r\n" + b" " * 1024 + b"\r\n")
         assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
@@ -157,7 +151,7 @@ async def test_an_endless_body_is_answered_before_its_end(make_router: Callable[
 
 async def test_a_body_that_does_not_arrive_is_408(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
-    reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
+    reader, writer = await connect(router)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
     assert b" 408 " in answer and b"took too long" in answer
@@ -167,7 +161,7 @@ async def test_a_body_that_does_not_arrive_is_408(router: Router, monkeypatch: p
 async def test_a_client_that_gives_up_within_its_body_is_no_error(
     router: Router, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
+    _, writer = await connect(router)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     await writer.drain()
     await asyncio.sleep(0.05)
@@ -192,7 +186,7 @@ async def test_a_clients_own_name_is_kept_and_may_come_twice(router: Router) -> 
     for _ in range(2):
         answer = await router.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "mine/1"})
         assert answer.headers["x-request-id"] == "mine/1"
-    first, second = [request.request_id for request in router.dispatcher.requests]
+    first, second = [each.request_id for each in router.dispatcher.requests]
     assert first != second and first.startswith("mine/1-")
     assert (await router.http.get("/requests/mine/1")).json() == {"id": second}
     assert (await router.http.get("/requests/" + answer.json()["id"])).json() == {"id": second}
@@ -201,15 +195,15 @@ async def test_a_clients_own_name_is_kept_and_may_come_twice(router: Router) -> 
 
 async def test_a_clients_own_name_may_look_like_an_answers(router: Router) -> None:
     await router.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "cmpl-7"})
-    (request,) = router.dispatcher.requests
-    assert (await router.http.get("/requests/cmpl-7")).json() == {"id": request.request_id}
+    (asked,) = router.dispatcher.requests
+    assert (await router.http.get("/requests/cmpl-7")).json() == {"id": asked.request_id}
     assert (await router.http.get("/requests/7")).status_code == 404
 
 
 async def test_the_requests_of_several_prompts_are_found_together(router: Router) -> None:
     answer = await router.http.post("/v1/completions", json={"model": MODEL, "prompt": ["a", "b"]})
     found = (await router.http.get("/requests/" + answer.headers["x-request-id"])).json()
-    assert found == {"requests": [{"id": request.request_id} for request in router.dispatcher.requests]}
+    assert found == {"requests": [{"id": each.request_id} for each in router.dispatcher.requests]}
 
 
 @pytest.mark.parametrize("name", ["x" * 129, "with space", "é"])
@@ -230,19 +224,19 @@ async def test_the_fleet_page_is_open_and_its_data_are_not(make_router: Callable
 
 async def test_the_latest_requests_and_the_timeline_by_the_clients_name(router: Router) -> None:
     await router.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "mine"})
-    (request,) = router.dispatcher.requests
+    (asked,) = router.dispatcher.requests
     listed = (await router.http.get("/requests")).json()
-    assert [each["request_id"] for each in listed["requests"]] == [request.request_id]
-    for name in ("mine", request.request_id, f"cmpl-{request.request_id}"):
+    assert [each["request_id"] for each in listed["requests"]] == [asked.request_id]
+    for name in ("mine", asked.request_id, f"cmpl-{asked.request_id}"):
         (timeline,) = (await router.http.get(f"/requests/{name}/timeline")).json()["timelines"]
-        assert timeline == {"id": request.request_id, "events": []}
+        assert timeline == {"id": asked.request_id, "events": []}
 
 
 async def test_the_trace_is_taken_over_or_made(router: Router) -> None:
     trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     for given in (trace, "nonsense", "00-" + "0" * 32 + "-00f067aa0ba902b7-01"):
         await router.http.post("/v1/completions", json=COMPLETION, headers={"traceparent": given})
-    taken, *made = [request.trace for request in router.dispatcher.requests]
+    taken, *made = [each.trace for each in router.dispatcher.requests]
     assert taken == trace
     assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", each) for each in made)
     assert len(set(made)) == 2
@@ -288,10 +282,10 @@ async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(route
     gc.disable()
     try:
         if path == "/health":
-            reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
+            reader, writer = await connect(router)
             writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         else:
-            reader, writer = await send_raw(router, path, COMPLETION | {"stream": True})
+            reader, writer = await send_raw(router)
         await until(lambda: router.server._server.server_state.connections)
         kept = [weakref.ref(connection) for connection in router.server._server.server_state.connections]
         await reader.readuntil(b"ok" if path == "/health" else b"[DONE]")

@@ -6,8 +6,8 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import pytest
 
@@ -21,7 +21,7 @@ from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill import pushes
 from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import NO_NIXL
-from tests.component.workers.rig import Fleet, fleet, prompt_of, run
+from tests.component.workers.rig import Fleet, fleet, prompt_of
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until
 from tests.fakes.workers import LocalWorker
@@ -29,6 +29,16 @@ from tests.fakes.workers import LocalWorker
 pytestmark = [pytest.mark.component, pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)]
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
 ELSEWHERE = "another-machine:pid:[1]/1/1"
+
+
+@contextmanager
+def sleeping_processes(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    with ExitStack() as stack:
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        processes = [stack.enter_context(subprocess.Popen(command)) for _ in range(number)]
+        for process in processes:
+            stack.callback(process.kill)
+        yield processes
 
 
 async def until_reserved(f: Fleet) -> None:
@@ -47,12 +57,12 @@ async def test_a_prompt_of_any_length_is_handed_over(redis_url: str, length: int
 @pytest.mark.parametrize(
     ("prefill", "decode", "taken"), [("auto", "auto", "nixl"), ("auto", "zmq", "zmq"), ("zmq", "auto", "zmq")]
 )
-def test_a_pair_takes_nixl_when_both_have_it_and_says_so_once(
+async def test_a_pair_takes_nixl_when_both_have_it_and_says_so_once(
     redis_url: str, prefill: str, decode: str, taken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        workers = [LocalWorker(redis_url, "prefill", HashRunner(), transfer=prefill)]
-        workers += [LocalWorker(redis_url, "decode", HashRunner(), transfer=decode)]
+    workers = [LocalWorker(redis_url, "prefill", HashRunner(), transfer=prefill)]
+    workers += [LocalWorker(redis_url, "decode", HashRunner(), transfer=decode)]
+    with caplog.at_level("INFO", logger=reservations.__name__):
         async with fleet(redis_url, [], []) as f:
             for worker in workers:
                 await worker.start()
@@ -62,22 +72,19 @@ def test_a_pair_takes_nixl_when_both_have_it_and_says_so_once(
                 got = await f.router.prefill(workers[0].me, workers[1].me, name, prompt_of(50), GREEDY).finished()
                 assert got.output == expected_tokens(prompt_of(50), GREEDY, 512)
             await f.until_clean()
-
-    with caplog.at_level("INFO", logger=reservations.__name__):
-        run(test)
     said = [record.getMessage() for record in caplog.records if "come by" in record.getMessage()]
     assert len(said) == 1
     assert f"come by {taken}:" in said[0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_processes_have_ended(
+async def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_processes_have_ended(
     redis_url: str, num_ranks: int
 ) -> None:
-    async def test(processes: list[subprocess.Popen[bytes]]) -> None:
-        runners = [HashRunner(), HashRunner()]
-        runners[0].hold_after(4)
-        settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
+    runners = [HashRunner(), HashRunner()]
+    runners[0].hold_after(4)
+    settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
+    with sleeping_processes(num_ranks) as processes:
         async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
             role = f.prefill[0].started.role
             assert isinstance(role, PrefillRole)
@@ -93,15 +100,9 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_processes
                 process.kill()
             await f.until_clean()
 
-    with ExitStack() as stack:
-        command = [sys.executable, "-c", "import time; time.sleep(600)"]
-        processes = [stack.enter_context(subprocess.Popen(command)) for _ in range(num_ranks)]
-        for process in processes:
-            stack.callback(process.kill)
-        run(lambda: test(processes))
 
-
-async def successor_speaks(redis_url: str, then: Callable[[LocalWorker], Awaitable[None]]) -> None:
+@asynccontextmanager
+async def successor_speaks(redis_url: str) -> AsyncIterator[LocalWorker]:
     """A prefill worker falls silent in the middle of a handoff, and a second one is started under its name. The
     registry must take both for processes elsewhere: then the name is free when the first one's lease expires."""
     runners = [HashRunner(), HashRunner()]
@@ -118,32 +119,33 @@ async def successor_speaks(redis_url: str, then: Callable[[LocalWorker], Awaitab
         await new.start()
         got = f.router.prefill(new.me, f.decode[0].me, "b", prompt_of(300), GREEDY)
         assert (await got.finished()).output == expected_tokens(prompt_of(300), GREEDY, 512)
-        await then(f.decode[0])
+        yield f.decode[0]
         await f.until_clean()
 
 
-def test_slots_of_a_silent_prefill_worker_elsewhere_are_free_when_its_successor_speaks(
+async def test_slots_of_a_silent_prefill_worker_elsewhere_are_free_when_its_successor_speaks(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def then(decode: LocalWorker) -> None:
-        assert decode.started.role.totals()["quarantines"] == 1
-
     monkeypatch.setattr(startup, "own_identity", lambda: ELSEWHERE)
     monkeypatch.setattr(pushes, "own_identity", lambda: ELSEWHERE)
-    run(lambda: successor_speaks(redis_url, then))
+    async with successor_speaks(redis_url) as decode:
+        assert decode.started.role.totals()["quarantines"] == 1
 
 
-def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_live_whoever_has_its_name(
+async def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_live_whoever_has_its_name(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped: it may wake up in the middle of a copy."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
-
-        async def then(decode: LocalWorker) -> None:
+    num_ticks = 0
+    with sleeping_processes(1) as (process,):
+        process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(startup, "own_identity", lambda: ELSEWHERE)
+        monkeypatch.setattr(pushes, "own_identity", lambda: identity_of(process.pid))
+        async with successor_speaks(redis_url) as decode:
             role = decode.started.role
             assert isinstance(role, DecodeRole)
             quarantine = role._reservations._quarantine
-            num_ticks, tick = 0, quarantine.tick
+            tick = quarantine.tick
 
             def counted(now: float) -> Due:
                 nonlocal num_ticks
@@ -153,14 +155,6 @@ def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_liv
             monkeypatch.setattr(quarantine, "tick", counted)
             await until(lambda: num_ticks > 2 * SETTLE_TICKS)
             assert decode.blocks["quarantined"] == 25
-            process.kill()
-
-        process.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(startup, "own_identity", lambda: ELSEWHERE)
-        monkeypatch.setattr(pushes, "own_identity", lambda: identity_of(process.pid))
-        try:
-            run(lambda: successor_speaks(redis_url, then))
-        finally:
             process.kill()
 
 

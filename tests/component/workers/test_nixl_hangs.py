@@ -11,7 +11,7 @@ from kvrelay.handoff.transports.nixl_sender import NixlSettings
 from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_decode import reservations
-from tests.component.workers.rig import Fleet, fleet, prompt_of, run
+from tests.component.workers.rig import Fleet, fleet, prompt_of
 from tests.fakes.hanging_agent import FakeNetwork, fake_network
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until
@@ -48,20 +48,15 @@ def transports_taken(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message.split(" come by ")[1].split(":")[0] for message in messages if " come by " in message]
 
 
-def test_a_first_write_that_hangs_ends_with_its_connection_and_the_pair_goes_on_by_zmq(
+async def test_a_first_write_that_hangs_ends_with_its_connection_and_the_pair_goes_on_by_zmq(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(select, "NixlSettings", partial(NixlSettings, stall_timeout_s=0.3))
-
-    async def test() -> None:
-        with fake_network() as network:
-            async with fleet(redis_url, [HashRunner()], [HashRunner()], **SETTINGS) as f:
-                await hang(f, network, "no progress", after_a_good_handoff=False)
-                await serve_by_zmq(f)
-                await f.until_clean()
-
-    with caplog.at_level("INFO", logger=reservations.__name__):
-        run(test)
+    with caplog.at_level("INFO", logger=reservations.__name__), fake_network() as network:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()], **SETTINGS) as f:
+            await hang(f, network, "no progress", after_a_good_handoff=False)
+            await serve_by_zmq(f)
+            await f.until_clean()
     assert transports_taken(caplog) == ["nixl", "zmq"]
 
 

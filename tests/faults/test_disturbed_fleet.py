@@ -124,26 +124,23 @@ def test_no_output_changes(redis_url: str, disturb: Disturb, num_blocks: int, se
     run_jobs(redis_url, seed, 400, disturb, num_blocks=num_blocks)
 
 
-def test_a_request_that_nobody_can_finish_ends_at_its_deadline(redis_url: str) -> None:
-    async def scenario() -> None:
-        async with local_fleet(redis_url, 1, 1, lambda: HashRunner(max_model_len=224, step_s=0.02)) as fleet:
-            sampling = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
-            request = GenerateRequest(request_id="late", prompt_ids=[1, 2, 3], sampling=sampling, timeout_s=2.5)
-            began = asyncio.get_running_loop().time()
-            handle = fleet.dispatcher.submit(request)
-            tokens: list[int] = []
+async def test_a_request_that_nobody_can_finish_ends_at_its_deadline(redis_url: str) -> None:
+    async with local_fleet(redis_url, 1, 1, lambda: HashRunner(max_model_len=224, step_s=0.02)) as fleet:
+        sampling = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
+        request = GenerateRequest(request_id="late", prompt_ids=[1, 2, 3], sampling=sampling, timeout_s=2.5)
+        began = asyncio.get_running_loop().time()
+        handle = fleet.dispatcher.submit(request)
+        tokens: list[int] = []
 
-            async def read() -> None:
-                async for deltas in read_batches(handle):
-                    tokens.extend(token for delta in deltas for token in delta.token_ids)
-                    if len(tokens) >= 5 and "decode-0" in fleet.workers:
-                        fleet.kill("decode-0")
+        async def read() -> None:
+            async for deltas in read_batches(handle):
+                tokens.extend(token for delta in deltas for token in delta.token_ids)
+                if len(tokens) >= 5 and "decode-0" in fleet.workers:
+                    fleet.kill("decode-0")
 
-            with pytest.raises(RequestFailed) as failed:
-                await read()
-            assert failed.value.kind is FailureKind.DEADLINE
-            assert 2.4 < asyncio.get_running_loop().time() - began < 10
-            assert tokens == expected_tokens([1, 2, 3], sampling, 224)[: len(tokens)]
-            await fleet.until_clean()
-
-    asyncio.run(scenario())
+        with pytest.raises(RequestFailed) as failed:
+            await read()
+        assert failed.value.kind is FailureKind.DEADLINE
+        assert 2.4 < asyncio.get_running_loop().time() - began < 10
+        assert tokens == expected_tokens([1, 2, 3], sampling, 224)[: len(tokens)]
+        await fleet.until_clean()

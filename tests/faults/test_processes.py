@@ -7,24 +7,25 @@ with beams.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from tests.faults.storm.bench import Bench, open_bench
 from tests.faults.storm.processes import StackSettings
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 OWNERS = {"prefill": "computing", "decode": "running"}
 """Of the blocks that a worker of this role holds while it works."""
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     # Every worker is to have work, whoever holds the prompts already.
     settings = StackSettings(extra={"router": ["--routing-policy=least_loaded"]})
-    with open_bench(tmp_path_factory.mktemp("processes"), settings) as bench:
+    async with open_bench(tmp_path_factory.mktemp("processes"), settings) as bench:
         yield bench
 
 
@@ -40,7 +41,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else f"{value}s",
 )
-def test_workers_of_a_role_die_together(bench: Bench, names: tuple[str, ...], delay_s: float) -> None:
+async def test_workers_of_a_role_die_together(bench: Bench, names: tuple[str, ...], delay_s: float) -> None:
     """A while after the first of them has work. Decode computes prompts meanwhile, or streams wait for the next."""
     stack = bench.stack
 
@@ -54,15 +55,12 @@ def test_workers_of_a_role_die_together(bench: Bench, names: tuple[str, ...], de
             stack.spawn(name)
         await stack.until_ready(*names, since=old)
 
-    async def scenario() -> None:
-        await bench.under_load(bench.load(), await bench.jobs(12, num_beam_searches=4), disturb)
-        await stack.until_clean()
-
-    bench.run(scenario())
+    await bench.under_load(bench.load(), await bench.jobs(12, num_beam_searches=4), disturb)
+    await stack.until_clean()
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-1"])
-def test_a_worker_stands_still_for_longer_than_its_peers_wait(bench: Bench, name: str) -> None:
+async def test_a_worker_stands_still_for_longer_than_its_peers_wait(bench: Bench, name: str) -> None:
     """It wakes up in the middle of what others do by now; it is the same process before and after."""
     stack = bench.stack
 
@@ -70,13 +68,10 @@ def test_a_worker_stands_still_for_longer_than_its_peers_wait(bench: Bench, name
         await stack.until_busy(name, OWNERS[stack.services[name].role])
         await stack.stand_still(name, stack.settings.peer_timeout_s + 2)
 
-    async def scenario() -> None:
-        old = await stack.incarnations()
-        await bench.under_load(bench.load(), await bench.jobs(12, num_beam_searches=4), disturb)
-        await stack.until_clean()
-        assert await stack.incarnations() == old
-        totals = [worker["totals"] for worker in (await stack.workers()).values()]
-        drafted, accepted = (sum(each.get(f"{kind}_tokens", 0) for each in totals) for kind in ("drafted", "accepted"))
-        assert 0 < accepted < drafted
-
-    bench.run(scenario())
+    old = await stack.incarnations()
+    await bench.under_load(bench.load(), await bench.jobs(12, num_beam_searches=4), disturb)
+    await stack.until_clean()
+    assert await stack.incarnations() == old
+    totals = [worker["totals"] for worker in (await stack.workers()).values()]
+    drafted, accepted = (sum(each.get(f"{kind}_tokens", 0) for each in totals) for kind in ("drafted", "accepted"))
+    assert 0 < accepted < drafted

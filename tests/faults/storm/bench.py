@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tests.faults.storm.load import BEAM_SEEDS, CHAT, COMPLETIONS, MODEL, TOP_K, Job, Load, Outcome, beam_search
 from tests.faults.storm.processes import PATIENCE_S, FaultStack, StackSettings
 
-T = TypeVar("T")
-
 
 @dataclass(slots=True)
 class Bench:
-    """`runner` is the event loop on which everything lives: proxies only work while it runs something."""
+    """Lives on the event loop of its tests' module: proxies only work while that runs something."""
 
-    runner: asyncio.Runner
     stack: FaultStack
     _references: dict[int, Outcome] = field(default_factory=dict)
     _round: int = 0
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(coroutine)
 
     def load(self, *routers: str) -> Load:
         settings = self.stack.settings
@@ -90,21 +84,16 @@ class Bench:
         raise AssertionError(f"still held: {held}")
 
 
-@contextmanager
-def open_bench(state_dir: Path, settings: StackSettings) -> Iterator[Bench]:
+@asynccontextmanager
+async def open_bench(state_dir: Path, settings: StackSettings) -> AsyncIterator[Bench]:
     """A running system; at the end its workers recount their blocks, and it is ended."""
-    with asyncio.Runner() as runner:
-        stack = runner.run(_make_stack(state_dir, settings))
-        try:
-            runner.run(stack.start())
-            yield Bench(runner, stack)
-            runner.run(stack.until_recounted())
-        finally:
-            runner.run(stack.close())
-
-
-async def _make_stack(state_dir: Path, settings: StackSettings) -> FaultStack:
-    return FaultStack(state_dir, settings)
+    stack = FaultStack(state_dir, settings)
+    try:
+        await stack.start()
+        yield Bench(stack)
+        await stack.until_recounted()
+    finally:
+        await stack.close()
 
 
 def _kind(job: Job) -> int:

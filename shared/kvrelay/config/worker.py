@@ -179,6 +179,10 @@ class WorkerConfig(RankedConfig):
         description="admission order: first come, longest cached prefix, heaviest branch of prompts, smallest priority "
         "number, shortest job, or random",
     )
+    retraction: Literal["latest", "least_progress"] = Field(
+        default="latest",
+        description="sequence to preempt when blocks run out: the latest, or the one with the least output",
+    )
     preemption: Literal["auto", "recompute", "swap"] = Field(
         default="auto",
         description="how a preempted sequence on a decode worker keeps its KV: recompute, or swap (copied to the swap "

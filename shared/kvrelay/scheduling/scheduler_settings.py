@@ -9,6 +9,7 @@ from kvrelay.protocol.sampling import SpeculationMethod
 
 QueueOrderName = Literal["fcfs", "lpm", "dfs_weight", "priority", "sjf", "random"]
 Chunking = Literal["fixed", "dynamic"]
+Retraction = Literal["latest", "least_progress"]
 Preemption = Literal["auto", "recompute", "swap"]
 
 
@@ -56,9 +57,10 @@ class SchedulerSettings:
 
     `queue_starvation_bound`: admissions that a waiting sequence lets pass before it is next, whatever the order.
     `new_token_ratio`: share of the tokens that running sequences may still draw for which admission leaves room, at
-    first; 0 leaves none. `preemption`: the KV of a preempted sequence is computed again, copied to the host and back,
-    or whichever is estimated to be faster. `num_host_slots`: blocks that the host has room for. `host_block_s`:
-    seconds of a block's copy one way, until measured. `jump_forward`: steps may bring tokens that grammars force.
+    first; 0 leaves none. `retraction`: who is preempted when blocks run out. `preemption`: the KV of a preempted
+    sequence is computed again, copied to the host and back, or whichever is estimated to be faster. `num_host_slots`:
+    blocks that the host has room for. `host_block_s`: seconds of a block's copy one way, until measured.
+    `jump_forward`: steps may bring tokens that grammars force.
     `samples_behind`: the runner can run a step with a constrained sequence behind one that samples a token of it;
     otherwise no step is planned behind such a one.
     `speculation`: which sequences' tokens are guessed, and how many. `pipeline_depth`: parts of the model's pipeline.
@@ -68,6 +70,7 @@ class SchedulerSettings:
     queue_starvation_bound: int = 64
     chunking: Chunking = "fixed"
     new_token_ratio: float = 0.0
+    retraction: Retraction = "latest"
     preemption: Preemption = "auto"
     num_host_slots: int = 0
     host_block_s: float = 0.0

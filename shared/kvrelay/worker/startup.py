@@ -247,6 +247,7 @@ def scheduler_settings(config: WorkerConfig) -> SchedulerSettings:
         queue_order=config.queue_order,
         chunking=config.chunking,
         new_token_ratio=config.new_token_ratio,
+        retraction=config.retraction,
         preemption=config.preemption,
         jump_forward=config.jump_forward,
         pipeline_depth=config.pipeline_depth,

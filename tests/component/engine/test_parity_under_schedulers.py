@@ -224,7 +224,8 @@ def test_every_queue_order(
 
 @pytest.mark.parametrize("steps", list(STEPS))
 def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], steps: str) -> None:
-    scheduler = check(model, expected, "sarathi", SchedulerSettings(), with_cache=True, **STEPS[steps])
+    settings = SchedulerSettings(retraction="least_progress")
+    scheduler = check(model, expected, "sarathi", settings, with_cache=True, **STEPS[steps])
     assert scheduler.num_preemptions > 0
 
 

@@ -24,7 +24,7 @@ Policy = tuple[str, str, dict[str, object]]
 POLICIES: list[Policy] = [
     *((name, "fcfs", {}) for name in BUILT_IN),
     ("sarathi", "lpm", {"chunking": "dynamic"}),
-    ("vllm", "sjf", {"new_token_ratio": 0.5}),
+    ("vllm", "sjf", {"retraction": "least_progress", "new_token_ratio": 0.5}),
     ("orca", "dfs_weight", {}),
 ]
 

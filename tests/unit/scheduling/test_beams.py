@@ -187,6 +187,7 @@ arrivals = st.lists(st.tuples(kinds, prompts, searches, st.integers(0, 3)), min_
 policies = st.builds(
     SchedulerSettings,
     chunking=st.sampled_from(["fixed", "dynamic"]),
+    retraction=st.sampled_from(["latest", "least_progress"]),
     new_token_ratio=st.sampled_from([0.0, 0.3]),
 )
 

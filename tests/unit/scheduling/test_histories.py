@@ -33,6 +33,7 @@ policies = st.builds(
     queue_order=st.sampled_from(get_args(QueueOrderName)),
     queue_starvation_bound=st.integers(1, 6),
     chunking=st.sampled_from(["fixed", "dynamic"]),
+    retraction=st.sampled_from(["latest", "least_progress"]),
     new_token_ratio=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
     preemption=st.sampled_from(["auto", "recompute", "swap", "swap"]),
     num_host_slots=st.sampled_from([0, 3, 8, 40]),

@@ -20,7 +20,7 @@ from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
 from kvrelay.scheduling.plan import PlanBuilder, PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies import SarathiPolicy
 from kvrelay.scheduling.scheduler import Scheduler, make_scheduler
-from kvrelay.scheduling.scheduler_settings import Chunking, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.scheduler_settings import Chunking, Retraction, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.scheduling.step_cost import StepCost, pairs
 from kvrelay.worker.startup import scheduler_settings
@@ -139,9 +139,11 @@ def test_an_adopted_sequence_takes_no_blocks_that_are_reserved_for_others(schedu
     assert bench.pool.num_available == 7
 
 
-def test_the_latest_sequence_is_preempted_when_blocks_run_out() -> None:
+@pytest.mark.parametrize(("retraction", "victim"), [("latest", 1), ("least_progress", 0)])
+def test_who_is_preempted_when_blocks_run_out(retraction: Retraction, victim: int) -> None:
     """Two decode; the earlier one has drawn less, as the later one was adopted in the middle of its output."""
-    bench = Bench(num_blocks=6, token_budget=16, max_running=4, cache=False)
+    settings = SchedulerSettings(retraction=retraction)
+    bench = Bench(num_blocks=6, token_budget=16, max_running=4, cache=False, settings=settings)
     pair = [bench.add([1] * 8, 16)]
     bench.step()
     adopted = bench.adopt([2] * 8, 16)
@@ -151,7 +153,7 @@ def test_the_latest_sequence_is_preempted_when_blocks_run_out() -> None:
     preempted: list[Sequence] = []
     while not preempted:
         preempted += bench.step()[0].preempted
-    assert preempted == [pair[1]]
+    assert preempted == [pair[victim]]
 
 
 def test_a_chunk_shrinks_to_the_blocks_there_are_before_anybody_is_preempted() -> None:
@@ -355,8 +357,12 @@ def test_the_configuration_reaches_the_policy() -> None:
         "dynamic",
         "--new-token-ratio",
         "0.4",
+        "--retraction",
+        "least_progress",
     )
-    expected = SchedulerSettings("lpm", chunking="dynamic", new_token_ratio=0.4, jump_forward=True)
+    expected = SchedulerSettings(
+        "lpm", chunking="dynamic", retraction="least_progress", new_token_ratio=0.4, jump_forward=True
+    )
     assert scheduler_settings(config(*flags)) == expected
     assert scheduler_settings(config()) == SchedulerSettings(jump_forward=True)
 

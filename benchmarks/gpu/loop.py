@@ -11,9 +11,9 @@ import numpy as np
 
 from benchmarks.gpu.scale import BLOCK_SIZE
 from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import NullCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef

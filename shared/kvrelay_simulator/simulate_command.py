@@ -49,12 +49,10 @@ PROFILES = (
 )
 NO_HITS = "No hits are possible: no prompt begins with a whole block of an earlier one."
 ADVICE = {
-    "--slo-ttft": "write --slo ttft=2s",
-    "--slo-tpot": "write --slo tpot=50ms",
     "--routing-policy": "write --policy NAME",
     "--token-budget": "the roles have their own: --prefill-token-budget, --decode-token-budget",
 }
-"""Flags of other commands and earlier versions."""
+"""Flags of other commands."""
 
 
 def simulate(argv: Sequence[str]) -> int:

@@ -18,8 +18,9 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.run.graph_sizes import default_sizes, largest_size
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.worker_registry import Registry, WorkerRecord
+from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache, TableCache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import LinkEvent, LinkSettings

@@ -16,8 +16,9 @@ from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, EarlyStopping, Sampling, ScoredText
 from kvrelay.scheduling.plan import worker_batch
 from kvrelay.scheduling.policies import BUILT_IN

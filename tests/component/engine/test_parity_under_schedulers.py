@@ -18,8 +18,9 @@ from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import open_source
 from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
+from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling, SpeculationMethod
 from kvrelay.scheduling.memory import swapping

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.block_index import BlockIndex
 from kvrelay.kv.cache import BlockError, IntegrityError
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache, TableCache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.session_blocks import SessionBlocks
 
 ROOT = root_hash(model="m")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 
+from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, ScoredText
 from kvrelay.protocol.sequence_key import SequenceKey

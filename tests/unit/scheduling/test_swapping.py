@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache, TableCache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanBuilder, StepPlan, worker_batch

@@ -356,7 +356,6 @@ def test_a_trace_that_shares_nothing_says_that_no_hits_are_possible(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--slo-ttft", "2"], "there is no --slo-ttft: write --slo ttft=2s"),
         (["--rte", "2"], "unknown flag --rte; did you mean --rate?"),
         (["--slo", "ttft=2"], "must be a time with its unit"),
     ],

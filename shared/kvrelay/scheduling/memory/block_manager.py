@@ -10,9 +10,10 @@ from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, BlockState
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.session_blocks import SessionBlocks
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.hashing import BlockHash, hash_blocks
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix_cache import NullCache, PrefixCache
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.session_blocks import SessionBlocks
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies

@@ -103,7 +103,6 @@ async def test_a_block_whose_admission_never_comes_is_dropped(make_ends: Callabl
     assert ends.receiver.is_one_sided or not ends.pool.any()
 
 
-@pytest.mark.parametrize("make_ends", [NIXL], indirect=True)
 async def test_a_rank_ends_while_a_block_waits_for_its_admission(make_ends: Callable[[float], Ends]) -> None:
     ends = make_ends(PATIENCE_S)
     ends.push("r", BlockPush(0, 3, 5))

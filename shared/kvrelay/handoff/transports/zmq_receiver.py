@@ -75,7 +75,9 @@ class ZmqReceiver(ReceiverThread):
         """Stops the thread and closes the socket; nothing is written once it ended. Idempotent."""
         if self._closed:
             return
-        self._closed = True
+        with self._changed:  # the thread may wait for an admission
+            self._closed = True
+            self._changed.notify_all()
         ending = Thread(target=self._context.close, name="kv-receiver-end", daemon=True)
         ending.start()  # ends the thread's wait; over once that closed the socket
         if ended_in_time(ending) and self._thread is not None:

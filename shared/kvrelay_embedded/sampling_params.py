@@ -17,13 +17,13 @@ _ANY_PROMPT = [0]
 
 
 class SamplingParams(SamplingFields):
-    """docs/api.md says what each means. None: the model's own default, and 16 for `max_tokens`.
+    """docs/api.md explains each field. None: the model's own default, and 16 for `max_tokens`.
 
     `structured_outputs` constrains the output: one of `json`, `regex`, `choice`, `grammar`, `json_object`,
     `structural_tag`.
 
-    Sequences and arrays of numpy may stand in place of lists. Raises ValueError with the name of the first field that
-    is wrong, TypeError for a name that is none.
+    Sequences and arrays of numpy are accepted as lists. Raises ValueError with the name of the first field that is
+    wrong, TypeError for an unknown name.
     """
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -91,7 +91,7 @@ class DecodeRequest:
     prefill: PeerRef | None = None
     processes: tuple[str, ...] = ()  # of the prefill worker's ranks, see `kvrelay.process_identity`
     transport: str = ""
-    shards: ShardShape = ONE_RANK  # of the prefill worker
+    shards: ShardShape = ONE_RANK  # the prefill worker's
     first_index: int = 0  # output index of the first token of this attempt
     scores: ScoreParts | None = None  # if log-probabilities of the prompt are asked for
     timings: HandoffTimings = field(default_factory=HandoffTimings)
@@ -127,7 +127,7 @@ class Reservations:
         self._requests = requests
         self._on_commit = on_commit
         self._numbers = itertools.count(1)
-        self._keys: dict[str, SequenceKey] = {}  # of the sequences, by reservation
+        self._keys: dict[str, SequenceKey] = {}  # key: reservation
         self._last_transports: dict[PeerRef, str] = {}  # that each prefill worker used
         self._clock = AwakeClock()
         self._last_blocks: dict[PeerRef, float] = {}  # the last block or handoff message of each prefill worker
@@ -382,7 +382,7 @@ class Reservations:
             self._carry_out(request, instruction)
         if handoff.state is ReceiverState.FREED:
             self._requests.remove(request.sequence.key)
-            self._keys.pop(handoff.reservation, None)  # what its transport still reports is ignored
+            self._keys.pop(handoff.reservation, None)  # later reports of its transport are ignored
 
     def _carry_out(self, request: DecodeRequest, instruction: ReceiverInstruction) -> None:
         sequence = request.sequence

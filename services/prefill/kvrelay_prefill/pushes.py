@@ -337,7 +337,7 @@ class Pushes:
 
     @staticmethod
     def _handoff_of(request: PrefillRequest, first: FirstToken) -> Handoff:
-        """What decode needs beside the blocks, for no reservation yet."""
+        """Returns the data that decode needs besides the blocks, without a reservation so far."""
         candidates = request.candidates
         return Handoff(
             reservation="",

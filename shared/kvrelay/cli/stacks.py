@@ -39,7 +39,7 @@ class StackState:
     """What other commands need to know of a stack. `redis_url` contains a password."""
 
     pid: int
-    identity: str  # as `process_identity` states it
+    identity: str  # the result of `process_identity`
     port: int
     url: str
     model: str

@@ -56,7 +56,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_running: int = 0
     """Maximum running sequences."""
     jump_forward: bool = False
-    """Whether tokens that a grammar forces join without being sampled."""
+    """Whether tokens that a grammar forces are appended without being sampled."""
     slot: int = NO_SLOT
     draining: bool = False
     load: dict[str, float] = {}

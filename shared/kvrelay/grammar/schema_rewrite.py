@@ -91,7 +91,7 @@ class _Rewriter:
 
 
 def _drop_unused(schema: Schema) -> list[Any]:
-    """Keywords without effect. What is dropped with an `if` cannot be referred to any more, which is then refused."""
+    """Drops keywords without effect. A reference into a dropped `if`, `then` or `else` is refused later."""
     if "if" not in schema:
         schema.pop("then", None)
         schema.pop("else", None)

@@ -161,7 +161,7 @@ class SenderHandoff:
         self._blocks: tuple[int, ...] = ()
         self._num_complete = 0
         self._handoff: Handoff | None = None
-        self._granted: Granted | None = None  # by `decode`
+        self._granted: Granted | None = None  # the grant of `decode`
         self._num_pushed = 0  # blocks of the grant that the transport has got
         # Ended reservations whose writes may still be in flight, each with the worker that gets Drained.
         self._draining: dict[str, PeerRef] = {}

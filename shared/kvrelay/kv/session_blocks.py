@@ -1,11 +1,11 @@
 """Which cached blocks a session alone has used, so that they can be evicted first once the session has ended.
 
 A session is a client's name for requests that belong together, such as the calls of a program. Its prompts grow from
-call to call, and nobody else uses what they have in common, but least-recently-used eviction keeps these blocks like
-any others after the last call.
+call to call, and no request outside the session uses their common prefix, but least-recently-used eviction keeps these
+blocks like any others after the last call.
 
 A block belongs to the session whose sequence published it, until a request of another session, or of none, matches it.
-Whatever uses a block uses all before it. So all blocks behind one of a session's own are the session's own, too.
+A request that uses a block uses all before it, so all blocks behind one of a session's own are its own, too.
 """
 
 from __future__ import annotations

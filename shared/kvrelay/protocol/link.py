@@ -93,9 +93,9 @@ class _Link:
     num_sent: int = 0
     num_received: int = 0
     sent_bytes: int = 0
-    taken_bytes: int = 0  # of `sent_bytes`, as the peer's last `Alive` says
+    taken_bytes: int = 0  # `sent_bytes` that the peer has received, by its last `Alive`
     received_bytes: int = 0
-    last_alive_at: float = -math.inf  # when this side last sent `Alive`
+    last_alive_at: float = -math.inf  # time of this side's last `Alive`
     is_router: bool = False  # its messages have no fingerprint
     has_ended: bool = False  # its process refuses connections
 

@@ -122,7 +122,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timeout_s: Seconds = 600.0  # the time until the request's deadline when this is sent
     tenant: Opaque = ""  # waiting tenants get fair shares of a worker
     weight: Weight = 1.0  # the tenant's
-    session: Opaque = ""  # by the client's word, requests of one session belong together
+    session: Opaque = ""  # the client's name for requests that belong together
     text_owner: Opaque | None = None  # guesses may come from earlier outputs of the same owner; None: from none
 
     @property
@@ -132,7 +132,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         require(len(self.tokens) % TOKEN_BYTES == 0, f"{len(self.tokens)} bytes are no whole number of token ids")
-        if self.tokens:  # in a message they come in a frame of their own
+        if self.tokens:  # empty in a message, which has a frame for them
             require(self.num_output <= self.num_tokens, f"{self.num_output} of {self.num_tokens} tokens are output")
 
 

@@ -81,14 +81,14 @@ class ReasoningChannels(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     start_id: TokenId  # begins a message
     reasoning_id: TokenId  # the name of the channel with the reasoning
     answer_id: TokenId  # the name of the channel with the answer, with which the output ends
-    other_ids: ChannelNames = ()  # with which the names of further channels begin
+    other_ids: ChannelNames = ()  # the first tokens of the names of other channels
     closing_ids: ClosingTokens
     is_open: bool = False  # the prompt has begun a message of reasoning
-    token_budget: Index  # of all messages of reasoning together, without their markers
+    token_budget: Index  # for all messages of reasoning together, without their markers
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of one sequence are drawn. Values are validated by the router before they get here.
+    """How the tokens of one sequence are sampled. Values are validated by the router before they get here.
 
     Random numbers are keyed by (seed, sequence index, position), so a draw depends on neither batch nor worker.
     """
@@ -107,7 +107,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: NumLogprobs | None = None  # None: off; k: the token's own logprob and those of the k most likely tokens
     # If there are any, `logprobs` brings those of these tokens, in this order, in place of the most likely.
     logprob_token_ids: LogprobTokens = ()
-    prompt_logprobs: NumLogprobs | None = None  # as `logprobs`, for prompt tokens from `logprob_start_len` on
+    prompt_logprobs: NumLogprobs | None = None  # like `logprobs`, for prompt tokens from `logprob_start_len` on
     # Position of the first prompt token that is scored. Cached blocks before it are reused. Token 0 follows nothing.
     logprob_start_len: PositiveIndex = 1
     # Of a prompt that is only scored: so many of its first tokens are those of other prompts of the request, too. Their

@@ -71,7 +71,7 @@ EQUAL_FIELDS = (
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What rank 0 says to the others before the load."""
+    """Rank 0's message to the other ranks before the load."""
 
     meeting: Meeting
     config: dict[str, Any]
@@ -349,7 +349,7 @@ class ProcessRank:
 
 
 def _listen(config: WorkerConfig) -> socket.socket:
-    """Where the ranks meet. Raises RanksFailed."""
+    """Returns the socket at which rank 0 awaits the other ranks. Raises RanksFailed."""
     try:
         return socket.create_server((config.rank_host, config.rank_port), family=family_of(config.rank_host))
     except OSError as error:

@@ -56,7 +56,7 @@ class LocalRanks:
         self.first_end: Future[str] = Future()
         """Has the reason once a process has ended."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        """By rank."""
+        """The key is the rank."""
         self._commands = commands
         self._closing, self._to_close = os.pipe()
         self._closes_at = 0.0

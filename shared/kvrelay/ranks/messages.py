@@ -84,9 +84,9 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
 
     rank: int
     where: str  # host and process, for messages
-    fingerprint: str  # of the model; equal on all ranks
-    identity: str  # of the process, see `kvrelay.process_identity`
-    endpoints: dict[str, dict[str, str]]  # of its transports by name; that of a sender is empty
+    fingerprint: str  # the model's, equal on all ranks
+    identity: str  # the process's, see `kvrelay.process_identity`
+    endpoints: dict[str, dict[str, str]]  # key: name of the transport; a sender's endpoint is empty
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):

@@ -44,7 +44,7 @@ LINGER_MS = 500
 
 
 def name_of(rank: int) -> bytes:
-    """By which rank 0 addresses another rank's connection."""
+    """The ZMQ identity of another rank's connection to rank 0."""
     return b"rank %d" % rank
 
 
@@ -57,8 +57,8 @@ def beat(socket: zmq.Socket[bytes], silence_s: float) -> None:
 class RankGroup:
     """The ranks 1 to `size` - 1. `close` ends them.
 
-    One thread takes what they report, and looks whether all are connected. Steps and calls are sent by the threads that
-    make them. Whoever first notices that a rank is lost fails the group, which is final.
+    One thread receives their reports and checks that all are connected. Steps and calls are sent by the threads that
+    make them. The thread that first notices a lost rank fails the group, which is final.
     """
 
     def __init__(

@@ -107,8 +107,8 @@ class SequenceLifecycle:
             self._publish_tail(sequence)
 
     def _publish_tail(self, sequence: Sequence) -> None:
-        """Offers the sequence's tail, where a chunk has ended. One of those that wait for it computes it if no block is
-        left for a copy."""
+        """Offers the sequence's tail, at whose end a chunk has ended. If no block is left for a copy, one of the
+        sequences that wait for the tail computes it."""
         self.blocks.tails.stopped(sequence)
         if self.blocks.num_available > self.num_reserved_blocks:
             self.blocks.tails.publish(sequence)
@@ -264,7 +264,7 @@ class SequenceLifecycle:
         return self._sequences.get(key)
 
     def forks_of(self, sequence: Sequence) -> list[Sequence]:
-        """Returns the sequences that live and end with this one, which stands for them, and itself."""
+        """Returns all sequences of the group that this one leads, itself included."""
         return [sequence] if sequence.forks is None else self.forks.forks_of(sequence)
 
     @property

@@ -97,12 +97,11 @@ class RemoteKV:
 
 @dataclass(slots=True)
 class Origin:
-    """Who asked for a sequence, and on what terms.
+    """The source of a sequence, and the names by which it is grouped with others.
 
-    `owner`: whose share of the worker it uses, with this `weight`. `session`: whose blocks are evicted first once it
-    has ended; empty: none's. `text_owner`: whose earlier outputs its tokens may be guessed
-    from; None: nobody's. `sample_group`:
-    sequences that are admitted, preempted and resumed together; empty: none.
+    `owner`: the tenant whose share of the worker it uses, with this `weight`. `session`: its blocks are evicted first
+    once it has ended; empty: none. `text_owner`: guesses of tokens may come from earlier outputs of this owner; None:
+    from none. `sample_group`: its sequences are admitted, preempted and resumed together; empty: none.
     """
 
     router: PeerRef
@@ -117,9 +116,9 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class Forks:
-    """What a sequence and its forks have in common. They share blocks, down to where they part.
+    """The state that a sequence and its forks have in common. They share the blocks of their common prefix.
 
-    `leader`: the one that stands for them all. `num_slots`: running sequences that they become. `num_blocks`: blocks
+    `leader`: represents all of them. `num_slots`: running sequences that they become. `num_blocks`: blocks
     that the forks will take beside the leader's. `num_candidates`: so many of the most likely next tokens are wanted,
     instead of a sampled one; 0 while the leader computes a common prefix again. `are_parted`: forks run beside the
     leader.
@@ -189,7 +188,7 @@ class Sequence:
 
     @property
     def fork_of(self) -> Sequence | None:
-        """The sequence that stands for all forks, itself included; None: it is never forked."""
+        """The leader of the forks, which may be this sequence; None: it is never forked."""
         return None if self.forks is None else self.forks.leader
 
     @property

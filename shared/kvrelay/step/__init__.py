@@ -1,1 +1,1 @@
-"""The plain types of a step: what is computed, and what comes of it."""
+"""The plain types of a step: its inputs and its results."""

@@ -175,8 +175,8 @@ class GrammarWork:
 class StepResult:
     """The rows' results in the batch's order, and the seconds that the forward and the copies before it took.
 
-    `captured`: a CUDA graph was replayed for the forward. `grammar_work`: what was done for grammars since the result
-    before, if anything.
+    `captured`: a CUDA graph was replayed for the forward. `grammar_work`: work for grammars since the previous result;
+    None: there was none.
     """
 
     step: int

@@ -47,7 +47,7 @@ TOO_LONG = "it takes more than {:g} s of CPU time to compile"
 TOO_LARGE = "it takes too much memory or is nested too deeply to compile"
 
 MAX_OPENING_TOKENS = 64
-"""As many as join an output at once on a worker."""
+"""As many as a worker appends to an output at once."""
 
 _LENGTH_BYTES = 4
 _MAX_REFUSAL_CHARS = 2000
@@ -202,7 +202,7 @@ class GrammarProcess:
         if process is not None:
             process.wait()
         if stream is not None:
-            with suppress(OSError):  # what it did not read
+            with suppress(OSError):  # it did not read all that is buffered
                 stream.close()
 
 
@@ -280,7 +280,7 @@ def main() -> None:
     compiler, reason = None, ""
     try:
         compiler = LLGuidanceCompiler(spec.tokenizer_json, spec.vocab_size, spec.end_token_ids)
-        _verdict(compiler, _FIRST, spec.end_token_ids)  # what the library makes at the first use is made once
+        _verdict(compiler, _FIRST, spec.end_token_ids)  # forks share the library's lazily built state
     except GrammarError as error:
         reason = str(error)
     gc.disable()

@@ -39,7 +39,7 @@ MESSAGE_TOKENS = 64
 _UNITS_PER_WORD = 64  # encoding a bad word twice costs about as much as so many characters
 
 THREADS = 2
-"""For texts of each kind, short and long."""
+"""Number of threads for short texts, and as many more for long ones."""
 LONG_TEXT_CHARS = 16_384
 """Longer texts have their own threads, so that shorter ones never wait behind them."""
 

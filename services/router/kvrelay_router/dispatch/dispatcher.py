@@ -103,7 +103,7 @@ class RouterDispatcher:
             status_interval_s=self.settings.status_interval_s,
         )
         self._records = RequestRecords(max(RECENT_REQUESTS, 2 * self.settings.max_requests))
-        self._running: dict[RunningRequest, asyncio.TimerHandle] = {}  # with the timers of their deadlines
+        self._running: dict[RunningRequest, asyncio.TimerHandle] = {}  # value: the deadline's timer
         self._sequences: dict[tuple[str, int], ActiveSequence] = {}
         self._counts = RequestCounts()
         self._num_opening_tokens = 0

@@ -13,8 +13,8 @@ from kvrelay_router.fleet.load import WorkerKey
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is the same for all attempts of a sequence. `prompt` is that of a first attempt: its tokens are shared by
-    all sequences of the request, and `ending` is what follows them in this one."""
+    """The part of a sequence that all its attempts have in common. `prompt`: that of a first attempt, whose tokens all
+    sequences of the request share. `ending`: the tokens behind them in this sequence."""
 
     sequence: int
     prompt: Prompt

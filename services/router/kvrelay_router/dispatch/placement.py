@@ -154,7 +154,7 @@ class Placement:
         self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
         self._popularity = PrefixPopularity()
         self._reuse = Reuse()
-        self._session_workers: OrderedDict[str, frozenset[str]] = OrderedDict()  # of the latest request
+        self._session_workers: OrderedDict[str, frozenset[str]] = OrderedDict()  # a session's latest request
         self._ordinal = 0
 
     @property
@@ -230,7 +230,7 @@ class Placement:
             self._view.assigned(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
         workers = [worker for worker in (decision.prefill, decision.decode) if worker is not None]
         if prompt.session_key:
-            # Of concurrent requests of a session the latest counts.
+            # If a session has concurrent requests, the workers of the latest one are kept.
             self._session_workers[prompt.session_key] = frozenset(worker.worker_id for worker in workers)
             self._session_workers.move_to_end(prompt.session_key)
             if len(self._session_workers) > MOST_SESSIONS:

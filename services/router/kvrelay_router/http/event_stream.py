@@ -53,7 +53,7 @@ class EventStream:
         await self._send_part(events, is_last=False)
 
     async def end(self, events: bytes) -> None:
-        """As `send`, for the last events."""
+        """Writes the last events like `send`, and ends the response."""
         await self._send_part(events, is_last=True)
 
     async def _send_part(self, events: bytes, *, is_last: bool) -> None:

@@ -30,7 +30,7 @@ from kvrelay_router.http.error_response import error_response
 log = logging.getLogger(__name__)
 
 UNREAD_S = 600.0
-"""A client that reads nothing of what waits for it for this time loses its connection. No deadline of a request bounds
+"""A client that reads nothing of its pending answer for this time loses its connection. No deadline of a request bounds
 this."""
 LINGER_S = 1.0
 """A refused connection stays open for this time: a reset would overtake the answer."""
@@ -77,7 +77,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_unanswered = 0  # requests whose heads have arrived
         self._receiving: Literal["", "head", "body"] = ""  # the part of a request that arrives
         self._is_refused = False
-        self._head_bytes = 0  # what has arrived since the end of a request, a head or a part of a body
+        self._head_bytes = 0  # bytes received since the last whole request, head or part of a body
         self._head_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
 

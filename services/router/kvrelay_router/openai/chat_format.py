@@ -75,8 +75,8 @@ class ChatFormat(CompletionsFormat):
         if not fields and choice.finish_reason is None:
             return opening
         if "tool_calls" in fields and choice.finish_reason is not None:
-            # OpenAI's client reports the last call as complete only if an earlier chunk began it. The tokens are left
-            # to the last one.
+            # OpenAI's client reports the last call as complete only if an earlier chunk began it. The last
+            # chunk has the records of the tokens.
             details = {**self._details(TokenRecords()), "finish_reason": None}
             opening += self._event(run, _content(choice, fields, details))
             fields = {}

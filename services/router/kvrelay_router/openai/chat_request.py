@@ -58,7 +58,7 @@ MAX_ARGUMENTS_CHARS = 1 << 20
 MAX_MESSAGES = 16_384
 """They are checked at once, in 25 ms at most."""
 NO_MESSAGES: list[Any] = []
-"""Stands for the messages of a prompt that is tokens."""
+"""The messages of a request whose prompt is given as token ids."""
 
 
 def _messages(value: Any) -> list[Message]:

@@ -189,7 +189,7 @@ class Generation:
         self.wake()
 
     def served_by(self) -> list[ServedBy]:
-        """Which workers take part in each prompt, as far as is known by now."""
+        """Returns the workers of each prompt that are known so far."""
         return [sink.handle.served_by for sink in self._sinks]
 
 

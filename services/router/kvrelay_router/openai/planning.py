@@ -255,8 +255,8 @@ def make_requests(
 
 
 def share_scores(prompts: Sequence[list[int]], samplings: list[Sampling]) -> list[Sampling]:
-    """Returns sampling parameters by which the first prompt scores all its tokens, and the others only those behind
-    what all prompts have in common. Workers are told how much of that they need not compute again.
+    """Returns sampling parameters with which the first prompt scores all its tokens, and the others only the tokens
+    behind the prefix that all prompts have in common. `num_shared` lets workers compute that prefix once.
 
     `samplings` score the prompts from the same token on, and generate nothing.
     """
@@ -349,7 +349,7 @@ class AnswerShape(msgspec.Struct, frozen=True):
 
     @property
     def _num_copies(self) -> int:
-        """How often a prompt's scores are in the answer."""
+        """Number of copies of a prompt's scores in the answer."""
         return self.request.n if self.fields.scores_in_choices else 1
 
     @property

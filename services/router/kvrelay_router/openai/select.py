@@ -76,7 +76,7 @@ class SelectFields(RequestModel):
 
     @property
     def planned(self) -> GenerationFields:
-        """As a request that scores its prompts and generates nothing."""
+        """The fields of a request that scores these prompts and generates nothing."""
         given = {name: value for name in PASSED_ON if (value := getattr(self, name))}
         return GenerationFields.model_validate({"model": self.model, "max_tokens": 0, "prompt_logprobs": 0, **given})
 
@@ -171,7 +171,7 @@ def _run(
     service: ApiService, fields: GenerationFields, generate: GenerateRequest, endings: list[Ending], first_index: int
 ) -> PromptRun:
     stop = stop_rules(fields)
-    # No sequence has a token, so one object is enough.
+    # No sequence generates tokens, so the choices can share one detokenizer.
     detokenizer = service.text.detokenizer([], skip_special_tokens=True)
     choices = [Choice(first_index + at, detokenizer, stop, keeps_token_ids=False) for at in range(len(endings))]
     return PromptRun(msgspec.structs.replace(generate, endings=endings, num_sequences=len(endings)), choices)

@@ -31,7 +31,7 @@ REFUSED = (
     "conversation",
     "prompt",
     "max_tool_calls",
-    # Of vLLM: the conversation so far, in other forms than items.
+    # vLLM's fields for the conversation so far, in other forms than items.
     "previous_input_messages",
     "previous_response",
 )
@@ -269,7 +269,7 @@ class _Reader:
         if role == "assistant":
             self._add_assistant(message)
         else:
-            self._waiting.clear()  # what was not answered by now will not be
+            self._waiting.clear()  # later calls may use these ids again
             self._messages.append(message)
 
     def _add_assistant(self, message: ChatMessage) -> None:

@@ -15,7 +15,7 @@ from kvrelay.engine.fused.gpu_forward import TorchPieces
 
 _HEADS_A_PROGRAM = 8
 _WIDTH_A_PROGRAM = 1024
-_MOST_ELEMENTS = 1 << 15  # of a row that one program holds in registers
+_MOST_ELEMENTS = 1 << 15  # the longest row that one program holds in registers
 
 
 @triton.jit

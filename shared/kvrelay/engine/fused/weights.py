@@ -20,7 +20,7 @@ FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalL
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of activations that the kernels multiply, in the order of their numbers in cpu_vectors.c."""
 
-Linear = TypeVar("Linear")  # what a linear layer, or several of the same input, becomes
+Linear = TypeVar("Linear")  # the packed form of linear layers that have the same input
 ReadInteger = Callable[[], IntegerWeight]
 
 
@@ -63,7 +63,7 @@ class DecoderWeights:
 
     dtype: torch.dtype
     embedding: torch.Tensor | None  # None: the head's weights, which are not rounded, or another rank's
-    layers: tuple[LayerWeights[PackedLinear], ...]  # with norms in float32
+    layers: tuple[LayerWeights[PackedLinear], ...]  # norms are float32
     norm: torch.Tensor | None  # None, as the head: another rank has it
     head: PackedLinear | None
     rotary: torch.nn.Module
@@ -130,8 +130,8 @@ class WeightPacker:
         return sum(len(modules) for packed, modules, _ in self._packed if packed.is_integer) if self._stored else 0
 
     def restore(self) -> None:
-        """Gives the modules their weights back, bit by bit. What was packed is of no use afterwards. Raises ValueError
-        if the weights were rounded."""
+        """Restores the modules' weights bit by bit. The packed weights cannot be used afterwards. Raises ValueError if
+        the weights were rounded."""
         if self.quantization != "none" and self._packed:
             raise ValueError(f"weights in {self.quantization} do not give the modules theirs back")
         while self._packed:

@@ -38,10 +38,10 @@ _log = logging.getLogger(__name__)
 # 16-bit weights gives a few hundredths at most.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 _EIGHT_BIT_TOLERANCE = 1e-2
-_MAX_SHARE_OF_OWN_ERROR = 1.2  # of what 16 bits cost the model's own modules, for a forward that rounds elsewhere
+_MAX_SHARE_OF_OWN_ERROR = 1.2  # of the own modules' 16-bit error, for a forward that rounds at other places
 _ROUNDED_TOLERANCE = 0.8  # for weights in 8 or 4 bits; wrong kernels differ by more
-# Chunks may differ by this share of the error that 8 bits cause. Other dtypes have few bits themselves: matrix products
-# of other shapes round many keys differently.
+# Chunks may differ by this share of the error that 8-bit KV causes. For dtypes that are not listed it is 1: they have
+# few bits themselves, so matrix products of other shapes round many keys differently.
 _MAX_SHARE_OF_QUANTIZATION_ERROR = {torch.float32: 0.2}
 _LARGE_QUANTIZATION_ERROR = (
     0.3  # e4m3 rounds to within 6 percent, e5m2 to within 12, and errors of keys add up over layers

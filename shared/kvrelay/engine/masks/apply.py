@@ -42,7 +42,7 @@ def most_likely(
     """The allowed token with the greatest logit, `[rows]` int64, and the greatest logit of all tokens, `[rows]`
     float32, NaN if one is NaN. None if the logits, `[rows, vocab]`, are not float32 on a CPU that has the kernel.
 
-    `masks`, by row: what is allowed; of other rows everything. One pass over the logits, which are not changed.
+    `masks`: the allowed tokens by row; rows without a mask allow all. One pass over the logits, which are not changed.
     """
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
         return None

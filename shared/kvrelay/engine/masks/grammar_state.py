@@ -58,7 +58,7 @@ class OrderedWork:
             watch.note(self)
 
     def perform(self) -> None:
-        """Does what waits, unless another thread is doing that. Called by `WorkThreads`."""
+        """Does the waiting work, unless another thread is doing it. Called by `WorkThreads`."""
         # A thread that finds the lock taken leaves its work to the other one, which looks again after the release.
         while self._waiting and self._lock.acquire(blocking=False):
             try:
@@ -137,14 +137,14 @@ class WorkThreads:
 
 
 def _work(queue: SimpleQueue[OrderedWork | None], current: dict[int, OrderedWork], number: int, stays: bool) -> None:
-    """Does what is in the queue. The first thread `stays`, until the owner has ended."""
+    """Does the queued work, until the owner has ended if it `stays`, else until the queue is empty."""
     with suppress(Empty):
         while (work := queue.get(block=stays)) is not None:
             current[number] = work
             work.perform()
             current.pop(number, None)
             del work  # not kept alive while there is none
-        queue.put(None)  # for the first thread, if this is another
+        queue.put(None)  # so that the other threads end too
 
 
 MAX_RUN_TOKENS = 64
@@ -190,7 +190,7 @@ class GrammarState(OrderedWork):
         self.mask: TokenMask = np.zeros(0, np.int32)
         self.error: Exception | None = None
         self.is_constant = False
-        """Whether the mask is the same behind any output."""
+        """Whether the mask does not depend on the output."""
         self.allows_all = False
         """Whether every token is allowed from here on."""
         self._run: list[int] = []

@@ -1,7 +1,7 @@
 """Matchers beside and around a grammar's: budgets for reasoning, and the tokens that a request allows or forbids.
 
-Their state depends on the output tokens alone, so every attempt, handoff and guess finds the same masks. Where no
-grammar stands behind one, `AllTokens` does.
+Their state depends on the output tokens alone, so every attempt, handoff and guess finds the same masks. If there
+is no grammar, `AllTokens` takes its place.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ReasoningMatcher:
         self._has_grammar = not behind.allows_all
         self._all_tokens, self._eos_token_ids = all_tokens, eos_token_ids
         self._phase = Phase.INSIDE if span.is_open else Phase.BEFORE
-        self._num_tokens = 0  # of the reasoning, without its markers
+        self._num_tokens = 0  # tokens of reasoning, without its markers
 
     def copy(self) -> ReasoningMatcher:
         copied = copy(self)
@@ -131,15 +131,15 @@ class Place(Enum):
 
 
 class ChannelMatcher:
-    """A `GrammarMatcher`: a budget for reasoning that stands in channels among other messages, and what a grammar of
-    the whole output allows. What a model would write behind its answer is not limited.
+    """A `GrammarMatcher` with a budget for reasoning that is written in channels, among other messages, and with a
+    grammar of the whole output. The budget does not apply once the answer has begun.
     """
 
     def __init__(self, channels: ReasoningChannels, grammar: GrammarMatcher) -> None:
         self._channels, self._grammar = channels, grammar
         self._has_grammar = not grammar.allows_all
         self._place = Place.REASONING if channels.is_open else Place.OUTSIDE
-        self._num_tokens = 0  # of the reasoning, without its markers
+        self._num_tokens = 0  # tokens of reasoning, without its markers
         self._num_closing = 0  # tokens of `closing_ids` that were written
 
     def copy(self) -> ChannelMatcher:

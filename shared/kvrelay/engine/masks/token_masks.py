@@ -100,7 +100,7 @@ class TokenMasks:
     def drop(self, slot: int) -> None:
         state = self._states.pop(slot, None)
         if state is not None:
-            state.error = GrammarError("the sequence has ended")  # what waits for it is not done
+            state.error = GrammarError("the sequence has ended")  # skips the work that waits for it
 
     def accept(
         self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], jumps: NDArray[np.bool_]

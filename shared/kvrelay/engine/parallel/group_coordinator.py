@@ -351,7 +351,7 @@ class GroupCoordinator:
         self._check_here()
         try:
             if tensor.is_cuda:
-                begin(self._nccl).wait()  # with a time limit it would wait for the device
+                begin(self._nccl).wait()  # a time limit would make the host wait for the device
                 return
             work = begin(self._gloo)
             while not self._has_ended(work):

@@ -227,7 +227,7 @@ class EntryLayer(AbsentModule):
 
     def __init__(self, original: nn.Module, embedding: StageEmbedding) -> None:
         super().__init__(original)
-        self._embedding = [embedding]  # no child of this module
+        self._embedding = [embedding]  # in a list: not registered as a submodule
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         embedding = self._embedding[0]

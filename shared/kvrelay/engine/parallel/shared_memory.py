@@ -171,7 +171,7 @@ def share_memory(rank: int, size: int, all_texts: Callable[[str], list[str]]) ->
         if not all(all_texts("opened" if opened is not None else "")) and opened is not None:
             opened.close()
             return None
-        return opened  # no rank needs the file's name any more
+        return opened  # all ranks have opened the file, so its name can be removed
     finally:
         if path is not None:
             path.unlink()

@@ -11,7 +11,7 @@
    step, but as soon as that one has landed: at the next launch, or at the landing of their own step. The device
    computes the forward meanwhile. A grammar may have forced tokens behind the one that such a row computes; then the
    row brings none. If the step before had no token for the sequence, as its mask was late, the row is late too.
-3. DISCARDED  The host waited for the step, and its results are dropped. What it wrote lies behind the committed tokens,
+3. DISCARDED  The host waited for the step, and its results are dropped. Its writes lie behind the committed tokens,
               in blocks that belonged to its sequences until now. A later owner writes each slot before reading it.
 """
 
@@ -302,7 +302,7 @@ _NOTHING = RowResult()
 
 def _results(num_rows: int, found: dict[int, RowResult], asked: Asked) -> list[RowResult]:
     """The results of all rows of a step."""
-    results = list(map(found.get, range(num_rows), repeat(_NOTHING)))  # no bytecode for each row
+    results = list(map(found.get, range(num_rows), repeat(_NOTHING)))  # a loop would run bytecode for each row
     for row in asked.prompt_logprobs.keys() | asked.candidates.keys() | asked.late_rows:
         results[row] = structs.replace(
             results[row],

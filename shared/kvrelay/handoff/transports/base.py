@@ -20,7 +20,7 @@ import msgspec
 from kvrelay.handoff.transports.pool_memory import BlockPart, PartCopy
 
 Endpoint = dict[str, str]
-"""How a sender reaches a receiver; `Granted` carries it."""
+"""The address of a receiver, which `Granted` carries to the sender."""
 
 
 class Unreachable(Exception):

@@ -85,9 +85,9 @@ class ZmqSender(SenderThread):
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._breaks: dict[str, zmq.Socket[bytes]] = {}  # tell when the connection of an address breaks
         self._looks_at = 0.0
-        self._views: dict[int, weakref.ref[Bytes]] = {}  # that ZMQ holds
+        self._views: dict[int, weakref.ref[Bytes]] = {}  # sends whose memory ZMQ holds
         self._completed: deque[int] = deque()
-        self._spare_buffers: list[Bytes] = []  # to gather into
+        self._spare_buffers: list[Bytes] = []  # free, for gathered pieces
 
     def _enter_thread(self) -> None:
         self._in_place = self._pool.view(0, 1) is not None

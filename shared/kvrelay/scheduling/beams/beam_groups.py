@@ -4,14 +4,14 @@ A group is in one of three states:
 
 1. PREFIX  the leader alone computes the common prefix of all beams: the prompt, or after a preemption the common start
            of all live beams. It is admitted only if all beams fit, and their capacity is reserved.
-2. BEAMS   every live beam is a running sequence, and wants candidates. Beams share blocks down to where they part; a
+2. BEAMS   every live beam is a running sequence that asks for candidates. Beams share blocks of a common prefix; a
            shared block is copied before a beam writes it. The search makes a step when all beams have their candidates.
 3. OVER    the search is done, or the group was aborted.
 
 PREFIX becomes BEAMS when the prefix is computed, unless the search ends with it. BEAMS becomes PREFIX when the group is
-preempted. The leader has the request's key, stands for the group outside this room, and is the first of the beams. The
-rest of the scheduler knows a beam by `Sequence.forks` alone, and calls this room when a sequence enters, is admitted,
-loses its blocks or leaves, and when rows of forks are committed.
+preempted. The leader has the request's key, represents the group in other modules, and is the first beam. The rest of
+the scheduler knows a beam by `Sequence.forks` alone, and calls this module when a sequence enters, is admitted, loses
+its blocks or leaves, and when rows of forks are committed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BeamGroups:
         self._blocks = blocks
         self._running = running
         self._capacity = blocks.capacity
-        self._groups: dict[Sequence, BeamGroup] = {}  # by leader
+        self._groups: dict[Sequence, BeamGroup] = {}  # key: leader
 
     def forks_of(self, leader: Sequence) -> list[Sequence]:
         """Returns all sequences of a leader's group."""

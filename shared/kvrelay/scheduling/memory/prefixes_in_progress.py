@@ -10,7 +10,7 @@ within a block, and the tokens before that place, the tail's end, would be compu
    ever follows it. The sequence itself goes on in a copy, since a cached block is not written.
 3. The others are admitted with a copy of the block, and compute what follows the tail.
 
-Only sequences that are never handed over take part: a sender may read a block before the copy into it is made.
+Only sequences that are never handed over have tails: a sender may read a block before the copy into it is made.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class BlockTails:
         self._ends.pop(sequence, None)
 
     def end_of(self, sequence: Sequence) -> int:
-        """Where a sequence's tail ends; 0 if it has none."""
+        """Returns the number of tokens up to the end of a sequence's tail; 0 if it has none."""
         return self._ends.get(sequence, 0)
 
     def begin(self, sequence: Sequence) -> BlockHash | None:

@@ -95,8 +95,8 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True):
     """How a family writes calls: each is `begin`, what `content` returns for the tool, and `end`, and several have
     `separator` between them. `content` also gets whether the call must follow the tool's schema.
 
-    `around`: pairs of markers around all calls, the outer ones first. `starts_output`: calls stand at the beginning of
-    an output alone; then its first characters, which are `begin` or the first of `around`, are no free text.
+    `around`: pairs of markers around all calls, the outer ones first. `starts_output`: calls are only at the
+    beginning of an output; then its first characters, which are `begin` or the first of `around`, are no free text.
     """
 
     begin: str

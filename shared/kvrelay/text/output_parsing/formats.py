@@ -36,7 +36,7 @@ from kvrelay.text.output_parsing.json_calls import (
 from kvrelay.text.output_parsing.parameter_calls import Glm45Parser, Qwen3CoderParser
 
 SUFFIX = ".py"
-"""Of the file with a tool format of the operator's."""
+"""The suffix of the name of a file with an operator's own tool format."""
 VARIABLE = "FORMAT"
 _PROBE = "An otter is a mammal."
 

@@ -254,7 +254,7 @@ class MistralParser(JsonReader):
         yield from self._value(self._arguments)
 
     def _upto(self, ends: Markers) -> Steps[tuple[str, str]]:
-        """A short text and the marker behind it, which stays unread if it belongs to what follows."""
+        """Reads a short text and the marker behind it. A marker that belongs to what follows is not consumed."""
         text, end = yield from self._short_text(ends)
         if end in ("{", self.tag):
             self._at -= len(end)

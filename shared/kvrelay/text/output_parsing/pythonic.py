@@ -44,7 +44,7 @@ _CLOSING = {"[": "]", "(": ")"}
 
 
 def _call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
-    """Required arguments first: then a comma stands in front of each optional one."""
+    """Writes required arguments first, so that a comma precedes each optional one."""
     parameters = parameters_of(tool)
     for parameter in parameters:
         if not _NAME(parameter.name):
@@ -239,7 +239,7 @@ class PythonicParser(ParameterReader):
             code = yield from self._ahead(2 + num_digits)
         self._at += len(code)
         if code[1] == "u" and _is_hex(code[2:]):
-            write(code)  # as in JSON: two may be one character
+            write(code)  # unchanged: in JSON too, two escapes may be one character
         elif num_digits and _is_hex(code[2:]) and int(code[2:], 16) <= MAX_CODE_POINT:
             write(quoted(chr(int(code[2:], 16)))[1:-1])
         else:

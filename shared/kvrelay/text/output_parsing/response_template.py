@@ -1,7 +1,7 @@
 """Outputs that a `response_template` of the tokenizer describes, divided by transformers' parser of such templates.
 
-The parser finds the regions of a message. What is in them is read here, as its own reading raises an error for a
-malformed call, with which the text would be lost.
+The parser finds the regions of a message. Their contents are parsed here: transformers would raise an error for a
+malformed call, and the text would be lost.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ResponseTemplateParser:
             self._parser.feed(begun)
         self._num_calls = 0
         self._has_text = False  # the region has more than whitespace
-        self._spaces = ""  # at the end of the region, which drops them if nothing follows
+        self._spaces = ""  # whitespace at the end of the region, dropped if nothing follows
         self._events: list[Event] = []
         self._is_broken = False
 
@@ -158,7 +158,7 @@ class ResponseTemplateParser:
         try:
             value = process_field(body, self._template.calls, captures)
             calls = [self._read(each) for each in (value if isinstance(value, list) else [value])]
-        except Exception:  # of each kind of content
+        except Exception:  # each kind of content raises its own
             calls = []
         if calls and self._tools:
             for name, arguments in calls:

@@ -27,7 +27,7 @@ MAX_HEAD_CHARS = 1 << 16
 
 
 IS_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}").fullmatch
-"""Of a function, in formats that do not know the tools."""
+"""Matches the name of a function, in formats that do not know the tools."""
 
 
 def new_call_id() -> str:
@@ -66,7 +66,7 @@ class TextParser(ABC):
         self._events: list[Event] = []
         self._spaces: list[str] = []  # whitespace behind the content, which is no content in front of a call
         self._num_calls = 0
-        self._ids: set[str] = set()  # of the calls so far
+        self._ids: set[str] = set()  # ids of the calls so far
         self._call_is_open = False
         self._head: list[str] = []  # text of a call that is read and not yet in an event
         self._head_chars = 0
@@ -189,7 +189,7 @@ class TextParser(ABC):
         self._head.append(text)
         self._head_chars += len(text)
         if self._head_chars > MAX_HEAD_CHARS:
-            # Where the text is cut must not depend on the pieces in which it came.
+            # The place of the cut must not depend on the pieces in which the text came.
             num_unread = self._head_chars - MAX_HEAD_CHARS
             self._head[-1] = text[: len(text) - num_unread]
             self._at -= num_unread

@@ -1,4 +1,4 @@
-"""What is wrong with a request, or with its answer: an HTTP status and the words of OpenAI's error object."""
+"""Errors of a request or of its answer: an HTTP status and the fields of OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 CLIENT_GONE_STATUS = 499
-"""Of requests that end because their client went away, or was cancelled."""
+"""The status of requests that end because their client went away, or was cancelled."""
 
 
 class ApiError(Exception):

@@ -285,7 +285,7 @@ def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
 
 
 def _triggered(tag: dict[str, Any], param: str) -> dict[str, Any]:
-    """The older notation of vLLM and SGLang: where the text contains a trigger, it must go on with the `begin` of a
+    """The older notation of vLLM and SGLang: if the text contains a trigger, it must continue with the `begin` of a
     structure that starts with that trigger, then a value of its schema, then its `end`."""
     structures = tag.get("structures")
     if not isinstance(structures, list) or not structures or not isinstance(tag.get("triggers"), list):

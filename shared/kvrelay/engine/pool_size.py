@@ -182,7 +182,7 @@ class HostGauge:
     """The machine's memory as the kernel accounts for it."""
 
     pool_rests = False
-    """Whether a pool counts in `rest` before it is written to."""
+    """Whether `rest` includes the memory of a pool that was never written to."""
 
     def total(self) -> int:
         """All of this memory, used or free."""

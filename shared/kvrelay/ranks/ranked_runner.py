@@ -153,7 +153,7 @@ class RankedRunner(_RunnerOverRanks):
         except Exception:
             self.group.await_done()
             raise
-        except BaseException as interrupt:  # in the middle of the step: this rank cannot get in step again
+        except BaseException as interrupt:  # within the step: this rank cannot finish it any more
             self.group.fail(f"rank 0 was interrupted by {type(interrupt).__name__}")
             raise
         others_s, theirs = self.group.await_done()

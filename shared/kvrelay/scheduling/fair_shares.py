@@ -142,7 +142,7 @@ class FairShares:
     def settle(self) -> None:
         """Counts the output of running sequences. O(running)."""
         for key, sequence in self._running.items():
-            if key in self._num_counted:  # forks are not, except the leader
+            if key in self._num_counted:  # of forks, only the leader has an entry
                 self._count_output(sequence, self._present[sequence.origin.owner])
 
     def _count_output(self, sequence: Sequence, share: FairShare) -> None:

@@ -47,7 +47,7 @@ TOO_LONG = "it takes more than {:g} s of CPU time to compile"
 TOO_LARGE = "it takes too much memory or is nested too deeply to compile"
 
 MAX_OPENING_TOKENS = 64
-"""As many as a worker appends to an output at once."""
+"""The most tokens of an opening: as many as a worker appends to an output at once."""
 
 _LENGTH_BYTES = 4
 _MAX_REFUSAL_CHARS = 2000
@@ -202,7 +202,7 @@ class GrammarProcess:
         if process is not None:
             process.wait()
         if stream is not None:
-            with suppress(OSError):  # it did not read all that is buffered
+            with suppress(OSError):  # the process left buffered data unread
                 stream.close()
 
 

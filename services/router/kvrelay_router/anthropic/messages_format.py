@@ -31,7 +31,7 @@ class MessageFormat(AnswerFormat):
     def __init__(self, answer_id: str, request: ChatRequest, run: PromptRun) -> None:
         self.is_stream = request.stream
         self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": request.model}
-        self._run, self._asked_tokens = run, request.wanted_tokens or 0  # more than the context may hold
+        self._run, self._asked_tokens = run, request.wanted_tokens or 0  # may exceed the context's room
         (self._choice,) = run.choices
         self._has_started = False
         self._blocks: list[tuple[dict[str, Any], list[str]]] = []  # each with its texts, which a stream does not keep

@@ -154,7 +154,7 @@ class Placement:
         self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
         self._popularity = PrefixPopularity()
         self._reuse = Reuse()
-        self._session_workers: OrderedDict[str, frozenset[str]] = OrderedDict()  # a session's latest request
+        self._session_workers: OrderedDict[str, frozenset[str]] = OrderedDict()  # key: session; of its latest request
         self._ordinal = 0
 
     @property

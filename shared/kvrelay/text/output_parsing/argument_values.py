@@ -74,8 +74,8 @@ def resolve(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def written_json(text: str, types: Types) -> str:
-    """A value that a model wrote as text, as JSON text. Text that is no value of these types is a string if the schema
-    allows strings or if it is no JSON; else it stays as it is. So nothing is lost."""
+    """Returns the JSON text of a value that a model wrote as text. Text that is no value of these types becomes a
+    string if the schema allows strings or if it is no JSON; else it is returned unchanged. So nothing is lost."""
     if types == STRING:
         return quoted(text)
     written = text.strip()

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.completion_request import CompletionRequest, parse_completion
-from kvrelay.text.request.generation_fields import MAX_LOGPROBS, SamplingFields
 from kvrelay.text.request.parsing import FlagOn
+from kvrelay.text.request.sampling_fields import MAX_LOGPROBS, SamplingFields
 
 _ANY_PROMPT = [0]
 

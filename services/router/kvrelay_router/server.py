@@ -26,7 +26,7 @@ from kvrelay.telemetry.metrics import Instruments, MetricSamples, merged, metric
 from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.text.chat_template import ChatTemplateError
-from kvrelay.text.sources import TokenizerNotFound
+from kvrelay.text.tokenizer_files import TokenizerNotFound
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.body import PendingMemory
 from kvrelay_router.http.http_server import ConnectionLimits, HttpServer, allowed_connections, bind, serve

@@ -17,8 +17,8 @@ from kvrelay.text.content_tokens import ContentTokens
 from kvrelay.text.fill_in_middle import FillInMiddle, find_fill_in_middle
 from kvrelay.text.grammar_check import MAX_CPU_S, GrammarCheck
 from kvrelay.text.output_parsing.dialect import AUTO, Dialect, MarkedDialect, TokenCounter, find_dialect
-from kvrelay.text.sources import SamplingDefaults, TokenizerNotFound, load_source
 from kvrelay.text.tokenizer import Detokenizer, Tokenizer, make_detokenizer
+from kvrelay.text.tokenizer_files import SamplingDefaults, TokenizerNotFound, load_source
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import pytest
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Failed
 from kvrelay_router.dispatch.interface import RequestFailed
-from kvrelay_router.dispatch.retry import PROVEN_TOKENS
+from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
 from tests.fakes.waiting import PATIENCE_S, until
 

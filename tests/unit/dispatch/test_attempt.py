@@ -30,7 +30,7 @@ from kvrelay_router.dispatch.events import (
     WorkerBack,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.retry import MAX_UNCOUNTED_ATTEMPTS, PROVEN_TOKENS
+from kvrelay_router.dispatch.retry_budget import MAX_UNCOUNTED_ATTEMPTS, PROVEN_TOKENS
 from kvrelay_router.fleet.load import worker_key
 from tests.unit.dispatch.attempt_events import (
     D2,

@@ -9,7 +9,7 @@ from kvrelay.protocol.messages import Cancel, Generate, Prefill
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import Cancelled, StopMatched
-from kvrelay_router.dispatch.retry import MAX_UNCOUNTED_ATTEMPTS
+from kvrelay_router.dispatch.retry_budget import MAX_UNCOUNTED_ATTEMPTS
 from tests.thoroughness import examples
 from tests.unit.dispatch.world import World, spec, true_token
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.generation_fields import Stop
 from kvrelay.text.request.parsing import COMMON, Flag, RequestModel, extension_fields, refuse_unsupported
+from kvrelay.text.request.sampling_fields import Stop
 from kvrelay.text.service import TextService
 from kvrelay_router.openai.chat_request import MAX_PARTS, joined_parts, string_field
 

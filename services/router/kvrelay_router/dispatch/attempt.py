@@ -53,7 +53,7 @@ from kvrelay_router.dispatch.events import (
     WorkerLost,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.retry import RetryBudget
+from kvrelay_router.dispatch.retry_budget import RetryBudget
 from kvrelay_router.fleet.load import WorkerKey, worker_key
 
 

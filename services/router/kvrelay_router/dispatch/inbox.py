@@ -28,7 +28,7 @@ from kvrelay_router.dispatch.attempt_driver import AttemptDriver
 from kvrelay_router.dispatch.events import FromWorker, TokensArrived, WorkerLost
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.dispatch.records import RequestRecords
-from kvrelay_router.dispatch.retry import PROVEN_TOKENS
+from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
 from kvrelay_router.dispatch.running_request import ActiveSequence, ScoresReceived
 from kvrelay_router.fleet.load import worker_key
 from kvrelay_router.fleet.watch import FleetWatch

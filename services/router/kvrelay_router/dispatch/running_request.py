@@ -28,7 +28,7 @@ from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, 
 from kvrelay_router.dispatch.interface import DeltaSink, GenerateRequest, RequestFailed, ServedBy
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
 from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
-from kvrelay_router.dispatch.retry import PROVEN_TOKENS
+from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
 from kvrelay_router.fleet.load import Held, WorkerKey
 from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.routing.estimates import Decision

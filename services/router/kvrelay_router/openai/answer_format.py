@@ -11,7 +11,7 @@ import orjson
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.text.choice import Choice
 from kvrelay.text.request.api_error import ApiError
-from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay_router.openai.generation import PromptRun
 

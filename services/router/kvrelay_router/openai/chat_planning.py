@@ -20,7 +20,7 @@ from kvrelay.text.output_parsing.dialect import CallGrammar
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.parsed_text import ParsedText
 from kvrelay.text.request.api_error import ApiError, wrong
-from kvrelay.text.request.grammar_fields import MAX_GRAMMAR_BYTES
+from kvrelay.text.request.generation_fields import MAX_GRAMMAR_BYTES
 from kvrelay.text.request.validation import (
     ModelLimits,
     RequestedOutput,

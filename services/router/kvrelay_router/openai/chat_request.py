@@ -9,8 +9,7 @@ from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay.text.chat_template import RESERVED_NAMES, Message
 from kvrelay.text.request.api_error import ApiError, wrong
-from kvrelay.text.request.generation_fields import MAX_LOGPROBS
-from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.request.parsing import (
     CHAT,
     Flag,
@@ -22,6 +21,7 @@ from kvrelay.text.request.parsing import (
     refuse_unsupported,
     wrong_type,
 )
+from kvrelay.text.request.sampling_fields import MAX_LOGPROBS
 from kvrelay.text.service import ChatOptions
 from kvrelay_router.openai.tool_fields import ToolFields, check_tool_results
 

@@ -15,7 +15,7 @@ from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.choice import Choice
 from kvrelay.text.grammar_check import GrammarCheck
 from kvrelay.text.request.api_error import ApiError, context_length_exceeded, wrong
-from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.request.validation import (
     ModelLimits,
     RequestedOutput,

@@ -14,9 +14,9 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.text.chat_template import Message
 from kvrelay.text.choice import Choice
 from kvrelay.text.request.api_error import context_length_exceeded, wrong
-from kvrelay.text.request.generation_fields import CacheSalt
-from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.request.parsing import FlagOn, RequestModel, invalid, or_default, parse, wrong_type
+from kvrelay.text.request.sampling_fields import CacheSalt
 from kvrelay.text.request.validation import (
     ModelLimits,
     RequestedOutput,

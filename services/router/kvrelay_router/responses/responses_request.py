@@ -9,7 +9,6 @@ import orjson
 from pydantic import Field
 
 from kvrelay.text.request.api_error import ApiError, wrong
-from kvrelay.text.request.generation_fields import MAX_LOGPROBS
 from kvrelay.text.request.parsing import (
     COMMON,
     Flag,
@@ -20,6 +19,7 @@ from kvrelay.text.request.parsing import (
     parse,
     refuse_unsupported,
 )
+from kvrelay.text.request.sampling_fields import MAX_LOGPROBS
 from kvrelay_router.openai.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS, arguments_of, joined_parts, string_field
 from kvrelay_router.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
 

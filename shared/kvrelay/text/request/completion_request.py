@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay.text.request.api_error import ApiError, wrong
-from kvrelay.text.request.generation_fields import MAX_LOGPROBS
-from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.request.parsing import (
     COMPLETION,
     Flag,
@@ -19,6 +18,7 @@ from kvrelay.text.request.parsing import (
     refuse_unsupported,
     wrong_type,
 )
+from kvrelay.text.request.sampling_fields import MAX_LOGPROBS
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -13,8 +13,8 @@ from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.choice import StopRules
 from kvrelay.text.request.api_error import ApiError, context_length_exceeded, no_worker_ready, wrong
-from kvrelay.text.request.grammar_fields import GenerationFields
-from kvrelay.text.sources import SamplingDefaults
+from kvrelay.text.request.generation_fields import GenerationFields
+from kvrelay.text.tokenizer_files import SamplingDefaults
 
 Number = TypeVar("Number", int, float)
 

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from kvrelay.config.router import RouterConfig
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.text.request.api_error import ApiError
-from kvrelay.text.request.grammar_fields import GenerationFields
+from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.request.validation import RequestedOutput
 from kvrelay_router.access.identity import Caller
 from kvrelay_router.access.rate_limiter import InProgress

@@ -12,7 +12,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.completion_request import CompletionRequest, parse_completion
 from kvrelay.text.request.validation import ModelLimits, make_sampling
-from kvrelay.text.sources import SamplingDefaults, sampling_defaults
+from kvrelay.text.tokenizer_files import SamplingDefaults, sampling_defaults
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.openai.chat_request import parse_chat
 from kvrelay_router.openai.generation import PromptRun

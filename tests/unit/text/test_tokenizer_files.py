@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from kvrelay.text.service import TextService
-from kvrelay.text.sources import TokenizerNotFound, load_source
+from kvrelay.text.tokenizer_files import TokenizerNotFound, load_source
 from kvrelay.tokenizer_identity import identity_of, identity_of_file
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.text_model import CHATML, write_text_model

@@ -187,7 +187,7 @@ async def test_a_new_receiver_elsewhere_takes_over(rig: Rig, random: np.random.G
     again.assert_arrived(source.pool, after.pool)
 
 
-@pytest.mark.parametrize("endpoint", [{}, {"address": "nonsense"}, {"address": "tcp://host:0"}])
+@pytest.mark.parametrize("endpoint", [{}, {"address": "nonsense"}])
 async def test_a_push_to_a_malformed_endpoint_fails(rig: Rig, endpoint: dict[str, str]) -> None:
     source = rig.sender(source_pool(1, KIB))
     source.push("r", endpoint, [BlockPush(0, 0, 0)])

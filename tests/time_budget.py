@@ -74,7 +74,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             counts[kind]["left out for time" if is_late else outcome] += 1
     for line in lines_of(counts):
         terminalreporter.write_line(line)
-    if (path := config.getoption("--counts")) is not None:
+    path = config.getoption("--counts")
+    if path is not None and not hasattr(config, "workerinput"):  # xdist's processes would count their tests again
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(counts) + "\n")
 

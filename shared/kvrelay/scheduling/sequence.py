@@ -99,7 +99,7 @@ class RemoteKV:
 class Origin:
     """The source of a sequence, and the names by which it is grouped with others.
 
-    `owner`: the tenant whose share of the worker it uses, with this `weight`. `session`: its blocks are evicted first
+    `owner`: whose share of the worker it uses, with this `weight`. `session`: its blocks are evicted first
     once it has ended; empty: none. `text_owner`: guesses of tokens may come from earlier outputs of this owner; None:
     from none. `sample_group`: its sequences are admitted, preempted and resumed together; empty: none.
     """

@@ -30,7 +30,7 @@ Priority = Callable[[Sequence, int], int]
 @dataclass(frozen=True, slots=True)
 class QueueOrder:
     """`reads_cache`: the priority depends on cached blocks. `depth_first`: `depth_first` gives the priorities.
-    `precedes_shares`: the priority decides before the tenants' fair shares do."""
+    `precedes_shares`: the priority decides before fair shares do."""
 
     name: QueueOrderName
     priority: Priority

@@ -36,7 +36,7 @@ class TableCache(PrefixCache):
 
     def peek(self, hashes: Sequence[BlockHash]) -> int:
         """The length in blocks of the longest cached sequence that is a prefix of the hashes. O(len(hashes))."""
-        length = super().peek(hashes)
+        length = self._num_present(hashes)
         while length and hashes[length - 1] not in self._ends:
             length -= 1
         return length

@@ -67,7 +67,11 @@ class PrefixCache:
         return matched
 
     def peek(self, hashes: Sequence[BlockHash]) -> int:
-        """The length in blocks of the longest cached prefix. O(log len(hashes))."""
+        """The length in blocks of the longest prefix that `match` finds. O(log len(hashes))."""
+        return self._num_present(hashes)
+
+    def _num_present(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of the first hashes are in the tree. O(log len(hashes))."""
         shards = self._block_of.shards
         low, high = 0, len(hashes)
         while low < high:
@@ -300,7 +304,7 @@ class PrefixCache:
         if len(hashes) != len(blocks):
             raise ValueError(f"{len(hashes)} hashes for {len(blocks)} blocks")
         self._pool.check_all_held(blocks)
-        num_known = PrefixCache.peek(self, hashes)  # whatever a comparison finds
+        num_known = self._num_present(hashes)
         above = None if parent_hash is None else self._block_of[parent_hash]
         if num_known and self._parent[self._block_of[hashes[0]]] != (_NO_PARENT if above is None else above):
             raise ValueError("the hashes do not follow their parent")

@@ -42,7 +42,7 @@ class SequenceLifecycle:
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
         self.speculator = Speculator(settings.speculation)
         self.forced = ForcedTokens(settings)
-        self.takes_least_progress = settings.retraction == "least_progress"
+        self._takes_least_progress = settings.retraction == "least_progress"
         self.num_preemptions = 0
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._ended_in_flight: set[Sequence] = set()  # a step may still write into their blocks
@@ -160,13 +160,13 @@ class SequenceLifecycle:
         """Returns the latest admitted sequence, or the one with the least output; if several owners are here, of the
         one that was served most."""
         latest_first = reversed(self.running.values())
-        if self.shares.is_contested or self.takes_least_progress:
+        if self.shares.is_contested or self._takes_least_progress:
             return max(latest_first, key=self._preemption_rank)
         return next(latest_first)
 
     def _preemption_rank(self, sequence: Sequence) -> tuple[float, int]:
         served = self.shares.counter(sequence) if self.shares.is_contested else 0.0
-        return served, -sequence.num_output if self.takes_least_progress else 0
+        return served, -sequence.num_output if self._takes_least_progress else 0
 
     def _preempt_group(self, sequence: Sequence, builder: PlanBuilder) -> None:
         """Preempts a sequence together with the samples of its group."""

@@ -8,6 +8,7 @@ match of content.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -51,3 +52,12 @@ def hash_blocks(parent: BlockHash, token_ids: Sequence[int] | NDArray[np.int32],
         parent = block.digest()
         hashes.append(parent)
     return hashes
+
+
+def num_in_common(chains: Sequence[Sequence[BlockHash]], least: int = 0) -> int:
+    """Returns how many first blocks all chains share, given that they share `least`.
+
+    O(chains * log blocks): equal hashes mean equal prefixes, so this bisects.
+    """
+    most = min(map(len, chains), default=least)
+    return bisect_left(range(most), True, least, key=lambda at: len({chain[at] for chain in chains}) > 1)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Protocol
 
-from kvrelay.kv.hashing import BlockHash
+from kvrelay.kv.hashing import BlockHash, num_in_common
 
 HALF_LIFE_S = 2.0
 FORGET_S = 20.0
@@ -132,16 +132,8 @@ class PrefixTree:
 
 def _num_common(run: list[BlockHash], hashes: Sequence[BlockHash], position: int) -> int:
     """Returns how many blocks of a run match a chain at this position. The first one does."""
-    if run == hashes[position : position + len(run)]:
-        return len(run)
-    low, high = 1, min(len(run), len(hashes) - position)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if run[middle - 1] == hashes[position + middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    others = hashes[position : position + len(run)]
+    return len(run) if run == others else num_in_common([run, others], least=1)
 
 
 class PrefixView(Protocol):

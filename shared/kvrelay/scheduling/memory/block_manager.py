@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.kv.ablations import NullCache
-from kvrelay.kv.hashing import BlockHash
+from kvrelay.kv.hashing import BlockHash, num_in_common
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.session_blocks import SessionBlocks
@@ -160,15 +160,8 @@ class BlockManager:
         blocks)."""
         if not self.shares_prefixes:
             return 0
-        low, high = 0, min(self._num_reusable(sequence), other.num_full_blocks)
-        mine, theirs = sequence.block_hashes(high), other.block_hashes(high)
-        while low < high:  # equal hashes mean equal prefixes
-            middle = (low + high + 1) // 2
-            if mine[middle - 1] == theirs[middle - 1]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        most = min(self._num_reusable(sequence), other.num_full_blocks)
+        return num_in_common([sequence.block_hashes(most), other.block_hashes(most)])
 
     def num_shared(self, sequence: Sequence) -> int:
         """Returns the number of its first full blocks that are cached and that other sequences hold too. A sequence

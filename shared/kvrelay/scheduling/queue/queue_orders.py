@@ -19,7 +19,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from kvrelay.kv.hashing import BlockHash
+from kvrelay.kv.hashing import BlockHash, num_in_common
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.scheduling.sequence import Sequence
 
@@ -85,7 +85,7 @@ def depth_first(chains: Seq[Seq[BlockHash]]) -> list[int]:
         if len(group) == 1 or (group and len(chains[group[0]]) < depth):
             order += group
             continue
-        depth = _shared_depth(chains, group, depth)
+        depth = num_in_common([chains[index] for index in group], depth)
         branches: dict[BlockHash | None, list[int]] = {}
         for index in group:
             chain = chains[index]
@@ -93,16 +93,3 @@ def depth_first(chains: Seq[Seq[BlockHash]]) -> list[int]:
         heaviest_last = sorted(branches.values(), key=lambda branch: (len(branch), -branch[0]))
         stack += [(branch, depth + 1) for branch in heaviest_last]
     return order
-
-
-def _shared_depth(chains: Seq[Seq[BlockHash]], group: Seq[int], depth: int) -> int:
-    """Returns how many blocks the group has in common, given that it has `depth`. Equal hashes mean equal prefixes."""
-    low, high = depth, min((len(chains[index]) for index in group), default=depth)
-    while low < high:
-        middle = (low + high + 1) // 2
-        block_hash = chains[group[0]][middle - 1]
-        if all(chains[index][middle - 1] == block_hash for index in group):
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -27,7 +27,7 @@ from jsonschema import Draft202012Validator
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.grammar_check import MAX_CPU_S, CompilerSpec, GrammarProcess
 
 TOKENIZER_JSON = Path(__file__).resolve().parents[1] / "models" / "demo" / "tokenizer.json"

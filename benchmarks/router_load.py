@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from string import ascii_lowercase
 
 from kvrelay.process import event_loop_factory
 
@@ -42,9 +43,10 @@ def make_bodies(arguments: argparse.Namespace) -> list[bytes]:
     draw = random.Random(3)
     shared = [prompt_text(arguments.prompt_chars // 2, draw) for _ in range(NUM_GROUPS)]
     draw = random.Random(time.time_ns())
+    text = new_words if arguments.new_words else prompt_text
     bodies = []
     for number in range(min(MAX_BODIES, arguments.requests)):
-        prompt = shared[number % NUM_GROUPS] + " " + prompt_text(arguments.prompt_chars // 2, draw)
+        prompt = shared[number % NUM_GROUPS] + " " + text(arguments.prompt_chars // 2, draw)
         asked = {"model": arguments.model, "stream": True, "max_tokens": arguments.tokens, "temperature": 0}
         content = {"messages": [{"role": "user", "content": prompt}]} if arguments.chat else {"prompt": prompt}
         body = json.dumps(asked | content).encode()
@@ -61,6 +63,11 @@ def prompt_text(num_chars: int, draw: random.Random) -> str:
         words.append(draw.choice(WORDS))
         num_chars -= len(words[-1]) + 1
     return " ".join(words)
+
+
+def new_words(num_chars: int, draw: random.Random) -> str:
+    """Seven random letters each, so a tokenizer finds none in its cache."""
+    return " ".join("".join(draw.choices(ascii_lowercase, k=7)) for _ in range(num_chars // 8))
 
 
 class Connection:
@@ -172,6 +179,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--prompt-chars", type=int, default=2000)
     parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--new-words", action="store_true", help="words that no earlier prompt had")
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(run(parser.parse_args()))
 

@@ -81,7 +81,7 @@ def measures() -> dict[str, tuple[Measure, int]]:
     for num_streams in NUM_STREAMS[:-1]:
         found[f"CPU us an event, {num_streams} streams"] = token_us(num_streams, "events"), 1
     found[f"CPU us a token, {NUM_STREAMS[-1]} streams"] = token_us(NUM_STREAMS[-1], "tokens"), 1
-    for kind, flags in (("completion", ()), ("chat", ("--chat",))):
+    for kind, flags in (("completion", ()), ("chat", ("--chat",)), ("completion of new words", ("--new-words",))):
         found[f"CPU us a request, {kind}"] = request_us(*flags), 0
     found[f"first event p50 ms at {OPEN_RATE:g} requests/s"] = first_ms, 1
     found["requests/s at saturation"] = requests_s, 0

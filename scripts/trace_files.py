@@ -3,7 +3,8 @@
     .venv/bin/python -m scripts.trace_files [--functions]
 
 - request: in the router, from its arrival to the first message to a worker.
-- token: from the commit of a step in the decode worker to the write of its event in the router.
+- token: from the commit of a step in the decode worker to the write of its event in the router. Of the stream's tokens
+  the one with the median number of files; each sixteenth passes more, because it fills a block.
 - block: from the commit of the step that computed it in the prefill worker to the commit of the handoff on decode.
 
 Of a token and a block only what runs within the functions of `PATHS` counts, since the same threads plan other steps
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -32,7 +34,7 @@ Call = tuple[int, str, str, str]  # ns, file, function, the mark within which it
 
 SEND = "kvrelay/messaging/messenger.py:Messenger.send"
 COMMIT = "kvrelay/scheduling/scheduler.py:Scheduler.commit"
-HANDED_OVER = "kvrelay_decode/reservations.py:Reservations._commit"
+HANDED_OVER = "kvrelay_decode/incoming_handoffs.py:IncomingHandoffs._commit"
 PATHS = {
     "token in decode": (COMMIT, "kvrelay_decode/service.py:DecodeRole._committed", SEND),
     "token in router": (
@@ -41,15 +43,15 @@ PATHS = {
     ),
     "block in prefill": (
         "kvrelay_prefill/service.py:PrefillRole._committed",
-        "kvrelay_prefill/pushes.py:Pushes._on_transfer",
+        "kvrelay_prefill/outgoing_handoffs.py:OutgoingHandoffs._on_transfer",
         "kvrelay/handoff/transports/sender_thread.py:SenderThread._carry_out",
         "kvrelay/handoff/transports/zmq_sender.py:ZmqSender._send",
         SEND,
     ),
     "block in decode": (
         "kvrelay/handoff/transports/receiver_thread.py:ReceiverThread._take",
-        "kvrelay_decode/reservations.py:Reservations._on_transfer",
-        "kvrelay_decode/reservations.py:Reservations.from_prefill",
+        "kvrelay_decode/incoming_handoffs.py:IncomingHandoffs._on_transfer",
+        "kvrelay_decode/incoming_handoffs.py:IncomingHandoffs.from_prefill",
         HANDED_OVER,
     ),
 }
@@ -81,12 +83,15 @@ class Process:
             for call in calls
         ]
 
-    def time_of(self, function: str) -> int:
-        """Of its first call."""
-        found = [call[0] for call in self._calls if f"{call[1]}:{call[2]}" == function]
+    def times_of(self, function: str) -> list[int]:
+        found = sorted(call[0] for call in self._calls if f"{call[1]}:{call[2]}" == function)
         if not found:
             raise SystemExit(f"{function} was not called: has it another name now?")
-        return min(found)
+        return found
+
+    def time_of(self, function: str) -> int:
+        """Of its first call."""
+        return self.times_of(function)[0]
 
     def between(self, first: int, last: int, within: Iterable[str] = ()) -> list[Call]:
         return sorted(call for call in self._calls if first <= call[0] <= last and (not within or call[3] in within))
@@ -129,14 +134,18 @@ def ask(stack: Stack, seed: int) -> list[int]:
 
 def trace(processes: dict[str, Process], run: Run) -> dict[str, list[Call]]:
     router, prefill, decode = (processes[name] for name in ("router", "prefill", "decode"))
-    stream = run.received[FIRST_EVENT], run.received[-2]
+    commits = [ns for ns in decode.times_of(COMMIT) if run.received[FIRST_EVENT] <= ns < run.received[-2]]
+    tokens = [
+        decode.between(*step, PATHS["token in decode"]) + router.between(*step, PATHS["token in router"])
+        for step in pairwise(commits)
+    ]
     block = prefill.time_of(COMMIT), decode.time_of(HANDED_OVER)
     for path, marks in PATHS.items():
         for mark in marks:
             processes[path.split()[-1]].time_of(mark)  # a mark that has another name now would count nothing
     return {
         "request": router.between(run.sent, router.time_of(SEND)),
-        "token": decode.between(*stream, PATHS["token in decode"]) + router.between(*stream, PATHS["token in router"]),
+        "token": sorted(tokens, key=lambda calls: len({call[1] for call in calls}))[len(tokens) // 2],
         "block": prefill.between(*block, PATHS["block in prefill"]) + decode.between(*block, PATHS["block in decode"]),
     }
 

@@ -162,6 +162,7 @@ class _Connection(asyncio.Protocol):
         self._reader: AnswerReader | None = None
         self._body: list[bytes] = []
         self._content_type = ""
+        self._is_framed = False  # by its length or in chunks, else the connection's end is the answer's
         self._whole: asyncio.Future[None] | None = None
         self._at_s = 0.0
 
@@ -190,7 +191,7 @@ class _Connection(asyncio.Protocol):
         self._whole = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._reader = None
-        self._content_type = ""
+        self._content_type, self._is_framed = "", False
         self._transport.write(request)
         await self._whole
 
@@ -214,7 +215,7 @@ class _Connection(asyncio.Protocol):
         self.is_open = False
         self._client.forget(self)
         self._at_s = self._client.clock()
-        if self._reader is not None and self._is_until_close():
+        if self._reader is not None and not self._is_framed:
             self.on_message_complete()
         else:
             self._fail(ConnectionLost(was_silent=self._reader is None))
@@ -226,7 +227,7 @@ class _Connection(asyncio.Protocol):
         if lowered == b"content-type":
             self._content_type = value.decode("latin-1").lower()
         elif lowered in (b"content-length", b"transfer-encoding"):
-            self._content_type += " framed"
+            self._is_framed = True
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
@@ -248,9 +249,6 @@ class _Connection(asyncio.Protocol):
         if not self.is_open:
             self.close()
         self._whole.set_result(None)
-
-    def _is_until_close(self) -> bool:
-        return "framed" not in self._content_type
 
     def _fail(self, error: Exception) -> None:
         if self._whole is not None and not self._whole.done():

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher, TokenMask
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 
 Node = tuple[Any, ...]
 """("none",), ("empty",), ("bytes", frozenset), ("then", node, node), ("or", frozenset of nodes), ("star", node)."""

@@ -17,8 +17,7 @@ from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import Grammar, GrammarKind, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.scheduler import make_scheduler

@@ -33,7 +33,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_decode.reservations import DecodeRequest, Reservations
+from kvrelay_decode.incoming_handoffs import DecodeRequest, IncomingHandoffs
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +48,16 @@ class DecodeRole:
         self._context = context
         self._log = LimitedLog(log)
         self._requests: OpenRequests[DecodeRequest] = OpenRequests(context, self.name, self._cancel)
-        self._reservations = Reservations(context, receivers, self._requests, self._handed_over)
+        self._incoming = IncomingHandoffs(context, receivers, self._requests, self._handed_over)
         self._totals: dict[str, float] = dict.fromkeys(("local_prompts", "failed", "cancelled", *USAGE), 0)
 
     # -- called by the shell ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._reservations.start()
+        self._incoming.start()
 
     def close(self) -> None:
-        self._reservations.close()
+        self._incoming.close()
 
     def callbacks(self) -> StepCallbacks:
         return StepCallbacks(self._planned, self._committed, self._failed)
@@ -70,7 +70,7 @@ class DecodeRole:
     def num_unfinished(self) -> int:
         # Blocks in quarantine may never be proven safe. A drain does not wait for them: a late write could only hit the
         # memory of this process, which is about to end.
-        return len(self._requests) - self._reservations.num_lost
+        return len(self._requests) - self._incoming.num_lost
 
     def queues(self) -> dict[str, int]:
         queues = {state.value: 0 for state in ReceiverState if state is not ReceiverState.FREED}
@@ -84,13 +84,13 @@ class DecodeRole:
             "running": len(scheduler.running),
             "queued_tokens": sum(each.num_tokens for each in scheduler.waiting if each.remote is None),
             "cancelled_requests": len(self._requests.cancelled),
-            "sender_lost": self._reservations.num_lost,
+            "sender_lost": self._incoming.num_lost,
         }
 
     def totals(self) -> dict[str, float]:
         scheduler = self._context.scheduler
         use = scheduler.lifecycle.offload.use
-        totals = self._totals | self._reservations.totals
+        totals = self._totals | self._incoming.totals
         return totals | {
             "preemptions": scheduler.num_preemptions,
             "preemptions_by_recompute": scheduler.num_preemptions - use.num_preemptions,
@@ -103,14 +103,14 @@ class DecodeRole:
 
     def begin_drain(self) -> None:
         self._requests.draining = True
-        self._reservations.begin_drain()
+        self._incoming.begin_drain()
 
     def abandon(self, reason: str) -> None:
         for key, _ in self._asked_first():
             self._fail(key, FailureKind.DRAINING, reason, retriable=True)
 
     def on_tick(self, now: float) -> None:
-        self._reservations.tick_quarantine(now)
+        self._incoming.tick_quarantine(now)
         for key, request in list(self._requests.items()):
             if request.is_quarantined:
                 continue
@@ -118,9 +118,9 @@ class DecodeRole:
                 cause = "the request's deadline passed on the decode worker"
                 self._fail(key, FailureKind.DEADLINE, cause, retriable=False)
             else:
-                self._reservations.check_overdue(request, now)
+                self._incoming.check_overdue(request, now)
         self._fail_what_never_fits()
-        self._reservations.admit()
+        self._incoming.admit()
         scheduler = self._context.scheduler
         if scheduler.waiting and not scheduler.running:
             # A pass looks up a bounded number of prefixes. If all of them are being received, no step follows whose
@@ -148,7 +148,7 @@ class DecodeRole:
         for key, request in self._asked_first():
             if request.sequence.origin.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
-        self._reservations.peer_lost(peer, replaced=replaced)
+        self._incoming.peer_lost(peer, replaced=replaced)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -156,13 +156,13 @@ class DecodeRole:
         body, key = event.body, sequence_key(event.header)
         match body:
             case Reserve():
-                self._reservations.reserve(event.header, event.peer, body)
+                self._incoming.reserve(event.header, event.peer, body)
             case Generate():
                 self._generate(event.header, event.peer, body)
             case Cancel():
                 self._requests.end(key, event.peer, body.reason)
             case Handoff() | Abort() | Drained():
-                self._reservations.from_prefill(key, event.peer, body)
+                self._incoming.from_prefill(key, event.peer, body)
             case _:
                 name = type(body).__name__
                 self._log.warning("kind", "%s sent %s, which is not for a decode worker", event.peer.peer_id, name)
@@ -179,7 +179,7 @@ class DecodeRole:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _planned(self, plan: StepPlan) -> None:
-        self._reservations.planned(plan)
+        self._incoming.planned(plan)
         self._requests.restart_scores(plan.recomputed)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
@@ -196,7 +196,7 @@ class DecodeRole:
                     self._requests.remove(sequence.key)
         for router, batch in entries.items():
             self._context.messenger.send(router, TokenBatch(entries=batch))
-        self._reservations.admit()
+        self._incoming.admit()
 
     def _entry(self, request: DecodeRequest, output: SequenceOutput) -> TokenEntry:
         if request.handoff is not None or output.index != request.first_index:
@@ -249,7 +249,7 @@ class DecodeRole:
         if handoff is None or handoff.state is ReceiverState.RUNNING:
             self._end(key)
         else:
-            self._reservations.cancel(request, reason)
+            self._incoming.cancel(request, reason)
 
     def _fail(self, key: SequenceKey, kind: FailureKind, cause: str, *, retriable: bool, refused: bool = False) -> None:
         request = self._requests.get(key)
@@ -266,7 +266,7 @@ class DecodeRole:
     def _end(self, key: SequenceKey) -> None:
         self._context.steps.abort(key)
         self._requests.remove(key)
-        self._reservations.made_room()
+        self._incoming.made_room()
 
 
 def entry_of(output: SequenceOutput, usage: SequenceUsage | None = None) -> TokenEntry:

@@ -35,7 +35,7 @@ from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of, scores_of, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_prefill.pushes import PrefillRequest, Pushes
+from kvrelay_prefill.outgoing_handoffs import OutgoingHandoffs, PrefillRequest
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class PrefillRole:
         self._context = context
         self._log = LimitedLog(log)
         self._requests: OpenRequests[PrefillRequest] = OpenRequests(context, self.name, self._cancel)
-        self._pushes = Pushes(context, senders, self._requests)
+        self._outgoing = OutgoingHandoffs(context, senders, self._requests)
         self._totals: dict[str, float] = dict.fromkeys(
             ("requests", "cancelled", "prompt_blocks", "cached_blocks", "computed_blocks"), 0
         )
@@ -60,10 +60,10 @@ class PrefillRole:
     # -- the shell's side ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._pushes.start()
+        self._outgoing.start()
 
     def close(self) -> None:
-        self._pushes.close()
+        self._outgoing.close()
 
     def callbacks(self) -> StepCallbacks:
         return StepCallbacks(self._planned, self._committed, self._failed)
@@ -94,7 +94,7 @@ class PrefillRole:
         }
 
     def totals(self) -> dict[str, float]:
-        return self._totals | self._pushes.totals | self._pushes.push_totals()
+        return self._totals | self._outgoing.totals | self._outgoing.push_totals()
 
     def begin_drain(self) -> None:
         self._requests.draining = True
@@ -114,7 +114,7 @@ class PrefillRole:
             if request.sequence.origin.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
             elif request.handoff.decode == peer:
-                self._pushes.decode_lost(request, peer, reason)
+                self._outgoing.decode_lost(request, peer, reason)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class PrefillRole:
             case Cancel():
                 self._requests.end(key, event.peer, body.reason)
             case Granted() | Refused() | Released() | Committed() | Reassign():
-                self._pushes.on_message(key, event.peer, body)
+                self._outgoing.on_message(key, event.peer, body)
             case _:
                 name = type(body).__name__
                 self._log.warning("kind", "%s sent %s, which is not for a prefill worker", event.peer.peer_id, name)
@@ -151,7 +151,7 @@ class PrefillRole:
     def _planned(self, plan: StepPlan) -> None:
         """Decode is asked as soon as the first chunk is scheduled; a cached prefix can leave before any forward."""
         for sequence in plan.admitted:
-            self._pushes.scheduled(self._requests[sequence.key])
+            self._outgoing.scheduled(self._requests[sequence.key])
         self._requests.restart_scores(plan.recomputed)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
@@ -164,7 +164,7 @@ class PrefillRole:
                     self._prefilled(request, output)
         for key in list(self._context.scheduler.running):
             if key not in done and (request := self._requests.get(key)) is not None:
-                self._pushes.computed(request)
+                self._outgoing.computed(request)
 
     def _prefilled(self, request: PrefillRequest, output: SequenceOutput) -> None:
         sequence = request.sequence
@@ -183,7 +183,7 @@ class PrefillRole:
         num_blocks = blocks_for(request.prompt.num_tokens, self._context.spec.block_size)  # the first token has none
         self._totals["cached_blocks"] += num_cached
         self._totals["computed_blocks"] += num_blocks - num_cached
-        self._pushes.prefilled(request, message)
+        self._outgoing.prefilled(request, message)
 
     def _failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         for sequence in sequences:
@@ -196,9 +196,9 @@ class PrefillRole:
         if request is None:
             return
         self._totals["cancelled"] += 1
-        self._pushes.cancel(request, reason)
+        self._outgoing.cancel(request, reason)
 
     def _fail(self, key: SequenceKey, kind: FailureKind, cause: str, *, retriable: bool) -> None:
         request = self._requests.get(key)
         if request is not None:
-            self._pushes.fail(request, kind, cause, retriable=retriable)
+            self._outgoing.fail(request, kind, cause, retriable=retriable)

@@ -11,7 +11,8 @@ thread takes the GIL from the event loop for as long."""
 
 
 class LoopShare:
-    """Await `pause` between units of work that take a few milliseconds at most."""
+    """One slice. Await `pause` between units of work that take a few milliseconds at most; a callback, which cannot
+    wait, makes one for itself and stops when it `is_used_up`."""
 
     __slots__ = ("_until",)
 

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
@@ -18,7 +16,6 @@ from kvrelay.fleet.index import IndexFeed, IndexReader
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.telemetry.event_log import EventLog
-from kvrelay.telemetry.metrics import MetricSample, MetricSamples, merged, samples_by, single_sample
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay.text.service import TextService
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
@@ -28,8 +25,6 @@ from kvrelay_router.openai.api_service import ApiSettings
 
 log = logging.getLogger(__name__)
 
-ENDINGS = ("finished", "failed", "timed_out", "cancelled", "refused")
-
 
 @dataclass(frozen=True, slots=True)
 class ServedFleet:
@@ -38,10 +33,6 @@ class ServedFleet:
     config: RouterConfig
     text: TextService
     dispatcher: RouterDispatcher
-
-    def samples(self) -> MetricSamples:
-        dropped = {"kvrelay.messages.dropped": samples_by("cause", self.dispatcher.messenger.num_dropped)}
-        return merged([dropped, router_samples(self.dispatcher.figures())])
 
 
 async def load_text(config: RouterConfig, closing: contextlib.AsyncExitStack) -> TextService:
@@ -83,60 +74,6 @@ async def start_fleet(
     closing.push_async_callback(dispatcher.close)
     dispatcher.start()
     return ServedFleet(config, text, dispatcher)
-
-
-def fleet_samples(fleets: list[ServedFleet]) -> MetricSamples:
-    """The samples of all fleets, with the label `model` if there are several."""
-    if len(fleets) == 1:
-        return fleets[0].samples()
-    return merged(_labelled(fleet.samples(), fleet.config.model_name) for fleet in fleets)
-
-
-def _labelled(samples: MetricSamples, model: str) -> MetricSamples:
-    return {
-        name: [MetricSample((*labels, ("model", model)), value) for labels, value in found]
-        for name, found in samples.items()
-    }
-
-
-def router_samples(figures: dict[str, Any]) -> MetricSamples:
-    """A dispatcher's figures, by the names of the catalogue."""
-    requests, cache = figures["requests"], figures["cache"]
-    samples: MetricSamples = {
-        "kvrelay.requests.submitted": single_sample(requests["submitted"]),
-        "kvrelay.requests": samples_by("outcome", {ending: requests[ending] for ending in ENDINGS}),
-        "kvrelay.requests.active": single_sample(requests["running"]),
-        "kvrelay.sequences.active": single_sample(requests["running_sequences"]),
-        "kvrelay.sequences.waiting": single_sample(requests["sequences_waiting_for_worker"]),
-        "kvrelay.retries": single_sample(requests["retries"]),
-        "kvrelay.protocol_errors": single_sample(requests["protocol_errors"]),
-        "kvrelay.placements": samples_by("kind", figures["placements"]),
-        "kvrelay.grammar.opening_tokens": single_sample(figures["opening_tokens"]),
-        "kvrelay.fallback.requests": single_sample(figures["fallback"]["decode_alone_requests"]),
-        "kvrelay.fallback.active": single_sample(int(figures["fallback"]["active"])),
-        "kvrelay.prompt.tokens": single_sample(cache["prompt_tokens"]),
-        "kvrelay.cache.tokens": samples_by("view", {view: cache[f"{view}_tokens"] for view in ("predicted", "found")}),
-        "kvrelay.workers": _workers(figures["worker_states"]),
-    }
-    return samples | _index(figures["prefix_index"])
-
-
-def _workers(states: Counter[tuple[str, str]]) -> list[MetricSample]:
-    return [MetricSample((("role", role), ("state", state)), count) for (role, state), count in sorted(states.items())]
-
-
-def _index(index: dict[str, Any]) -> MetricSamples:
-    """Samples of the index; none if there is no index. The lag is unknown until the first snapshot is read."""
-    if index["state"] == "off":
-        return {}
-    samples: MetricSamples = {
-        "kvrelay.index.blocks": single_sample(index["blocks"]),
-        "kvrelay.index.events": single_sample(index["events"]),
-        "kvrelay.index.loads": single_sample(index["loads"]),
-    }
-    if index["age_s"] is not None:
-        samples["kvrelay.index.lag"] = single_sample(index["age_s"])
-    return samples
 
 
 def _registry(config: RouterConfig, closing: contextlib.AsyncExitStack) -> ListWorkers | None:

@@ -28,12 +28,13 @@ from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.text.chat_template import ChatTemplateError
 from kvrelay.text.tokenizer_files import TokenizerNotFound
 from kvrelay_router.asgi.app import create_app
+from kvrelay_router.fleet_samples import fleet_samples
 from kvrelay_router.http.body import PendingMemory
 from kvrelay_router.http.http_server import ConnectionLimits, HttpServer, allowed_connections, bind, serve
 from kvrelay_router.openai.api_service import ApiSettings, FurtherModel
 from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.responses.response_store import OwnResponses, ResponseStore
-from kvrelay_router.served_fleet import ServedFleet, fleet_samples, start_fleet
+from kvrelay_router.served_fleet import ServedFleet, start_fleet
 
 log = logging.getLogger(__name__)
 

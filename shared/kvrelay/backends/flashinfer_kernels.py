@@ -1,6 +1,7 @@
 """FlashInfer's kernels for one device: a wrapper for each kind of layer, and the memory that they share.
 
-Block tables are their input as compressed rows.
+A step (flashinfer.py, or flashinfer_graphs.py for a captured one) takes its wrappers from here, plans them once and
+runs them in each layer. Block tables are their input as compressed rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class FlashInferKernels:
     """The wrappers of one device.
 
     A wrapper keeps its plan, and on the device the plan's arrays: one per kind of layer, for all steps. The workspace
-    holds what a kernel leaves for the next kernel on the stream to merge, so all wrappers share it.
+    holds what a kernel leaves for the next kernel on the stream to merge, so wrappers share it; those made before it
+    grew keep the smaller one, which is enough for them.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.protocol.grammar import Grammar
+from kvrelay.protocol.sampling import Grammar
 
 TokenMask = NDArray[np.int32]
 """One bit per token of the vocabulary, the lowest bit first: 1 if the token may be the next one."""

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, address_of, allow_only
 from kvrelay.grammar.schema_rewrite import rewritten
 from kvrelay.grammar.structural_tag import lark_of_grammar, lark_of_regex, shortened, structural_tag_to_lark
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

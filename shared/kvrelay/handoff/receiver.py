@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.handoff.transports.base import Corrupted, Landed
-from kvrelay.protocol.messages import Abort, Cancel, Drained, Granted, Handoff, Refused, Released
+from kvrelay.protocol.messages import Abort, Cancel, Granted, Handoff, Refused, Released
 from kvrelay.state_machine import Transition, TransitionTable, find_transition, transition_table
 
 
@@ -48,23 +48,18 @@ class PrefillLost(msgspec.Struct, frozen=True):
     """The prefill worker is silent or gone. This alone does not prove that no write will land."""
 
 
+class SlotsSafe(msgspec.Struct, frozen=True):
+    """The sender has answered Drained, or its process has provably ended: no write will land in the slots."""
+
+
 class CommitRefused(msgspec.Struct, frozen=True):
     """The scheduler did not take the committed sequence. Prefill still holds its KV."""
 
     reason: str
 
 
-ReceiverEvent = (
-    Granted
-    | Landed
-    | Corrupted
-    | Handoff
-    | BlocksOverdue
-    | Abort
-    | Cancel
-    | PrefillLost
-    | Drained  # or the sender has provably ended
-    | CommitRefused
+ReceiverHandoffEvent = (
+    Granted | Landed | Corrupted | Handoff | BlocksOverdue | Abort | Cancel | PrefillLost | SlotsSafe | CommitRefused
 )
 
 
@@ -81,7 +76,7 @@ class StopReceiving(msgspec.Struct, frozen=True):
 
 
 class KeepBlocks(msgspec.Struct, frozen=True):
-    """The slots may still be written. Do not reuse them before `Drained`."""
+    """The slots may still be written. Do not reuse them before `SlotsSafe`."""
 
 
 class FreeBlocks(msgspec.Struct, frozen=True):
@@ -107,7 +102,7 @@ class ReceiverHandoff:
         self._missing: set[int] = set()
         self._handoff: Handoff | None = None
 
-    def handle(self, event: ReceiverEvent) -> list[ReceiverInstruction]:
+    def handle(self, event: ReceiverHandoffEvent) -> list[ReceiverInstruction]:
         """Raises IllegalEvent, and changes nothing, if the event cannot happen in this state."""
         return find_transition(TRANSITIONS, self.state, event)(self, event)
 
@@ -172,7 +167,7 @@ class ReceiverHandoff:
     def _cancelled(self, message: Cancel) -> list[ReceiverInstruction]:
         return self._end(message.reason)
 
-    def _drained(self, event: Drained) -> list[ReceiverInstruction]:
+    def _safe(self, event: SlotsSafe) -> list[ReceiverInstruction]:
         return self._free()
 
     def _commit_refused(self, event: CommitRefused) -> list[ReceiverInstruction]:
@@ -229,7 +224,6 @@ _WHILE_RECEIVING: _Row = {
     Abort: _M._aborted,
     Cancel: _M._cancelled,
     PrefillLost: _M._aborted,
-    Drained: _M._ignore,
 }
 # Messages and blocks that were under way when the reservation ended still arrive.
 _AFTERWARDS: _Row = {
@@ -239,7 +233,6 @@ _AFTERWARDS: _Row = {
     Abort: _M._ignore,
     Cancel: _M._ignore,
     PrefillLost: _M._ignore,
-    Drained: _M._ignore,
 }
 TRANSITIONS: TransitionTable[ReceiverInstruction] = transition_table(
     {
@@ -247,7 +240,7 @@ TRANSITIONS: TransitionTable[ReceiverInstruction] = transition_table(
         ReceiverState.RESERVED: _WHILE_RECEIVING,
         ReceiverState.FILLING: _WHILE_RECEIVING | {BlocksOverdue: _M._overdue},
         ReceiverState.RUNNING: _AFTERWARDS | {CommitRefused: _M._commit_refused},
-        ReceiverState.QUARANTINED: _AFTERWARDS | {Drained: _M._drained},
+        ReceiverState.QUARANTINED: _AFTERWARDS | {SlotsSafe: _M._safe},
         ReceiverState.FREED: _AFTERWARDS,
     }
 )

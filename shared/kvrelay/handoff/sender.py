@@ -3,8 +3,8 @@
 1. QUEUED     waits for its first chunk; decode has not been asked.
 2. COMPUTING  chunks are computed; complete blocks are pushed as soon as decode has granted slots.
 3. SENDING    all chunks are computed and the first token is out, but no decode worker has granted slots.
-4. HANDED     the transport has all blocks and the handoff message is out; awaits Committed. The blocks stay held, so
-              that another decode worker can be served without computing them again.
+4. HANDED     the transport has got all blocks and the handoff message is out; awaits Committed. They stay held, so that
+              another decode worker can be served without computing them again.
 5. DRAINING   ended, but earlier writes still read the blocks; waits until no write is in flight.
 6. RELEASED   holds nothing. Terminal.
 
@@ -100,7 +100,7 @@ class DecodeLost(msgspec.Struct, frozen=True):
     reason: str
 
 
-SenderEvent = (
+SenderHandoffEvent = (
     PrefillScheduled
     | BlocksComputed
     | PrefillFinished
@@ -167,7 +167,7 @@ class SenderHandoff:
         self._draining: dict[str, PeerRef] = {}
         self._excluded: list[str] = []
 
-    def handle(self, event: SenderEvent) -> list[SenderInstruction]:
+    def handle(self, event: SenderHandoffEvent) -> list[SenderInstruction]:
         """Raises IllegalEvent, and changes nothing, if the event cannot happen in this state."""
         if isinstance(event, FromDecode):
             return find_transition(TRANSITIONS, self.state, event.body)(self, event.body, event.peer)
@@ -326,7 +326,8 @@ class SenderHandoff:
         return instructions
 
     def _replace_decode(self, decode: PeerRef, reason: str) -> list[SenderInstruction]:
-        """This worker cannot take the sequence. The router is asked for another one, once."""
+        """This worker cannot take the sequence. The router is asked for another one, once; it cancels the sequence on
+        this one, so no Abort is sent."""
         if decode != self.decode or self.reservation_state is ReservationState.REFUSED:
             return []
         instructions = self._stop_pushing()
@@ -337,7 +338,7 @@ class SenderHandoff:
     def _need_decode(self, decode: PeerRef, reason: str) -> list[SenderInstruction]:
         self.reservation_state = ReservationState.REFUSED
         self._excluded.append(decode.peer_id)
-        return [SendTo(self._router, NeedDecode(reason=reason, excluded=list(self._excluded), lacks=decode))]
+        return [SendTo(self._router, NeedDecode(reason=reason, excluded=list(self._excluded), unable=decode))]
 
     def _stop_pushing(self) -> list[SenderInstruction]:
         """Ends the current reservation. Its writes are drained while the sequence may go on elsewhere."""

@@ -242,7 +242,7 @@ class Links:
         link = self._links.get((header.sender, header.incarnation))
         is_for_us = header.to_incarnation == self.me.incarnation
         if link is None or link.peer_number != header.link:
-            if not self._is_latest(header) or (is_for_us and link is not None and header.link < link.peer_number):
+            if not self._end_older_links(header) or (is_for_us and link is not None and header.link < link.peer_number):
                 return
             if is_for_us and link is not None and link.peer_number:
                 self._lose(link, "the peer lost its link to us", is_alive=True)
@@ -280,8 +280,9 @@ class Links:
         link.received_bytes += len(frames[1])
         self._events.append(Delivered(link.peer, header, body))
 
-    def _is_latest(self, header: Header) -> bool:
-        """Returns False if a newer incarnation of the sender has a paired link. Otherwise links to older ones end."""
+    def _end_older_links(self, header: Header) -> bool:
+        """Ends links to older incarnations of the sender. Returns False, and does nothing, if a newer one has a paired
+        link."""
         peer_id, incarnation = header.sender, header.incarnation
         others = [
             link
@@ -345,7 +346,7 @@ class Links:
         """The peer refuses us, or has ended a link."""
         numbers = [link.number for link in self._links.values() if link.peer.peer_id == header.sender]
         is_for_us = header.to_incarnation == self.me.incarnation and header.to_link in numbers
-        if not is_for_us or not self._is_latest(header):
+        if not is_for_us or not self._end_older_links(header):
             return
         link = self._links.get((header.sender, header.incarnation))
         if link is None or link.number != header.to_link:
@@ -359,7 +360,7 @@ class Links:
     def _refuse(self, header: Header, code: RejectCode, reason: str) -> None:
         """We refuse the peer. Each of its messages is answered, because an answer may get lost, but reported once."""
         self._reject(header, code, reason)
-        if not self._is_latest(header):
+        if not self._end_older_links(header):
             return
         key = header.sender, header.incarnation
         if self._links.pop(key, None) is not None or key not in self._refusals:

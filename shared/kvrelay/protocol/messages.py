@@ -185,17 +185,17 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
 
 
 class Refused(Body, frozen=True, kw_only=True, tag="refused"):
-    """D>P: never on this worker (draining, another model, cannot fit)."""
+    """D>P: not in this attempt (draining, another model, cannot fit, cancelled, slots not drained)."""
 
     reason: Text
 
 
 class NeedDecode(Body, frozen=True, kw_only=True, tag="need_decode"):
-    """P>R: the named decode worker refused, died or left; name another."""
+    """P>R: the named decode worker refused, released, died or left, or a transfer to it failed; name another."""
 
     reason: Text
     excluded: Annotated[list[Name], msgspec.Meta(max_length=MOST_PEERS)]
-    lacks: PeerRef | None = None
+    unable: PeerRef | None = None
     """The decode worker that cannot take the sequence; None if none was named."""
 
 
@@ -259,7 +259,7 @@ class Committed(Body, frozen=True, kw_only=True, tag="committed"):
 
 
 class Abort(Body, frozen=True, kw_only=True, tag="abort"):
-    """P>D: P gives the handoff up."""
+    """P>D: P gives the handoff up. An empty `reservation` means any, also one that is not granted yet."""
 
     reservation: Name
     reason: Text

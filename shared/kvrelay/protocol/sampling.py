@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.limits import (
     MOST_LOGPROBS,
     MOST_SAMPLES,
@@ -21,6 +20,7 @@ from kvrelay.protocol.limits import (
     SampleCount,
     Score,
     Share,
+    Text,
     TextTokens,
     TokenId,
     require,
@@ -41,6 +41,24 @@ ChannelNames = Annotated[tuple[TokenId, ...], Meta(max_length=16)]
 ClosingTokens = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1 << 14)]
 BadWords = Annotated[tuple[BadWord, ...], Meta(max_length=1 << 14)]
+
+
+class GrammarKind(StrEnum):
+    """The language of a `Grammar`'s text."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON schema, as JSON
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON list of strings, one of which is the output
+    GRAMMAR = "grammar"  # a grammar in Lark's notation, or in GBNF
+    STRUCTURAL_TAG = "structural_tag"  # free text with tagged parts that follow schemas; see `structural_tag.py`
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A constraint, as the client wrote it. The router has compiled it once, so workers know that it can be."""
+
+    kind: GrammarKind
+    text: Text
+    whitespace: Text | None = None  # a regex for the whitespace between JSON's tokens; None: any
 
 
 class BeamSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

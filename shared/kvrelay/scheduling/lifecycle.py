@@ -1,4 +1,10 @@
-"""The life of sequences in a scheduler: how they join, run, lose their blocks and leave."""
+"""The life of sequences in a scheduler: how they join, run, lose their blocks and leave.
+
+- A fork is one beam of a search: a sequence that shares another one's blocks down to where they part.
+- A sample is one of the `n` answers to a prompt; room for those that wait is reserved.
+- A tail is the part of a prompt behind its last full block, of which others may get a copy.
+- A prefix is promised while the sequence that computes it runs; others wait for it.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +41,8 @@ class SequenceLifecycle:
         self.shares = FairShares(self.running, limits.max_running)
         order, starvation_bound = ORDERS[settings.queue_order], settings.queue_starvation_bound
         self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, self.shares)
-        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress)
-        self.offload = Swapper(blocks, settings)
+        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress)  # handed over by prefill
+        self.offload = Swapper(blocks, settings)  # of preempted sequences, to the host
         self.forks = BeamGroups(blocks, self.running)
         self.sample_groups = SampleGroups(blocks, limits)
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
@@ -206,7 +212,7 @@ class SequenceLifecycle:
         for each in self.forks_of(sequence):
             self._stop_running(each)
             self.blocks.free(each)
-            each.state = SequenceState.FINISHED  # the others end
+            each.state = SequenceState.FINISHED  # the caller queues the leader, and only that, again
         if sequence.forks is not None:
             self.forks.collapse(sequence)
 

@@ -29,8 +29,8 @@ import msgspec
 import numpy as np
 
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
-from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.messages import pack_tokens, unpack_tokens
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.tokenizer import Tokenizer
 
 MAX_KNOWN = 1024

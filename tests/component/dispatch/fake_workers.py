@@ -30,6 +30,7 @@ from kvrelay.protocol.messages import (
     Generate,
     Granted,
     Handoff,
+    LoadReport,
     NeedDecode,
     PeerRef,
     Prefill,
@@ -88,6 +89,7 @@ class FakeWorker:
         self.tokenizer = ""
         self.draining = False
         self.tells_status = True
+        self.step_cost: tuple[float, float, float] | None = None  # that it reports
         self.refusal = ""  # the answer to every Reserve
         self.failure: Failed | None = None  # the answer to every request
         self.received: list[tuple[Key, AnyBody]] = []
@@ -179,7 +181,8 @@ class FakeWorker:
     def _status(self, query: int) -> Status:
         queues = {"queued_tokens": 0, "waiting": 0, "running": len(self.tasks)}
         blocks = {"free": NUM_BLOCKS, "cached": 0, "total": NUM_BLOCKS}
-        return Status(query=query, draining=self.draining, queues=queues, blocks=blocks, totals={})
+        load = LoadReport(step_cost=self.step_cost)
+        return Status(query=query, draining=self.draining, queues=queues, blocks=blocks, totals={}, load=load)
 
 
 class FakePrefill(FakeWorker):

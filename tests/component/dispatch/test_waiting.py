@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef, Prompt, SequenceUsage
 from kvrelay_router.dispatch.attempt_driver import PLACED_PER_TURN
-from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
+from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, Key, true_tokens
 from tests.component.dispatch.rig import Rig, pair, read
 from tests.fakes.waiting import until
@@ -51,6 +52,18 @@ async def test_the_deadline_of_a_first_token_bounds_the_wait(rig: Rig) -> None:
     await without_decode(rig, ttft_deadline_s=0.1)
     with pytest.raises(RequestFailed, match=r"no decode worker is ready, for 0.1 s"):
         await read(rig.submit())
+    await rig.nothing_is_left()
+
+
+async def test_a_request_whose_first_token_is_expected_too_late_is_refused(rig: Rig) -> None:
+    workers = pair()
+    for worker in workers:
+        worker.step_cost = (5.0, 0.0, 0.0)
+    await rig.start(*workers, ttft_deadline_s=1.0)
+    view = rig.dispatcher.view
+    await until(lambda: all(each.step_cost for each in view.candidates(time.monotonic()).prefill))
+    with pytest.raises(TooLate):
+        rig.submit()
     await rig.nothing_is_left()
 
 

@@ -16,9 +16,9 @@ from kvrelay.process_identity import identity_of
 from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.worker import startup
-from kvrelay_decode import reservations
+from kvrelay_decode import incoming_handoffs
 from kvrelay_decode.service import DecodeRole
-from kvrelay_prefill import pushes
+from kvrelay_prefill import outgoing_handoffs
 from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, fleet, prompt_of
@@ -62,7 +62,7 @@ async def test_a_pair_takes_nixl_when_both_have_it_and_says_so_once(
 ) -> None:
     workers = [LocalWorker(redis_url, "prefill", HashRunner(), transfer=prefill)]
     workers += [LocalWorker(redis_url, "decode", HashRunner(), transfer=decode)]
-    with caplog.at_level("INFO", logger=reservations.__name__):
+    with caplog.at_level("INFO", logger=incoming_handoffs.__name__):
         async with fleet(redis_url, [], []) as f:
             for worker in workers:
                 await worker.start()
@@ -88,7 +88,7 @@ async def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_pro
         async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
             role = f.prefill[0].started.role
             assert isinstance(role, PrefillRole)
-            role._pushes._processes = [identity_of(process.pid) for process in processes]
+            role._outgoing._processes = [identity_of(process.pid) for process in processes]
             f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
             await until_reserved(f)
             f.prefill.pop().die()
@@ -127,7 +127,7 @@ async def test_slots_of_a_silent_prefill_worker_elsewhere_are_free_when_its_succ
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "own_identity", lambda: ELSEWHERE)
-    monkeypatch.setattr(pushes, "own_identity", lambda: ELSEWHERE)
+    monkeypatch.setattr(outgoing_handoffs, "own_identity", lambda: ELSEWHERE)
     async with successor_speaks(redis_url) as decode:
         assert decode.started.role.totals()["quarantines"] == 1
 
@@ -140,11 +140,11 @@ async def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_
     with sleeping_processes(1) as (process,):
         process.send_signal(signal.SIGSTOP)
         monkeypatch.setattr(startup, "own_identity", lambda: ELSEWHERE)
-        monkeypatch.setattr(pushes, "own_identity", lambda: identity_of(process.pid))
+        monkeypatch.setattr(outgoing_handoffs, "own_identity", lambda: identity_of(process.pid))
         async with successor_speaks(redis_url) as decode:
             role = decode.started.role
             assert isinstance(role, DecodeRole)
-            quarantine = role._reservations._quarantine
+            quarantine = role._incoming._quarantine
             tick = quarantine.tick
 
             def counted(now: float) -> Due:

@@ -10,7 +10,7 @@ from kvrelay.handoff.transports import select
 from kvrelay.handoff.transports.nixl_sender import NixlSettings
 from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
-from kvrelay_decode import reservations
+from kvrelay_decode import incoming_handoffs
 from tests.component.workers.rig import Fleet, fleet, prompt_of
 from tests.fakes.hanging_agent import FakeNetwork, fake_network
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -52,7 +52,7 @@ async def test_a_first_write_that_hangs_ends_with_its_connection_and_the_pair_go
     redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(select, "NixlSettings", partial(NixlSettings, stall_timeout_s=0.3))
-    with caplog.at_level("INFO", logger=reservations.__name__), fake_network() as network:
+    with caplog.at_level("INFO", logger=incoming_handoffs.__name__), fake_network() as network:
         async with fleet(redis_url, [HashRunner()], [HashRunner()], **SETTINGS) as f:
             await hang(f, network, "no progress", after_a_good_handoff=False)
             await serve_by_zmq(f)
@@ -67,7 +67,7 @@ async def test_slots_of_a_write_that_never_ends_stay_in_quarantine_while_the_pai
     """Decode notices where the sender does not, for instance because a call of UCX never returns."""
     stall_s = 0.3 if noticed_by == "prefill" else 1e6
     monkeypatch.setattr(select, "NixlSettings", partial(NixlSettings, stall_timeout_s=stall_s))
-    monkeypatch.setattr(reservations, "BLOCKS_DUE_S", 0.3 if noticed_by == "decode" else 1e6)
+    monkeypatch.setattr(incoming_handoffs, "BLOCKS_DUE_S", 0.3 if noticed_by == "decode" else 1e6)
     cause = "no progress" if noticed_by == "prefill" else "no block came by nixl"
     with fake_network() as network:
         async with fleet(redis_url, [HashRunner()], [HashRunner()], **SETTINGS) as f:

@@ -17,7 +17,7 @@ from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
 from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay_decode import reservations
+from kvrelay_decode import incoming_handoffs
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import WRAPPED, Transport
@@ -45,7 +45,7 @@ SHARES = dict.fromkeys((Fault.DELAY, Fault.REORDER, Fault.DROP, Fault.CORRUPT, F
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservations, "BLOCKS_DUE_S", 0.5)
+    monkeypatch.setattr(incoming_handoffs, "BLOCKS_DUE_S", 0.5)
 
 
 @pytest.fixture(params=list(WRAPPED.values()), ids=list(WRAPPED))

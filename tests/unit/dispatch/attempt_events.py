@@ -41,8 +41,8 @@ def tokens(index: int, *ids: int, attempt: int = 1, worker: PeerRef = D, **optio
     return TokensReceived(worker, entry)
 
 
-def need(*excluded: str, attempt: int = 1, worker: PeerRef = P, lacks: PeerRef | None = None) -> FromWorker:
-    return FromWorker(worker, attempt, 0, NeedDecode(reason="refused", excluded=list(excluded), lacks=lacks))
+def need(*excluded: str, attempt: int = 1, worker: PeerRef = P, unable: PeerRef | None = None) -> FromWorker:
+    return FromWorker(worker, attempt, 0, NeedDecode(reason="refused", excluded=list(excluded), unable=unable))
 
 
 def failed(

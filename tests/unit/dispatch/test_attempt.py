@@ -111,9 +111,9 @@ def test_a_new_start_of_the_lost_decode_worker_takes_over_and_late_word_about_th
     machine.handle(lost(D, "killed"))
     (send,) = machine.handle(DecodeChosen(again))
     assert isinstance(send, Send) and send.body == Reassign(decode=again)
-    (repeat,) = machine.handle(need("d", lacks=D))
+    (repeat,) = machine.handle(need("d", unable=D))
     assert isinstance(repeat, Send) and repeat.body == Reassign(decode=again)
-    assert isinstance(machine.handle(need("d", lacks=again))[-1], FindDecode)
+    assert isinstance(machine.handle(need("d", unable=again))[-1], FindDecode)
 
 
 def test_prefill_that_missed_the_commit_may_let_go() -> None:

@@ -63,6 +63,12 @@ def test_a_short_prompt_goes_to_decode_alone_where_that_is_wanted() -> None:
     assert isinstance(decision, Decision) and not decision.is_fallback
 
 
+def test_round_robin_takes_turns_whatever_the_load() -> None:
+    workers = [worker(name, "prefill", queued_tokens=load) for name, load in zip("abc", (900, 0, 50), strict=True)]
+    turns = [decided("round_robin", demand(ordinal=i), *workers, worker("d", "decode"))[0] for i in range(6)]
+    assert turns == ["a", "b", "c"] * 2
+
+
 def test_least_loaded_looks_at_tokens_for_prefill_and_sequences_for_decode() -> None:
     workers = (
         worker("p0", "prefill", queued_tokens=900, num_sequences=1),

@@ -13,8 +13,7 @@ from kvrelay.engine.masks.apply import apply_by_torch, apply_masks
 from kvrelay.engine.masks.token_masks import NoTokenAllowed
 from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import Grammar, GrammarKind, Sampling
 from tests.thoroughness import examples
 from tests.unit.engine.test_token_masks import END, GRAMMARS, NUM_PROMPT, TOKENIZER, allowed, logits_at, sampler_of
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.masks.matchers import AllTokens, ChannelMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError, GrammarMatcher
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import ReasoningChannels
+from kvrelay.protocol.sampling import Grammar, GrammarKind, ReasoningChannels
 from tests.fakes.reference_compiler import ReferenceCompiler
 from tests.thoroughness import examples
 

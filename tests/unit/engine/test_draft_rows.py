@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.engine.sample.logprobs import BadLogits
 from kvrelay.engine.sample.sampler import Sampler
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import Grammar, GrammarKind, Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import WorkerRow
 from tests.thoroughness import examples

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.masks import token_masks
-from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import Grammar, ReasoningChannels, ReasoningSpan, Sampling
 from tests.thoroughness import examples
 from tests.unit.engine.test_token_masks import COMPILER, END, FORCING, SAMPLINGS, jump, key, logits_at, sampler_of
 

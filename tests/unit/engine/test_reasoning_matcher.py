@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.masks.matchers import AllTokens, ReasoningMatcher
 from kvrelay.grammar.grammar_compiler import GrammarError
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import ReasoningSpan
+from kvrelay.protocol.sampling import Grammar, GrammarKind, ReasoningSpan
 from tests.fakes.reference_compiler import ReferenceCompiler
 
 VOCAB_SIZE = 37  # no multiple of 32, and of 64

@@ -21,8 +21,7 @@ from kvrelay.engine.sample.sampler import Sampler
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, TokenMask
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import Grammar, GrammarKind, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.thoroughness import examples
 

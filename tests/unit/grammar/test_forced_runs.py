@@ -15,7 +15,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from kvrelay.grammar.grammar_compiler import GrammarMatcher
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from tests.thoroughness import examples
 from tests.unit.grammar.test_llguidance_compiler import allowed
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.tokenizer import Tokenizer
 from tests.fakes.reference_compiler import ReferenceCompiler
 from tests.unit.grammar.test_llguidance_compiler import (

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvrelay.grammar import llguidance_compiler
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, TokenMask
 from kvrelay.grammar.llguidance_compiler import MAX_COMPILED, LLGuidanceCompiler
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from tests.fakes.hostile_grammars import TOO_AMBIGUOUS
 
 TOKENIZER_JSON = (Path(__file__).parents[3] / "models" / "demo" / "tokenizer.json").read_text(encoding="utf-8")

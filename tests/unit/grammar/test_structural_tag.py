@@ -10,7 +10,7 @@ import tokenizers
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from tests.unit.grammar.test_llguidance_compiler import END, TOKENIZER_JSON
 
 TOKENIZER = tokenizers.Tokenizer.from_str(TOKENIZER_JSON)

@@ -20,7 +20,7 @@ from kvrelay.protocol.messages import (
     PeerRef,
     Released,
 )
-from kvrelay_prefill.pushes import TRY_AGAIN_AFTER_S, TransportOffers
+from kvrelay_prefill.outgoing_handoffs import TRY_AGAIN_AFTER_S, TransportOffers
 from tests.unit.handoff.test_decode_role import SilentReceiver
 
 ROUTER = PeerRef("r", "1", "tcp://r")
@@ -54,7 +54,7 @@ def filling(*, is_one_sided: bool = False) -> ReceiverHandoff:
 
 def test_a_failed_transfer_asks_for_another_decode_worker_at_once() -> None:
     prefill = sending(10)
-    need = NeedDecode(reason="transfer failed: the connection broke", excluded=["d1"], lacks=FIRST)
+    need = NeedDecode(reason="transfer failed: the connection broke", excluded=["d1"], unable=FIRST)
     assert prefill.handle(TransferFailed("r1", "the connection broke")) == [
         sender.StopPushing("r1", "t"),
         sender.SendTo(ROUTER, need),
@@ -73,7 +73,7 @@ def test_a_grant_of_another_number_of_blocks_is_returned() -> None:
 @pytest.mark.parametrize("is_one_sided", [True, False])
 @pytest.mark.parametrize("event", [Corrupted("r", (1,)), receiver.BlocksOverdue("nothing came")])
 def test_a_block_that_does_not_arrive_whole_ends_the_reservation(
-    event: receiver.ReceiverEvent, is_one_sided: bool
+    event: receiver.ReceiverHandoffEvent, is_one_sided: bool
 ) -> None:
     decode = filling(is_one_sided=is_one_sided)
     stop, released, last = decode.handle(event)
@@ -81,7 +81,7 @@ def test_a_block_that_does_not_arrive_whole_ends_the_reservation(
     assert isinstance(released, Released) and released.transport_failed
     assert last == (receiver.KeepBlocks() if is_one_sided else receiver.FreeBlocks(1))
     if is_one_sided:
-        assert decode.handle(Drained(reservation="r")) == [receiver.FreeBlocks(1)]
+        assert decode.handle(receiver.SlotsSafe()) == [receiver.FreeBlocks(1)]
 
 
 def test_a_deferred_handoff_that_is_cancelled_is_refused() -> None:

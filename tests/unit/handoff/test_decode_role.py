@@ -42,8 +42,8 @@ from kvrelay.step.batch import ModelSpec
 from kvrelay.telemetry.metrics import Instruments
 from kvrelay.telemetry.tracer import RecentEvents
 from kvrelay.worker.context import WorkerContext
-from kvrelay_decode import reservations
-from kvrelay_decode.reservations import BLOCKS_DUE_S
+from kvrelay_decode import incoming_handoffs
+from kvrelay_decode.incoming_handoffs import BLOCKS_DUE_S
 from kvrelay_decode.service import DecodeRole
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench
 
@@ -320,7 +320,7 @@ def test_a_sample_group_that_no_longer_fits_as_a_whole_is_admitted_in_parts() ->
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(reservations, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(incoming_handoffs, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def tick(self, worker: DecodeWorker, seconds: float) -> None:
         end = self.now + seconds
@@ -364,6 +364,19 @@ def test_blocks_of_another_sequence_show_that_the_transport_works(clock: Clock) 
         clock.tick(worker, 0.6 * BLOCKS_DUE_S)
         worker.receiver.report(Landed(other, (block,)))
     assert not any(isinstance(body, Released) for _, body in worker.sent)
+
+
+def test_a_handoff_message_of_another_sequence_is_no_sign_of_blocks(clock: Clock) -> None:
+    worker = DecodeWorker(num_blocks=32)
+    worker.reserve("a", [5] * 12)
+    first = worker.granted().reservation
+    worker.hand_over("a", first, 12)
+    worker.reserve("b", [6] * 12)
+    clock.tick(worker, 0.6 * BLOCKS_DUE_S)
+    worker.hand_over("b", worker.granted().reservation, 12)
+    clock.tick(worker, 0.6 * BLOCKS_DUE_S)
+    released = [body.reservation for _, body in worker.sent if isinstance(body, Released)]
+    assert released == [first]
 
 
 # -- the order of ends ----------------------------------------------------------------------------------------------

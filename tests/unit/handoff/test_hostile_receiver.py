@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrelay.handoff import receiver
 from kvrelay.handoff.receiver import ReceiverHandoff, ReceiverState
 from kvrelay.handoff.transports.base import Corrupted, Landed
-from kvrelay.protocol.messages import Abort, Cancel, Drained, Granted, Handoff
+from kvrelay.protocol.messages import Abort, Cancel, Granted, Handoff
 from kvrelay.state_machine import IllegalEvent
 from tests.thoroughness import examples
 from tests.unit.protocol.message_strategies import values
@@ -37,10 +37,10 @@ EVENTS: st.SearchStrategy[Any] = st.one_of(
     handoffs,
     handoffs,
     st.builds(grant, names, st.integers(0, NUM_BLOCKS)),
-    st.sampled_from([Drained(reservation="r1"), Abort(reservation="r1", reason="no"), receiver.PrefillLost()]),
+    st.sampled_from([receiver.SlotsSafe(), Abort(reservation="r1", reason="no"), receiver.PrefillLost()]),
     st.sampled_from([receiver.BlocksOverdue("slow"), Cancel(reason="left"), receiver.CommitRefused("no")]),
 )
-OWN_MISTAKES = (Granted, receiver.CommitRefused, receiver.BlocksOverdue, Drained, Landed, Corrupted)
+OWN_MISTAKES = (Granted, receiver.CommitRefused, receiver.BlocksOverdue, receiver.SlotsSafe, Landed, Corrupted)
 """Events that this worker itself makes, and never in a state in which they are illegal. All others come from peers."""
 
 
@@ -91,7 +91,7 @@ class Oracle:
                 self.num_freed += 1
                 assert wanted & set(range(num_whole)) <= self._landed, "an incomplete block would be cached"
                 may_free = self.num_committed or not self._is_one_sided or self._granted is None
-                assert may_free or (self._is_kept and isinstance(event, Drained))
+                assert may_free or (self._is_kept and isinstance(event, receiver.SlotsSafe))
 
 
 @settings(max_examples=examples(1000), deadline=None)
@@ -103,7 +103,7 @@ def test_any_events_in_any_order_commit_what_has_landed_and_free_once(
     oracle = Oracle(machine, is_one_sided)
     if is_granted:
         oracle.feed(grant("r1", 1))
-    for event in (*events, receiver.PrefillLost(), Drained(reservation="r1")):
+    for event in (*events, receiver.PrefillLost(), receiver.SlotsSafe()):
         oracle.feed(event)
     assert machine.state in (ReceiverState.RUNNING, ReceiverState.FREED)
     assert oracle.num_committed <= 1

@@ -17,7 +17,6 @@ from kvrelay.protocol.messages import (
     Abort,
     Cancel,
     Committed,
-    Drained,
     Granted,
     Handoff,
     PeerRef,
@@ -37,7 +36,7 @@ GRANT = Granted(reservation="r", first_block=0, slots=[5], transport="t", endpoi
 CACHED = Granted(reservation="r", first_block=1, slots=[], transport="t", endpoints=[{}])
 HANDOFF = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=1)
 
-SENDER_EVENTS: list[prefill.SenderEvent] = [
+SENDER_EVENTS: list[prefill.SenderHandoffEvent] = [
     prefill.PrefillScheduled((1,)),
     prefill.BlocksComputed(1),
     prefill.PrefillFinished(HANDOFF),
@@ -52,7 +51,7 @@ SENDER_EVENTS: list[prefill.SenderEvent] = [
     SenderDrained("r"),
     TransferFailed("r", "broken"),
 ]
-RECEIVER_EVENTS: list[decode.ReceiverEvent] = [
+RECEIVER_EVENTS: list[decode.ReceiverHandoffEvent] = [
     GRANT,
     Landed("r", (0,)),
     Corrupted("r", (0,)),
@@ -61,7 +60,7 @@ RECEIVER_EVENTS: list[decode.ReceiverEvent] = [
     Abort(reservation="r", reason="no"),
     Cancel(reason="the client is gone"),
     decode.PrefillLost(),
-    Drained(reservation="r"),
+    decode.SlotsSafe(),
     decode.CommitRefused("full"),
 ]
 
@@ -154,7 +153,7 @@ def test_messages_of_peers_are_legal_in_every_state_and_own_events_where_they_ar
 
 
 @pytest.mark.parametrize("event", SENDER_EVENTS, ids=lambda event: type(event).__name__)
-def test_a_released_sender_stays_released_whatever_comes(event: prefill.SenderEvent) -> None:
+def test_a_released_sender_stays_released_whatever_comes(event: prefill.SenderHandoffEvent) -> None:
     machine = SenderHandoff.released(R)
     if (SenderState.RELEASED, class_of(event)) in prefill.TRANSITIONS:
         machine.handle(event)

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 
 from kvrelay.grammar.grammar_compiler import GrammarError
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text import grammar_check
 from kvrelay.text.grammar_check import TOO_LARGE, TOO_LONG, CompilerSpec, GrammarCheck, GrammarProcess
 from kvrelay.text.tokenizer import Tokenizer

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.protocol.sampling import FinishReason, Grammar, GrammarKind, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.scheduler import make_scheduler

@@ -24,7 +24,7 @@ from kvrelay.scheduling.step_cost import StepCost, fit, pairs
 from kvrelay.step.batch import StepResult, WorkerBatch
 from kvrelay.worker.reports import report_load
 from kvrelay.worker.speeds import SpeedMeter, measure_costs
-from kvrelay_prefill.pushes import PushClock
+from kvrelay_prefill.outgoing_handoffs import PushClock
 from tests.fakes.hash_runner import HashRunner
 from tests.tiny_models import build_model
 from tests.unit.scheduling.bench import Bench

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.protocol.sampling import FinishReason, Grammar, GrammarKind, Sampling
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan, worker_batch
 from kvrelay.scheduling.scheduler import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings

@@ -83,7 +83,7 @@ class AssignedWorkers:
         """Returns whether prefill cannot hand over to the present decode worker, or only to an earlier one."""
         if self.decode is None:
             return False
-        return self.decode.peer_id in need.excluded if need.lacks is None else self.is_decode(need.lacks)
+        return self.decode.peer_id in need.excluded if need.unable is None else self.is_decode(need.unable)
 
     def exclude_decode(self, decode: PeerRef) -> None:
         """Marks the present decode worker as replaced. `choose_decode` must follow."""

@@ -1,4 +1,6 @@
-"""Carries out what the attempt machines return: sends, places, and waits for workers.
+"""Carries out what the attempt machines return: sends, places, retries, and waits for workers.
+
+`attempt.py` decides whether a sequence is tried again, `retry_budget.py` how often.
 
 Waits are not polled: the fleet watch calls `place_waiting` after each event that may have made a worker ready. At most
 one suspect has an unproven attempt at a time. A suspect is a sequence that was lost with several workers, each time

@@ -1,4 +1,7 @@
-"""Writes the events of a stream (server-sent events, https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+"""Writes the events of a stream (server-sent events, https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+Each API's format makes the bytes of its events, `data:` and blank line included.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kvrelay.config.router import MAX_BODY_BYTES, RouterConfig
 from kvrelay.config.table_files import OwnKeyLimits
 from kvrelay.fleet.key_limits import KeyLimits
 from kvrelay.grammar.grammar_compiler import GrammarError
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.chat_template import ChatTemplateError, Message
 from kvrelay.text.request.api_error import ApiError, context_length_exceeded, no_worker_ready
 from kvrelay.text.request.validation import ModelLimits

@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from kvrelay.grammar.grammar_compiler import GrammarError
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.output_parsing.call_grammar import WHITESPACE, Marker, MarkerOf, Unconstrainable, format_of
 from kvrelay.text.output_parsing.dialect import CallGrammar
 from kvrelay.text.output_parsing.events import Tool

@@ -10,8 +10,7 @@ from itertools import takewhile
 
 import msgspec
 
-from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import Grammar, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.choice import Choice
 from kvrelay.text.grammar_check import GrammarCheck
 from kvrelay.text.request.api_error import ApiError, context_length_exceeded, wrong

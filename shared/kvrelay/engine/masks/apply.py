@@ -70,9 +70,9 @@ def _find_kernel(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torc
     """Triton's kernel on a GPU if Triton is installed, else plain torch."""
     if device_type != "cuda" or find_spec("triton") is None:
         return apply_by_torch
-    from kvrelay.engine.fused.triton_kernels import apply_masks
+    from kvrelay.engine.fused import triton_kernels
 
-    return apply_masks
+    return triton_kernels.apply_masks
 
 
 def apply_by_torch(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:

@@ -30,8 +30,7 @@ from kvrelay.engine.masks.matchers import AllTokens, NoTokenLeft, add_limits, pa
 from kvrelay.engine.sample.draft_rows import DraftRows
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask, remove
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import Grammar, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import GrammarWork, RowsFailed
 

@@ -9,8 +9,8 @@ _FINE_SIZES = (1, 2, 4)
 _SIZES_A_DOUBLING = 8
 
 MULTI_TOKEN_STEP = 256
-"""Tokens of the largest captured step that only rows of several tokens fill. Larger ones keep a GPU busy for longer
-than a host takes to launch them."""
+"""A row has several tokens if drafts or forced tokens are checked with it. A graph is captured for steps of more tokens
+than rows up to this size: larger steps keep a GPU busy for longer than a host takes to launch them."""
 
 
 def largest_size(max_running: int, row_tokens: int, token_budget: int) -> int:

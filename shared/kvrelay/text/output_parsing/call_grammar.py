@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.output_parsing.argument_values import MAX_DEPTH, STRING, resolve, types_of
 from kvrelay.text.output_parsing.events import Tool
 

@@ -19,13 +19,13 @@ from kvrelay.text.output_parsing.formats import (
     load_tool_format,
 )
 from kvrelay.text.output_parsing.harmony import HarmonyCallGrammar
+from kvrelay.text.output_parsing.parser_base import Markers, Steps, TextParser
 from kvrelay.text.output_parsing.response_template import (
     BadResponseTemplate,
     ResponseTemplate,
     ResponseTemplateParser,
     load_response_template,
 )
-from kvrelay.text.output_parsing.text_parser import Markers, Steps, TextParser
 
 AUTO, NONE, HARMONY, TEMPLATE = "auto", "none", "harmony", "template"
 

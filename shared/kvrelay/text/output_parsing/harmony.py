@@ -21,7 +21,7 @@ from kvrelay.text.output_parsing.call_grammar import (
     text,
 )
 from kvrelay.text.output_parsing.events import ReasoningText, Tool
-from kvrelay.text.output_parsing.text_parser import Malformed, Markers, Steps, TextParser
+from kvrelay.text.output_parsing.parser_base import Malformed, Markers, Steps, TextParser
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

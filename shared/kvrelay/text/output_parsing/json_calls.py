@@ -9,7 +9,7 @@ import string
 from collections.abc import Sequence
 
 from kvrelay.text.output_parsing.events import Tool
-from kvrelay.text.output_parsing.text_parser import IS_NAME, CallParser, Malformed, Markers, Steps, Write
+from kvrelay.text.output_parsing.parser_base import IS_NAME, CallParser, Malformed, Markers, Steps, Write
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _IN_STRING = re.compile(r'["\\]').search

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvrelay.text.output_parsing.argument_values import ANY_TYPE, STRING, Types, quoted, types_of, written_json
 from kvrelay.text.output_parsing.events import Tool
-from kvrelay.text.output_parsing.text_parser import IS_NAME, CallParser, Malformed, Markers, Steps, Write
+from kvrelay.text.output_parsing.parser_base import IS_NAME, CallParser, Malformed, Markers, Steps, Write
 
 MAX_GAP_CHARS = 256
 """Whitespace behind the end of a value. With more, the end belongs to the value."""

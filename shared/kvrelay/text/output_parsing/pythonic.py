@@ -26,7 +26,7 @@ from kvrelay.text.output_parsing.call_grammar import (
 )
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.output_parsing.parameter_calls import ParameterReader
-from kvrelay.text.output_parsing.text_parser import Malformed, Markers, Steps, Write
+from kvrelay.text.output_parsing.parser_base import Malformed, Markers, Steps, Write
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64

@@ -24,7 +24,7 @@ from kvrelay.text.output_parsing.events import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from kvrelay.text.output_parsing.text_parser import new_call_id
+from kvrelay.text.output_parsing.parser_base import new_call_id
 
 CONTENT, CALLS = "content", "tool_calls"
 REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BeforeValidator, Field, WrapValidator
 
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.parsing import Flag, RequestModel, invalid, or_default
 from kvrelay.text.request.sampling_fields import SamplingFields, TokenIds

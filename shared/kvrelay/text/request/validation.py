@@ -9,8 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.kv.table import blocks_for_group
-from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import BadWords, ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import BadWords, Grammar, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.choice import StopRules
 from kvrelay.text.request.api_error import ApiError, context_length_exceeded, no_worker_ready, wrong
 from kvrelay.text.request.generation_fields import GenerationFields

@@ -216,6 +216,7 @@ async def test_the_fleet_page_is_open_and_its_data_are_not(make_router: Callable
     async with make_router(api_keys=("key-one",)) as router:
         page = await router.http.get("/dashboard")
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert 'ask("/fleet")' in page.text and 'ask("/requests")' in page.text
         for path in ("/fleet", "/requests", "/requests/any", "/requests/any/timeline"):
             assert (await router.http.get(path)).status_code == 401
             known = await router.http.get(path, headers={"authorization": "Bearer key-one"})

@@ -8,7 +8,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from tests.component.router.rig import MODEL, Router
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -10,8 +10,7 @@ import pytest
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
-from kvrelay.protocol.grammar import Grammar
-from kvrelay.protocol.sampling import ReasoningChannels
+from kvrelay.protocol.sampling import Grammar, ReasoningChannels
 from kvrelay.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.component.router.tools import HELLO, TOOL, sampling_of

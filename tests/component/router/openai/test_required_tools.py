@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.sampling import FinishReason, Grammar, GrammarKind
 from kvrelay.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.component.router.tools import CALL, HELLO, PARAMETERS, THINKING, TOOL

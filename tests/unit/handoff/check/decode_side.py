@@ -179,7 +179,7 @@ def settle(state: State, who: str) -> None:
         for key in quarantine(state, who).tick(0.0).safe:
             receiving = state.receiving(who, key)
             assert receiving.machine is not None
-            run(state, who, key, receiving.machine.handle(Drained(reservation=receiving.machine.reservation)))
+            run(state, who, key, receiving.machine.handle(receiver.SlotsSafe()))
 
 
 def ended(state: State, who: str, key: SequenceKey) -> None:

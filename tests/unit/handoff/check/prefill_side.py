@@ -40,7 +40,7 @@ def start(state: State, who: str, source: str, key: SequenceKey, to: str | None,
     state.senders[who][key] = Sending(machine, num_output)
 
 
-def feed(state: State, who: str, source: str, key: SequenceKey, event: sender.SenderEvent) -> None:
+def feed(state: State, who: str, source: str, key: SequenceKey, event: sender.SenderHandoffEvent) -> None:
     known = key in state.senders[who]
     machine = state.sending(who, key).machine if known else SenderHandoff.released(peer(source))
     run(state, who, key, machine.handle(event))
@@ -80,7 +80,7 @@ def run(state: State, who: str, key: SequenceKey, instructions: list[sender.Send
             case sender.ReleaseBlocks():
                 release(state, who, key)
             case sender.SendTo(_, NeedDecode() as body):
-                state.post(who, R, "need", key, tuple(body.excluded), body.lacks)
+                state.post(who, R, "need", key, tuple(body.excluded), body.unable)
             case sender.SendTo(_, Failed()):
                 state.post(who, R, "failed", key, True)
             case sender.SendTo(to, body):

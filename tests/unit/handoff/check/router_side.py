@@ -65,8 +65,8 @@ def take(state: State, source: str, kind: str, key: SequenceKey, *more: Any) -> 
                 request=r, attempt=attempt, sequence=0, index=index, token_ids=list(tokens), finish=finish
             )
             feed(state, r, TokensReceived(peer(source), entry))
-        case "need", (excluded, lacks):
-            need = NeedDecode(reason="needed", excluded=list(excluded), lacks=lacks)
+        case "need", (excluded, unable):
+            need = NeedDecode(reason="needed", excluded=list(excluded), unable=unable)
             feed(state, r, router.FromWorker(peer(source), attempt, 0, need))
         case "failed", (retriable,):
             failed = Failed(failure=FailureKind.ENGINE_ERROR, cause="failed", retriable=retriable)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
-from kvrelay.protocol.grammar import Grammar, GrammarKind
-from kvrelay.protocol.sampling import BeamSpec, ReasoningChannels, ReasoningSpan, Sampling
+from kvrelay.protocol.sampling import BeamSpec, Grammar, GrammarKind, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.grammar_check import GrammarCheck
 from kvrelay.text.request.validation import ModelLimits
 from kvrelay.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import tokenizers
 
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.output_parsing.call_grammar import WHITESPACE, MarkedCallGrammar, Marker, Thinking
 from kvrelay.text.output_parsing.dialect import CallGrammar, find_dialect
 from kvrelay.text.output_parsing.events import Tool

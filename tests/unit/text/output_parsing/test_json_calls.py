@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.output_parsing.json_calls import HermesParser, Llama3JsonParser
-from kvrelay.text.output_parsing.text_parser import MAX_HEAD_CHARS
+from kvrelay.text.output_parsing.parser_base import MAX_HEAD_CHARS
 from tests.fakes.parsed_output import calls_of, check_splits, content_of, parsed
 
 TAG = Llama3JsonParser.tag

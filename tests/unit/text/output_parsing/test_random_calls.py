@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvrelay.grammar.grammar_compiler import GrammarError
-from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.output_parsing.call_grammar import WHITESPACE, Unconstrainable
 from kvrelay.text.output_parsing.dialect import find_dialect
 from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, Tool, ToolCallBegun

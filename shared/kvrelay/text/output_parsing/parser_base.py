@@ -1,5 +1,7 @@
-"""The base of all parsers: they are generators that read the output as if it were complete, and are suspended where
-text is missing."""
+"""The base of the parsers that `formats.py` chooses from: one module beside this for each family of formats.
+
+They are generators that read the output as if it were complete, and are suspended where text is missing.
+"""
 
 from __future__ import annotations
 

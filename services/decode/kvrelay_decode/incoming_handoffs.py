@@ -24,11 +24,12 @@ from kvrelay.handoff.receiver import (
     KeepBlocks,
     PrefillLost,
     ReceiverHandoff,
+    ReceiverHandoffEvent,
     ReceiverInstruction,
     ReceiverState,
+    SlotsSafe,
     StopReceiving,
 )
-from kvrelay.handoff.receiver import ReceiverEvent as HandoffEvent
 from kvrelay.handoff.transports.base import Corrupted, ReceiverEvent, TransferReceiver
 from kvrelay.handoff.transports.sharded import ShardedReceiver
 from kvrelay.kv.shard_map import ShardShape
@@ -87,12 +88,13 @@ class DecodeRequest:
     sequence: Sequence
     deadline: float
     handoff: ReceiverHandoff | None = None
-    handle: Callable[[HandoffEvent], list[ReceiverInstruction]] | None = None  # feeds `handoff`
+    handle: Callable[[ReceiverHandoffEvent], list[ReceiverInstruction]] | None = None  # feeds `handoff`
     prefill: PeerRef | None = None
     processes: tuple[str, ...] = ()  # of the prefill worker's ranks, see `kvrelay.process_identity`
     transport: str = ""
     shards: ShardShape = ONE_RANK  # the prefill worker's
     first_index: int = 0  # output index of the first token of this attempt
+    handed_at: float = 0.0  # when the handoff message came
     scores: ScoreParts | None = None  # if log-probabilities of the prompt are asked for
     timings: HandoffTimings = field(default_factory=HandoffTimings)
 
@@ -107,7 +109,7 @@ class DecodeRequest:
         return self.handoff is not None and self.handoff.state is ReceiverState.ASKED
 
 
-class Reservations:
+class IncomingHandoffs:
     """`requests` are all requests of the role, local prompts included. `on_commit` also gets the output of a
     sequence that ends with the prompt."""
 
@@ -130,7 +132,7 @@ class Reservations:
         self._keys: dict[str, SequenceKey] = {}  # key: reservation
         self._last_transports: dict[PeerRef, str] = {}  # that each prefill worker used
         self._clock = AwakeClock()
-        self._last_blocks: dict[PeerRef, float] = {}  # the last block or handoff message of each prefill worker
+        self._last_blocks: dict[PeerRef, float] = {}  # when the last block of each prefill worker came
         self._quarantine = Quarantine(has_ended, can_be_seen)
         self._meter = HandoffMeter(
             "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
@@ -201,8 +203,7 @@ class Reservations:
         """Frees blocks that are proven safe, and sends Released again to senders that are silent."""
         due = self._quarantine.tick(now)
         for key in due.safe:
-            request = self._requests[key]
-            self._feed(request, Drained(reservation=_machine_of(request).reservation))
+            self._feed(self._requests[key], SlotsSafe())
         for key in due.ask:
             request = self._requests[key]
             reservation = _machine_of(request).reservation
@@ -219,7 +220,7 @@ class Reservations:
         if request.handoff is None or request.prefill is None or not request.handoff.awaits_blocks:
             return
         # Blocks of other sequences count: a long queue at the sender is no failure.
-        if at - self._last_blocks[request.prefill] > BLOCKS_DUE_S:
+        if at - max(request.handed_at, self._last_blocks.get(request.prefill, 0.0)) > BLOCKS_DUE_S:
             self._feed(request, BlocksOverdue(f"no block came by {request.transport} for {BLOCKS_DUE_S:g} s"))
 
     # -- from prefill -------------------------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ class Reservations:
             case Abort():  # after the commit it changes nothing: from then on only the router ends the request
                 self._feed(request, body)
             case Drained() if request.is_quarantined:
-                self._quarantine.drained(key)
+                self._quarantine.drained(key)  # `tick_quarantine` tells the machine
             case Drained():
                 pass
 
@@ -279,7 +280,7 @@ class Reservations:
             self.cancel(request, f"index, tokens and blocks {found} were handed over, not {wanted}")
             return
         self._meter.complete(request.timings)
-        self._note_block(request)
+        request.handed_at = self._clock.read(time.monotonic())
         self._feed(request, body)
 
     def _handoff_of(self, key: SequenceKey, prefill: PeerRef) -> DecodeRequest | None:
@@ -362,16 +363,13 @@ class Reservations:
         request = self._requests.get(self._keys.get(event.reservation))
         if request is None:
             return
-        self._note_block(request)
+        if request.prefill is not None:
+            self._last_blocks[request.prefill] = self._clock.read(time.monotonic())
         if isinstance(event, Corrupted):
             self.totals["corrupted_blocks"] += len(event.blocks)
         self._feed(request, event)
 
-    def _note_block(self, request: DecodeRequest) -> None:
-        if request.prefill is not None:
-            self._last_blocks[request.prefill] = self._clock.read(time.monotonic())
-
-    def _feed(self, request: DecodeRequest, event: HandoffEvent) -> None:
+    def _feed(self, request: DecodeRequest, event: ReceiverHandoffEvent) -> None:
         assert request.handle is not None
         handoff = _machine_of(request)
         was_open = handoff.state in NOT_COMMITTED

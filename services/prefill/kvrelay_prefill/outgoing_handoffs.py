@@ -21,12 +21,12 @@ from kvrelay.handoff.sender import (
     PushBlocks,
     ReleaseBlocks,
     SenderHandoff,
+    SenderHandoffEvent,
     SenderInstruction,
     SenderState,
     SendTo,
     StopPushing,
 )
-from kvrelay.handoff.sender import SenderEvent as HandoffEvent
 from kvrelay.handoff.transports.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.handoff.transports.sharded import ShardedSender
 from kvrelay.kv.pool import BlockState
@@ -121,7 +121,7 @@ class PrefillRequest:
     sequence: Sequence
     prompt: Prompt
     handoff: SenderHandoff
-    handle: Callable[[HandoffEvent], list[SenderInstruction]]
+    handle: Callable[[SenderHandoffEvent], list[SenderInstruction]]
     deadline: float
     held: set[int] = field(default_factory=set)
     reservations: dict[str, PushedReservation] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class PrefillRequest:
     candidates: Candidates | None = None  # that follow the prompt, in place of a token
 
 
-class Pushes:
+class OutgoingHandoffs:
     """Feeds the handoff machines and carries out their instructions. `requests` are all requests of the role."""
 
     def __init__(
@@ -283,7 +283,7 @@ class Pushes:
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
-    def _feed(self, request: PrefillRequest, event: HandoffEvent) -> None:
+    def _feed(self, request: PrefillRequest, event: SenderHandoffEvent) -> None:
         for instruction in request.handle(event):
             self._carry_out(request, instruction)
 

@@ -5,6 +5,7 @@ typedef struct {
     float *output;   /* the same shape, not yet divided by the sum */
     float *weight;   /* [M, TILE] */
     float *max, *sum; /* [heads of the item, M] */
+    Joined joined;   /* states are those of the item's heads and M */
     float *keys;     /* [TILE / LANES, head_dim, LANES]: a tile, transposed in strips */
     float *values;   /* [TILE, head_dim] */
 } Scratch;
@@ -18,7 +19,7 @@ static float *take(float **free_space, int64_t count) {
 }
 
 static int64_t scratch_floats(const Attention *a) {
-    return 2 * a->max_states * (a->head_dim + 1) + a->max_rows * TILE + 2 * TILE * a->head_dim + 7 * 16;
+    return a->max_states * (3 * a->head_dim + 4) + a->max_rows * TILE + 2 * TILE * a->head_dim + 10 * 16;
 }
 
 static Scratch lay_out(const Attention *a, float *space) {
@@ -28,6 +29,9 @@ static Scratch lay_out(const Attention *a, float *space) {
     s.weight = take(&space, a->max_rows * TILE);
     s.max = take(&space, a->max_states);
     s.sum = take(&space, a->max_states);
+    s.joined.output = take(&space, a->max_states * a->head_dim);
+    s.joined.max = take(&space, a->max_states);
+    s.joined.sum = take(&space, a->max_states);
     s.keys = take(&space, TILE * a->head_dim);
     s.values = take(&space, TILE * a->head_dim);
     return s;
@@ -67,7 +71,7 @@ INLINE void direct_scores(const Attention *a, const float *query, int64_t rows, 
                 UNROLL for (int r = 0; r < together; r++) q[r] = load((const char *)(query + (m + r) * dim), d, FLOAT32);
                 UNROLL for (int k = 0; k < keys; k++) {
                     vfloat key = load(a->pool, offsets[first + k] + head * a->stride.head + d, type);
-                    UNROLL for (int r = 0; r < together; r++) sums[r * keys + k] += q[r] * key;
+                    UNROLL for (int r = 0; r < together; r++) sums[r * keys + k] = fused(q[r], key, sums[r * keys + k]);
                 }
             }
             vfloat dots = sum_each(sums);
@@ -94,23 +98,34 @@ INLINE void load_tile(const Attention *a, const Scratch *s, const int64_t *offse
         }
 }
 
-/* weight[m][0..TILE) = query[m] . key from the transposed tile: ROWS rows by two strips in registers. */
+/* weight[m][0..TILE) = query[m] . key from the transposed tile: ROWS rows by two strips in registers. Sums are those of
+ * `direct_scores`: a chain for each of LANES elements of the head, and these as `sum_each` adds them. */
 INLINE void tiled_scores(const Scratch *s, int64_t rows, const int64_t dim) {
     for (int64_t first = 0; first < TILE; first += 2 * LANES) {
         const float *strip = s->keys + first * dim;
         for (int64_t m = 0; m < rows; m += ROWS) {
-            vfloat sums[ROWS][2] = {};
-            for (int64_t d = 0; d < dim; d++) {
-                vfloat left, right;
-                memcpy(&left, strip + d * LANES, sizeof left);
-                memcpy(&right, strip + (dim + d) * LANES, sizeof right);
-                UNROLL for (int r = 0; r < ROWS; r++) {
-                    float q = s->query[(m + r) * dim + d];
-                    sums[r][0] += q * left;
-                    sums[r][1] += q * right;
+            vfloat levels[5][ROWS][2];
+            for (int64_t i = 0; i < LANES; i++) {
+                vfloat sums[ROWS][2] = {};
+                for (int64_t d = counted_lane(i); d < dim; d += LANES) {
+                    vfloat left, right;
+                    memcpy(&left, strip + d * LANES, sizeof left);
+                    memcpy(&right, strip + (dim + d) * LANES, sizeof right);
+                    UNROLL for (int r = 0; r < ROWS; r++) {
+                        const vfloat q = splat(s->query[(m + r) * dim + d]);
+                        sums[r][0] = fused(q, left, sums[r][0]);
+                        sums[r][1] = fused(q, right, sums[r][1]);
+                    }
                 }
+                int64_t level = 0;
+                for (int64_t carry = i; carry & 1; carry /= 2, level++)
+                    UNROLL for (int r = 0; r < ROWS; r++)
+                        UNROLL for (int v = 0; v < 2; v++) sums[r][v] = levels[level][r][v] + sums[r][v];
+                memcpy(levels[level], sums, sizeof sums);
             }
-            UNROLL for (int r = 0; r < ROWS; r++) memcpy(s->weight + (m + r) * TILE + first, sums[r], sizeof sums[r]);
+            const int last = LANES == 16 ? 4 : 3;
+            UNROLL for (int r = 0; r < ROWS; r++)
+                memcpy(s->weight + (m + r) * TILE + first, levels[last][r], sizeof levels[last][r]);
         }
     }
 }
@@ -139,8 +154,8 @@ INLINE float soften(const Attention *a, float *weight, int64_t visible_begin, in
         total += w[i];
         memcpy(weight + i * LANES, &w[i], sizeof w[i]);
     }
-    const float shrink = expf(*max - base);
-    *sum = *sum * shrink + horizontal_sum(total);
+    const float shrink = new_max == *max ? 1.0f : exp_one(*max - base);
+    *sum = fused_one(*sum, shrink, horizontal_sum(total));
     *max = new_max;
     return shrink;
 }
@@ -155,7 +170,7 @@ INLINE void add_values(const char *values, const int64_t *offsets, int64_t count
         vfloat value[4];
         UNROLL for (int i = 0; i < wide; i++) value[i] = load(values, offsets[k] + d + i * LANES, type);
         UNROLL for (int r = 0; r < together; r++)
-            UNROLL for (int i = 0; i < wide; i++) sums[r][i] += weight[r * TILE + k] * value[i];
+            UNROLL for (int i = 0; i < wide; i++) sums[r][i] = fused(splat(weight[r * TILE + k]), value[i], sums[r][i]);
     }
     UNROLL for (int r = 0; r < together; r++)
         UNROLL for (int i = 0; i < wide; i++) memcpy(output + r * dim + d + i * LANES, &sums[r][i], sizeof(vfloat));
@@ -243,8 +258,8 @@ INLINE void finish(const Attention *a, const float *output, float max, float sum
     float scale = 1.0f;
     if (a->sinks) {
         const float sink = a->sinks[query_head], top = sink > max ? sink : max;
-        scale = expf(max - top);
-        sum = sum * scale + expf(sink - top);
+        scale = exp_one(max - top);
+        sum = fused_one(sum, scale, exp_one(sink - top));
     }
     const int64_t width = a->num_kv_heads * a->group * dim, column = query_head * dim;
     for (int64_t d = 0; d < dim; d += LANES)
@@ -271,6 +286,21 @@ INLINE void write_results(const Attention *a, const Scratch *s, const Item *item
         }
 }
 
+/* Ends a piece of keys that others follow. */
+INLINE void join_states(const Scratch *s, int64_t states, int is_first, const int64_t dim) {
+    for (int64_t i = 0; i < states; i++) {
+        if (is_first) s->joined.max[i] = -INFINITY, s->joined.sum[i] = 0.0f;
+        if (is_first) memset(s->joined.output + i * dim, 0, dim * sizeof(float));
+        join_piece(s->joined.output + i * dim, s->joined.max + i, s->joined.sum + i, s->output + i * dim, s->max[i], s->sum[i],
+                   dim);
+    }
+}
+
+INLINE void begin_states(const Scratch *s, int64_t states, const int64_t dim) {
+    memset(s->output, 0, states * dim * sizeof *s->output);
+    for (int64_t i = 0; i < states; i++) s->max[i] = -INFINITY, s->sum[i] = 0.0f;
+}
+
 INLINE void do_item(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int type) {
     const int64_t rows = (item->query_end - item->query_begin) * a->group, stored = padded(rows);
     const int64_t states = (item->head_end - item->head_begin) * stored;
@@ -281,13 +311,18 @@ INLINE void do_item(const Attention *a, const Scratch *s, const Item *item, cons
     /* Tiles begin at multiples of TILE, wherever the window does: a row's sums do not depend on its neighbours. */
     if (a->window) begin = at_least(begin, at_least(0, first_position + 1 - a->window) / TILE * TILE);
     load_queries(a, s, item, dim, type);
-    memset(s->output, 0, states * dim * sizeof *s->output);
+    begin_states(s, states, dim);
     memset(s->weight, 0, stored * TILE * sizeof *s->weight);
-    for (int64_t i = 0; i < states; i++) s->max[i] = -INFINITY, s->sum[i] = 0.0f;
+    int is_joined = 0;
     int64_t offsets[2][TILE];
     int current = 0;
     if (begin < end) find_keys(a, item->row, begin, at_most(TILE, end - begin), offsets[current]);
     for (; begin < end; begin += TILE, current ^= 1) {
+        if (begin > item->key_begin && begin % SPLIT_KEYS == 0) {
+            join_states(s, states, !is_joined, dim);
+            is_joined = 1;
+            begin_states(s, states, dim);
+        }
         const int64_t count = at_most(TILE, end - begin), next = begin + TILE;
         if (next < end) find_keys(a, item->row, next, at_most(TILE, end - next), offsets[!current]);
         for (int64_t head = item->head_begin; head < item->head_end; head++) {
@@ -298,5 +333,10 @@ INLINE void do_item(const Attention *a, const Scratch *s, const Item *item, cons
                 do_tile(a, s, item, head, begin, count, offsets[current], dim, type, 0);
         }
     }
-    write_results(a, s, item, dim, type);
+    Scratch results = *s;
+    if (is_joined) {
+        join_states(s, states, 0, dim);
+        results.output = s->joined.output, results.max = s->joined.max, results.sum = s->joined.sum;
+    }
+    write_results(a, &results, item, dim, type);
 }

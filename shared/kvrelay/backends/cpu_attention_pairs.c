@@ -3,37 +3,38 @@
  * as in the modules of transformers.
  *
  * Decoding reads keys and values once for all query heads of their KV head. Prompts pack a tile of keys and values into
- * panels (see cpu_panels.c) for all rows of an item.
+ * panels (see cpu_panels.c) for all rows of an item. By AMX their sums are in its own order, so there the two differ.
  */
-#define KEY_TILE 64
+#define KEY_TILE 128
 #define SCORE_ROW (KEY_TILE + LANES) /* scores are stored several at a time, also past a tile's end */
 #define PROMPT_ROWS TILE_ROOM /* rows of a prompt's item that go through scores, softmax and values at a time */
-#define PROMPT_KEYS 128 /* keys that they meet at a time */
 
 /* What a thread keeps while it works on an item; rows are padded to a multiple of PROMPT_ROWS. */
 typedef struct {
     uint16_t *query;  /* decoding: [heads of the item, group, head_dim]; prompts: [rows, head_dim] */
     float *output;    /* decoding: the same shape; prompts: [head_dim / PANEL, rows, PANEL] */
+    float *added;     /* decoding: weights times values of a tile, of the same shape */
+    Joined joined;    /* states are rows, whose output is as above, or [heads, group] */
     float *max;       /* [rows] or [heads, group] */
     float *sum;       /* the same, LANES partial sums each */
     float *shrink;    /* [heads, group]: by how much earlier results shrink */
-    float *score;     /* [PROMPT_KEYS / PANEL, PROMPT_ROWS, PANEL], or [heads, group, SCORE_ROW] */
-    uint16_t *weight; /* [PROMPT_ROWS, PROMPT_KEYS], or [heads, group, KEY_TILE] */
-    char *keys;       /* [PROMPT_KEYS / PANEL] panels of head_dim rows */
-    char *values;     /* [head_dim / PANEL] panels of PROMPT_KEYS rows */
+    float *score;     /* [KEY_TILE / PANEL, PROMPT_ROWS, PANEL], or [heads, group, SCORE_ROW] */
+    uint16_t *weight; /* [PROMPT_ROWS, KEY_TILE], or [heads, group, KEY_TILE] */
+    char *keys;       /* [KEY_TILE / PANEL] panels of head_dim rows */
+    char *values;     /* [head_dim / PANEL] panels of KEY_TILE rows */
 } PairScratch;
 
 INLINE int64_t padded_dim(int64_t dim) { return rounded_up(dim, PANEL); }
 
 /* Scores of PROMPT_ROWS rows of a prompt, or of all rows of a decoding item, and as many weights. */
 INLINE int64_t score_room(const Attention *a) {
-    return at_least(PROMPT_ROWS * PROMPT_KEYS, rounded_up(a->max_states, PROMPT_ROWS) * SCORE_ROW);
+    return rounded_up(at_least(a->max_states, PROMPT_ROWS), PROMPT_ROWS) * SCORE_ROW;
 }
 
 static int64_t pair_scratch_bytes(const Attention *a) {
     const int64_t states = rounded_up(a->max_states, PROMPT_ROWS), dim = padded_dim(a->head_dim);
     const int64_t scores = score_room(a);
-    return states * (dim * 6 + (2 + LANES) * 4) + scores * 6 + 2 * PROMPT_KEYS * dim * 2 + 9 * 64;
+    return states * (dim * 14 + (4 + LANES) * 4) + scores * 6 + 2 * KEY_TILE * dim * 2 + 13 * 64;
 }
 
 static char *take_bytes(char **free_space, int64_t count) {
@@ -47,53 +48,83 @@ static PairScratch lay_out_pairs(const Attention *a, char *space) {
     PairScratch s;
     s.query = (uint16_t *)take_bytes(&space, states * dim * 2);
     s.output = (float *)take_bytes(&space, states * dim * 4);
+    s.added = (float *)take_bytes(&space, states * dim * 4);
+    s.joined.output = (float *)take_bytes(&space, states * dim * 4);
+    s.joined.max = (float *)take_bytes(&space, states * 4);
+    s.joined.sum = (float *)take_bytes(&space, states * 4);
     s.max = (float *)take_bytes(&space, states * 4);
     s.sum = (float *)take_bytes(&space, states * LANES * 4);
     s.shrink = (float *)take_bytes(&space, states * 4);
     s.score = (float *)take_bytes(&space, score_room(a) * 4);
     s.weight = (uint16_t *)take_bytes(&space, score_room(a) * 2);
-    s.keys = take_bytes(&space, PROMPT_KEYS * dim * 2);
-    s.values = take_bytes(&space, PROMPT_KEYS * dim * 2);
+    s.keys = take_bytes(&space, KEY_TILE * dim * 2);
+    s.values = take_bytes(&space, KEY_TILE * dim * 2);
     return s;
 }
 
 /* Offsets in the pool, in elements, of the keys of a tile; those past its end repeat the last one. */
 INLINE void find_tile(const Attention *a, int row, int64_t begin, int64_t count, int64_t offsets[KEY_TILE]) {
-    find_keys(a, row, begin, at_most(count, TILE), offsets);
-    if (count > TILE) find_keys(a, row, begin + TILE, count - TILE, offsets + TILE);
-    else for (int k = TILE; k < KEY_TILE; k++) offsets[k] = offsets[TILE - 1];
+    for (int first = 0; first < KEY_TILE; first += TILE) {
+        if (first < count) find_keys(a, row, begin + first, at_most(TILE, count - first), offsets + first);
+        else for (int k = first; k < first + TILE; k++) offsets[k] = offsets[first - 1];
+    }
+}
+
+/* Scores are scaled together with their change of base to 2, which needs a positive scaling and no soft cap. */
+INLINE int is_scaled_later(const Attention *a) { return a->softcap == 0 && a->scaling > 0; }
+
+/* LANES scores, which are scaled and soft-capped if `scaled`; -inf for keys from `key` on that are out of
+ * [visible_begin, visible_end) if `partly`. */
+INLINE vfloat seen_score(const Attention *a, vfloat x, int64_t key, int64_t visible_begin, int64_t visible_end,
+                         const int partly, const int scaled) {
+    if (scaled) x *= (float)a->scaling;
+    if (scaled && a->softcap != 0) x = (float)a->softcap * vtanh(x * (float)(1 / a->softcap));
+    if (partly) {
+        vint at;
+        UNROLL for (int i = 0; i < LANES; i++) at[i] = i;
+        at += (int32_t)key;
+        x = choose((at >= (int32_t)visible_begin) & (at < (int32_t)visible_end), x, splat(-INFINITY));
+    }
+    return x;
+}
+
+/* The weights of two vectors of scores as bfloat16; their sum is added to `total` by lane. */
+INLINE __m512i weights_of(const vfloat x[2], vfloat to_log2, vfloat base, vfloat *total) {
+    vfloat w[2];
+    UNROLL for (int i = 0; i < 2; i++) w[i] = rough_exp2(fused(x[i], to_log2, -base));
+    *total += w[0] + w[1];
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)w[1], (__m512)w[0]);
 }
 
 /* Turns one row's scores of a tile into weights, of which keys [visible_begin, visible_end) count, and returns by how much
  * earlier results shrink. */
 INLINE float soften_pairs(const Attention *a, const float *score, int64_t visible_begin, int64_t visible_end,
-                          uint16_t *weight, float *max, float *sum) {
-    vfloat w[KEY_TILE / LANES], best = splat(-INFINITY);
-    vint lane;
-    UNROLL for (int i = 0; i < LANES; i++) lane[i] = i;
+                          uint16_t *weight, float *max, float *sum, const int partly, const int scaled) {
+    const float scaling = scaled ? 1.0f : (float)a->scaling;
+    vfloat x[KEY_TILE / LANES], best = splat(-INFINITY);
     UNROLL for (int i = 0; i < KEY_TILE / LANES; i++) {
-        w[i] = load((const char *)score, i * LANES, FLOAT32) * (float)a->scaling;
-        if (a->softcap != 0) w[i] = (float)a->softcap * vtanh(w[i] * (float)(1 / a->softcap));
-        if (visible_begin > 0 || visible_end < KEY_TILE) {
-            const vint key = lane + i * LANES;
-            w[i] = choose((key >= (int32_t)visible_begin) & (key < (int32_t)visible_end), w[i], splat(-INFINITY));
-        }
-        best = larger(w[i], best);
+        const vfloat score_of = load((const char *)score, i * LANES, FLOAT32);
+        x[i] = seen_score(a, score_of, i * LANES, visible_begin, visible_end, partly, scaled);
+        best = (vfloat)_mm512_max_ps((__m512)x[i], (__m512)best);
     }
-    float new_max = _mm512_reduce_max_ps((__m512)best);
-    if (!(new_max > *max)) new_max = *max;
+    const float found = _mm512_reduce_max_ps((__m512)best) * scaling, new_max = found > *max ? found : *max;
     const float base = new_max == -INFINITY ? 0.0f : new_max; /* nothing seen yet: weights are exp(-inf) */
-    const float shrink = new_max == *max ? 1.0f : expf(*max - base);
+    const float shrink = new_max == *max ? 1.0f : exp_one(*max - base);
     vfloat total = load((const char *)sum, 0, FLOAT32) * shrink;
-    UNROLL for (int i = 0; i < KEY_TILE / LANES; i++) {
-        w[i] = rough_exp(w[i] - base);
-        total += w[i];
-    }
     UNROLL for (int i = 0; i < KEY_TILE / LANES; i += 2)
-        _mm512_storeu_si512(weight + i * LANES, (__m512i)_mm512_cvtne2ps_pbh((__m512)w[i + 1], (__m512)w[i]));
+        _mm512_storeu_si512(weight + i * LANES, weights_of(x + i, splat(scaling * LOG2_E), splat(base * LOG2_E), &total));
     memcpy(sum, &total, sizeof total);
     *max = new_max;
     return shrink;
+}
+
+/* As `soften_pairs`, compiled for each kind of scores. */
+static float soften_decode(const Attention *a, const float *score, int64_t visible_begin, int64_t visible_end,
+                           uint16_t *weight, float *max, float *sum) {
+    if (!is_scaled_later(a)) return soften_pairs(a, score, visible_begin, visible_end, weight, max, sum, 1, 1);
+    if (visible_begin > 0 || visible_end < KEY_TILE)
+        return soften_pairs(a, score, visible_begin, visible_end, weight, max, sum, 1, 0);
+    return soften_pairs(a, score, visible_begin, visible_end, weight, max, sum, 0, 0);
 }
 
 /* ---- decoding: one query token of a row, for all query heads of some KV heads ---- */
@@ -181,14 +212,14 @@ INLINE void interleave(__m512i a, __m512i b, __m512i *first, __m512i *second) {
     *second = _mm512_permutex2var_epi16(a, high, b);
 }
 
-/* output[m][d ..) = shrink[m] * output[m][d ..) + weight[m] . values, for `rows` rows, `wide` vectors of the head and a run
- * of `count` values. */
+/* output[m][d ..) += weight[m] . values, or that alone if the run is a tile's first, for `rows` rows, `wide` vectors of the
+ * head and a run of `count` values. */
 INLINE void add_run_values(const char *values, int64_t token_bytes, int64_t count, int64_t distance, const uint16_t *weight,
-                           const float *shrink, float *output, int64_t d, const int64_t dim, const int rows, const int wide) {
+                           int is_first, float *output, int64_t d, const int64_t dim, const int rows, const int wide) {
     vfloat sums[4][8];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < wide; i++)
-            sums[r][i] = load((const char *)(output + r * dim), d + i * LANES, FLOAT32) * shrink[r];
+            sums[r][i] = is_first ? splat(0.0f) : load((const char *)(output + r * dim), d + i * LANES, FLOAT32);
     values += d * 2;
     for (int64_t k = 0; k < count; k += 2, values += 2 * token_bytes) {
         const int alone = k + 1 == count;
@@ -217,16 +248,16 @@ INLINE void add_run_values(const char *values, int64_t token_bytes, int64_t coun
 }
 
 INLINE void run_values(const char *values, int64_t token_bytes, int64_t count, int64_t distance, const uint16_t *weight,
-                       const float *shrink, float *output, const int64_t dim, const int rows) {
+                       int is_first, float *output, const int64_t dim, const int rows) {
     int64_t d = 0;
     if (rows <= 2)
         for (; d + 8 * LANES <= dim; d += 8 * LANES)
-            add_run_values(values, token_bytes, count, distance, weight, shrink, output, d, dim, rows, 8);
+            add_run_values(values, token_bytes, count, distance, weight, is_first, output, d, dim, rows, 8);
     for (; d + 4 * LANES <= dim; d += 4 * LANES)
-        add_run_values(values, token_bytes, count, distance, weight, shrink, output, d, dim, rows, 4);
+        add_run_values(values, token_bytes, count, distance, weight, is_first, output, d, dim, rows, 4);
     for (; d + 2 * LANES <= dim; d += 2 * LANES)
-        add_run_values(values, token_bytes, count, distance, weight, shrink, output, d, dim, rows, 2);
-    if (d < dim) add_run_values(values, token_bytes, count, distance, weight, shrink, output, d, dim, rows, 1);
+        add_run_values(values, token_bytes, count, distance, weight, is_first, output, d, dim, rows, 2);
+    if (d < dim) add_run_values(values, token_bytes, count, distance, weight, is_first, output, d, dim, rows, 1);
 }
 
 /* A case for each number of rows of the group that remain, of which 4 are taken together. */
@@ -251,17 +282,15 @@ INLINE void score_run(const Attention *a, const PairScratch *s, const Run *run, 
         }
 }
 
-/* Adds values of a run to the output of all heads of an item. */
+/* Adds values of a run to those of its tile, for all heads of an item. */
 INLINE void add_run(const Attention *a, const PairScratch *s, const Run *run, int64_t heads, int64_t distance,
                     const int64_t dim) {
-    static const float as_it_is[4] = {1, 1, 1, 1};
     for (int64_t head = 0; head < heads; head++)
         for (int64_t r = 0; r < a->group; r += 4) {
             const int64_t state = head * a->group + r;
-            const float *shrink = run->first ? as_it_is : s->shrink + state;
 #define ADD_ROWS(rows)                                                                                                \
     run_values(run->keys + (head * a->stride.head + a->stride.key_to_value) * 2, a->stride.token * 2, run->count,     \
-               r ? 0 : distance, s->weight + state * KEY_TILE + run->first, shrink, s->output + state * dim, dim, rows);
+               r ? 0 : distance, s->weight + state * KEY_TILE + run->first, !run->first, s->added + state * dim, dim, rows);
             BY_ROWS(a->group - r, ADD_ROWS)
         }
 }
@@ -281,6 +310,26 @@ INLINE void find_item_runs(const Attention *a, const Item *item, int64_t begin, 
     find_runs(a, item, begin, at_most(KEY_TILE, end_key(a, item) - begin), tile);
 }
 
+INLINE float lane_sum(const float *sum) { return _mm512_reduce_add_ps(_mm512_loadu_ps(sum)); }
+
+INLINE void begin_decode_states(const PairScratch *s, int64_t states, const int64_t dim) {
+    for (int64_t state = 0; state < states; state++) s->max[state] = -INFINITY;
+    memset(s->output, 0, states * dim * sizeof *s->output);
+    memset(s->sum, 0, states * LANES * sizeof *s->sum);
+}
+
+INLINE void begin_joined(const PairScratch *s, int64_t states, const int64_t width) {
+    for (int64_t state = 0; state < states; state++) s->joined.max[state] = -INFINITY, s->joined.sum[state] = 0.0f;
+    memset(s->joined.output, 0, states * width * sizeof *s->joined.output);
+}
+
+/* Ends a piece of keys of a decoding item, or its last one. */
+INLINE void join_decode_states(const PairScratch *s, int64_t states, const int64_t dim) {
+    for (int64_t state = 0; state < states; state++)
+        join_piece(s->joined.output + state * dim, s->joined.max + state, s->joined.sum + state, s->output + state * dim,
+                   s->max[state], lane_sum(s->sum + state * LANES), dim);
+}
+
 /* One query token of one row: some heads, some keys. `following` is the item that this thread is likely to take next, or
  * null. A tile's keys of all heads are read before its values, each as they lie in memory. */
 INLINE void decode_item(const Attention *a, const PairScratch *s, const Item *item, const Item *following, const int64_t dim) {
@@ -292,13 +341,18 @@ INLINE void decode_item(const Attention *a, const PairScratch *s, const Item *it
     for (int64_t state = 0; state < states; state++) {
         const int64_t query_head = item->head_begin * a->group + state;
         memcpy(s->query + state * dim, a->query + (token * a->query_token + query_head * a->query_head) * 2, dim * 2);
-        s->max[state] = -INFINITY;
     }
-    memset(s->output, 0, states * dim * sizeof *s->output);
-    memset(s->sum, 0, states * LANES * sizeof *s->sum);
+    begin_decode_states(s, states, dim);
+    int is_joined = 0;
     TileRuns tiles[2], *tile = &tiles[0], *next = &tiles[1];
     find_item_runs(a, item, begin, tile);
     for (; begin < end; begin += KEY_TILE) {
+        if (begin > item->key_begin && begin % SPLIT_KEYS == 0) {
+            if (!is_joined) begin_joined(s, states, dim);
+            join_decode_states(s, states, dim);
+            begin_decode_states(s, states, dim);
+            is_joined = 1;
+        }
         const int64_t count = at_most(KEY_TILE, end - begin), start = at_least(0, visible - begin);
         const int64_t num_ahead = at_most(tile->num_runs, rounded_up(FETCHED_BYTES, run_bytes) / run_bytes);
         find_item_runs(a, item, begin + KEY_TILE, next);
@@ -306,17 +360,25 @@ INLINE void decode_item(const Attention *a, const PairScratch *s, const Item *it
         for (int64_t i = 0; i < tile->num_runs; i++)
             score_run(a, s, &tile->runs[i], heads, fetch_distance(tile, next, i, 0, value_bytes, num_ahead), dim);
         for (int64_t state = 0; state < states; state++)
-            s->shrink[state] = soften_pairs(a, s->score + state * SCORE_ROW, start, count, s->weight + state * KEY_TILE,
-                                            s->max + state, s->sum + state * LANES);
+            s->shrink[state] = soften_decode(a, s->score + state * SCORE_ROW, start, count, s->weight + state * KEY_TILE,
+                                             s->max + state, s->sum + state * LANES);
         for (int64_t i = 0; i < tile->num_runs; i++)
             add_run(a, s, &tile->runs[i], heads, fetch_distance(tile, next, i, 1, value_bytes, num_ahead), dim);
+        for (int64_t state = 0; state < states; state++)
+            for (int64_t d = state * dim; d < (state + 1) * dim; d += LANES) {
+                const vfloat earlier = load((const char *)s->output, d, FLOAT32) * s->shrink[state];
+                store((char *)s->output, d, earlier + load((const char *)s->added, d, FLOAT32), FLOAT32);
+            }
         TileRuns *const done = tile;
         tile = next, next = done;
     }
+    if (is_joined) join_decode_states(s, states, dim);
     for (int64_t state = 0; state < states; state++) {
-        const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(s->sum + state * LANES));
+        const float sum = lane_sum(s->sum + state * LANES);
         if (item->partial < 0) {
-            finish(a, s->output + state * dim, s->max[state], sum, token, item->head_begin * a->group + state, dim, BFLOAT16);
+            const float *output = is_joined ? s->joined.output : s->output;
+            finish(a, output + state * dim, is_joined ? s->joined.max[state] : s->max[state],
+                   is_joined ? s->joined.sum[state] : sum, token, item->head_begin * a->group + state, dim, BFLOAT16);
             continue;
         }
         float *partial = a->partials + (item->partial + state) * (dim + 2);

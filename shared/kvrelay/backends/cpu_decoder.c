@@ -69,10 +69,10 @@ INLINE void norm_vector(const char *x, const int from, const float *weight, char
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
         vfloat v = load(x, i, from);
-        squares += v * v;
+        squares = fused(v, v, squares);
     }
     float total = horizontal_sum(squares);
-    for (; i < size; i++) total += element(x, i, from) * element(x, i, from);
+    for (; i < size; i++) total = fused_one(element(x, i, from), element(x, i, from), total);
     const float scale = 1.0f / sqrtf(total / (float)size + (float)eps);
     for (i = 0; i + LANES <= size; i += LANES)
         store(out, in_tiles ? tile_place(0, i, size) : i, load(x, i, from) * scale * load((const char *)weight, i, FLOAT32), to);
@@ -86,13 +86,13 @@ INLINE void rotate(char *head, const float *cos, const float *sin, int64_t dim, 
     for (; i + LANES <= half; i += LANES) {
         const vfloat a = load(head, i, type), b = load(head, half + i, type);
         const vfloat c = load((const char *)cos, i, FLOAT32), s = load((const char *)sin, i, FLOAT32);
-        store(head, i, a * c - b * s, type);
-        store(head, half + i, b * c + a * s, type);
+        store(head, i, fused(a, c, -(b * s)), type);
+        store(head, half + i, fused(b, c, a * s), type);
     }
     for (; i < half; i++) {
         const float a = element(head, i, type), b = element(head, half + i, type);
-        put(head, i, a * cos[i] - b * sin[i], type);
-        put(head, half + i, b * cos[i] + a * sin[i], type);
+        put(head, i, fused_one(a, cos[i], -(b * sin[i])), type);
+        put(head, half + i, fused_one(b, cos[i], a * sin[i]), type);
     }
 }
 

@@ -4,9 +4,16 @@
  * queries of all heads that share a KV head are the rows of one small matrix, M of them:
  *   few rows (decoding):  dot products straight from the pool, several keys at once; bound by memory.
  *   many rows (prefill):  tiles of keys, converted to float and transposed once, then outer products in registers.
- * Both keep a running maximum and sum ("online softmax": Milakov and Gimelshein, arXiv 1805.02867) in float. A long
- * context of a decoding row is split at fixed positions, so that its result depends on neither batch nor threads
- * ("flash decoding": Dao, Haziza, Massa and Sizov, 2023).
+ * Both keep a running maximum and sum ("online softmax": Milakov and Gimelshein, arXiv 1805.02867) in float.
+ *
+ * The bits of a query's output depend on its position, on the keys and values before it, and on the instructions that the
+ * CPU has, on nothing else: a prompt, its chunks and decoding give the same, alone or beside others. For that every path
+ * adds up in one order:
+ *   scores:  elements of the head that are LANES (of pairs: 2 * LANES) apart are a chain; `sum_each` adds the chains
+ *   keys:    tiles begin at multiples of their size, and each may raise the maximum once, by which earlier results shrink;
+ *            weights are added by lane, values one key (or pair of keys) after the other
+ *   pieces:  results begin anew at multiples of SPLIT_KEYS, so that threads may share a long context ("flash decoding":
+ *            Dao, Haziza, Massa and Sizov, 2023), and are joined in the order of the keys
  *
  * Strides are in elements. Queries and output are float or bfloat16; the pool has the same, or 8-bit floats, which are
  * widened as they are loaded.
@@ -16,6 +23,7 @@
 #include "cpu_panels.c"
 #include "cpu_team.c"
 
+enum { SPLIT_KEYS = 512 };              /* keys of a piece: see `join_states` */
 #define TILE 32                         /* keys looked at between two updates of the running maximum */
 #define DIRECT_ROWS 8                   /* up to so many rows, the keys are not worth transposing */
 #define ROWS (LANES == 16 ? 8 : 4)      /* rows of an outer product kept in registers */
@@ -55,9 +63,28 @@ typedef struct {
     int64_t output_in_tiles;         /* see `tile_place`; the output is bfloat16 then */
 } Attention;
 
+/* Results of some queries, joined over the pieces of their keys until now. */
+typedef struct {
+    float *output, *max, *sum; /* [states, head_dim], [states], [states] */
+} Joined;
+
+/* Adds a piece's results to those of earlier keys; a piece that a query sees nothing of changes nothing. */
+INLINE void join_piece(float *joined, float *joined_max, float *joined_sum, const float *output, float max, float sum,
+                       const int64_t dim) {
+    if (sum == 0.0f) return;
+    const float top = max > *joined_max ? max : *joined_max;
+    const float before = exp_one(*joined_max - top), scale = exp_one(max - top);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vfloat x = load((const char *)output, d, FLOAT32) * scale;
+        store((char *)joined, d, fused(load((const char *)joined, d, FLOAT32), splat(before), x), FLOAT32);
+    }
+    *joined_sum = fused_one(*joined_sum, before, sum * scale);
+    *joined_max = top;
+}
+
 #include "cpu_attention_items.c"
 
-/* Joins the splits of one decoding row's query head, in the order of the keys. */
+/* Joins the pieces of one decoding row's query head, in the order of the keys. */
 INLINE void join_splits(const Attention *a, const SplitRow *split, int64_t query_head, const int64_t dim, const int type) {
     const int64_t heads = a->num_kv_heads * a->group;
     const float *first = a->partials + (split->partial + query_head) * (dim + 2);
@@ -65,14 +92,7 @@ INLINE void join_splits(const Attention *a, const SplitRow *split, int64_t query
     memset(joined, 0, sizeof joined);
     for (int64_t i = 0; i < split->num_splits; i++) {
         const float *partial = first + i * heads * (dim + 2);
-        if (partial[dim] > max) max = partial[dim];
-    }
-    for (int64_t i = 0; i < split->num_splits; i++) {
-        const float *partial = first + i * heads * (dim + 2);
-        if (partial[dim + 1] == 0.0f) continue; /* out of the window */
-        const float scale = expf(partial[dim] - max);
-        sum += partial[dim + 1] * scale;
-        for (int64_t d = 0; d < dim; d++) joined[d] += partial[d] * scale;
+        join_piece(joined, &max, &sum, partial, partial[dim], partial[dim + 1], dim);
     }
     finish(a, joined, max, sum, a->query_starts[split->row], query_head, dim, type);
 }
@@ -179,7 +199,7 @@ void kvrelay_write(char *pool, const PoolStrides *stride, const char *from, int6
  * The cut of a row depends on the row alone, with one exception: heads of decoding rows are taken together if there is
  * enough work, so that a block is read from end to end.
  */
-enum { SPLIT_KEYS = 512, CHUNK_ROWS = 256 }; /* keys per piece of a decoding row; query tokens times heads of a tile, which packs the keys that it reads */
+enum { CHUNK_ROWS = 256 }; /* query tokens times heads of a tile, which packs the keys that it reads */
 
 typedef struct {
     int64_t num_items, num_split_rows, num_partials, max_rows, max_states;

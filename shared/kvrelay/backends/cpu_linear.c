@@ -185,7 +185,7 @@ INLINE vfloat silu(vfloat x, const int type) {
     if (type == BFLOAT16) {
         const vfloat divisor = 1.0f + rough_exp((vfloat)_mm512_min_ps(_mm512_set1_ps(87.0f), (__m512)-x));
         const vfloat inverse = (vfloat)_mm512_rcp14_ps((__m512)divisor);
-        return x * (inverse * (2.0f - divisor * inverse));
+        return x * (inverse * fused(-divisor, inverse, splat(2.0f)));
     }
 #endif
     return x / (1.0f + vexp(choose(x < splat(-87.0f), splat(87.0f), -x)));

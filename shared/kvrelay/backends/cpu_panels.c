@@ -50,8 +50,8 @@ INLINE vfloat add_pair(vfloat sum, uint32_t pair, vuint w) {
     return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)w);
 #else
     const vuint both = pair - (vuint){};
-    sum += (vfloat)(both << 16) * (vfloat)(w << 16);
-    return sum + (vfloat)(both & 0xffff0000) * (vfloat)(w & 0xffff0000);
+    sum = fused((vfloat)(both << 16), (vfloat)(w << 16), sum);
+    return fused((vfloat)(both & 0xffff0000), (vfloat)(w & 0xffff0000), sum);
 #endif
 }
 
@@ -70,7 +70,7 @@ INLINE void add_step(vfloat acc[TILE_ROWS][VECTORS], const char *const a[TILE_RO
             } else {
                 float x;
                 memcpy(&x, &bits, sizeof x);
-                acc[r][v] += x * (vfloat)w[v];
+                acc[r][v] = fused(splat(x), (vfloat)w[v], acc[r][v]);
             }
         }
     }
@@ -98,7 +98,7 @@ INLINE void add_widened_step(vfloat acc[TILE_ROWS][VECTORS], const char *const a
         UNROLL for (int r = 0; r < rows; r++) {
             float x;
             memcpy(&x, a[r / 3] + r % 3 * row_bytes + half * 4, sizeof x);
-            UNROLL for (int v = 0; v < vectors; v++) acc[r][v] += x * w[v];
+            UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = fused(splat(x), w[v], acc[r][v]);
         }
         __asm__ volatile("" ::: "memory"); /* else GCC loads for the next half early, and spills sums for want of registers */
     }

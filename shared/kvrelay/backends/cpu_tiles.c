@@ -42,8 +42,8 @@ static void emulate_dot(int sums, int a, int b) {
             float sum;
             memcpy(&sum, emulated_tiles[sums].row[m] + 4 * n, sizeof sum);
             for (int k = 0; k < TILE_DEPTH; k++)
-                sum += emulate_widen(emulated_tiles[a].row[m] + 2 * k) *
-                       emulate_widen(emulated_tiles[b].row[k / 2] + 4 * n + k % 2 * 2);
+                sum = fused_one(emulate_widen(emulated_tiles[a].row[m] + 2 * k),
+                                emulate_widen(emulated_tiles[b].row[k / 2] + 4 * n + k % 2 * 2), sum);
             memcpy(emulated_tiles[sums].row[m] + 4 * n, &sum, sizeof sum);
         }
 }

@@ -1,12 +1,15 @@
 /* Vectors of LANES floats for the CPU kernels, in plain C with GCC's vector extensions (GCC 9 or newer, or a recent
  * clang): loads and stores of every element type, exp and tanh, and sums and transposes across vectors.
+ *
+ * The kernels are compiled without contraction: a product and a sum are rounded once where `fused` says so, and nowhere
+ * else, so that a formula gives the same bits in whatever code it is compiled into.
  */
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__F16C__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -34,6 +37,30 @@ INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 INLINE vfloat splat(float x) { return x - (vfloat){}; }
+
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
+#define HAS_FUSED 1
+#else
+#define HAS_FUSED 0
+#endif
+
+/* a * b + c, rounded once where the CPU has an instruction for it. */
+INLINE vfloat fused(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512F__)
+    return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif HAS_FUSED
+    vfloat sum;
+    UNROLL for (int i = 0; i < LANES; i++) sum[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return sum;
+#else
+    return a * b + c;
+#endif
+}
+
+/* The same for one number. */
+INLINE float fused_one(float a, float b, float c) { return HAS_FUSED ? __builtin_fmaf(a, b, c) : a * b + c; }
 
 INLINE vfloat choose(vint mask, vfloat yes, vfloat no) { return (vfloat)((mask & (vint)yes) | (~mask & (vint)no)); }
 
@@ -114,19 +141,21 @@ INLINE void store(char *base, int64_t index, vfloat x, const int type) {
 INLINE vfloat vexp(vfloat x) {
     const vfloat magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     vint tiny = x < splat(-87.0f);
-    vfloat shifted = x * 1.44269504089f + magic;
+    vfloat shifted = fused(x, splat(1.44269504089f), magic);
     vfloat n = shifted - magic;
-    vfloat r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vfloat r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x));
     vfloat p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = fused(p, r, splat(1.3981999507e-3f));
+    p = fused(p, r, splat(8.3334519073e-3f));
+    p = fused(p, r, splat(4.1665795894e-2f));
+    p = fused(p, r, splat(1.6666665459e-1f));
+    p = fused(p, r, splat(5.0000001201e-1f));
+    p = fused(p * r, r, r) + 1.0f;
     vint exponent = ((vint)shifted - (vint)magic + 127) << 23;
     return choose(tiny, splat(0.0f), p * (vfloat)exponent);
 }
+
+INLINE float exp_one(float x) { return vexp(splat(x))[0]; }
 
 #if LANES == 16
 /* 2^t for t < 127, about 3e-6 relative, which is far below the rounding of the result to bfloat16; below 2^-126 it is 0.
@@ -140,10 +169,10 @@ INLINE vfloat rough_exp2(vfloat t) {
     const vfloat r = t - (vfloat)_mm512_roundscale_ps((__m512)t, DOWN);
 #endif
     vfloat p = splat(0.013534167781472206f);
-    p = p * r + 0.052011460065841675f;
-    p = p * r + 0.2414427548646927f;
-    p = p * r + 0.6930038332939148f;
-    p = p * r + 1.0000026226043701f;
+    p = fused(p, r, splat(0.052011460065841675f));
+    p = fused(p, r, splat(0.2414427548646927f));
+    p = fused(p, r, splat(0.6930038332939148f));
+    p = fused(p, r, splat(1.0000026226043701f));
     return (vfloat)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)t); /* p * 2^floor(t) */
 }
 
@@ -168,6 +197,14 @@ INLINE float horizontal_max(vfloat x) {
     float max = x[0];
     UNROLL for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
     return max;
+}
+
+/* Lanes in an order in which `sum_each` adds neighbours: each two of them, then each two of these sums, and so on. Who takes
+ * them one after the other keeps one sum of each level, as a binary counter keeps a digit. */
+INLINE int64_t counted_lane(int64_t i) {
+    int64_t lane = 0;
+    for (int64_t bit = 1; bit < LANES; bit *= 2) lane = lane * 2 + (i & bit ? 1 : 0);
+    return lane;
 }
 
 /* Butterflies: of two vectors, the halves of each pair of runs of s lanes. LOW keeps lanes without bit s of both, HIGH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, PackedRows, bits, dtype_name
 from kvrelay.backends.cpu import CpuBackend, cut_work
+from kvrelay.backends.cpu_build import load_kernel
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.thoroughness import examples
 from tests.unit.backends.cases import AttentionCase, dense_attention
@@ -124,6 +126,49 @@ def test_a_row_depends_on_neither_its_neighbours_nor_the_threads(stored: torch.d
         torch.set_num_threads(1 + row % 2)
         assert torch.equal(alone.run(CpuBackend())[0], together[span])
     torch.set_num_threads(2)
+
+
+@st.composite
+def cut_rows(draw: st.DrawFn) -> tuple[AttentionCase, list[int]]:
+    """A row of some new tokens, and where its chunks begin and end: many of them have one token, as in decoding."""
+    case = draw(cases())
+    position, tokens = case.rows[0]
+    position, tokens = position % 700, draw(st.sampled_from([tokens, 3 * tokens]))
+    window = case.window and draw(st.sampled_from([case.window, 1 + case.window % 200]))
+    one = AttentionCase(
+        [(position, tokens)],
+        **{name: getattr(case, name) for name in ("num_kv_heads", "group", "head_dim", "block_size", "dtype")},
+        **{name: getattr(case, name) for name in ("softcap", "with_sinks", "stored", "seed")},
+        window=window,
+    )
+    ends = draw(st.sets(st.integers(1, tokens - 1))) if tokens > 1 else set()
+    return one, [0, *sorted(ends), tokens]
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(cut_rows(), st.integers(1, 2))
+def test_a_token_gets_the_same_bits_in_a_prompt_in_any_chunk_and_in_decoding(
+    cut: tuple[AttentionCase, list[int]], threads: int
+) -> None:
+    if load_kernel().kvrelay_tiles():
+        pytest.skip("by AMX prompts and decoding differ")
+    case, ends = cut
+    whole, whole_pool = case.run(CpuBackend())
+    torch.set_num_threads(threads)
+    pool, outputs = case.pool, []
+    for begin, end in itertools.pairwise(ends):
+        chunk = copy(case)
+        position = case.rows[0][0] + begin
+        chunk.packed = PackedRows(
+            np.array([end - begin], np.int32), np.array([position], np.int32), case.packed.block_tables
+        )
+        chunk.query, chunk.key, chunk.value = (each[begin:end] for each in (case.query, case.key, case.value))
+        chunk.pool = pool
+        output, pool = chunk.run(CpuBackend())
+        outputs.append(output)
+    torch.set_num_threads(2)
+    assert torch.equal(bits(pool), bits(whole_pool))
+    assert torch.equal(torch.cat(outputs), whole)
 
 
 @pytest.mark.parametrize("stored", STORED)

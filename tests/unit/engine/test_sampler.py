@@ -255,6 +255,12 @@ def draw_limited(weights: torch.Tensor, limits: Limits, numbers: torch.Tensor) -
     return token_ids
 
 
+def test_running_sums_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
+    weights = torch.rand(3, 131_072, generator=torch.Generator().manual_seed(5))
+    alone = torch.cat([random_sampling._segments(weights[row : row + 1])[1] for row in range(3)])
+    assert torch.equal(random_sampling._segments(weights)[1], alone)
+
+
 @pytest.mark.parametrize("looked_at", [random_sampling._BEST, random_sampling._BEST_ON_GPU])
 @pytest.mark.parametrize(("top_k", "min_p"), [(0, 0.0), (5000, 0.0), (0, 0.9), (900, 0.0), (20, 0.3)])
 @pytest.mark.parametrize(("top_p", "spread"), [(0.02, 0.01), (0.9, 0.01), (0.9, 3.0), (0.9999, 0.5), (1.0, 0.1)])

@@ -36,15 +36,23 @@ def sample_from_all(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tens
     """Inverse CDF over all tokens. Takes `[rows, vocab]` float32 and `[rows]` float64 in [0, 1); returns
     ids `[rows]`."""
     rows = weights.shape[0]
-    if padding := -weights.shape[1] % _SEGMENT:
-        weights = torch.nn.functional.pad(weights, (0, padding))
-    weights = weights.view(rows, -1, _SEGMENT)
-    ends = weights.sum(dim=-1).to(torch.float64).cumsum(dim=-1)
+    segments, ends = _segments(weights)
     target = uniforms * ends[:, -1]
     segment = _first_above(ends, target)
     before = torch.where(segment > 0, ends.gather(1, (segment - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    inside = weights[torch.arange(rows, device=weights.device), segment].to(torch.float64).cumsum(dim=-1)
+    inside = segments[torch.arange(rows, device=weights.device), segment].to(torch.float64).cumsum(dim=-1)
     return segment * _SEGMENT + _first_above(inside, target - before)
+
+
+def _segments(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights in segments, and the running sums at their ends.
+
+    torch divides the sum of a single long row among its threads, so that its bits would depend on the number of rows.
+    """
+    if padding := -weights.shape[1] % _SEGMENT:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    segments = weights.view(weights.shape[0], weights.shape[1] // _SEGMENT, _SEGMENT)
+    return segments, segments.sum(dim=-1).to(torch.float64).cumsum(dim=-1)
 
 
 def sample_from_few(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +95,7 @@ def _sample_from_best(
     kth = best.gather(1, counts.clamp(max=num_best)[:, None] - 1)[:, 0]
     floor = torch.maximum(limits.min_p, torch.where(counts < vocab_size, kth, 0.0))
     mass = (best * (best >= floor[:, None])).to(torch.float64).cumsum(dim=-1)
-    whole = torch.where(floor > 0, mass[:, -1], weights.sum(dim=-1).to(torch.float64))
+    whole = torch.where(floor > 0, mass[:, -1], _segments(weights)[1][:, -1])
     settled = (counts <= num_best) | (counts == vocab_size)
     settled &= (floor == 0) | (best[:, -1] < floor)
     # top_p keeps the fewest tokens that reach it; without top_p, all that the other limits left are kept.

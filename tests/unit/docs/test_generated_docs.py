@@ -165,5 +165,12 @@ def test_the_files_have_at_most_3000_lines_together() -> None:
     assert abs(int(stated) - sum(SIZES.values())) <= sum(SIZES.values()) / 10
 
 
+def test_the_files_on_the_way_exist() -> None:
+    listed = re.findall(r"`([a-z_/]+)`", TOUR.partition("## Every file on the way")[2].partition("\n## ")[0])
+    stems = {path.stem for path in ROOT.glob("s*/**/*.py")}
+    assert len(listed) > 100
+    assert {name for name in listed if name.rpartition("/")[2] not in stems} == set()
+
+
 def test_the_readme_names_the_tour() -> None:
     assert "(docs/tour.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

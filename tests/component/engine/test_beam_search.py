@@ -121,7 +121,7 @@ def check(results: list[ScoredText], model: Any, prompt: list[int], sampling: Sa
     expected = reference_beams(model, prompt, sampling, list(sampling.stop_token_ids) or None)
     assert [each.token_ids for each in results] == [each.token_ids for each in expected]
     for got, wanted in zip(results, expected, strict=True):
-        assert math.isnan(wanted.score) or abs(got.score - wanted.score) < 1e-4
+        assert math.isnan(wanted.score) or math.isclose(got.score, wanted.score, rel_tol=1e-6, abs_tol=1e-4)
 
 
 @pytest.mark.everyday(20)

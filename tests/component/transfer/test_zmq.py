@@ -294,7 +294,9 @@ async def test_a_receiver_that_refuses_the_handshake_fails_its_pushes_alone(rig:
             while not source.failures("refused"):
                 source.push("refused", refusing, [BlockPush(0, 0, 0)])
                 await source.until_begun()
-        assert "refuses the connection" in source.failures("refused")[0]
+        # Whichever is noticed first: that libzmq has ended the queue, or its report of the end.
+        (cause, *_) = source.failures("refused")
+        assert "refuses the connection" in cause or "the connection broke" in cause
         await source.abort("refused")
         source.push("r", target.endpoint, plan.copies)
         await target.until_landed("r", plan.blocks)

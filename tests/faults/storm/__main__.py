@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tests.faults.storm.load import LOGPROB_TOLERANCE, SAMPLES_SHARE
+from tests.faults.storm.load import SAMPLES_SHARE
 from tests.faults.storm.processes import StackSettings
 from tests.faults.storm.schedule import WEIGHTS
 from tests.faults.storm.storm import Report, StormOptions, run_storm
@@ -21,6 +21,7 @@ def main() -> int:
     flags = _parser().parse_args()
     settings = StackSettings(
         transport=flags.transport,
+        dtype=flags.dtype,
         num_prefill=flags.prefill,
         num_decode=flags.decode,
         num_routers=flags.routers,
@@ -42,7 +43,6 @@ def main() -> int:
         samples_share=flags.samples_share,
         constrained_share=flags.constrained_share,
         min_faults=flags.min_faults,
-        logprob_tolerance=flags.logprob_tolerance,
     )
     state_dir = flags.state_dir or Path(tempfile.mkdtemp(prefix="kvrelay-storm-"))
     print(f"logs: {state_dir}", flush=True)
@@ -82,6 +82,7 @@ def print_report(report: Report) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.storm", description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--dtype", default="", help="default: bfloat16, on CPUs with AMX float32")
     parser.add_argument("--transport", choices=["zmq", "nixl", "auto"], default="zmq")
     parser.add_argument("--seed", type=int, default=1, help="of the requests and of the faults")
     parser.add_argument("--kinds", type=int, default=150, help="distinct requests")
@@ -93,9 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=list(WEIGHTS), help="kinds of faults (default: all)")
     parser.add_argument("--samples-share", type=float, default=SAMPLES_SHARE, help="of the kinds: with n > 1")
     parser.add_argument("--constrained-share", type=float, default=0.0, help="of the kinds: with a grammar")
-    parser.add_argument(
-        "--logprob-tolerance", type=float, default=LOGPROB_TOLERANCE, help="KV in 8 bits needs more, say 0.02"
-    )
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--routers", type=int, default=2)

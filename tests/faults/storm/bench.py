@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults.storm.load import BEAM_SEEDS, CHAT, COMPLETIONS, MODEL, TOP_K, Job, Load, Outcome, beam_search
+from tests.faults.storm.load import CHAT, COMPLETIONS, MODEL, Job, Load, Outcome, beam_search
 from tests.faults.storm.processes import PATIENCE_S, FaultStack, StackSettings
 
 
@@ -101,7 +101,7 @@ def _kind(job: Job) -> int:
 
 
 def _make_beam_search(number: int, salt: str) -> Job:
-    body = beam_search(BEAM_SEEDS[number % len(BEAM_SEEDS)], random.Random(number))
+    body = beam_search(number, random.Random(number))
     return Job(number, number, COMPLETIONS, body | {"cache_salt": salt})
 
 
@@ -112,7 +112,6 @@ def _make_job(number: int, max_tokens: int, salt: str) -> Job:
         "max_tokens": max_tokens,
         "temperature": number % 2,
         "seed": number,
-        "top_k": TOP_K,
         "ignore_eos": True,
         "return_token_ids": True,
         "stream": number % 4 != 3,

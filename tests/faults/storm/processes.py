@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import httpx
 
+from kvrelay.backends.cpu_build import load_kernel
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.process import die_with_parent
 from tests.faults.storm.network import Network
@@ -39,6 +40,7 @@ class StackSettings:
     """`extra` are further flags by role."""
 
     transport: str = "zmq"
+    dtype: str = ""  # empty: the one of `usual_dtype`
     num_prefill: int = 2
     num_decode: int = 2
     num_routers: int = 1
@@ -48,6 +50,11 @@ class StackSettings:
     drain_timeout_s: float = 30.0
     event_logs: bool = False
     extra: dict[Role, list[str]] = field(default_factory=dict)
+
+
+def usual_dtype() -> str:
+    """bfloat16 where a retry repeats its bits; by AMX prompts and decoding differ in it."""
+    return "float32" if load_kernel().kvrelay_tiles() else "bfloat16"
 
 
 @dataclass(slots=True)
@@ -144,7 +151,12 @@ class FaultStack:
             command += [f"--request-timeout-s={settings.request_timeout_s}", f"--max-attempts={settings.max_attempts}"]
         else:
             command += [f"--worker-id={name}", f"--port={MESSAGE_PORT}", f"--transfer-port={TRANSFER_PORT}"]
-            command += ["--dtype=float32", "--threads=1", f"--transfer={settings.transport}", "--num-blocks=600"]
+            command += [
+                f"--dtype={settings.dtype or usual_dtype()}",
+                "--threads=1",
+                f"--transfer={settings.transport}",
+                "--num-blocks=600",
+            ]
             command += ["--token-budget=128", "--max-running=48"]
         if settings.event_logs:
             command.append(f"--event-log={self._state_dir / name}.events")

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.faults.storm.load import LOGPROB_TOLERANCE, SAMPLES_SHARE, Job, Load, Mismatch, draw_jobs, make_jobs
+from tests.faults.storm.load import SAMPLES_SHARE, Job, Load, Mismatch, draw_jobs, make_jobs
 from tests.faults.storm.processes import FaultStack, Holding, StackSettings
 from tests.faults.storm.schedule import WEIGHTS, FaultKind, Trouble, draw_faults
 
@@ -40,7 +40,6 @@ class StormOptions:
     samples_share: float = SAMPLES_SHARE
     constrained_share: float = 0.0
     min_faults: int = 0
-    logprob_tolerance: float = LOGPROB_TOLERANCE
 
 
 @dataclass(slots=True)
@@ -93,7 +92,7 @@ class _Storm:
         self._tell = tell
         self._num_kinds = min(options.num_kinds, options.num_requests)
         urls = [stack.url(router) for router in stack.names("router")]
-        self._load = Load(urls, stack.settings.request_timeout_s, stack.stood_still_s, options.logprob_tolerance)
+        self._load = Load(urls, stack.settings.request_timeout_s, stack.stood_still_s)
         faults = draw_faults(
             options.seed,
             stack.names("prefill", "decode"),

@@ -42,6 +42,8 @@ from kvrelay.tokenizer_identity import identity_of_file
 
 log = logging.getLogger(__name__)
 
+MAY_VARY = "; the bits of an output may depend on what is computed with it; see docs/reproducibility.md"
+
 
 @dataclass
 class CausalModel:
@@ -181,7 +183,7 @@ def _choose_forward(modules: _Modules, *, fused_layers: bool) -> Forward:
     if quantization != "none":
         raise UnsupportedModel(f"{type(model).__name__}: quantization = {quantization} is not possible: {reason}")
     modules.packer.restore()
-    log.info("decoder layers: the modules of transformers, since %s", reason)
+    log.info("decoder layers: the modules of transformers, since %s%s", reason, MAY_VARY)
     return EagerForward(model)
 
 
@@ -213,7 +215,8 @@ def _fuse(modules: _Modules) -> Forward:
     error = check.measure(fused, layout, backend)
     with ranks.in_agreement():
         check.judge(fused, error, layout, exact=not is_rounded)
-    log.info("decoder layers: fused kernels (%s)", fused.instructions)
+    varies = source.dtype == torch.bfloat16 and "AMX" in fused.instructions
+    log.info("decoder layers: fused kernels (%s)%s", fused.instructions, MAY_VARY if varies else "")
     if cost is not None:
         cost.report(source.quantization, fused, layout, backend)
     return fused
@@ -226,7 +229,7 @@ def _fuse_on_gpu(modules: _Modules) -> GpuForward:
     pieces = choose_pieces(source.device)
     fused = GpuForward(merge_weights(model, modules.observed.params, source.max_model_len), pieces)
     check.run(fused, modules.layout, modules.backend, model=model)
-    log.info("decoder layers: fused kernels (%s)", pieces.name)
+    log.info("decoder layers: fused kernels (%s)%s", pieces.name, MAY_VARY)
     return fused
 
 

@@ -7,8 +7,8 @@
  * Both keep a running maximum and sum ("online softmax": Milakov and Gimelshein, arXiv 1805.02867) in float.
  *
  * The bits of a query's output depend on its position, on the keys and values before it, and on the instructions that the
- * CPU has, on nothing else: a prompt, its chunks and decoding give the same, alone or beside others. For that every path
- * adds up in one order:
+ * CPU has, on nothing else: a prompt, its chunks and decoding give the same, alone or beside others; but for prompts in
+ * bfloat16 by AMX. For that every other path adds up in one order:
  *   scores:  elements of the head that are LANES (of pairs: 2 * LANES) apart are a chain; `sum_each` adds the chains
  *   keys:    tiles begin at multiples of their size, and each may raise the maximum once, by which earlier results shrink;
  *            weights are added by lane, values one key (or pair of keys) after the other

@@ -12,7 +12,8 @@ Decode never runs before every block of the prompt has landed and the handoff me
 block is written once for a reservation. If one arrives corrupted, or does not arrive, the reservation ends, and prefill
 makes another one.
 
-Events are prefill's messages, this worker's own grant, what the transport reports, and a few of this worker.
+`incoming_handoffs.py` of the decode service carries out the instructions. Events are prefill's messages, this worker's
+own grant, what the transport reports, and a few of this worker.
 """
 
 from __future__ import annotations

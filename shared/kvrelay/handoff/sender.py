@@ -8,6 +8,8 @@
 5. DRAINING   ended, but earlier writes still read the blocks; waits until no write is in flight.
 6. RELEASED   holds nothing. Terminal.
 
+`outgoing_handoffs.py` of the prefill service carries out the instructions, and a transport moves the bytes.
+
 The reservation has a state of its own: NONE > ASKED > GRANTED. A decode worker that is full grants later. It can also
 refuse (REFUSED: the router names another decode worker, which is asked). A reservation whose blocks did not arrive
 counts as refused: each block is pushed once for a reservation.

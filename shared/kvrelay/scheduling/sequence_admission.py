@@ -2,6 +2,10 @@
 
 One queue holds local prompts, preempted sequences and pending handoffs. The first sequence that does not fit ends the
 admission of a step: no sequence is admitted before one that is ahead of it in the queue.
+
+A slot is a place among the running sequences. The followers of a sequence are the waiting samples of its request: slots
+and blocks are reserved for them when it is admitted, so they are not asked again whether they fit. A group that was
+preempted together is admitted together.
 """
 
 from __future__ import annotations

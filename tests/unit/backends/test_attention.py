@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn) -> AttentionCase:
         rows + [(position, 1) for position in decoding],
         num_kv_heads=draw(st.sampled_from([1, 2, 4])),
         group=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 12])),
-        head_dim=draw(st.sampled_from([16, 32, 64, 96, 128, 256])),
+        head_dim=draw(st.sampled_from([16, 32, 48, 64, 80, 128, 256])),
         block_size=draw(st.sampled_from([8, 16, 24, 32, 64, 128])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         window=draw(st.none() | st.integers(1, 1500)),

@@ -81,6 +81,13 @@ def test_a_lost_worker_comes_back_when_it_answers() -> None:
     assert fleet.changes[-2:] == [("d", WorkerState.LOST), ("d", WorkerState.READY)]
 
 
+def test_what_the_registry_changes_is_told() -> None:
+    fleet = Fleet(record("d"))
+    fleet.view.registered([record("d", draining=True)], fleet.now)
+    fleet.view.registered([record("d")], fleet.now)
+    assert fleet.changes[-2:] == [("d", WorkerState.DRAINING), ("d", WorkerState.READY)]
+
+
 def test_a_newer_incarnation_takes_the_place_of_an_older_one_and_not_the_other_way() -> None:
     fleet = Fleet(record("d", incarnation=5))
     fleet.view.lost(ref(record("d", incarnation=5)), "killed", fleet.now)

@@ -1,4 +1,4 @@
-"""GET routes for models, health, the fleet and recent requests."""
+"""Routes for models, health, the fleet, recent requests and the end of sessions."""
 
 from __future__ import annotations
 

@@ -102,14 +102,16 @@ class WorkerWaits:
 
     def _look_for_some(self) -> None:
         num_tried = 0
-        while self._left and num_tried < PLACED_PER_TURN:
-            sequence = self._left.pop()
-            search = sequence.waiting_for
-            if search is not None and self._is_possible(sequence, search):
-                num_tried += 1
-                self._look(sequence, search)
-        if self._left:
-            asyncio.get_running_loop().call_soon(self._look_for_some)
+        try:
+            while self._left and num_tried < PLACED_PER_TURN:
+                sequence = self._left.pop()
+                search = sequence.waiting_for
+                if search is not None and self._is_possible(sequence, search):
+                    num_tried += 1
+                    self._look(sequence, search)
+        finally:  # whatever befell one of them, the others are looked at
+            if self._left:
+                asyncio.get_running_loop().call_soon(self._look_for_some)
 
     def may_try(self, sequence: ActiveSequence) -> bool:
         """Returns whether a suspect may start its attempt now."""

@@ -1,5 +1,7 @@
 """Connects the HTTP layer and the workers: takes requests, sends messages, and delivers tokens.
 
+`attempt.py` decides about retries, `attempt_driver.py` carries them out.
+
 Everything runs on one event loop. Each event is handled completely before the next one, so there are no locks.
 """
 

@@ -106,7 +106,9 @@ class FleetView:
                     new.refused = _OTHER_TOKENIZER
                     self._notify(new, WorkerState.JOINING, new.refused, now)
             elif record.incarnation == known.record.incarnation:
+                was = known.state(now)
                 known.record, known.missing_since, known.candidate = record, None, None
+                self._notify(known, was, "its registration says so", now)
         for worker_id, known in list(self._workers.items()):
             if worker_id in present:
                 continue

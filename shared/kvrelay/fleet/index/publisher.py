@@ -62,6 +62,7 @@ class IndexPublisher:
         self._withdraws = True
         self._reason = ""
         self._renewed_at = 0.0
+        self._pause_s = FIRST_PAUSE_S  # the next one, while Redis does not answer
         self._sweep_wanted = False
         self._thread = threading.Thread(target=self._run, name="prefix-index", daemon=True)
 
@@ -100,16 +101,14 @@ class IndexPublisher:
     # -- on the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause_s = FIRST_PAUSE_S
         while not self._stopping:
             try:
                 self._publish_all()
                 self._say("")
-                pause_s = FIRST_PAUSE_S
             except REDIS_AWAY as error:
                 self._say(f"Redis does not answer: {error}")
-                self._pause(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self._pause(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             except ResponseError as error:
                 # Redis is out of memory or read-only, or a script failed half-way: the range may be damaged.
                 self._say(f"Redis refused: {error}")
@@ -140,6 +139,7 @@ class IndexPublisher:
             call = self.publication.next_call(renew=now - self._renewed_at >= self._renew_interval_s)
             if call is not None:
                 self._do(call, now)
+                self._pause_s = FIRST_PAUSE_S
                 self._say("")
             elif self.publication.state is RangeState.REFUSED:
                 self._pause(REFUSED_PAUSE_S)

@@ -1,7 +1,8 @@
 """Blocks for sequences: admission with the cached prefix, growth, publication and release.
 
 The managers differ in the number of tokens that a sequence gets blocks for at admission. From then on all give blocks
-as tokens come. `slot_use` measures the waste of each (Kwon et al., SOSP 2023, figure 2).
+as tokens come. `slot_use` measures the waste of each (Kwon et al., SOSP 2023, figure 2). A tail is the part of a scored
+prompt behind its last full block; others with the same one get a copy.
 """
 
 from __future__ import annotations

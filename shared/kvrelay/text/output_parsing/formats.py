@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -219,7 +220,7 @@ def load_tool_format(path: str) -> ToolFormat:
     spec = importlib.util.spec_from_file_location(f"kvrelay_tool_format_{Path(path).stem}", path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise BadFormatFile(f"tool parser {path}: there is no such Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:

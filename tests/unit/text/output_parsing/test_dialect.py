@@ -84,6 +84,12 @@ def test_it_works_beside_a_reasoning_parser(file: Path) -> None:
     assert "<think>" in find_dialect(str(file), "think", None).markers
 
 
+def test_it_may_have_dataclasses(file: Path) -> None:
+    kept = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass X:\n    x: int\n"
+    file.write_text(kept + SHOWN.replace("from __future__ import annotations", ""), encoding="utf-8")
+    assert "<think>" in find_dialect(str(file), "think", None).markers
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -8,7 +8,7 @@
  *
  * The bits of a query's output depend on its position, on the keys and values before it, and on the instructions that the
  * CPU has, on nothing else: a prompt, its chunks and decoding give the same, alone or beside others; but for prompts in
- * bfloat16 by AMX. For that every other path adds up in one order:
+ * bfloat16 by AMX. Every other path adds up in one order:
  *   scores:  elements of the head that are LANES (of pairs: 2 * LANES) apart are a chain; `sum_each` adds the chains
  *   keys:    tiles begin at multiples of their size, and each may raise the maximum once, by which earlier results shrink;
  *            weights are added by lane, values one key (or pair of keys) after the other
@@ -23,7 +23,7 @@
 #include "cpu_panels.c"
 #include "cpu_team.c"
 
-enum { SPLIT_KEYS = 512 };              /* keys of a piece: see `join_states` */
+enum { SPLIT_KEYS = 512 };              /* keys of a piece: see `join_piece` */
 #define TILE 32                         /* keys looked at between two updates of the running maximum */
 #define DIRECT_ROWS 8                   /* up to so many rows, the keys are not worth transposing */
 #define ROWS (LANES == 16 ? 8 : 4)      /* rows of an outer product kept in registers */

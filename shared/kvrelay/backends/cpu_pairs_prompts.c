@@ -28,31 +28,29 @@ INLINE void pack_values(const Attention *a, const PairScratch *s, const int64_t 
         }
 }
 
-/* Rows of a prompt by vectors of keys whose scores are computed together: few enough for all sums to stay in registers. */
-enum { CHAIN_ROWS = 4, CHAIN_VECTORS = 1 };
+/* Rows of a prompt whose scores with LANES keys are computed together: few enough for all sums to stay in registers. */
+enum { CHAIN_ROWS = 4 };
 typedef struct {
-    vfloat of[CHAIN_ROWS][CHAIN_VECTORS];
+    vfloat of[CHAIN_ROWS];
 } Scores;
 
 /* The pairs of the head that lie `lane` behind multiples of LANES, one after the other. */
 INLINE Scores lane_chain(const uint16_t *query, const char *panel, const int64_t dim, const int lane) {
     Scores sums = {};
     UNROLL for (int64_t pair = lane; pair < dim / 2; pair += LANES) {
-        vuint keys[CHAIN_VECTORS];
-        UNROLL for (int v = 0; v < CHAIN_VECTORS; v++)
-            memcpy(&keys[v], panel + (pair * PANEL + v * LANES) * 4, sizeof keys[v]);
+        vuint keys;
+        memcpy(&keys, panel + pair * PANEL * 4, sizeof keys);
         UNROLL for (int r = 0; r < CHAIN_ROWS; r++) {
             uint32_t q;
             memcpy(&q, query + r * dim + pair * 2, sizeof q);
-            UNROLL for (int v = 0; v < CHAIN_VECTORS; v++) sums.of[r][v] = add_pair(sums.of[r][v], q, keys[v]);
+            sums.of[r] = add_pair(sums.of[r], q, keys);
         }
     }
     return sums;
 }
 
 INLINE Scores plus(Scores a, Scores b) {
-    UNROLL for (int r = 0; r < CHAIN_ROWS; r++)
-        UNROLL for (int v = 0; v < CHAIN_VECTORS; v++) a.of[r][v] += b.of[r][v];
+    UNROLL for (int r = 0; r < CHAIN_ROWS; r++) a.of[r] += b.of[r];
     return a;
 }
 
@@ -74,10 +72,10 @@ INLINE void panel_scores(const uint16_t *query, int64_t rows, const char *panel,
         return;
     }
     for (int64_t first = 0; first < rows; first += CHAIN_ROWS)
-        UNROLL for (int v = 0; v < VECTORS; v += CHAIN_VECTORS) {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
             const Scores sums = all_lanes(query + first * dim, panel + v * LANES * 4, dim, 0);
             UNROLL for (int r = 0; r < CHAIN_ROWS; r++)
-                memcpy(score + (first + r) * PANEL + v * LANES, sums.of[r], sizeof sums.of[r]);
+                memcpy(score + (first + r) * PANEL + v * LANES, &sums.of[r], sizeof sums.of[r]);
         }
 }
 

@@ -113,10 +113,8 @@ class SequenceAdmission:
             return "budget spent"
         if not self._give_blocks(sequence, position + num_tokens, followers):
             return "no blocks for the whole group" if followers else "no blocks"
-        self._admitted(sequence, builder)
+        self._admitted(sequence, builder, num_tokens)
         self._reserve(followers)
-        if num_tokens:
-            builder.add_chunk(sequence, num_tokens)
         return ""
 
     def _give_blocks(self, sequence: Sequence, num_next: int, followers: Mapping[Sequence, int]) -> bool:
@@ -137,9 +135,13 @@ class SequenceAdmission:
         self._refused = None if admitted else (sequence.key, available, headroom)
         return admitted
 
-    def _admitted(self, sequence: Sequence, builder: PlanBuilder) -> None:
+    def _admitted(self, sequence: Sequence, builder: PlanBuilder, num_tokens: int) -> None:
+        """A sequence has its blocks: it runs, with a chunk of `num_tokens` or fewer. It may have to compute a tail for
+        others that was cached when the chunk was chosen, because its own blocks evicted that."""
         self._lifecycle.admitted(sequence)
         builder.admitted.append(sequence)
+        if num_tokens:
+            builder.add_chunk(sequence, min(num_tokens, self._blocks.num_before_stop(sequence)))
 
     def _reserve(self, num_blocks_of: Mapping[Sequence, int]) -> None:
         for sequence, num_blocks in num_blocks_of.items():
@@ -181,10 +183,8 @@ class SequenceAdmission:
             return "budget spent"
         if not self._offload.resume(sequence, num_tokens, headroom, builder):
             return "no blocks"
-        self._admitted(sequence, builder)
-        if not decodes and num_tokens:
-            builder.add_chunk(sequence, num_tokens)
-        elif num_tokens and self._decodes_beside_prompts:
+        self._admitted(sequence, builder, 0 if decodes else num_tokens)
+        if decodes and num_tokens and self._decodes_beside_prompts:
             builder.add_decode(PlannedRow(sequence, position, 1, False, True))
         return ""
 
@@ -211,12 +211,13 @@ class SequenceAdmission:
                     self._blocks.free(before)
                 return False
         for sequence in back.given:
-            self._admitted(sequence, builder)
             if sequence.is_decoding:
+                self._admitted(sequence, builder, 0)
                 if self._decodes_beside_prompts and builder.budget_left > 0:
                     builder.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
-            elif num_tokens := self._chunks.size(sequence.num_remaining, sequence.next_position, builder):
-                builder.add_chunk(sequence, num_tokens)
+            else:
+                num_tokens = self._chunks.size(sequence.num_remaining, sequence.next_position, builder)
+                self._admitted(sequence, builder, num_tokens)
         self._reserve(back.reserved)
         return True
 

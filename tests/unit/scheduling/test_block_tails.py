@@ -170,6 +170,16 @@ def test_the_part_is_evicted_with_its_session() -> None:
     assert not bench.blocks.cache.num_cached
 
 
+def test_a_chunk_ends_at_a_tail_that_its_own_blocks_evicted() -> None:
+    """The tail is cached when the chunk is chosen. The pool is full, so the sequence's blocks are taken from it."""
+    bench = Overlapped(12, 24, 1, scheduler="vllm")
+    first, second = [1 + position % 3 for position in range(16)], [2, *(1 + position % 2 for position in range(13))]
+    for prompts in ([[1, 1]], [[*second, 1]], [[*first, 1]], [[*second, 1, 1, 1], [*second, 1]]):
+        bench.add_choices(prompts, 1)
+    steps_of(bench)
+    assert {each.state for each in bench.sequences} == {SequenceState.FINISHED}
+
+
 # -- what a worker makes of a message ---------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@
  */
 #include "cpu_linear.c"
 #include "cpu_kernel.c"
-#include "cpu_masks.c"
+#include "cpu_sampling.c"
 #include "cpu_ranks.c"
 
 typedef struct {

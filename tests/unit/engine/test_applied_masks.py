@@ -60,6 +60,22 @@ def test_the_most_likely_allowed_token_is_that_of_masked_logits(vocab_size: int,
             assert int(found[0][row]) == int(logits[row].numpy().argmax())
 
 
+@given(st.integers(1, 1200), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_weights_are_the_same_bits_wherever_their_row_lies(vocab_size: int, num_rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(10 * rng.standard_normal((num_rows, vocab_size + 3), np.float32))[:, :vocab_size]
+    logits[:, 1:][torch.from_numpy(rng.random((num_rows, vocab_size - 1)) < 0.1)] = -torch.inf
+    scales = rng.choice([0.01, 1.0, 3.7, 1e30], num_rows).astype(np.float32)
+    below = logits.double() - logits.double().amax(dim=-1, keepdim=True)
+    exact = (below * torch.from_numpy(scales)[:, None]).exp()
+    alone = [logits[row : row + 1].clone() for row in range(num_rows)]
+    assert apply.to_weights(logits, scales)
+    assert ((logits - exact).abs() <= 1e-5 * exact + 1e-37).all()
+    for row, weights in enumerate(alone):
+        assert apply.to_weights(weights, scales[row : row + 1])
+        assert torch.equal(weights[0], logits[row])
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_that_share_the_rows_find_the_same_tokens(threads: int) -> None:
     logits = torch.randn(9, 33_001, generator=torch.Generator().manual_seed(threads))

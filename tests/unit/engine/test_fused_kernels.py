@@ -243,16 +243,30 @@ def test_angles_are_those_of_the_module(rope_type: str, steps: list[list[int]]) 
         torch.testing.assert_close(angles.sin[angles.rows], sin[0, :, :HALF], rtol=0, atol=1e-6)
 
 
+def test_angles_are_the_same_bits_however_the_table_grew() -> None:
+    grown = AngleTable(rotary("yarn"), HALF)
+    for position in (3, 5_000, 40_000):
+        grown.at(torch.tensor([position]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        angles = AngleTable(rotary("yarn"), HALF).at(torch.tensor([40_000]))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(grown.at(torch.tensor([0])).cos, angles.cos)
+    assert torch.equal(grown.at(torch.tensor([0])).sin, angles.sin)
+
+
 def test_positions_that_were_seen_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, calls = rotary("default"), []
+    module, seen = rotary("default"), []
     forward = module.forward
 
     def counted(x: torch.Tensor, positions: torch.Tensor) -> object:
-        calls.append(positions.shape)
+        seen.extend(positions[0].tolist())
         return forward(x, positions)
 
     monkeypatch.setattr(module, "forward", counted)
     table = AngleTable(module, HALF)
     for position in (0, 7, 2047, 2048, 4095, 3000):
         table.at(torch.tensor([position]))
-    assert calls == [(1, 2048), (1, 4096)]
+    assert seen == [*range(4096)]

@@ -45,6 +45,12 @@ class FusedForward:
         return self._kernel.products.instructions
 
     @property
+    def may_vary(self) -> bool:
+        """Whether the bits of an output may depend on what is computed with it."""
+        has_tiles = self._weights.dtype == torch.bfloat16 and "AMX" in self.instructions
+        return has_tiles or not self._angles.is_fixed
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a decoding step reads."""
         return sum(each.nbytes for each in self._weights.linears)

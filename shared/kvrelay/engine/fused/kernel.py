@@ -23,7 +23,10 @@ FIXED_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Types of rotary embeddings whose angles depend on the position alone. `dynamic` and `longrope` look at the longest
 position of a step."""
 
-_FIRST, _MOST = 2048, 1 << 15  # positions in the table
+_FIRST = 2048  # positions in the table
+_PIECE = 64
+"""Positions whose angles torch computes at once: so few that it does not divide them among threads. It computes the
+numbers at the ends of a thread's part by other instructions, with other last bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +39,28 @@ class Angles:
 
 
 class AngleTable:
-    """The angles of a model's rotary module `rotary(x, position_ids)`. Not thread-safe: steps use it one at a time."""
+    """The angles of a model's rotary module `rotary(x, position_ids)`. Not thread-safe: steps use it one at a time.
+
+    It grows with the longest position, by `4 * head_dim` bytes for each.
+    """
 
     def __init__(self, rotary: Any, half: int) -> None:
         """`half` is half of `head_dim`."""
         self._rotary = rotary
         self._half = half
-        self._is_fixed = getattr(rotary, "rope_type", None) in FIXED_TYPES
+        self.is_fixed = getattr(rotary, "rope_type", None) in FIXED_TYPES
+        """Whether a token's angles do not depend on the other tokens of its step."""
         self._cos = self._sin = torch.empty(0, half)
 
     def at(self, positions: torch.Tensor) -> Angles:
         """The angles at positions `[tokens]` int64."""
         longest = int(positions.numpy().max(initial=0))
-        if not self._is_fixed or longest >= _MOST:
+        if not self.is_fixed:
             return Angles(*self._compute(positions), torch.arange(len(positions)))
-        if longest >= len(self._cos):
-            size = max(_FIRST, 1 << longest.bit_length())
-            self._cos, self._sin = self._compute(torch.arange(size))
+        if longest >= (start := len(self._cos)):
+            new = torch.arange(start, max(_FIRST, 1 << longest.bit_length())).split(_PIECE)
+            cos, sin = zip(*map(self._compute, new), strict=True)
+            self._cos, self._sin = torch.cat([self._cos, *cos]), torch.cat([self._sin, *sin])
         return Angles(self._cos, self._sin, positions)
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -215,8 +215,7 @@ def _fuse(modules: _Modules) -> Forward:
     error = check.measure(fused, layout, backend)
     with ranks.in_agreement():
         check.judge(fused, error, layout, exact=not is_rounded)
-    varies = source.dtype == torch.bfloat16 and "AMX" in fused.instructions
-    log.info("decoder layers: fused kernels (%s)%s", fused.instructions, MAY_VARY if varies else "")
+    log.info("decoder layers: fused kernels (%s)%s", fused.instructions, MAY_VARY if fused.may_vary else "")
     if cost is not None:
         cost.report(source.quantization, fused, layout, backend)
     return fused

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
 from kvrelay.engine.run.device import to_device
@@ -65,6 +66,20 @@ def most_likely(
     return torch.from_numpy(token_ids), torch.from_numpy(peaks)
 
 
+def to_weights(logits: torch.Tensor, scales: NDArray[np.float32]) -> bool:
+    """Replaces `logits`, `[rows, vocab]`, by `exp((logit - the row's greatest) * scale)`. `scales` is `[rows]`. False,
+    and nothing is changed, if the logits are not float32 on a CPU that has the kernel."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return False
+    kernel = _kernel()
+    if kernel is None:
+        return False
+    kernel.kvrelay_weights(
+        logits.data_ptr(), logits.stride(0), scales.ctypes.data, *logits.shape, torch.get_num_threads()
+    )
+    return True
+
+
 @cache
 def _find_kernel(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """Triton's kernel on a GPU if Triton is installed, else plain torch."""
@@ -94,4 +109,6 @@ def _kernel() -> ctypes.CDLL | None:
     kernel.kvrelay_forbid_tokens.restype = None
     kernel.kvrelay_most_likely.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64]
     kernel.kvrelay_most_likely.restype = None
+    kernel.kvrelay_weights.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64]
+    kernel.kvrelay_weights.restype = None
     return kernel

@@ -219,12 +219,23 @@ class GroupCoordinator:
         return part
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Adds all ranks' contiguous tensors, in place. The sums are the same on all ranks, bit by bit."""
-        if self._shared is None or not can_sum(tensor):
+        """Adds all ranks' contiguous tensors, in place. The sums are the same on all ranks, bit by bit.
+
+        On CPUs each number is added in float32 and in the order of ranks, whatever else the tensor holds. Gloo's own
+        sums begin at a rank that depends on where the number lies.
+        """
+        if self._shared is not None and can_sum(tensor):
+            with self._shared_collective():
+                self._shared.all_reduce(tensor, self._check_here)
+        elif tensor.is_cuda:
             self._wait(tensor, lambda group: group.allreduce([tensor]))
-            return
-        with self._shared_collective():
-            self._shared.all_reduce(tensor, self._check_here)
+        else:
+            first, *others = (torch.empty_like(tensor) for _ in range(self.size))
+            self._wait(tensor, lambda group: group.allgather([[first, *others]], [tensor]))
+            total = first.float()
+            for each in others:
+                total += each
+            tensor.copy_(total)
 
     def gather_columns(self, tensor: torch.Tensor, *, to_all: bool = False) -> torch.Tensor | None:
         """The ranks' tensors `[..., columns]` side by side, on rank 0, or on all ranks. None on others."""

@@ -1,5 +1,5 @@
-/* Token masks. `masks[i]` has a bit per token, the lowest first: 1 if the token is allowed. `stride`: floats from a row of
- * `logits` to the next.
+/* What sampling does to logits. `stride`: floats from a row of `logits` to the next. `masks[i]` has a bit per token, the
+ * lowest first: 1 if the token is allowed.
  */
 #define WORD_LANES (32 / LANES)
 
@@ -94,4 +94,27 @@ void kvrelay_most_likely(const float *logits, int64_t stride, const uint32_t *co
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (num_rows > 1 && num_rows * vocab_size > WORTH_THREADS)
     for (int64_t i = 0; i < num_rows; i++)
         most_likely_of_row(logits + i * stride, masks[i], vocab_size, token_ids + i, peaks + i);
+}
+
+INLINE vfloat weigh(vfloat logits, float greatest, float scale) { return vexp((logits - greatest) * scale); }
+
+INLINE void weights_of_row(float *logits, float scale, int64_t vocab_size) {
+    const int64_t whole = vocab_size - vocab_size % LANES;
+    vfloat peak = splat(-INFINITY), rest = peak; /* the last logits, fewer than LANES */
+    memcpy(&rest, logits + whole, (vocab_size - whole) * sizeof(float));
+    for (int64_t at = 0; at < whole; at += LANES) peak = larger(load((const char *)logits, at, FLOAT32), peak);
+    const float greatest = horizontal_max(larger(rest, peak));
+    for (int64_t at = 0; at < whole; at += LANES)
+        store((char *)logits, at, weigh(load((const char *)logits, at, FLOAT32), greatest, scale), FLOAT32);
+    rest = weigh(rest, greatest, scale);
+    memcpy(logits + whole, &rest, (vocab_size - whole) * sizeof(float));
+}
+
+/* Replaces logits by exp((logit - the row's greatest) * scale). Those of a token are the same bits wherever its row lies:
+ * torch computes the numbers at the ends of its threads' parts by other instructions. `threads` as above.
+ */
+void kvrelay_weights(float *logits, int64_t stride, const float *scales, int64_t num_rows, int64_t vocab_size,
+                     int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (num_rows > 1 && num_rows * vocab_size > WORTH_THREADS)
+    for (int64_t i = 0; i < num_rows; i++) weights_of_row(logits + i * stride, scales[i], vocab_size);
 }

@@ -57,9 +57,9 @@ from kvrelay_embedded.sampling_params import SamplingParams
 
 SETTINGS = (
     "dtype", "kv_cache_dtype", "load_format", "device", "cuda_graphs",
-    "fused_layers", "quantization", "threads", "block_size", "num_blocks", "kv_memory_bytes", "memory_utilization",
-    "max_model_len", "prefix_cache", "prefix_lookup", "token_budget", "max_running", "scheduler", "chunking",
-    "queue_order", "retraction", "preemption", "swap_space", "new_token_ratio",
+    "fused_layers", "batch_invariant", "quantization", "threads", "block_size", "num_blocks", "kv_memory_bytes",
+    "memory_utilization", "max_model_len", "prefix_cache", "prefix_lookup", "token_budget", "max_running", "scheduler",
+    "chunking", "queue_order", "retraction", "preemption", "swap_space", "new_token_ratio",
     "jump_forward", "speculation",
     "tensor_parallel_size",
     "pipeline_parallel_size", "local_ranks", "rank_host", "rank_port", "rank_timeout_s",

@@ -3,8 +3,8 @@
 A replay runs no Python of the model: ATen ops and kernels get the very tensors and the very numbers of the recording.
 Whatever a recording made is spoilt before each replay, so that nothing is left over that was not computed anew. Asking
 for a value is refused, as a stream refuses it that is being captured.
-Kernels that are no ATen ops go through `launch`. FlashInfer's decode wrapper for graphs is written after its
-documentation; it shares no code with kvrelay's backends.
+Kernels that are no ATen ops go through `launch`. FlashInfer's wrappers for graphs are written after their
+documentation; they share no code with kvrelay's backends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from kvrelay.backends.backend import AttentionParams, NotCapturable, PackedRows
 from kvrelay.backends.torch_sdpa import TorchBackend, TorchStep
 from kvrelay.engine.run.graphs import CudaGraphRecorder
 from tests.fakes import fake_flashinfer
-from tests.fakes.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from tests.fakes.fake_flashinfer import __version__
 from tests.fakes.flashinfer_signatures import check_call
 
-__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "append_paged_kv_cache"]
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "__version__",
+    "append_paged_kv_cache",
+]
 
 _recording: Recording | None = None
 
@@ -166,8 +171,11 @@ def _attend(
 # -- FlashInfer -------------------------------------------------------------------------------------------------------
 
 
-class BatchDecodeWithPagedKVCacheWrapper(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
-    """With `use_cuda_graph`, as documented: a fixed batch size, page tables and plans in buffers given once."""
+class _Fixed(fake_flashinfer._Wrapper):
+    """With `use_cuda_graph`, as documented: a fixed batch size, page tables and plans in buffers given once. Rows have
+    one token."""
+
+    suffix = "buffer"  # of the buffers' names
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -175,7 +183,7 @@ class BatchDecodeWithPagedKVCacheWrapper(fake_flashinfer.BatchDecodeWithPagedKVC
         self._plan_memory = torch.zeros(4096, dtype=torch.uint8)
         if options.get("use_cuda_graph"):
             names = ("indptr", "indices", "last_page_len")
-            self._buffers = tuple(options[f"paged_kv_{name}_buffer"] for name in names)
+            self._buffers = tuple(options[f"paged_kv_{name}_{self.suffix}"] for name in names)
             assert all(buffer.dtype == torch.int32 and buffer.is_contiguous() for buffer in self._buffers)
             assert len(self._buffers[0]) == len(self._buffers[2]) + 1
 
@@ -187,8 +195,9 @@ class BatchDecodeWithPagedKVCacheWrapper(fake_flashinfer.BatchDecodeWithPagedKVC
     def plan(self, *args: Any, **options: Any) -> None:
         assert _recording is None, "a plan is not captured"
         if not self._buffers:
-            return super().plan(*args, **options)
-        indptr, indices, last_page_len, *shape = args
+            return super().plan(*args, **options)  # type: ignore[misc, no-any-return]
+        *queries, indptr, indices, last_page_len, _, _, _, _ = args
+        shape = args[-4:]
         page_starts, page_ids, last_page_lens = self._buffers
         if len(last_page_len) != len(last_page_lens):
             raise ValueError("The batch size should be fixed in cudagraph mode")
@@ -198,7 +207,8 @@ class BatchDecodeWithPagedKVCacheWrapper(fake_flashinfer.BatchDecodeWithPagedKVC
         last_page_lens.copy_(last_page_len)
         page_ids[: len(indices)].copy_(indices)
         # The base class looks at everything once, as for a plan without graphs.
-        super().plan(indptr.clone(), indices.clone(), last_page_len.clone(), *shape, **options)
+        super().plan(*queries, indptr.clone(), indices.clone(), last_page_len.clone(), *shape, **options)  # type: ignore[misc]
+        assert self._plan["indptr"].tolist() == list(range(len(last_page_len) + 1))
         _plan_of(self._plan_memory, page_starts)[:] = page_starts.diff()  # a piece of work for each page
         return None
 
@@ -218,6 +228,18 @@ class BatchDecodeWithPagedKVCacheWrapper(fake_flashinfer.BatchDecodeWithPagedKVC
         numbers = tuple(self._plan[name] for name in ("sm_scale", "window_left", "logits_soft_cap"))
         launch(_decode, q, keys, values, *self._buffers, self._plan_memory, numbers, out)
         return out
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Fixed, fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
+    pass
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Fixed, fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+    suffix = "buf"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert not self._buffers or len(options["qo_indptr_buf"]) == len(self._buffers[0])
 
 
 def _plan_of(plan_memory: torch.Tensor, page_starts: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ class _Wrapper:
         assert num_qo_heads % num_kv_heads == 0
         assert head_dim in (64, 128, 256)
         known = {"causal", "sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type"}
-        assert set(options) <= known
+        assert set(options) <= {*known, "disable_split_kv"}
         self._plan = {"indptr": indptr.clone(), "pages": pages, "shape": shape, **options}
         type(self).planned += 1
 

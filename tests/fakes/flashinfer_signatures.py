@@ -39,6 +39,7 @@ RECORDED: dict[str, dict[str, str]] = {
             "max_item_len_ptr= seq_lens= seq_lens_q= block_tables= max_token_per_sequence= max_sequence_kv= "
             "fixed_split_size= disable_split_kv="
         ),
+        "BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
         "BatchPrefillWithPagedKVCacheWrapper.run": (
             "q paged_kv_cache *args q_scale= k_scale= v_scale= out= lse= return_lse= enable_pdl= window_left= sinks="
         ),
@@ -76,6 +77,7 @@ RECORDED: dict[str, dict[str, str]] = {
             "max_item_len_ptr= seq_lens= seq_lens_q= block_tables= max_token_per_sequence= max_sequence_kv= "
             "fixed_split_size= disable_split_kv= uniform_q_len="
         ),
+        "BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
         "BatchPrefillWithPagedKVCacheWrapper.run": (
             "q paged_kv_cache *args q_scale= k_scale= v_scale= out= lse= return_lse= lse_base= lse_layout= enable_pdl= "
             "window_left= sinks= kv_cache_sf= skip_softmax_threshold_scale_factor= use_fp16_softmax= uses_spcompress="

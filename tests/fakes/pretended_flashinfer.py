@@ -29,6 +29,8 @@ _PLAN_WORDS = 1024
 class _OnDevice(fake_flashinfer._Wrapper):
     """What both wrappers do on a device."""
 
+    suffix = "buffer"  # of the names of buffers for graphs
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         device = self._workspace.device
@@ -37,7 +39,8 @@ class _OnDevice(fake_flashinfer._Wrapper):
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._there: tuple[torch.Tensor, ...] = ()
         if options.get("use_cuda_graph"):
-            self._buffers = tuple(options[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len"))
+            names = ("indptr", "indices", "last_page_len")
+            self._buffers = tuple(options[f"paged_kv_{name}_{self.suffix}"] for name in names)
             assert all(each.dtype == torch.int32 and each.device == device for each in self._buffers)
 
     def reset_workspace_buffer(self, *args: Any) -> None:
@@ -87,7 +90,7 @@ class _OnDevice(fake_flashinfer._Wrapper):
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_OnDevice, fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
-    pass
+    suffix = "buf"
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_OnDevice, fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):

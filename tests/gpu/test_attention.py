@@ -17,6 +17,7 @@ from kvrelay.backends.backend import (
     allocate_pool,
     as_stored,
     bits,
+    split_rows,
 )
 from kvrelay.backends.choose_backend import select_backend, try_layers
 from kvrelay.backends.flashinfer import FlashInferBackend
@@ -70,9 +71,10 @@ SHAPES = {
 }
 
 
-def backend_for(device: torch.device) -> FlashInferBackend:
+def backend_for(device: torch.device, *, batch_invariant: bool = False) -> FlashInferBackend:
     skip_without_flashinfer(device)
-    return FlashInferBackend(device, fake_flashinfer if device.type == "cpu" else None)
+    module = fake_flashinfer if device.type == "cpu" else None
+    return FlashInferBackend(device, module, batch_invariant=batch_invariant)
 
 
 class Step:
@@ -133,6 +135,24 @@ def test_random_steps_agree_with_torch_in_float32(device: torch.device, name: st
     backend = backend_for(device)
     for seed in range(20 if device.type == "cuda" else 3):
         check(Step(SHAPES[name], device, np.random.default_rng(seed)), backend)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_invariant_attention_has_the_same_bits_alone_and_token_by_token(device: torch.device, name: str) -> None:
+    backend = backend_for(device, batch_invariant=True)
+    for seed in range(5 if device.type == "cuda" else 1):
+        step = Step(SHAPES[name], device, np.random.default_rng(seed))
+        check(step, backend)
+        rows, whole = step.rows, step.attend(step.plan(backend))
+        parts = [split_rows(rows)]
+        for row in range(len(rows.positions)):
+            each = slice(row, row + 1)
+            parts.append(PackedRows(rows.query_lens[each], rows.positions[each], rows.block_tables[each]))
+        places = [slice(None), *(slice(*rows.query_starts[row : row + 2].tolist()) for row in range(len(parts) - 1))]
+        for part, at in zip(parts, places, strict=True):
+            planned = backend.plan(step.pool, part)
+            out = planned.attend(LAYER, step.query[at], step.key[at], step.value[at], step.shape.kind.params)
+            assert torch.equal(out, whole[at])
 
 
 def test_steps_planned_while_the_last_one_still_waits_for_the_device(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Triton's kernels between a layer's products against the same in plain torch, and the fused forward on a GPU."""
+"""Triton's kernels of a layer against the same in plain torch, and the fused forward on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.engine.fused.gpu_forward import TorchPieces
+from kvrelay.engine.fused.gpu_forward import MergedLinear, TorchPieces
 from kvrelay.engine.load.causal_model import choose_pieces, load_model
 from kvrelay.engine.load.model_source import open_source
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
@@ -41,6 +41,27 @@ def test_sums_norms_and_activations(device: torch.device, dtype: torch.dtype, to
         check_near(*sums, torch.float32)
     gate_up = randn(tokens, 2 * width, dtype=dtype, device=device)
     check_near(pieces.silu_and_multiply(gate_up), oracle.silu_and_multiply(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("num_in", "num_out"), [(4096, 6144), (96, 200), (300, 129)])
+def test_a_row_of_an_invariant_product_has_the_same_bits_beside_any_others(
+    device: torch.device, dtype: torch.dtype, num_in: int, num_out: int
+) -> None:
+    if device.type == "cpu" and num_in > 1000:
+        pytest.skip("row by row, it takes a minute")
+    pieces = choose_pieces(device, batch_invariant=True)
+    assert pieces.name == ("triton" if device.type == "cuda" else "torch")
+    tokens = 2500 if device.type == "cuda" else 70  # more than one group of tiles
+    x = randn(tokens, num_in, dtype=dtype, device=device)
+    weight = randn(num_out, num_in, dtype=dtype, device=device)
+    for bias in (None, randn(num_out, dtype=dtype, device=device)):
+        merged = MergedLinear(weight, bias)
+        whole = pieces.linear(x, merged)
+        check_near(whole, TorchPieces().linear(x, merged), dtype)
+        for count in (1, 2, 15, 16, 17, 63, 64, 65, tokens - 1):
+            for first in {0, 1, tokens - count}:
+                assert torch.equal(pieces.linear(x[first : first + count], merged), whole[first : first + count])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

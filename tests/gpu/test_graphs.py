@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +28,10 @@ from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.pool_size import make_gauge
 from kvrelay.engine.run.graphs import CudaGraphRecorder, DecodeGraphs, GraphSettings, capture_graphs
 from kvrelay.protocol.sampling import Sampling
-from tests.fakes import fake_cuda_graphs
+from tests.fakes import fake_cuda_graphs, pretended_flashinfer
 from tests.fakes.fake_cuda_graphs import FakeRecorder
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER, skip_without_flashinfer
-from tests.gpu.reference import prompts
+from tests.gpu.reference import paged_logits, prompts
 from tests.tiny_models import build_model
 from tests.unit.engine import driving
 
@@ -195,6 +196,44 @@ def test_steps_behind_one_another_neither_wait_nor_mix(device: torch.device, mod
                 at_once.append(graphs[1].hidden_states(token_ids, rows).clone())
     for got, expected in zip(at_once, one_by_one, strict=True):
         assert torch.equal(got.cpu(), expected)
+
+
+def logits_by_graphs(model: CausalModel, given: list[list[int]], device: torch.device) -> list[torch.Tensor]:
+    """Logits `[tokens, vocab]` of prompts that are computed token by token beside each other, on the CPU."""
+    graphs = captured(model, random_pool(model.layout, device))
+    tables = np.random.default_rng(1).permutation(NUM_BLOCKS)[: len(given) * ROW_BLOCKS].astype(np.int32)
+    parts: list[list[torch.Tensor]] = [[] for _ in given]
+    for position in range(max(map(len, given))):
+        alive = [row for row, prompt in enumerate(given) if position < len(prompt)]
+        ones = np.ones(len(alive), np.int32)
+        rows = PackedRows(ones, position * ones, tables.reshape(len(given), -1)[alive])
+        tokens = np.array([given[row][position] for row in alive])
+        found = model.logits(graphs.hidden_states(tokens, rows).clone()).float().cpu()
+        for row, part in zip(alive, found.split(1), strict=True):
+            parts[row].append(part)
+    return [torch.cat(each) for each in parts]
+
+
+@pytest.mark.parametrize("architecture", ["wide-qwen3", "mistral"])
+@pytest.mark.timeout(KERNELS_TIMEOUT_S)
+def test_batch_invariant_logits_have_the_same_bits_in_any_step(
+    device: torch.device, architecture: str, tmp_path: Path
+) -> None:
+    """In a crowd and alone, in prompts cut anywhere and decoding, by launches and by graphs."""
+    if device.type == "cpu":
+        pytest.skip("there it is no choice: component/embedded/test_same_bits")
+    skip_without_flashinfer(device)
+    directory = build_model(architecture, tmp_path, dtype=torch.bfloat16)
+    source = open_source(str(directory), "bfloat16", device, ROW_BLOCKS * BLOCK_SIZE)
+    model = load_model(source, BLOCK_SIZE, batch_invariant=True)
+    is_real = sys.modules.get("flashinfer") is not pretended_flashinfer
+    given = prompts(SIZES[-1] if is_real else 3, ROW_BLOCKS * BLOCK_SIZE if is_real else 30)
+    expected = paged_logits(model, given)
+    ways = [paged_logits(model, given, seed=1), [paged_logits(model, [prompt], seed=2)[0] for prompt in given]]
+    ways.append(logits_by_graphs(model, given, device))
+    for way in ways:
+        for got, wanted in zip(way, expected, strict=True):
+            assert torch.equal(got, wanted)
 
 
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)

@@ -104,13 +104,18 @@ class PackedRows:
         return blocks
 
 
-def split_rows(rows: PackedRows) -> PackedRows:
-    """The step with a row for each token. If a layer's keys and values are written before its attention reads any, each
-    token attends to the same keys as before."""
+def split_rows(rows: PackedRows, num_tokens: int = 1) -> PackedRows:
+    """The step with its rows cut at the positions that are multiples of `num_tokens`: by default, a row for each token.
+    If a layer's keys and values are written before its attention reads any, each token attends to the same keys as
+    before."""
     if len(rows.query_lens) == rows.query_starts[-1]:
         return rows
-    lens = np.ones(rows.query_starts[-1], np.int32)
-    return PackedRows(lens, rows.token_positions, rows.block_tables[rows.token_rows])
+    positions = rows.token_positions
+    begins = positions % num_tokens == 0
+    begins[rows.query_starts[:-1]] = True
+    first = np.flatnonzero(begins)
+    lens = np.diff(first, append=len(positions)).astype(np.int32)
+    return PackedRows(lens, positions[first], rows.block_tables[rows.token_rows[first]])
 
 
 def pad_rows(rows: PackedRows, num_tokens: int, block: int) -> PackedRows:
@@ -237,6 +242,8 @@ class AttentionBackend(Protocol):
 
     name: str
     """The name in logs and reports."""
+    batch_invariant: bool = False
+    """Whether the bits of a token's result depend on its sequence alone, not on the steps in which this is computed."""
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
         """Prepares a step over `pool`. The plan is valid for all layers of this step, and for no other step.

@@ -26,13 +26,16 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 _log = logging.getLogger(__name__)
 
 
-def select_backend(device: torch.device, layout: KVLayout, kinds: Collection[LayerKind] = ()) -> AttentionBackend:
+def select_backend(
+    device: torch.device, layout: KVLayout, kinds: Collection[LayerKind] = (), *, batch_invariant: bool = False
+) -> AttentionBackend:
     """Returns the fastest backend that works, and logs why a faster one does not.
 
-    On a GPU, a small step with each of `kinds` of layers is run and compared with plain torch first.
+    On a GPU, a small step with each of `kinds` of layers is run and compared with plain torch first. `batch_invariant`:
+    as of FlashInferBackend; plain torch is not.
     """
     if device.type == "cuda":
-        return select_flashinfer(device, layout, kinds)
+        return select_flashinfer(device, layout, kinds, batch_invariant=batch_invariant)
     if device.type != "cpu":
         return TorchBackend()
     if not CpuBackend.can_hold(layout.dtype, layout.head_dim):
@@ -47,7 +50,9 @@ def select_backend(device: torch.device, layout: KVLayout, kinds: Collection[Lay
         return TorchBackend()
 
 
-def select_flashinfer(device: torch.device, layout: KVLayout, kinds: Collection[LayerKind]) -> AttentionBackend:
+def select_flashinfer(
+    device: torch.device, layout: KVLayout, kinds: Collection[LayerKind], *, batch_invariant: bool = False
+) -> AttentionBackend:
     """Returns FlashInfer if it is installed, supports the layout and passes the trial, else plain torch."""
     if not FlashInferBackend.can_hold(layout):
         heads = f"{layout.num_kv_heads} heads of {layout.head_dim}"
@@ -56,14 +61,15 @@ def select_flashinfer(device: torch.device, layout: KVLayout, kinds: Collection[
     # Its parts look for a compiler, libraries and a driver, and raise errors of many kinds, so this catches more than
     # ImportError.
     try:
-        backend = FlashInferBackend(device)
+        backend = FlashInferBackend(device, batch_invariant=batch_invariant)
     except Exception as error:
         _log.warning("attention in plain torch, which is much slower: FlashInfer cannot be loaded: %s", _reason(error))
         return TorchBackend()
     version = getattr(backend.kernels.flashinfer, "__version__", "of unknown version")
     _log.info("trying FlashInfer %s; kernels that are not built yet are compiled now, which takes minutes", version)
     failure = _trial_failure(backend, layout, kinds, device)
-    if failure is not None and _has_kernels_of_its_own(device) and not is_eight_bit(layout.pool_dtype):
+    tried_newer = not (batch_invariant or is_eight_bit(layout.pool_dtype))
+    if failure is not None and _has_kernels_of_its_own(device) and tried_newer:
         _log.warning("chunks of prompts go through FlashInfer's kernels for older GPUs: newer ones fail: %s", failure)
         backend.kernels.prefill_as_on_older_gpus()
         failure = _trial_failure(backend, layout, kinds, device)

@@ -75,6 +75,7 @@ class CpuBackend(AttentionBackend):
     """The compiled kernel: float32 and bfloat16, over a pool of these or of 8 bits; heads of 16, 32, .. up to 256."""
 
     name = "cpu"
+    batch_invariant = True
 
     def __init__(self) -> None:
         """Builds or loads the kernel. Raises KernelBuildError if it cannot be built here, or does not fit this

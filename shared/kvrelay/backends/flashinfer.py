@@ -25,9 +25,16 @@ from kvrelay.backends.backend import (
     computed_in,
     is_eight_bit,
     last_contiguous,
+    split_rows,
 )
 from kvrelay.backends.flashinfer_graphs import FlashInferFixedSteps, plan_options
-from kvrelay.backends.flashinfer_kernels import FlashInferKernels, PagedRows, num_chunk_rows, page_rows
+from kvrelay.backends.flashinfer_kernels import (
+    FlashInferKernels,
+    PagedRows,
+    invariant_row_tokens,
+    num_chunk_rows,
+    page_rows,
+)
 from kvrelay.backends.torch_sdpa import TorchBackend
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -43,9 +50,17 @@ class FlashInferBackend(AttentionBackend):
 
     name = "flashinfer"
 
-    def __init__(self, device: torch.device, module: Any = None) -> None:
-        """`module` replaces `flashinfer` in tests. Raises ImportError if FlashInfer is not installed."""
-        self.kernels = FlashInferKernels(device, module)
+    def __init__(self, device: torch.device, module: Any = None, *, batch_invariant: bool = False) -> None:
+        """`module` replaces `flashinfer` in tests.
+
+        With `batch_invariant`, single tokens go through the prefill kernel too, keys are not split, and rows are cut
+        so that all plans have one tile. Decoding a few long sequences takes longer then, and so do prompts. Layers with
+        attention sinks are not invariant.
+
+        Raises ImportError if FlashInfer is not installed, or too old for `batch_invariant`.
+        """
+        self.kernels = FlashInferKernels(device, module, batch_invariant=batch_invariant)
+        self.batch_invariant = batch_invariant
         self.fallback = TorchBackend()
 
     @staticmethod
@@ -79,7 +94,7 @@ class FlashInferStep:
         self._rows = rows
         self._shape = PoolShape(*pool.shape)
         self._paged = page_rows(rows, self._shape.block_size)
-        self._num_chunks = num_chunk_rows(rows)
+        self._num_chunks = self._paged.num_rows if backend.batch_invariant else num_chunk_rows(rows)
         self._num_chunk_tokens = int(rows.query_starts[self._num_chunks])
         self._written = _to_device(
             pool.device,
@@ -122,8 +137,16 @@ class FlashInferStep:
         if not self._num_chunks:
             return None
         wrapper = self._kernels.prefill_wrapper(kind, *self._heads, eight_bit=is_eight_bit(self._pool.dtype))
-        self._plan_queries(wrapper, kind, *self._take(0, self._num_chunks), causal=True)
+        self._plan_queries(wrapper, kind, *self._chunks(kind), causal=True)
         return wrapper
+
+    def _chunks(self, kind: LayerKind) -> tuple[PagedRows, torch.Tensor]:
+        """The rows of the prefill kernel, and their pages on the device."""
+        if not self._kernels.batch_invariant:
+            return self._take(0, self._num_chunks)
+        rows = split_rows(self._rows, invariant_row_tokens(kind, self._shape.num_kv_heads))
+        paged = page_rows(rows, self._shape.block_size)
+        return paged, _to_device(self._pool.device, paged.page_ids)[0]
 
     def _plan_decode(self, kind: LayerKind) -> Any:
         """The wrapper for single tokens of this kind of layer, planned. None if the step has none."""
@@ -148,7 +171,7 @@ class FlashInferStep:
             *self._heads,
             self._shape.block_size,
             causal=causal,
-            **plan_options(kind, self._dtype, self._pool.dtype),
+            **plan_options(self._kernels, kind, self._dtype, self._pool.dtype),
         )
 
     def _plan_rows(self, wrapper: Any, kind: LayerKind, paged: PagedRows, page_ids: torch.Tensor) -> None:
@@ -159,7 +182,7 @@ class FlashInferStep:
             kind.num_heads,
             *self._heads,
             self._shape.block_size,
-            **plan_options(kind, self._dtype, self._pool.dtype),
+            **plan_options(self._kernels, kind, self._dtype, self._pool.dtype),
         )
 
     def _take(self, first: int, last: int) -> tuple[PagedRows, torch.Tensor]:

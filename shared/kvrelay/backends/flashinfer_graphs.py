@@ -1,4 +1,4 @@
-"""FlashInfer's decode kernels in CUDA graphs.
+"""FlashInfer's kernels for single tokens in CUDA graphs.
 
 Under `use_cuda_graph` a wrapper belongs to one number of rows. The inputs of its kernels beside the pool (the page
 table, and the split of the work that `plan` computes on the host) lie in fixed buffers, and the launches depend on the
@@ -40,7 +40,10 @@ class FlashInferFixedSteps:
         self.pool = pool
         self.shape = PoolShape(*pool.shape)
         self.max_rows = max_rows
-        self.rows = torch.arange(max_rows, dtype=torch.int32, device=pool.device)
+        self.host_query_starts = torch.empty(
+            max_rows + 1, dtype=torch.int32, pin_memory=pool.device.type == "cuda"
+        ).copy_(torch.arange(max_rows + 1))
+        self.query_starts = self.host_query_starts.to(pool.device)
         self.page_starts = zeros(max_rows + 1)
         self.last_page_lens = zeros(max_rows)
         self.positions_and_pages = zeros(aligned(max_rows) + max_rows * max_row_blocks)
@@ -65,7 +68,7 @@ class FlashInferFixedStep:
         pages = aligned(num_rows)
         self._shared = shared
         self._num_rows = num_rows
-        self._rows = shared.rows[:num_rows]
+        self._query_starts = shared.query_starts[: num_rows + 1]
         self._page_starts = shared.page_starts[: num_rows + 1]
         self._last_page_lens = shared.last_page_lens[:num_rows]
         self._positions = shared.positions_and_pages[:num_rows]
@@ -108,7 +111,7 @@ class FlashInferFixedStep:
         query = last_contiguous(query, self._dtype)
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
         wrapper = self._wrapper(kind)  # its plan also fills the inputs of `write`
-        where = (self._rows, self._positions, self._page_ids, self._page_starts, self._last_page_lens)
+        where = (self._query_starts[:-1], self._positions, self._page_ids, self._page_starts, self._last_page_lens)
         pages = kernels.write(pool, layer, key, value, where)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         wrapper.run(query, pages, out=out)
@@ -124,15 +127,28 @@ class FlashInferFixedStep:
     def _make_wrapper(self, kind: LayerKind) -> Any:
         num_kv_heads, head_dim = self._shared.shape.num_kv_heads, self._shared.shape.head_dim
         kernels = self._shared.kernels
-        wrapper = kernels.make_decode(
-            kind,
-            num_kv_heads,
-            head_dim,
-            use_cuda_graph=True,
-            paged_kv_indptr_buffer=self._page_starts,
-            paged_kv_indices_buffer=self._page_ids,
-            paged_kv_last_page_len_buffer=self._last_page_lens,
-        )
+        if kernels.batch_invariant:
+            wrapper = kernels.make_prefill(
+                kind,
+                num_kv_heads,
+                head_dim,
+                backend="fa2",
+                use_cuda_graph=True,
+                qo_indptr_buf=self._query_starts,
+                paged_kv_indptr_buf=self._page_starts,
+                paged_kv_indices_buf=self._page_ids,
+                paged_kv_last_page_len_buf=self._last_page_lens,
+            )
+        else:
+            wrapper = kernels.make_decode(
+                kind,
+                num_kv_heads,
+                head_dim,
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=self._page_starts,
+                paged_kv_indices_buffer=self._page_ids,
+                paged_kv_last_page_len_buffer=self._last_page_lens,
+            )
         group = kind.num_heads // num_kv_heads
         least_bytes = fixed_workspace_bytes(self._shared.max_rows, num_kv_heads, group, head_dim)
         workspace = kernels.workspace_for(group, head_dim, least_bytes)
@@ -142,8 +158,13 @@ class FlashInferFixedStep:
     def _plan(self, kind: LayerKind, wrapper: Any) -> None:
         assert self._host is not None, "a fixed step attends before it is planned"
         page_starts, last_page_lens, num_pages = self._host
-        shape = self._shared.shape
+        kernels = self._shared.kernels
+        shape, options = self._shared.shape, plan_options(kernels, kind, self._dtype, self._shared.pool.dtype)
+        queries = []
+        if kernels.batch_invariant:
+            queries, options["causal"] = [self._shared.host_query_starts[: self._num_rows + 1]], True
         wrapper.plan(
+            *queries,
             # The pages are on the device already. From the host, plan would copy them and wait.
             page_starts,
             self._page_ids[:num_pages],
@@ -152,7 +173,7 @@ class FlashInferFixedStep:
             shape.num_kv_heads,
             shape.head_dim,
             shape.block_size,
-            **plan_options(kind, self._dtype, self._shared.pool.dtype),
+            **options,
         )
 
 
@@ -167,9 +188,12 @@ def fixed_workspace_bytes(num_rows: int, num_kv_heads: int, group: int, head_dim
     return num_kv_heads * group * num_tiles * tile * (head_dim + 1) * 4
 
 
-def plan_options(kind: LayerKind, dtype: torch.dtype, pool_dtype: torch.dtype) -> dict[str, Any]:
+def plan_options(
+    kernels: FlashInferKernels, kind: LayerKind, dtype: torch.dtype, pool_dtype: torch.dtype
+) -> dict[str, Any]:
     """The arguments of every plan for a kind of layer, with queries (and outputs) of `dtype`."""
     return {
+        **({"disable_split_kv": True} if kernels.batch_invariant else {}),
         "sm_scale": kind.scaling,
         "window_left": kind.window_left,
         "logits_soft_cap": kind.softcap,

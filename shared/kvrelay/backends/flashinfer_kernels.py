@@ -6,6 +6,7 @@ runs them in each layer. Block tables are their input as compressed rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,6 +20,7 @@ from kvrelay.backends.backend import Int32Array, LayerKind, PackedRows, last_con
 _LEAST_WORKSPACE_BYTES = 256 * 2**20  # twice FlashInfer's recommendation: prefill of 8192 tokens splits long rows
 _TENSOR_CORE_GROUP = 4  # from this many query heads per KV head on, decoding on tensor cores is faster
 _LAYOUT = "HND"  # head dimension before tokens, as in the pool
+_FIRST_INVARIANT = (0, 7, 1)  # before, graphs without split rows ran programs without a plan
 
 
 def workspace_bytes(num_sms: int, group: int, head_dim: int) -> int:
@@ -41,9 +43,14 @@ class FlashInferKernels:
     grew keep the smaller one, which is enough for them.
     """
 
-    def __init__(self, device: torch.device, module: Any = None) -> None:
-        """`module` replaces `flashinfer` in tests. Raises ImportError if FlashInfer is not installed."""
+    def __init__(self, device: torch.device, module: Any = None, *, batch_invariant: bool = False) -> None:
+        """`module` replaces `flashinfer` in tests; `batch_invariant`: see FlashInferBackend. Raises ImportError if
+        FlashInfer is not installed, or too old."""
         self.flashinfer: Any = import_module("flashinfer") if module is None else module
+        self.batch_invariant = batch_invariant
+        version = self.flashinfer.__version__ if batch_invariant else ""
+        if batch_invariant and tuple(map(int, re.findall(r"\d+", version)[:3])) < _FIRST_INVARIANT:
+            raise ImportError(f"batch_invariant needs FlashInfer {'.'.join(map(str, _FIRST_INVARIANT))}, not {version}")
         self._device = device
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._prefill: dict[LayerKind, Any] = {}
@@ -72,12 +79,15 @@ class FlashInferKernels:
     def prefill_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int, *, eight_bit: bool) -> Any:
         """The prefill kernel's wrapper for this kind of layer."""
         if kind not in self._prefill:
-            make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            workspace = self.workspace_for(kind.num_heads // num_kv_heads, head_dim)
-            # Hopper's own kernels (fa3) read 8-bit keys for 8-bit queries only.
-            kernels = "fa2" if eight_bit else self._prefill_kernels
-            self._prefill[kind] = make(workspace, _LAYOUT, backend=kernels)
+            # Hopper's own kernels (fa3) read 8-bit keys for 8-bit queries only, and cut rows by the batch.
+            kernels = "fa2" if eight_bit or self.batch_invariant else self._prefill_kernels
+            self._prefill[kind] = self.make_prefill(kind, num_kv_heads, head_dim, backend=kernels)
         return self._prefill[kind]
+
+    def make_prefill(self, kind: LayerKind, num_kv_heads: int, head_dim: int, **options: Any) -> Any:
+        """A new wrapper of the prefill kernel."""
+        workspace = self.workspace_for(kind.num_heads // num_kv_heads, head_dim)
+        return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT, **options)
 
     def decode_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
         """The decode kernel's wrapper for this kind of layer."""
@@ -156,6 +166,22 @@ def page_rows(rows: PackedRows, block_size: int) -> PagedRows:
         page_ids=rows.block_tables[used],
         last_page_lens=(num_keys - (num_pages - 1) * block_size).astype(np.int32),
     )
+
+
+def invariant_row_tokens(kind: LayerKind, num_kv_heads: int) -> int:
+    """The number of tokens at whose multiples rows are cut, so that the kernel adds up the same for each token whatever
+    its step has.
+
+    FlashInfer chooses a tile of 16, 64 or 128 queries (tokens times heads of a group) by the mean of a plan's rows: the
+    smallest that holds a token holds every row. A tile reads keys in tiles of a multiple of 16 from the first on, and a
+    further one, all masked, may change the last bit; so the tokens of a row have their last keys in the same tile. With
+    a window, the first tile begins at the first key of the row's first token: a row has one token.
+    """
+    if kind.sliding_window is not None:
+        return 1
+    group = kind.num_heads // num_kv_heads
+    num_tokens = next((tile for tile in (16, 64) if group <= tile), group) // group
+    return 1 << (num_tokens.bit_length() - 1)
 
 
 def num_chunk_rows(rows: PackedRows) -> int:

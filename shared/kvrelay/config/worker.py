@@ -98,6 +98,13 @@ class WorkerConfig(RankedConfig):
         description="on a CPU, run the decoder layers of Llama, Mistral, Qwen2 and Qwen3 models through fused C "
         "kernels; off: through the modules of transformers",
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="compute logits whose bits do not depend on what else is in a step, nor on how steps cut the "
+        "prompt. On a CPU the fused layers always do; on a GPU this takes slower kernels. Refused for other models, "
+        "bfloat16 with AMX, float32 on a GPU, and ranks on GPUs",
+        json_schema_extra={"flags": ["--enable-deterministic-inference"]},
+    )
     quantization: Literal["none", "int8", "int4"] = Field(
         default="none",
         description="on a CPU, round the weights of the fused layers at load: int8 (a scale for each output) or int4 "
@@ -328,6 +335,10 @@ class WorkerConfig(RankedConfig):
         if self.data_parallel_size > 1 and self.quantization != "none":
             raise ValueError(f"quantization = {self.quantization}: rounded weights are not divided: {self.division}")
         self._check_without_redis()
+        if self.batch_invariant and not self.fused_layers:
+            raise ValueError("batch_invariant needs fused_layers: the modules of transformers do not hold it")
+        if self.batch_invariant and self.device.startswith("cuda") and self.num_processes > 1:
+            raise ValueError(f"batch_invariant on GPUs needs one rank: NCCL's sums do not hold it: {self.division}")
         if self.prefill_delayer and self.role == "prefill":
             raise ValueError("prefill_delayer needs a worker that runs both phases: set it on decode workers")
         if self.chunking == "dynamic" and self.scheduler in WHOLE_PROMPTS:

@@ -59,6 +59,7 @@ def make_runner(
     load_format: LoadFormat = "auto",
     graphs: GraphSettings | None = None,
     fused_layers: bool = True,
+    batch_invariant: bool = False,
     quantization: Quantization = "none",
     ranks: RankGroups = ONE_PROCESS,
 ) -> TransformersRunner:
@@ -68,6 +69,7 @@ def make_runner(
     `kv_cache_dtype` is one of `KV_DTYPES`, or "auto" for the model's dtype. `swap_bytes` is the host's swap space;
     None: a quarter of the pool's memory. Without a `backend`, the fastest one that works is used. With `graphs`,
     decoding steps are captured in CUDA graphs if model and backend allow it; the pool then has a scratch block more.
+    `batch_invariant`: see `load_model`.
 
     With `ranks`, this process loads its rank's part of the model. All ranks call this at the same time, with the same
     arguments but for device and groups, and get the same number of blocks and no graphs. `memory_bytes` and
@@ -85,7 +87,7 @@ def make_runner(
         graphs = None
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
-    loaded = load_model(source, block_size, backend, fused_layers=fused_layers)
+    loaded = load_model(source, block_size, backend, fused_layers=fused_layers, batch_invariant=batch_invariant)
     if num_blocks is None and size_pool is not None:
         num_blocks = _num_blocks_beside(loaded, size_pool, swap_bytes, gauge, graphs)
     with ranks.in_agreement():

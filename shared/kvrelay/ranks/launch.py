@@ -65,7 +65,7 @@ PORT_FIELDS = ("port", "transfer_port", "http_port")
 EQUAL_FIELDS = (
     *("role", "data_parallel_size", "dtype", "kv_cache_dtype", "block_size", "num_blocks", "max_model_len"),
     *("load_format", "token_budget", "max_running", "chunking", "speculation", "memory_utilization"),
-    "prefill_delayer",
+    *("prefill_delayer", "batch_invariant"),
 )
 """Settings that must be the same on all ranks with data-parallel attention, which load, measure and decide together."""
 
@@ -95,6 +95,7 @@ def make_part(config: WorkerConfig, device: torch.device, threads: int | None, *
         device=device,
         num_threads=threads,
         fused_layers=config.fused_layers,
+        batch_invariant=config.batch_invariant,
         quantization=config.quantization,
         load_format=config.load_format,
         **others,

@@ -33,7 +33,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # outputs are means of 
 
 def install(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> None:
     """A FlashInfer that is the fake but for `parts`."""
-    known = {name: part for name, part in vars(fake_flashinfer).items() if not name.startswith("_")}
+    known = {name: part for name, part in vars(fake_flashinfer).items() if name == "__version__" or name[0] != "_"}
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**known | parts))
 
 
@@ -181,8 +181,111 @@ def test_an_installed_flashinfer_takes_the_calls(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fake_flashinfer, "check_call", bind)
     case = AttentionCase([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16)
     case.run(make_backend())
-    of_others = {"BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer"}
-    assert set(calls) == set(names) - of_others
+    of_graphs = {name for name in names if name.endswith("reset_workspace_buffer")}
+    assert set(calls) == set(names) - of_graphs
+
+
+# -- batch-invariant attention ----------------------------------------------------------------------------------------
+
+
+class _Rounding(fake_flashinfer._Wrapper):
+    """Each token's result shows on what its bits depend, by the sources of 0.7.2: the tile of queries, the mask, the
+    parts of the row, the tiles of keys, and the key at which the first one begins."""
+
+    has_causal_kernel = False
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        out, plan = super().run(*args, **options), self._plan
+        starts, (page_starts, _, last_page_lens), (num_heads, num_kv_heads, _, page_size) = (
+            plan["indptr"].tolist(),
+            plan["pages"],
+            plan["shape"],
+        )
+        group, num_rows = num_heads // num_kv_heads, len(last_page_lens)
+        mean = starts[-1] * group // num_rows
+        tile = 128 if mean > 64 else 64 if mean > 16 else 16
+        num_parts = 1 if plan.get("disable_split_kv") else 1 + 8 // num_rows
+        for row in range(num_rows):
+            num_keys = int(page_starts[row + 1] - page_starts[row] - 1) * page_size + int(last_page_lens[row])
+            for token in range(starts[row], starts[row + 1]):
+                tile_first = starts[row] + (token - starts[row]) * group // tile * tile // group
+                left = num_keys - (starts[row + 1] - tile_first) - plan["window_left"]
+                first_key = max(0, left) if plan["window_left"] >= 0 else 0
+                shown = (tile, self.has_causal_kernel, num_parts, -(-(num_keys - first_key) // 64), first_key)
+                out[token] *= 1 + hash(shown) % 61 / 61
+        return out
+
+
+class _RoundingPrefill(_Rounding, fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+    has_causal_kernel = True
+
+
+class _RoundingDecode(_Rounding, fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
+    pass
+
+
+_ROUNDING: dict[str, Any] = {
+    "BatchPrefillWithPagedKVCacheWrapper": _RoundingPrefill,
+    "BatchDecodeWithPagedKVCacheWrapper": _RoundingDecode,
+}
+
+
+def attend_in_steps(backend: FlashInferBackend, case: AttentionCase, cuts: list[int], *, crowded: bool) -> torch.Tensor:
+    """The result of a prompt that is computed up to each of `cuts`, beside its own other sequences or alone."""
+    pool, length = case.pool.clone(), cuts[-1]
+    parts = []
+    for first, last in zip([0, *cuts], cuts, strict=False):
+        tokens = [torch.arange(first, last)]
+        lens, positions, tables = [last - first], [first], [case.packed.block_tables[0]]
+        for row in range(1, len(case.rows) if crowded else 1):
+            position, num_tokens = case.rows[row]
+            start = int(case.packed.query_starts[row])
+            tokens.append(torch.arange(start, start + num_tokens))
+            lens.append(num_tokens)
+            positions.append(position)
+            tables.append(case.packed.block_tables[row])
+        rows = PackedRows(np.array(lens, np.int32), np.array(positions, np.int32), np.stack(tables))
+        at = torch.cat(tokens)
+        step = backend.plan(pool, rows)
+        out = step.attend(case.layer, case.query[at], case.key[at], case.value[at], case.params)
+        parts.append(out[: last - first])
+    assert length == case.rows[0][1]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 24])
+def test_invariant_attention_of_a_token_has_the_same_bits_in_any_step(group: int, window: int | None) -> None:
+    length = 150  # keys in three tiles
+    others = [(0, 30), (100, 1), (3, 1), (64, 2)]
+    case = AttentionCase([(0, length), *others], group=group, head_dim=64, dtype=torch.bfloat16, window=window)
+    ways = [([length], False), ([length], True), ([1, 2, 50, 63, 64, 67, 129, length], True)]
+    ways.append((list(range(1, length + 1)), False))
+    found = {}
+    for batch_invariant in (True, False):
+        module = SimpleNamespace(**vars(fake_flashinfer) | _ROUNDING)
+        backend = FlashInferBackend(CPU, module, batch_invariant=batch_invariant)
+        found[batch_invariant] = [attend_in_steps(backend, case, cuts, crowded=crowded) for cuts, crowded in ways]
+    assert all(torch.equal(out, found[True][0]) for out in found[True])
+    assert not any(torch.equal(out, found[False][0]) for out in found[False][1:]), "the fake shows no difference"
+
+
+def test_invariant_attention_agrees_with_attention_written_out() -> None:
+    case = AttentionCase([(5, 40), (0, 9), (100, 1)], head_dim=64, dtype=torch.bfloat16, window=30, softcap=5.0)
+    out, pool = case.run(FlashInferBackend(CPU, fake_flashinfer, batch_invariant=True))
+    torch.testing.assert_close(out.double(), dense_attention(case), atol=TOLERANCE[case.dtype], rtol=0)
+    assert torch.equal(pool, case.run(TorchBackend())[1])
+
+
+def test_an_older_flashinfer_is_not_invariant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, __version__="0.7.0.post2")
+    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, KINDS), FlashInferBackend)
+    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, KINDS, batch_invariant=True), TorchBackend)
+    assert "batch_invariant needs FlashInfer 0.7.1, not 0.7.0.post2" in caplog.text
+    install(monkeypatch, __version__="0.10.0")
+    assert choose_backend.select_flashinfer(CPU, LAYOUT, KINDS, batch_invariant=True).batch_invariant
 
 
 # -- flashinfer is tried at the start --------------------------------------------------------------------------------

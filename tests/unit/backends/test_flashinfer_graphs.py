@@ -36,8 +36,8 @@ SCRATCH = NUM_BLOCKS
 TOLERANCE = 2e-2  # of means of unit normals, rounded to 8 bits
 
 
-def make_backend() -> FlashInferBackend:
-    return FlashInferBackend(CPU, fake_cuda_graphs)
+def make_backend(*, batch_invariant: bool = False) -> FlashInferBackend:
+    return FlashInferBackend(CPU, fake_cuda_graphs, batch_invariant=batch_invariant)
 
 
 def make_pool(stored: torch.dtype | None = None) -> torch.Tensor:
@@ -84,6 +84,7 @@ def steps(draw: st.DrawFn) -> list[PackedRows]:
     st.lists(st.none() | st.integers(1, 60), min_size=2, max_size=2),
     st.none() | st.just(20.0),
     st.sampled_from([None, *KV_DTYPES.values()]),
+    st.booleans(),
     st.integers(0, 2**16),
 )
 def test_replayed_steps_agree_with_plain_attention(
@@ -92,10 +93,12 @@ def test_replayed_steps_agree_with_plain_attention(
     windows: list[int | None],
     softcap: float | None,
     stored: torch.dtype | None,
+    batch_invariant: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    pool, backend, recorder = make_pool(stored), make_backend(), FakeRecorder()
+    pool, recorder = make_pool(stored), FakeRecorder()
+    backend = make_backend(batch_invariant=batch_invariant)
     params = [AttentionParams(0.1, window, softcap) for window in windows]
     make_step = backend.fixed_steps(pool, 45, MAX_ROW_BLOCKS)
     no_rows = PackedRows(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
@@ -149,6 +152,18 @@ def test_a_split_step_has_the_same_tokens_at_the_same_places(steps: list[PackedR
         assert split.block_tables.tolist() == rows.block_tables[rows.token_rows].tolist()
 
 
+@settings(max_examples=examples(100), deadline=None)
+@given(steps(), st.sampled_from([1, 2, 8]))
+def test_rows_are_cut_at_multiples_of_a_number_of_tokens(steps: list[PackedRows], num_tokens: int) -> None:
+    for rows in steps:
+        cut = split_rows(rows, num_tokens)
+        assert cut.token_positions.tolist() == rows.token_positions.tolist()
+        assert cut.token_blocks(BLOCK_SIZE).tolist() == rows.token_blocks(BLOCK_SIZE).tolist()
+        last = cut.positions + cut.query_lens - 1
+        assert (cut.positions // num_tokens == last // num_tokens).all()
+        assert len(cut.positions) == len(set(zip(rows.token_rows, rows.token_positions // num_tokens, strict=True)))
+
+
 def test_a_step_too_many_pages_long_is_refused() -> None:
     step = make_backend().fixed_steps(make_pool(), 2, 1)(2)
     rows = PackedRows(np.ones(2, np.int32), np.full(2, 3 * BLOCK_SIZE, np.int32), np.zeros((2, 4), np.int32))
@@ -197,11 +212,13 @@ def test_an_installed_flashinfer_takes_the_calls(monkeypatch: pytest.MonkeyPatch
 
     for fake in (fake_flashinfer, fake_cuda_graphs):
         monkeypatch.setattr(fake, "check_call", bind)
-    step = make_backend().fixed_steps(make_pool(), 2, 1)(1)
-    step.replan(PackedRows(np.ones(1, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)))
-    tensor = torch.zeros(1, NUM_KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    step.attend(0, tensor, tensor, tensor, AttentionParams(1.0))
-    assert {"__init__", "reset_workspace_buffer", "plan", "run", ""} == set(calls)
+    for batch_invariant in (False, True):
+        calls.clear()
+        step = make_backend(batch_invariant=batch_invariant).fixed_steps(make_pool(), 2, 1)(1)
+        step.replan(PackedRows(np.ones(1, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)))
+        tensor = torch.zeros(1, NUM_KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+        step.attend(0, tensor, tensor, tensor, AttentionParams(1.0))
+        assert {"__init__", "reset_workspace_buffer", "plan", "run", ""} == set(calls)
 
 
 def test_a_backend_whose_steps_cannot_be_captured_says_so() -> None:

@@ -251,6 +251,20 @@ def test_sizes_of_data_parallel_groups_that_cannot_be_are_refused(flags: list[st
         worker(["--tensor-parallel-size=2", "--data-parallel-size=4", *flags])
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no-fused-layers"], "batch_invariant needs fused_layers"),
+        (["--device=cuda:1", "--tensor-parallel-size=2"], "needs one rank: .*: tensor_parallel_size = 2"),
+        (["--device=cuda", "--data-parallel-size=2"], "needs one rank: .*: data_parallel_size = 2"),
+    ],
+)
+def test_batch_invariant_logits_are_refused_where_they_cannot_be(flags: list[str], message: str) -> None:
+    assert worker(["--enable-deterministic-inference", "--tensor-parallel-size=2"]).batch_invariant
+    with pytest.raises(ConfigError, match=message):
+        worker(["--batch-invariant", *flags])
+
+
 def test_the_workers_of_a_data_parallel_group_have_ids_of_their_own() -> None:
     config = worker(["--worker-id=d", "--data-parallel-size=3"])
     assert config.rank_worker_ids == ["d", "d-dp1", "d-dp2"]

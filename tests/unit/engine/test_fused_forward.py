@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +19,11 @@ from kvrelay.backends.backend import AttentionParams, PackedRows, allocate_pool
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.kernel import DecoderKernel
 from kvrelay.engine.fused.weights import FAMILIES, NotFusable, WeightPacker, decoder_weights, require_fusable
+from kvrelay.engine.load import causal_model
 from kvrelay.engine.load.causal_model import CausalModel, load_model
-from kvrelay.engine.load.model_source import open_source
+from kvrelay.engine.load.model_source import ModelSource, open_source
+from kvrelay.engine.parallel.model_part import RankGroups
+from kvrelay.engine.run.attention import UnsupportedModel
 from tests.tiny_models import ARCHITECTURES, build_model
 
 BLOCK_SIZE = 16
@@ -177,3 +184,66 @@ def test_what_the_kernels_do_not_compute_is_named(change: str, reason: str, tmp_
     assert type(model).__name__ in FAMILIES or change == "family"
     with pytest.raises(NotFusable, match=reason):
         require_fusable(model, [params] * 2)
+
+
+# -- the switch for logits that do not depend on the batch -------------------------------------------------------------
+
+
+def with_ranks(source: ModelSource, device: torch.device) -> ModelSource:
+    group: Any = SimpleNamespace(in_agreement=nullcontext)
+    return replace(source, ranks=RankGroups(tensor_parallel=group), device=device)
+
+
+def with_dynamic_angles(source: ModelSource) -> ModelSource:
+    config: Any = deepcopy(source.config)
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    return replace(source, config=config)
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("change", "fused", "message"),
+    [
+        (lambda source: source, False, "they are off"),
+        (lambda source: replace(source, dtype=torch.bfloat16), True, "AMX adds up one row in another order"),
+        (with_dynamic_angles, True, "rotary embeddings of type 'dynamic'"),
+        (lambda source: replace(source, device=GPU), True, "on GPUs, attention holds it in 16 bits"),
+        (lambda source: with_ranks(source, GPU), True, "NCCL sums over ranks"),
+    ],
+    ids=["modules", "AMX", "angles", "float32 on a GPU", "NCCL"],
+)
+def test_models_whose_logits_depend_on_the_batch_are_refused_before_they_are_read(
+    change: Any, fused: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal_model, "_read", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(causal_model, "_instructions", lambda: "AMX and AVX512-BF16")
+    source = open_source(str(build_model("llama", tmp_path)))
+    with pytest.raises(UnsupportedModel, match=f"batch_invariant: .*{message}"):
+        load_model(change(source), BLOCK_SIZE, fused_layers=fused, batch_invariant=True)
+
+
+def test_models_of_other_families_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal_model, "_read", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(UnsupportedModel, match="GemmaForCausalLM is not one of LlamaForCausalLM"):
+        load_model(open_source(str(build_model("gemma", tmp_path))), BLOCK_SIZE, batch_invariant=True)
+
+
+def test_a_cpu_holds_it_by_its_fused_layers_or_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(str(build_model("llama", tmp_path)))
+    causal_model._check_batch_invariant(with_ranks(source, source.device), fused_layers=True)
+    caplog.set_level(logging.INFO)
+    assert load_model(source, BLOCK_SIZE, batch_invariant=True).forward.name == "fused"
+    assert causal_model.MAY_VARY not in caplog.text
+
+    def refuse(*_: Any) -> None:
+        raise NotFusable("its attention has sinks")
+
+    monkeypatch.setattr(causal_model, "require_fusable", refuse)
+    with pytest.raises(UnsupportedModel, match="batch_invariant is not possible: its attention has sinks"):
+        load_model(source, BLOCK_SIZE, batch_invariant=True)

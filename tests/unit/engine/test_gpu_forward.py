@@ -12,7 +12,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.backend import KVLayout
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.fused.gpu_forward import GPU_DTYPES, GpuForward, TorchPieces, merge, merge_weights
+from kvrelay.engine.fused.gpu_forward import (
+    GPU_DTYPES,
+    GpuForward,
+    MergedLinear,
+    TorchPieces,
+    merge,
+    merge_weights,
+)
 from kvrelay.engine.fused.weights import NotFusable
 from kvrelay.engine.load.causal_model import choose_pieces
 from kvrelay.engine.load.probe import (
@@ -109,6 +116,18 @@ def test_angles_that_depend_on_the_longest_position_are_not_fused(tmp_path: Path
     rotary.rope_type = "dynamic"
     with pytest.raises(NotFusable, match="dynamic"):
         merge_weights(model, observed.params, LENGTH)
+
+
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+def test_invariant_products_of_a_token_have_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((70, 300), (129, 300), (129,)))
+    pieces = choose_pieces(torch.device("cpu"), batch_invariant=True)
+    for merged in (MergedLinear(weight, bias), MergedLinear(weight, None)):
+        whole = pieces.linear(x, merged)
+        torch.testing.assert_close(whole, TorchPieces().linear(x, merged), atol=0.3, rtol=1e-2)
+        for first, last in ((0, 1), (69, 70), (3, 19), (5, 69), (8, 8)):
+            assert torch.equal(pieces.linear(x[first:last], merged), whole[first:last])
 
 
 def test_a_cpu_gets_the_pieces_in_torch() -> None:

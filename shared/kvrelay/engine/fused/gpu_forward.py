@@ -27,9 +27,6 @@ class MergedLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.weight, self.bias)
-
 
 @dataclass(frozen=True, slots=True)
 class GpuWeights:
@@ -121,32 +118,50 @@ class GpuForward:
         angles, eps, delta = (weights.cos, weights.sin), weights.norm_eps, None
         for index, layer in enumerate(weights.layers):
             normed = pieces.add_and_norm(hidden, delta, layer.input_norm, eps)
-            qkv = layer.qkv(normed).view(count, -1, weights.head_dim)
+            qkv = pieces.linear(normed, layer.qkv).view(count, -1, weights.head_dim)
             norms = None
             if layer.query_norm is not None and layer.key_norm is not None:
                 norms = (layer.query_norm, layer.key_norm)
             pieces.norm_and_rotate(qkv, norms, angles, positions, num_heads, eps)
             query, key, value = qkv.split((*num_heads, weights.num_kv_heads), dim=1)
             attended = step.attend(index, query, key, value, layer.attention)
-            delta = layer.output(attended.reshape(count, -1))
+            delta = pieces.linear(attended.reshape(count, -1), layer.output)
             normed = pieces.add_and_norm(hidden, delta, layer.mlp_norm, eps)
-            delta = layer.down(pieces.silu_and_multiply(layer.gate_up(normed)))
+            gate_up = pieces.linear(normed, layer.gate_up)
+            delta = pieces.linear(pieces.silu_and_multiply(gate_up), layer.down)
         return pieces.add_and_norm(hidden, delta, weights.norm, eps)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits in the model's dtype."""
-        return self._weights.head(hidden)
+        return self._pieces.linear(hidden, self._weights.head)
 
 
 class TorchPieces:
-    """What lies between the matrix products of a decoder layer, in plain torch on any device: the oracle of
+    """The matrix products of a decoder layer and what lies between them, in plain torch on any device: the oracle of
     `TritonPieces`, and what runs without Triton.
 
     The residual stream is float32 `[tokens, hidden]`; all else has the model's dtype.
     """
 
     name = "torch"
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        """With `batch_invariant`, the bits of a token's products do not depend on the number of tokens. Nothing else
+        here depends on it: each token is normed, rotated and activated on its own."""
+        self.batch_invariant = batch_invariant
+
+    def linear(self, x: torch.Tensor, merged: MergedLinear) -> torch.Tensor:
+        """`x @ weight.T + bias` of `x` `[tokens, num_in]`, in its dtype."""
+        if self.batch_invariant:
+            return self._invariant_linear(x, merged)
+        return torch.nn.functional.linear(x, merged.weight, merged.bias)
+
+    def _invariant_linear(self, x: torch.Tensor, merged: MergedLinear) -> torch.Tensor:
+        # Libraries choose a kernel by the number of rows, and some of them by the alignment of the first. So each
+        # product has one row, in memory of its own.
+        rows = [torch.nn.functional.linear(row.clone(), merged.weight, merged.bias) for row in x.split(1)]
+        return torch.cat(rows)
 
     def add_and_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor, eps: float

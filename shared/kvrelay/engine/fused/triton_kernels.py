@@ -1,4 +1,5 @@
-"""Triton kernels: what lies between the matrix products of a decoder layer on a GPU, and token masks.
+"""Triton kernels: what lies between the matrix products of a decoder layer on a GPU, batch-invariant products, and
+token masks.
 
 Import this module lazily: Triton comes with CUDA builds of torch only. Sums and angles are float32; each kernel reads
 and writes each number once.
@@ -11,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.engine.fused.gpu_forward import TorchPieces
+from kvrelay.engine.fused.gpu_forward import MergedLinear, TorchPieces
 
 _HEADS_A_PROGRAM = 8
 _WIDTH_A_PROGRAM = 1024
@@ -91,10 +92,72 @@ def _silu_and_multiply(gate_up, out, width, BLOCK: tl.constexpr):  # one program
     tl.store(out + token * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), inside)
 
 
+# One shape for any number of rows: another would multiply in other instructions, which add up in another order. The
+# sums of an output are in one program, in the order of its inputs.
+_TILE = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "num_warps": 4, "num_stages": 3}
+_TILES_A_GROUP = 16  # tiles of rows beside each other in the order of programs, whose inputs the L2 cache holds
+
+
+# By default Triton compiles a kernel again for numbers that are 1 or multiples of 16.
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    num_out,
+    num_in,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # one program a tile of the output
+    num_in_group = GROUP * tl.cdiv(num_out, COLUMNS)
+    first = tl.program_id(0) // num_in_group * GROUP
+    number, height = tl.program_id(0) % num_in_group, tl.minimum(tl.cdiv(num_rows, ROWS) - first, GROUP)
+    rows = ((first + number % height) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = (number // height * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    inputs = tl.arange(0, DEPTH)
+    has_row, has_column = rows < num_rows, columns < num_out
+    x_at = x + rows[:, None] * num_in + inputs[None]
+    weight_at = weight + columns[None] * num_in + inputs[:, None]
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, num_in, DEPTH):
+        inside = inputs < num_in - start
+        left = tl.load(x_at + start, has_row[:, None] & inside[None], 0.0)
+        right = tl.load(weight_at + start, has_column[None] & inside[:, None], 0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, has_column, 0.0).to(tl.float32)[None]
+    out_at = out + rows[:, None] * num_out + columns[None]
+    tl.store(out_at, sums.to(out.dtype.element_ty), has_row[:, None] & has_column[None])
+
+
 class TritonPieces(TorchPieces):
     """The same as Triton kernels. Triton compiles each at its first use, and keeps it in `~/.triton`."""
 
     name = "triton"
+
+    def _invariant_linear(self, x: torch.Tensor, merged: MergedLinear) -> torch.Tensor:
+        weight, bias, num_rows = merged.weight, merged.bias, len(x)
+        num_out, num_in = weight.shape
+        out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+        grid = (triton.cdiv(num_rows, _TILE["ROWS"]) * triton.cdiv(num_out, _TILE["COLUMNS"]),)
+        _linear[grid](
+            x.contiguous(),
+            weight.contiguous(),
+            weight if bias is None else bias,
+            out,
+            num_rows,
+            num_out,
+            num_in,
+            HAS_BIAS=bias is not None,
+            GROUP=_TILES_A_GROUP,
+            **_TILE,
+        )
+        return out
 
     def add_and_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor, eps: float

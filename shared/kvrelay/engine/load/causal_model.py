@@ -20,10 +20,11 @@ from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.gpu_forward import GpuForward, TorchPieces, merge_weights
-from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
+from kvrelay.engine.fused.kernel import FIXED_TYPES, PanelProducts
+from kvrelay.engine.fused.weights import FAMILIES, NotFusable, WeightPacker, decoder_weights, require_fusable
 from kvrelay.engine.load.checkpoint import read_integer_model, read_model, read_part
 from kvrelay.engine.load.model_files import find_model_dir, fingerprint, shard_fingerprint
-from kvrelay.engine.load.model_source import DUMMY_SEED, ModelSource
+from kvrelay.engine.load.model_source import DUMMY_SEED, ModelSource, causal_lm_class
 from kvrelay.engine.load.probe import (
     ForwardCheck,
     ObservedLayers,
@@ -104,6 +105,7 @@ class _Modules:
     layout: KVLayout
     backend: AttentionBackend
     packer: WeightPacker
+    batch_invariant: bool
 
 
 def load_model(
@@ -112,15 +114,20 @@ def load_model(
     backend: AttentionBackend | None = None,
     *,
     fused_layers: bool = True,
+    batch_invariant: bool = False,
 ) -> CausalModel:
     """Loads the weights, finds the KV layout with a tiny forward, and checks paged attention against the model's own.
 
     Without a `backend`, the fastest one that works is used. With `fused_layers`, layers run through the fused kernels
-    if these know the model and the results agree. If there are several ranks, all of them run the checks together and
-    get the same results. Raises UnsupportedModel with the reason.
+    if these know the model and the results agree. With `batch_invariant`, the bits of a position's logits depend on its
+    sequence alone. If there are several ranks, all of them run the checks together and get the same results. Raises
+    UnsupportedModel with the reason.
     """
     register()
     ranks = source.ranks
+    if batch_invariant:
+        with ranks.in_agreement():
+            _check_batch_invariant(source, fused_layers=fused_layers)
     with ranks.in_agreement():
         weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
         model, plan = _read(source, weights)
@@ -136,10 +143,10 @@ def load_model(
         )
     layout = KVLayout(num_layers, observed.num_kv_heads, observed.head_dim, block_size, observed.dtype, source.stored)
     with ranks.in_agreement():
-        backend = backend or select_backend(source.device, layout, observed.kinds)
+        backend = backend or select_backend(source.device, layout, observed.kinds, batch_invariant=batch_invariant)
     check_paged_forward(model, layout, backend, source.max_model_len)
     packer = WeightPacker(source.quantization, None if weights is None else layer_readers(model, weights))
-    modules = _Modules(model, source, plan, mlps, observed, layout, backend, packer)
+    modules = _Modules(model, source, plan, mlps, observed, layout, backend, packer, batch_invariant)
     forward = _choose_forward(modules, fused_layers=fused_layers)
     if mlps is not None and isinstance(forward, FusedForward):
         # As the forwards of the other ranks, which have tokens: see `FusedForward.hidden_states`.
@@ -170,10 +177,42 @@ def _read(source: ModelSource, weights: StoredWeights | None) -> tuple[PreTraine
     return read_model(source.name, source.config, source.dtype), WHOLE
 
 
+def _check_batch_invariant(source: ModelSource, *, fused_layers: bool) -> None:
+    """Raises UnsupportedModel if the bits of logits would depend on more than the sequence, as far as can be known
+    before the weights are read."""
+    name, reason = getattr(causal_lm_class(source.config), "__name__", "the model"), None
+    rope = getattr(source.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if not fused_layers:
+        reason = "only the fused layers hold it, and they are off"
+    elif name not in FAMILIES:
+        reason = f"only the fused layers hold it, and {name} is not one of {', '.join(sorted(FAMILIES))}"
+    elif rope_type not in FIXED_TYPES:
+        reason = f"its rotary embeddings of type {rope_type!r} depend on more than the position"
+    elif source.device.type == "cuda" and source.ranks.all_ranks is not None:
+        reason = "the order in which NCCL sums over ranks depends on the size of the step: serve the model with one"
+    elif source.device.type == "cuda" and source.dtype == torch.float32:
+        reason = "on GPUs, attention holds it in 16 bits alone: set dtype = bfloat16"
+    elif source.device.type == "cpu" and source.dtype == torch.bfloat16 and "AMX" in _instructions():
+        reason = "in bfloat16, AMX adds up one row in another order than several: set dtype = float32"
+    if reason is not None:
+        raise UnsupportedModel(f"batch_invariant: {reason}")
+
+
+def _instructions() -> str:
+    """The CPU's instructions for products of bfloat16; none if the kernels cannot be built, which the choice of the
+    forward reports."""
+    try:
+        return PanelProducts(torch.bfloat16).instructions
+    except KernelBuildError:
+        return ""
+
+
 def _choose_forward(modules: _Modules, *, fused_layers: bool) -> Forward:
     """The fused kernels if they are wanted, know the model, and give its logits; else the model's own modules. The same
-    on all ranks. Raises UnsupportedModel if the weights are to be rounded, and the fused kernels cannot run."""
-    model, quantization = modules.model, modules.source.quantization
+    on all ranks. Raises UnsupportedModel if the weights are to be rounded or logits to be batch-invariant, and the
+    fused kernels cannot run."""
+    model, quantization, needing = modules.model, modules.source.quantization, []
     reason = "the fused layers are off"
     if fused_layers:
         try:
@@ -181,7 +220,11 @@ def _choose_forward(modules: _Modules, *, fused_layers: bool) -> Forward:
         except (NotFusable, KernelBuildError, UnsupportedModel) as error:
             reason = str(error)
     if quantization != "none":
-        raise UnsupportedModel(f"{type(model).__name__}: quantization = {quantization} is not possible: {reason}")
+        needing.append(f"quantization = {quantization}")
+    if modules.batch_invariant:
+        needing.append("batch_invariant")
+    if needing:
+        raise UnsupportedModel(f"{type(model).__name__}: {' and '.join(needing)} is not possible: {reason}")
     modules.packer.restore()
     log.info("decoder layers: the modules of transformers, since %s%s", reason, MAY_VARY)
     return EagerForward(model)
@@ -224,21 +267,23 @@ def _fuse(modules: _Modules) -> Forward:
 def _fuse_on_gpu(modules: _Modules) -> GpuForward:
     """Merged products with one kernel between two of them. Raises as `_fuse`."""
     model, source = modules.model, modules.source
+    if modules.batch_invariant and not modules.backend.batch_invariant:
+        raise NotFusable(f"attention by the {modules.backend.name} backend depends on the batch on a GPU")
     check = ForwardCheck(model, source.max_model_len)
-    pieces = choose_pieces(source.device)
+    pieces = choose_pieces(source.device, batch_invariant=modules.batch_invariant)
     fused = GpuForward(merge_weights(model, modules.observed.params, source.max_model_len), pieces)
     check.run(fused, modules.layout, modules.backend, model=model)
-    log.info("decoder layers: fused kernels (%s)%s", pieces.name, MAY_VARY)
+    log.info("decoder layers: fused kernels (%s)%s", pieces.name, "" if modules.batch_invariant else MAY_VARY)
     return fused
 
 
-def choose_pieces(device: torch.device) -> TorchPieces:
+def choose_pieces(device: torch.device, *, batch_invariant: bool = False) -> TorchPieces:
     """Triton's kernels if Triton is installed and the device is a GPU, else plain torch."""
     if device.type != "cuda" or find_spec("triton") is None:
-        return TorchPieces()
+        return TorchPieces(batch_invariant=batch_invariant)
     from kvrelay.engine.fused.triton_kernels import TritonPieces
 
-    return TritonPieces()
+    return TritonPieces(batch_invariant=batch_invariant)
 
 
 def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:

@@ -31,7 +31,7 @@ def check_config(config: PreTrainedConfig) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name}: encoder-decoder models are not served")
-    model_class = _causal_lm_class(config)
+    model_class = causal_lm_class(config)
     if model_class is None:
         raise UnsupportedModel(f"{name}: transformers has no causal language model of this type")
     text = config.get_text_config(decoder=True)
@@ -51,7 +51,8 @@ def resolve_max_model_len(config: PreTrainedConfig, requested: int | None) -> in
     return int(min(lengths))
 
 
-def _causal_lm_class(config: PreTrainedConfig) -> type[Any] | None:
+def causal_lm_class(config: PreTrainedConfig) -> type[Any] | None:
+    """The class of transformers that computes this model; None if there is none."""
     # transformers has no public way to find the class without building the model.
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:

@@ -12,7 +12,7 @@ from kvrelay_bench.traces import TracedRequest
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, Work, work_of
 from kvrelay_router.fleet.load import Held, OutstandingLoad
 from kvrelay_router.fleet.view import FleetView
-from kvrelay_router.routing.estimates import Decision
+from kvrelay_router.routing.estimates import BlockNaming, Decision
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.workers import (
     FINGERPRINT,
@@ -136,7 +136,7 @@ class SimulatedFleet:
             number,
             self.clock.now_s,
             tokens,
-            prompt.hashes(FINGERPRINT, block_size),
+            prompt.hashes(BlockNaming(FINGERPRINT, "", block_size)),
             num_output,
             owner=traced.tenant,
             on_first_token=lambda _: self._count(held, decision, work, computes=False),

@@ -101,3 +101,20 @@ def test_services_that_start_while_redis_is_away_serve_and_take_it_when_it_comes
             wait_until(lambda: "joined the fleet" in services.log("decode"))
             wait_until(lambda: services.ready() == starts)
             services.check_output(2)
+
+
+def test_an_answer_says_whether_its_workers_round_alike(tmp_path: Path) -> None:
+    body = {"model": "kvrelay-demo", "prompt": prompt_of(40), "max_tokens": MAX_TOKENS, "temperature": 0}
+    with Services(tmp_path, "none") as services:
+        for name in ("router", "prefill", "decode"):
+            services.begin(name)
+        services.wait_until_ready()
+        (numerics,) = {each["numerics"] for each in services.fleet()["workers"]}
+        assert len(numerics) == 8
+        assert services.http.post("/v1/completions", json=body).headers["x-kvrelay-numerics"] == numerics
+        _, before = services.ready()
+        services.kill("decode")
+        services.begin("decode", "--no-fused-layers")
+        services.wait_until_ready(before)
+        *_, other = [each["numerics"] for each in services.fleet()["workers"] if each["role"] == "decode"]
+        assert services.http.post("/v1/completions", json=body).headers["x-kvrelay-numerics"] == f"{numerics}, {other}"

@@ -75,6 +75,7 @@ class HashRunner(ModelRunner):
         step_s: float = 0.0,
         fingerprint: str = "hash-model",
         num_host_slots: int = 0,
+        numerics: str = "",
     ) -> None:
         entries_bytes = block_size * 8
         self._spec = ModelSpec(
@@ -90,6 +91,7 @@ class HashRunner(ModelRunner):
             block_bytes=entries_bytes,
             dtype="int32",
             fingerprint=fingerprint,
+            numerics=numerics,
             num_host_slots=num_host_slots,
         )
         self._host = np.full((num_host_slots, self.spec.block_bytes), 0xEE, np.uint8)

@@ -291,8 +291,8 @@ class IncomingHandoffs:
         return request
 
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
-        max_running = self._context.scheduler.limits.max_running
-        sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
+        spec, max_running = self._context.spec, self._context.scheduler.limits.max_running
+        sequence = make_sequence(header, body.prompt, body.router, spec, max_running, numerics=body.numerics)
         transport = self._choose_transport(prefill, body.transports)
         # If senders write into the slots themselves, this worker cannot refuse a write: slots of a reservation that has
         # ended are unsafe until the sender says that it has stopped.

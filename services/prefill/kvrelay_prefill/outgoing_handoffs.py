@@ -324,6 +324,7 @@ class OutgoingHandoffs:
             num_siblings=self._num_siblings(request, decode),
             shards=self._shards,
             processes=self._processes,
+            numerics=self._context.spec.numerics,
         )
 
     def _num_siblings(self, request: PrefillRequest, decode: PeerRef) -> int:

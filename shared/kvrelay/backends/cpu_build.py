@@ -41,10 +41,7 @@ def load_kernel() -> ctypes.CDLL:
     """Returns the compiled kernel. Builds it if the cache has none for this source, compiler and CPU. Raises
     KernelBuildError if there is no compiler, or it failed."""
     openmp = _load_torch_openmp()
-    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise KernelBuildError(f"none of {', '.join(_COMPILERS)} is installed")
-    library = build_kernel(compiler, cache_dir(), link_openmp=not openmp)
+    library = build_kernel(_find_compiler(), cache_dir(), link_openmp=not openmp)
     try:
         kernel = ctypes.CDLL(str(library))
     except OSError as error:
@@ -52,6 +49,20 @@ def load_kernel() -> ctypes.CDLL:
     if not kernel.kvrelay_check_tiles():
         _log.warning("AMX gives other sums than the vector units on this CPU: it is not used")
     return kernel
+
+
+@cache
+def kernel_key() -> str:
+    """Returns 24 hex digits, equal for kernels of equal machine code: they cover source, flags, compiler and CPU.
+    Raises KernelBuildError if there is no compiler."""
+    return _key(_find_compiler(), not _load_torch_openmp())
+
+
+def _find_compiler() -> str:
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise KernelBuildError(f"none of {', '.join(_COMPILERS)} is installed")
+    return compiler
 
 
 def cache_dir() -> Path:
@@ -136,11 +147,11 @@ def _key(compiler: str, link_openmp: bool) -> str:
     """A name from everything that the machine code depends on: source, flags, compiler, CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     sources = "".join(path.read_text() for path in (_SOURCE, *_INCLUDED))
-    parts = (sources, " ".join(_FLAGS), str(link_openmp), version.stdout, _cpu_features())
+    parts = (sources, " ".join(_FLAGS), str(link_openmp), version.stdout, cpu_features())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """The input of -march=native: the model and the feature flags of the first CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():

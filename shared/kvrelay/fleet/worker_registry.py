@@ -66,6 +66,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Id of rank 0 of its group with data-parallel attention; empty: it is in none."""
     token_budget: int = 0
     """Maximum tokens of a step."""
+    numerics: str = ""
+    """Equal for workers that round alike, see `ModelSpec`. Routers prefer such workers for one request."""
     device: str = ""
     """For display: cpu, or the GPU's name and UUID; empty: simulated."""
     kv_dtype: str = ""

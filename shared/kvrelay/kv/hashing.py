@@ -1,9 +1,9 @@
 """Block hashes: a chain of hashes identifies a prefix, in the same way on every worker.
 
 A block's hash covers its parent's hash and its tokens; the chain starts at a root that covers whatever else makes K/V
-differ (model, adapter, the client's salt). Two prefixes that differ anywhere therefore share no hash from there on, and
-a hash alone identifies the whole prefix up to its block. The digest is long enough that a match of hashes is taken as a
-match of content.
+differ (model, numerics of the worker that computes the prompt, the client's salt). Two prefixes that differ anywhere
+therefore share no hash from there on, and a hash alone identifies the whole prefix up to its block. The digest is long
+enough that a match of hashes is taken as a match of content.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NEW_HASH = blake2b(digest_size=HASH_BYTES).copy
 """Returns a new hash object. Takes half as long as the constructor with its keyword."""
 
 
-def root_hash(*, model: str, adapter: str = "", cache_salt: str = "") -> BlockHash:
+def root_hash(*, model: str, numerics: str = "", cache_salt: str = "") -> BlockHash:
     """The parent of every first block. Each part is preceded by its length, so no two sets of parts read alike."""
     digest = _NEW_HASH()
-    for part in (model, adapter, cache_salt):
+    for part in (model, numerics, cache_salt):
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little"))
         digest.update(encoded)

@@ -155,7 +155,7 @@ class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
 
     `transports`, best first; `processes`: those that would write, one for each rank, see `kvrelay.process_identity`;
     `num_siblings`: other samples of the request that P is going to ask this worker for; `shards`: the fields of P's
-    `ShardShape`.
+    `ShardShape`; `numerics`: P's, under which D caches the blocks.
     """
 
     prompt: Prompt
@@ -164,6 +164,7 @@ class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
     num_siblings: SiblingCount = 0
     shards: tuple[RankCount, Index, RankCount] = (1, 0, 1)
     processes: ProcessIdentities = []
+    numerics: Name = ""
 
 
 class Granted(Body, frozen=True, kw_only=True, tag="granted"):
@@ -195,8 +196,7 @@ class NeedDecode(Body, frozen=True, kw_only=True, tag="need_decode"):
 
     reason: Text
     excluded: Annotated[list[Name], msgspec.Meta(max_length=MOST_PEERS)]
-    unable: PeerRef | None = None
-    """The decode worker that cannot take the sequence; None if none was named."""
+    unable: PeerRef | None = None  # the decode worker that cannot take the sequence; None if none was named
 
 
 class Reassign(Body, frozen=True, kw_only=True, tag="reassign"):

@@ -203,6 +203,7 @@ class ModelSpec:
     block_bytes: int  # bytes of one block with all layers
     dtype: str
     fingerprint: str  # hash over weights, dtypes, KV layout, block size and tokenizer
+    numerics: str = ""  # equal for workers that round alike, see docs/reproducibility.md; empty: simulated
     num_host_slots: int = 0  # blocks that the host keeps for preempted sequences
     host_block_s: float = 0.0  # measured seconds to copy a block one way; 0: not measured
     device: str = ""  # device name for display: cpu, or a GPU's name and UUID

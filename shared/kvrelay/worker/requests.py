@@ -235,10 +235,17 @@ def sequence_key(header: Header) -> tuple[str, int, int]:
 
 
 def make_sequence(
-    header: Header, prompt: Prompt, router: PeerRef, spec: ModelSpec, max_running: int | None = None
+    header: Header,
+    prompt: Prompt,
+    router: PeerRef,
+    spec: ModelSpec,
+    max_running: int | None = None,
+    *,
+    numerics: str | None = None,
 ) -> Sequence:
     """Returns a waiting sequence. `max_running` is the limit of the scheduler that runs its output, or None if this
-    worker only prefills. Raises PromptRefused."""
+    worker only prefills. `numerics` are those of the worker that computes the prompt, or None if this one does. Raises
+    PromptRefused."""
     tokens = unpack_tokens(prompt.tokens)
     if not 0 <= prompt.num_output < len(tokens):
         raise PromptRefused(f"a prompt of {len(tokens)} tokens of which {prompt.num_output} are output")
@@ -258,7 +265,12 @@ def make_sequence(
         tokens=TokenBuffer(tokens),
         num_prompt=len(tokens) - prompt.num_output,
         sampling=prompt.sampling,
-        root=root_hash(model=spec.pairing_fingerprint, cache_salt=prompt.cache_salt),
+        # KV of a worker that rounds otherwise is reused only behind prompts of such workers.
+        root=root_hash(
+            model=spec.pairing_fingerprint,
+            numerics=spec.numerics if numerics is None else numerics,
+            cache_salt=prompt.cache_salt,
+        ),
         table=BlockTable(spec.block_size),
         origin=Origin(
             router,

@@ -306,6 +306,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
         jump_forward=config.jump_forward,
         block_bytes=spec.total_block_bytes,
         token_budget=config.token_budget,
+        numerics=spec.numerics,
         device=spec.device,
         kv_dtype=spec.kv_dtype,
         group=config.rank_worker_ids[0] if config.data_parallel_size > 1 else "",

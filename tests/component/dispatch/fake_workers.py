@@ -80,10 +80,17 @@ class FakeWorker:
     role: Literal["prefill", "decode"]
 
     def __init__(
-        self, worker_id: str, *, fingerprint: str = "f", max_model_len: int = 512, settings: LinkSettings = FAST
+        self,
+        worker_id: str,
+        *,
+        fingerprint: str = "f",
+        numerics: str = "",
+        max_model_len: int = 512,
+        settings: LinkSettings = FAST,
     ) -> None:
         self.worker_id = worker_id
         self.fingerprint = fingerprint
+        self.numerics = numerics
         self.max_model_len = max_model_len
         self.model = "fake"
         self.tokenizer = ""
@@ -111,6 +118,7 @@ class FakeWorker:
             model=self.model,
             tokenizer=self.tokenizer,
             fingerprint=self.fingerprint,
+            numerics=self.numerics,
             protocol_version=PROTOCOL_VERSION,
             block_size=16,
             num_blocks=NUM_BLOCKS,

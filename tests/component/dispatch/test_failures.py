@@ -13,7 +13,7 @@ from kvrelay.protocol.messages import Cancel, Failed, NeedDecode, Prefill
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.dispatch.interface import Ending, RequestFailed
 from kvrelay_router.dispatch.running_request import RunningRequest
-from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
+from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker, true_tokens
 from tests.component.dispatch.rig import PROMPT, Rig, pair, read, read_deltas, two_pairs
 from tests.fakes.waiting import until
 
@@ -278,3 +278,62 @@ async def test_endings_of_a_prompt_are_scored_again_after_a_workers_death(
     assert scored == {index: each if prompt else each[1:] for index, each in enumerate(token_ids)}
     assert rig.record(handle)["num_prompt_tokens"] == num_shared + 104
     await rig.nothing_is_left()
+
+
+# -- numerics ---------------------------------------------------------------------------------------------------------
+
+
+def of_unlike_workers() -> list[FakeWorker]:
+    decodes = [FakeDecode(f"d{number}", numerics=each) for number, each in enumerate(["avx", "amx", "amx", "avx"])]
+    return [FakePrefill("p0", numerics="amx"), *decodes]
+
+
+def goes_on_otherwise(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [record.getMessage() for record in caplog.records]
+    return [line for line in lines if "bits of its output may differ" in line]
+
+
+async def test_samples_stay_with_workers_that_round_alike_and_the_answer_says_if_they_cannot(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    await rig.start(*of_unlike_workers())
+    gates = {name: rig.workers[name].hold("token 3") for name in ("d1", "d2")}
+    handle = rig.submit(num_sequences=3)
+    for _ in range(2):
+        victim = str(handle.served_by.decode)
+        await gates.pop(victim).reached.wait()
+        await until(lambda: all(each["num_output_tokens"] >= 3 for each in rig.record(handle)["sequences"]))
+        assert handle.served_by.numerics == ["amx"] and not goes_on_otherwise(caplog)
+        rig.workers[victim].kill()
+        await until(lambda victim=victim: handle.served_by.decode != victim)  # type: ignore[misc]
+    assert await read(handle) == {sequence: true_tokens(sequence, 6) for sequence in range(3)}
+    assert handle.served_by.numerics == ["amx", "avx"]
+    for sequence in rig.record(handle)["sequences"]:
+        first, *_, last = [each["numerics"] for each in sequence["attempts"]]
+        assert (first, last) == (["amx"], ["amx", "avx"])
+    (line,) = goes_on_otherwise(caplog)
+    assert "numerics amx" in line and "with avx" in line
+    await rig.nothing_is_left()
+
+
+async def test_a_handoff_that_is_refused_goes_to_a_worker_that_rounds_alike_before_others(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    workers = of_unlike_workers()
+    await rig.start(*workers)
+    await read(first := rig.submit())
+    refusing = rig.workers[str(first.served_by.decode)]
+    assert isinstance(refusing, FakeDecode)
+    refusing.refusal = "no"
+    await read(second := rig.submit())
+    await read(third := rig.submit())
+    other = {"d1": "d2", "d2": "d1"}[refusing.worker_id]
+    assert {second.served_by.decode, third.served_by.decode} == {other}
+    assert second.served_by.numerics == third.served_by.numerics == ["amx"]
+    rig.workers[other].refusal = "no"
+    await read(last := rig.submit())
+    assert last.served_by.decode in ("d0", "d3")
+    assert last.served_by.numerics == ["amx", "avx"]
+    assert len(goes_on_otherwise(caplog)) == 1

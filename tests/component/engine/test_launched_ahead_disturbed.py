@@ -57,7 +57,7 @@ class ExactModel:
         self.layout, self.source, self.eos_token_ids = model.layout, model.source, model.eos_token_ids
         self.vocab_size = vocab_size or model.vocab_size
         self.backend = self
-        self.part, self.gathered_mlps = WHOLE, None
+        self.part, self.gathered_mlps, self.numerics = WHOLE, None, ""
         self.whole_layout, self.is_divided, self.follows = model.layout, False, False
         self.rng = rng
         self.num_nan = 0

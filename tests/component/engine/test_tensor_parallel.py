@@ -101,6 +101,7 @@ def test_what_ranks_hold_and_say_of_themselves(
     assert (spec.num_kv_heads, spec.total_kv_heads, spec.tensor_parallel_size) == (1, 2, 2)
     assert spec.block_bytes * 2 == whole.block_bytes
     assert spec.model_identity == whole.model_identity == whole.fingerprint != spec.fingerprint
+    assert spec.numerics != whole.numerics
 
 
 @pytest.mark.parametrize(

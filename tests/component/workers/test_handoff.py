@@ -324,3 +324,20 @@ async def test_a_worker_that_begins_to_drain_tells_the_routers_at_once(redis_url
         await until(lambda: len(reports) >= 2)
         router.close(0)
         assert [report.draining for report in reports] == [False, True]
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+async def test_decode_reuses_blocks_of_prefill_for_its_own_prompts_if_both_round_alike(
+    redis_url: str, is_alike: bool
+) -> None:
+    runners = [HashRunner(numerics="amx"), HashRunner(numerics="amx" if is_alike else "avx")]
+    async with fleet(redis_url, runners[:1], runners[1:]) as f:
+        prompt = prompt_of(100)
+        for name, num_cached in (("first", 0), ("second", 6)):
+            got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, name, prompt, GREEDY).finished()
+            assert got.usage is not None and got.usage.cached_blocks == num_cached
+        for name, num_cached in (("alone", 6 if is_alike else 0), ("alone again", 6)):
+            got = await f.router.generate(f.decode[0].me, name, prompt, GREEDY).finished()
+            assert got.output == expected_tokens(prompt, GREEDY, 512)
+            assert got.usage is not None and got.usage.cached_blocks == num_cached
+        await f.until_clean()

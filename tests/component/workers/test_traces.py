@@ -76,12 +76,13 @@ async def generate_while_one_dies(
 
 async def test_a_request_is_one_trace_with_links_from_its_steps(redis_url: str, spans: RecordedSpans) -> None:
     trace = new_trace(is_sampled=True)
-    async with local_fleet(redis_url, 1, 1, HashRunner, tracer=spans.tracer) as fleet:
+    async with local_fleet(redis_url, 1, 1, lambda: HashRunner(numerics="amx"), tracer=spans.tracer) as fleet:
         await generate(fleet, trace)
         await fleet.until_clean()
     spans.check_parents(trace.trace_id, trace)
     (attempt,) = spans.of(trace.trace_id, "kvrelay.attempt")
     assert attempt.parent == trace
+    assert attempt.attributes["kvrelay.numerics"] == ("amx",)
     assert spans.children(attempt) == OF_A_HANDOFF
     assert {attempt.attributes[f"kvrelay.worker.{role}"] for role in ("prefill", "decode")} == {"prefill-0", "decode-0"}
     (prefill,) = spans.of(trace.trace_id, "kvrelay.prefill")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -29,10 +31,16 @@ def names(decision: Decision) -> tuple[str | None, str | None]:
 class Fleet:
     """A real view and placement over workers that report when they are told to, and compute when time passes."""
 
-    def __init__(self, *names: str, policy: PolicyName = "cost", draining: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        *names: str,
+        policy: PolicyName = "cost",
+        draining: tuple[str, ...] = (),
+        numerics: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.load = OutstandingLoad()
         self.view = FleetView(self.load)
-        self.records = {name: record_of(name) for name in names}
+        self.records = {name: record_of(name, numerics=numerics.get(name, "")) for name in names}
         self.view.registered(self.records.values(), 0.0)
         self.silent_s: dict[str, float] = {}
         self.placement = Placement(

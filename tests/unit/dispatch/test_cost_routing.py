@@ -35,7 +35,7 @@ def demand(num_prompt_tokens: int = 4096, **options: Any) -> Demand:
 
 
 def choose(wish: Demand, cached: dict[str, int], *workers: Candidate, policy: PolicyName = "cost") -> Decision:
-    decision = decide(policy, wish, CandidateWorkers.of(workers), cached)
+    decision = decide(policy, wish, CandidateWorkers.of(workers), {"": cached})
     assert isinstance(decision, Decision)
     return decision
 

@@ -15,6 +15,7 @@ from kvrelay.protocol.messages import LoadReport, PeerRef, Status, StatusQuery
 from kvrelay_router.fleet.load import Held, OutstandingLoad
 from kvrelay_router.fleet.view import REGISTRY_GRACE_S, FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet.watch import FleetWatch
+from kvrelay_router.routing.estimates import BlockNaming
 from tests.fakes.waiting import PATIENCE_S
 from tests.unit.dispatch.routed_fleet import record_of
 
@@ -253,7 +254,8 @@ def test_who_is_ready_is_what_each_workers_state_says(events: list[tuple[str, An
             fleet.now += number
         elif kind == "registered":
             fleet.view.registered(
-                [record(f"d{each}", incarnation=number, block_size=16 + each) for each in what], fleet.now
+                [record(f"d{each}", incarnation=number, numerics=f"{each % 2}", block_size=16 + each) for each in what],
+                fleet.now,
             )
         else:
             peer = ref(record(f"d{what}", incarnation=number))
@@ -267,7 +269,7 @@ def test_who_is_ready_is_what_each_workers_state_says(events: list[tuple[str, An
         known = fleet.view._workers.values()
         ready = [each.record for each in known if each.state(fleet.now) is WorkerState.READY]
         assert fleet.usable() == [each.worker_id for each in ready]
-        assert fleet.view.namings(fleet.now) == {(each.fingerprint, each.block_size) for each in ready}
+        assert fleet.view.namings(fleet.now) == {BlockNaming("f", each.numerics, each.block_size) for each in ready}
         limits = fleet.view.limits(fleet.now)
         assert (limits is None) == (not ready and all(each.refused for each in known))
 

@@ -25,7 +25,7 @@ def test_a_worker_that_was_not_heard_lately_gets_nothing_while_others_are(policy
         assert names(decision) == ("p1", "d0")
     prompt = PromptPrefixes([1] * 200)
     chosen = fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "1")}))
-    assert chosen is not None and chosen.peer_id == "d1", "the last one there is"
+    assert chosen is not None and chosen.worker_id == "d1", "the last one there is"
     fleet.silent_s = {"p0": 3.0, "p1": 4.0, "d0": 5.0, "d1": 6.0}  # this router itself stood still
     assert {names(fleet.place([number] * 200, number)[0])[0] for number in range(8)} <= {"p0", "p1"}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay_router.dispatch.placement import PromptPrefixes, work_of
 from kvrelay_router.routing import expected_prefixes
-from kvrelay_router.routing.estimates import Decision
+from kvrelay_router.routing.estimates import BlockNaming, Decision
 from kvrelay_router.routing.expected_prefixes import FORGET_S, HALF_LIFE_S, ExpectedPrefixes, PrefixPopularity
 from tests.unit.dispatch.routed_fleet import BLOCK, Fleet
 
@@ -49,7 +49,7 @@ def test_choices_of_one_request_do_not_count_twice() -> None:
     for _ in range(128):
         fleet.placement.placed(decision, prompt)
     now = time.monotonic()
-    assert 0 < fleet.placement._popularity.of(prompt.hashes("f", 16)[:1], now) <= 1
+    assert 0 < fleet.placement._popularity.of(prompt.hashes(BlockNaming("f", "", 16))[:1], now) <= 1
 
 
 CHAINS = [hash_blocks(root_hash(model="m"), [tree // 4] * 64 + [tree] * 64, 16) for tree in range(16)]
@@ -115,3 +115,16 @@ def test_the_choices_of_a_request_add_their_prompt_once() -> None:
     assert [work.num_tokens for work in works] == [num_tokens, 3, 3, 3]
     assert [work.num_decode_blocks for work in works] == [11, 1, 1, 1]
     assert works[1].num_pairs < works[0].num_pairs / 5
+
+
+def test_decode_reuses_what_prefill_computed_otherwise_only_behind_such_prefill() -> None:
+    fleet = Fleet("p0", "d0", numerics={"p0": "amx", "d0": "avx"})
+    prompt_ids = [7] * 20 * BLOCK
+    fleet.place(prompt_ids)
+    again, _ = fleet.place(prompt_ids, 1)
+    assert again.num_cached_blocks == 20, "that prefill need not send"
+    assert again.num_cached_tokens == 19 * BLOCK
+    fleet.report("p0", draining=True)
+    alone, _ = fleet.place(prompt_ids, 2)
+    assert alone.prefill is None and alone.num_cached_tokens == 0
+    assert fleet.place(prompt_ids, 3)[0].num_cached_tokens == 19 * BLOCK, "what it has computed itself"

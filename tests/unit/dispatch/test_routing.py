@@ -6,6 +6,7 @@ import string
 from collections import Counter
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,12 +108,13 @@ def test_another_decode_worker_has_the_fingerprint(policy: PolicyName) -> None:
 
 CANDIDATES = st.lists(
     st.builds(
-        lambda name, role, fingerprint, tokens, sequences: worker(
-            name, role, fingerprint, queued_tokens=tokens, num_sequences=sequences
+        lambda name, role, fingerprint, numerics, tokens, sequences: worker(
+            name, role, fingerprint, numerics=numerics, queued_tokens=tokens, num_sequences=sequences
         ),
         name=st.text(string.ascii_lowercase, min_size=1, max_size=3),
         role=st.sampled_from(["prefill", "decode"]),
         fingerprint=st.sampled_from(["m", "n"]),
+        numerics=st.sampled_from(["", "amx", "avx"]),
         tokens=st.integers(0, 100),
         sequences=st.integers(0, 10),
     ),
@@ -126,8 +128,8 @@ def test_decisions_are_pure_fit_the_demand_and_say_why(
 ) -> None:
     wish = demand(needs_decode=needs_decode, ordinal=ordinal, avoid=avoid)
     cached = {candidate.worker_id: candidate.queued_tokens // 16 for candidate in workers}
-    decision = decide(policy, wish, CandidateWorkers.of(workers), cached)
-    assert decision == decide(policy, wish, CandidateWorkers.of(reversed(workers)), cached)
+    decision = decide(policy, wish, CandidateWorkers.of(workers), {"": cached})
+    assert decision == decide(policy, wish, CandidateWorkers.of(reversed(workers)), {"": cached})
     roles = {candidate.role for candidate in workers}
     if isinstance(decision, NoPlacement):
         assert "decode" not in roles and (needs_decode or "prefill" not in roles)
@@ -136,3 +138,100 @@ def test_decisions_are_pure_fit_the_demand_and_say_why(
     assert decision.decode is not None or not needs_decode
     if decision.prefill is not None and decision.decode is not None:
         assert decision.prefill.fingerprint == decision.decode.fingerprint == decision.fingerprint
+
+
+# -- numerics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_decode_rounds_as_prefill_does_if_any_worker_can(policy: PolicyName) -> None:
+    """However busy it is, and whichever policy chose the prefill worker."""
+    prefills = [worker("p0", "prefill", numerics="amx"), worker("p1", "prefill", numerics="avx")]
+    alike = {"p0": "d0", "p1": "d1"}
+    decodes = [
+        worker("d0", "decode", numerics="amx", num_sequences=50),
+        worker("d1", "decode", numerics="avx", num_sequences=60),
+        worker("d2", "decode", numerics="neon"),
+    ]
+    for ordinal in range(6):
+        prefill, decode = decided(policy, demand(ordinal=ordinal), *prefills, *decodes)
+        assert prefill is not None and decode == alike[prefill]
+    assert decided(policy, demand(), *prefills, decodes[2])[1] == "d2", "there is no other"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_worker_that_failed_is_avoided_before_one_that_rounds_otherwise(policy: PolicyName) -> None:
+    decodes = [worker("d0", "decode", numerics="amx"), worker("d1", "decode", numerics="avx")]
+    prefill = worker("p", "prefill", numerics="amx")
+    assert decided(policy, demand(), prefill, *decodes) == ("p", "d0")
+    assert decided(policy, demand(avoid=frozenset({"d0"})), prefill, *decodes) == ("p", "d1")
+    assert decided(policy, demand(avoid=frozenset({"d0", "d1"})), prefill, *decodes) == ("p", "d0")
+    spare = worker("d2", "decode", numerics="amx", num_sequences=50)
+    assert decided(policy, demand(avoid=frozenset({"d0"})), prefill, *decodes, spare) == ("p", "d2")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_retry_goes_on_as_the_first_attempt_computed(policy: PolicyName) -> None:
+    workers = [
+        worker(f"{role[0]}{number}", role, numerics=numerics, queued_tokens=load, num_sequences=load)
+        for role in ("prefill", "decode")
+        for number, (numerics, load) in enumerate([("amx", 40), ("avx", 0), ("avx", 80)])
+    ]
+    for numerics, numbers in (("amx", "0"), ("avx", "12")):
+        for ordinal in range(4):
+            wish = demand(numerics=numerics, ordinal=ordinal)
+            prefill, decode = decided(policy, wish, *workers)
+            assert prefill is not None and decode is not None and {prefill[1], decode[1]} <= set(numbers)
+            alone = msgspec.structs.replace(wish, local_prefill_tokens=100)
+            prefill, decode = decided(policy, alone, *workers)
+            assert prefill is None and decode is not None and decode[1] in numbers
+    other = decided(policy, demand(numerics="neon"), *workers)
+    assert other in {("p0", "d0"), ("p1", "d1"), ("p1", "d2"), ("p2", "d1"), ("p2", "d2")}, "alike among themselves"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_another_decode_worker_for_a_handoff_rounds_as_its_prefill_worker(policy: PolicyName) -> None:
+    decodes = [worker(f"d{number}", "decode", numerics=each) for number, each in enumerate(["avx", "amx", "avx"])]
+    for ordinal in range(4):
+        chosen = decide_decode(policy, demand(numerics="amx", ordinal=ordinal), CandidateWorkers.of(decodes), "m")
+        assert chosen == decodes[1]
+    assert decide_decode(policy, demand(numerics="neon"), CandidateWorkers.of(decodes), "m") in decodes
+
+
+@given(
+    CANDIDATES,
+    st.sampled_from(POLICIES),
+    st.booleans(),
+    st.integers(0, 50),
+    st.frozensets(st.text(string.ascii_lowercase, max_size=1)),
+    st.sampled_from(["", "amx", "avx", "neon"]),
+)
+def test_numerics_are_a_preference_behind_fingerprints_and_failures(
+    workers: list[Candidate], policy: PolicyName, needs_decode: bool, ordinal: int, avoid: frozenset[str], wanted: str
+) -> None:
+    wish = demand(needs_decode=needs_decode, ordinal=ordinal, avoid=avoid, numerics=wanted)
+    decision = decide(policy, wish, CandidateWorkers.of(workers))
+    without = decide(policy, msgspec.structs.replace(wish, numerics=""), CandidateWorkers.of(workers))
+    assert isinstance(decision, Decision) == isinstance(without, Decision), "it refuses nothing"
+    if not isinstance(decision, Decision):
+        return
+    prefill, decode = decision.prefill, decision.decode
+    if prefill is not None:
+        paired = {each.fingerprint for each in workers if each.role == "decode"}
+        fitting = [each for each in workers if each.role == "prefill"]
+        fitting = [each for each in fitting if not needs_decode or each.fingerprint in paired]
+        assert prefill in preferred(fitting, avoid, wanted)
+    if decode is not None:
+        fitting = [each for each in workers if each.role == "decode"]
+        if prefill is not None:
+            fitting = [each for each in fitting if each.fingerprint == prefill.fingerprint]
+        assert decode in preferred(fitting, avoid, wanted if prefill is None else prefill.numerics)
+
+
+def preferred(workers: list[Candidate], avoid: frozenset[str], numerics: str) -> list[Candidate]:
+    """The best of these: not avoided counts more than alike."""
+
+    def rank(each: Candidate) -> tuple[bool, bool]:
+        return each.worker_id in avoid, bool(numerics) and each.numerics != numerics
+
+    return [each for each in workers if rank(each) == min(map(rank, workers))]

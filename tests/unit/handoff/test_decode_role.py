@@ -77,12 +77,16 @@ class SilentReceiver:
 class DecodeWorker:
     """`sent`: what the role has sent to prefill workers. `num_wakes`: how often it has woken the step loop."""
 
-    def __init__(self, num_blocks: int = 16, max_running: int = 8, *, one_sided: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int = 16, max_running: int = 8, *, one_sided: bool = True, numerics: str = ""
+    ) -> None:
         self.bench = Bench(num_blocks, max_running=max_running)
         self.scheduler = self.bench.scheduler
         self.sent: list[tuple[PeerRef, AnyBody]] = []
         self.num_wakes = 0
-        spec = ModelSpec("m", 100, num_blocks * BLOCK_SIZE, (), 1, 1, 1, BLOCK_SIZE, num_blocks, 1, "float32", "f")
+        spec = ModelSpec(
+            "m", 100, num_blocks * BLOCK_SIZE, (), 1, 1, 1, BLOCK_SIZE, num_blocks, 1, "float32", "f", numerics
+        )
         context = SimpleNamespace(
             spec=spec,
             scheduler=self.scheduler,
@@ -125,9 +129,9 @@ class DecodeWorker:
             attempt=1,
         )
 
-    def reserve(self, request: str, tokens: list[int], prefill: PeerRef = PREFILL) -> None:
+    def reserve(self, request: str, tokens: list[int], prefill: PeerRef = PREFILL, numerics: str = "") -> None:
         prompt = Prompt(tokens=pack_tokens(tokens), sampling=Sampling(max_tokens=3))
-        body = Reserve(prompt=prompt, router=ROUTER, transports=["silent"])
+        body = Reserve(prompt=prompt, router=ROUTER, transports=["silent"], numerics=numerics)
         self.deliver(prefill, body, request)
 
     def generate(self, request: str, tokens: list[int], router: PeerRef = ROUTER) -> None:
@@ -412,3 +416,14 @@ def test_prefill_that_asks_again_for_what_was_committed_here_is_refused() -> Non
     worker.reserve("a", [5] * 12)
     assert [type(body) for to, body in worker.sent[num_sent:] if to == PREFILL] == [Refused]
     assert worker.scheduler.schedule().has_work, "it runs on here"
+
+
+def test_a_prompt_is_cached_under_the_numerics_of_the_worker_that_computes_it() -> None:
+    worker = DecodeWorker(num_blocks=64, numerics="avx")
+    worker.generate("own", [5] * 12)
+    for name, numerics in (("alike", "avx"), ("other", "amx"), ("same other", "amx"), ("unknown", "")):
+        worker.reserve(name, [5] * 12, numerics=numerics)
+    roots = {key[0]: request.sequence.root for key, request in worker.role._requests.items()}
+    assert roots["own"] == roots["alike"]
+    assert roots["other"] == roots["same other"]
+    assert len(set(roots.values())) == 3

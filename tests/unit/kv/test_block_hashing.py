@@ -46,7 +46,7 @@ def test_arrays_and_lists_of_tokens_hash_alike() -> None:
 
 def test_hashes_stay_the_same_between_releases() -> None:
     # Workers of neighbouring versions share an index: a change of these values needs a new protocol version.
-    assert root_hash(model="m", adapter="a", cache_salt="s").hex() == "351ee881f6df54c872c2139fc959e628"
+    assert root_hash(model="m", numerics="a", cache_salt="s").hex() == "351ee881f6df54c872c2139fc959e628"
     assert hash_blocks(bytes(16), [1, 2, 3, 4], 4)[0].hex() == "f23680cf9d0cdff61c7fe464c491f63b"
 
 
@@ -55,13 +55,13 @@ PARTS = st.text(max_size=3)
 
 @given(st.tuples(PARTS, PARTS, PARTS), st.tuples(PARTS, PARTS, PARTS))
 def test_roots_differ_unless_every_part_agrees(one: tuple[str, str, str], two: tuple[str, str, str]) -> None:
-    roots = [root_hash(model=model, adapter=adapter, cache_salt=salt) for model, adapter, salt in (one, two)]
+    roots = [root_hash(model=model, numerics=numerics, cache_salt=salt) for model, numerics, salt in (one, two)]
     assert (roots[0] == roots[1]) == (one == two)
 
 
 def test_parts_of_a_root_do_not_run_into_each_other() -> None:
     splits = [("ab", "", ""), ("a", "b", ""), ("a", "", "b"), ("", "ab", ""), ("", "a", "b"), ("", "", "ab")]
-    assert len({root_hash(model=model, adapter=adapter, cache_salt=salt) for model, adapter, salt in splits}) == 6
+    assert len({root_hash(model=model, numerics=numerics, cache_salt=salt) for model, numerics, salt in splits}) == 6
 
 
 @pytest.mark.parametrize("token", [2**31, -(2**31) - 1])

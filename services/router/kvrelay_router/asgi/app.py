@@ -47,6 +47,7 @@ SHOWN_HEADERS = (
     "x-kvrelay-router",
     "x-kvrelay-prefill",
     "x-kvrelay-decode",
+    "x-kvrelay-numerics",
     "x-kvrelay-route",
 )
 """Response headers that web pages of other origins may read, in addition to the default ones."""

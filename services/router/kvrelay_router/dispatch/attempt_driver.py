@@ -20,7 +20,6 @@ from typing import Any
 from kvrelay.logs import LimitedLog
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import PeerRef
 from kvrelay.state_machine import IllegalEvent
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay.text.choice import SequenceDelta
@@ -43,7 +42,7 @@ from kvrelay_router.dispatch.records import AttemptTracing
 from kvrelay_router.dispatch.running_request import ActiveSequence, RunningRequest, Search
 from kvrelay_router.fleet.load import OutstandingLoad, worker_key
 from kvrelay_router.loop_share import LoopShare
-from kvrelay_router.routing.estimates import Decision
+from kvrelay_router.routing.estimates import Candidate, Decision
 
 log = logging.getLogger(__name__)
 
@@ -231,6 +230,7 @@ class AttemptDriver:
         served_by.prefill = prefill.peer_id if prefill is not None else None
         served_by.decode = decode.peer_id if decode is not None else None
         served_by.describe_route = partial(as_json, decision)
+        self._note_numerics(sequence, is_retry=bool(cause))
         timeout_s = max(0.0, running.deadline - time.monotonic())
         self.feed(sequence, WorkersAssigned(prefill, decode, timeout_s, list(output)))
 
@@ -309,6 +309,7 @@ class AttemptDriver:
             num_output=num_output,
             needs_decode=sequence.attempts.needs_decode(num_output),
             avoid=search.avoid,
+            numerics=next(iter(sequence.running.served_by.numerics), ""),
         )
         if not isinstance(decision, Decision):
             self._await_placement(sequence, search, decision.reason)
@@ -336,7 +337,9 @@ class AttemptDriver:
         the next attempt may use it.
         """
         prompt, fingerprint = sequence.running.prompt, sequence.fingerprint
-        decode = self._placement.place_decode(sequence.request_id, prompt, fingerprint, search.excluded)
+        decode = self._placement.place_decode(
+            sequence.request_id, prompt, fingerprint, search.excluded, numerics=sequence.numerics
+        )
         has_waited = sequence.waiting_for is not None
         if decode is not None or self._placement.has_decode(fingerprint):
             self._decode_chosen(sequence, search, decode, returned=has_waited)
@@ -345,12 +348,23 @@ class AttemptDriver:
             self.waits.add(sequence, search, self._max_wait_for_worker_s, give_up)
 
     def _decode_chosen(
-        self, sequence: ActiveSequence, search: FindDecode, decode: PeerRef | None, *, returned: bool
+        self, sequence: ActiveSequence, search: FindDecode, decode: Candidate | None, *, returned: bool
     ) -> None:
         self.waits.remove(sequence)
         sequence.running.record.reassigned(sequence.index, decode, search.cause)
-        sequence.running.served_by.decode = decode.peer_id if decode is not None else None
-        self.feed(sequence, DecodeChosen(decode, returned and decode is None))
+        sequence.running.served_by.decode = decode.worker_id if decode is not None else None
+        self._note_numerics(sequence, is_retry=True)
+        self.feed(sequence, DecodeChosen(decode.peer if decode is not None else None, returned and decode is None))
+
+    @staticmethod
+    def _note_numerics(sequence: ActiveSequence, *, is_retry: bool) -> None:
+        """Adds the numerics of the current attempt's workers to the request's."""
+        known = sequence.running.served_by.numerics
+        new = [each for each in sequence.record.attempts[-1].numerics if each not in known]
+        if new and known and is_retry:
+            text = "no usable worker has numerics %s, so the request goes on with %s: bits of its output may differ"
+            log.info(text, ", ".join(known), ", ".join(new), extra=_log_fields(sequence))
+        known += new
 
     # -- waiting for workers ------------------------------------------------------------------------------------------
 

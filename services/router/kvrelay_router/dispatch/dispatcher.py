@@ -166,9 +166,9 @@ class RouterDispatcher:
     async def prepare(self, request: GenerateRequest) -> PromptPrefixes:
         """Computes the prompt's block hashes, on another thread if it is long."""
         prompt = self._unprepared(request)
-        for fingerprint, block_size in self._placement.namings():
+        for naming in self._placement.namings():
             if prompt.num_tokens > LONG_PROMPT_TOKENS:
-                await asyncio.to_thread(prompt.hashes, fingerprint, block_size)
+                await asyncio.to_thread(prompt.hashes, naming)
         return prompt
 
     def submit(self, request: GenerateRequest, prepared: PromptPrefixes | None = None) -> RunningRequest:

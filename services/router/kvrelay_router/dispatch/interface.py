@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -92,10 +92,11 @@ def session_key(session: str, owner: str) -> str:
 
 @dataclass(slots=True)
 class ServedBy:
-    """The workers of a request. None if no worker of that role is part of it."""
+    """The workers of a request's latest attempt. None if no worker of that role is part of it."""
 
     prefill: str | None = None
     decode: str | None = None
+    numerics: list[str] = field(default_factory=list)  # of the workers of all attempts, in order of first use
     describe_route: Callable[[], dict[str, Any]] = dict  # the routing decision with its reasons, JSON-ready
 
 

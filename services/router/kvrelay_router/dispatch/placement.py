@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,15 @@ from kvrelay.scheduling.step_cost import pairs
 from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.fleet.load import Breakers, WorkerKey, worker_key
 from kvrelay_router.fleet.view import FleetView
-from kvrelay_router.routing.estimates import Candidate, CandidateWorkers, Decision, Demand, NoPlacement
+from kvrelay_router.routing.estimates import (
+    BlockNaming,
+    CachedBlocks,
+    Candidate,
+    CandidateWorkers,
+    Decision,
+    Demand,
+    NoPlacement,
+)
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes, PrefixPopularity, PrefixView
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
 
@@ -82,7 +90,7 @@ class Reuse:
 
 
 class PromptPrefixes:
-    """A prompt's tokens as bytes, and its block hashes, made once for each model and block size of the fleet."""
+    """A prompt's tokens as bytes, and its block hashes, made once for each naming in the fleet."""
 
     def __init__(
         self,
@@ -97,7 +105,7 @@ class PromptPrefixes:
         self._prompt_ids = np.frombuffer(self.packed, dtype="<i4")
         self._cache_salt = cache_salt
         self._affinity = affinity
-        self._hashes: dict[tuple[str, int], list[BlockHash]] = {}
+        self._hashes: dict[BlockNaming, list[BlockHash]] = {}
         self.sent_to: set[WorkerKey] = set()
         """Workers that got the prompt for any of the request's sequences."""
 
@@ -116,13 +124,12 @@ class PromptPrefixes:
             ].hex()
         return self._affinity
 
-    def hashes(self, fingerprint: str, block_size: int) -> list[BlockHash]:
-        """Returns the hashes of the prompt's full blocks, as workers with this fingerprint compute them."""
-        key = fingerprint, block_size
-        if key not in self._hashes:
-            root = root_hash(model=fingerprint, cache_salt=self._cache_salt)
-            self._hashes[key] = hash_blocks(root, self._prompt_ids, block_size)
-        return self._hashes[key]
+    def hashes(self, naming: BlockNaming) -> list[BlockHash]:
+        """Returns the hashes of the prompt's full blocks, as workers with this naming compute them."""
+        if naming not in self._hashes:
+            root = root_hash(model=naming.fingerprint, numerics=naming.numerics, cache_salt=self._cache_salt)
+            self._hashes[naming] = hash_blocks(root, self._prompt_ids, naming.block_size)
+        return self._hashes[naming]
 
 
 class Placement:
@@ -167,8 +174,8 @@ class Placement:
         ready = self._view.candidates(self._clock())
         return bool(ready.decode or (not needs_decode and ready.prefill))
 
-    def namings(self) -> frozenset[tuple[str, int]]:
-        """Returns the fingerprints and block sizes of the ready workers, which block hashes depend on."""
+    def namings(self) -> frozenset[BlockNaming]:
+        """Returns those of the ready workers."""
         return self._view.namings(self._clock())
 
     def place(
@@ -179,15 +186,17 @@ class Placement:
         needs_decode: bool,
         num_output: int = 0,
         avoid: frozenset[str] = frozenset(),
+        numerics: str = "",
         deadline_s: float | None = None,
     ) -> Decision | NoPlacement:
         """Chooses workers for a new attempt. `num_output` are tokens of earlier attempts, computed again as prompt.
+        `numerics`: of these attempts; workers with the same are preferred.
 
         If the policy's choice is expected to miss `deadline_s`, the fastest placement is used. Raises TooLate if the
         fastest one is expected to miss it, too. Without measured speeds, no request is refused.
         """
         candidates = self._candidates()
-        cached = self._cached_blocks(prompt, candidates)
+        cached = self._cached_blocks(prompt)
         demand = Demand(
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens + num_output,
@@ -197,6 +206,7 @@ class Placement:
             needs_decode=needs_decode,
             ordinal=self._next_ordinal(),
             avoid=avoid,
+            numerics=numerics,
             local_prefill_tokens=self._local_prefill_tokens,
             affinity=prompt.affinity if self._policy == "sticky" else "",
             session_workers=self._session_workers.get(prompt.session_key, frozenset()),
@@ -225,7 +235,7 @@ class Placement:
         if decision.computes is not None:
             chosen = decision.computes
             if not prompt.sent_to:  # choices of one request and its retries do not make a prefix popular
-                self._popularity.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
+                self._popularity.used(prompt.hashes(chosen.naming), self._clock())
                 self._reuse.count(decision.num_cached_tokens, prompt.num_tokens)
             self._view.assigned(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
         workers = [worker for worker in (decision.prefill, decision.decode) if worker is not None]
@@ -241,7 +251,7 @@ class Placement:
             if key in prompt.sent_to:
                 continue
             prompt.sent_to.add(key)
-            hashes = prompt.hashes(worker.fingerprint, worker.block_size)
+            hashes = prompt.hashes((decision.computes or worker).naming)
             self._prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
 
     def session_ended(self, session_key: str) -> None:
@@ -253,22 +263,29 @@ class Placement:
         self._prefixes.gone(worker_id)
 
     def place_decode(
-        self, request_id: str, prompt: PromptPrefixes, fingerprint: str, excluded: frozenset[WorkerKey]
-    ) -> PeerRef | None:
-        """Chooses another decode worker for a handoff. Incarnations in `excluded` are not chosen."""
+        self,
+        request_id: str,
+        prompt: PromptPrefixes,
+        fingerprint: str,
+        excluded: frozenset[WorkerKey],
+        *,
+        numerics: str = "",
+    ) -> Candidate | None:
+        """Chooses another decode worker for a handoff from a prefill worker with this fingerprint and these numerics.
+        Incarnations in `excluded` are not chosen."""
         demand = Demand(
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens,
             needs_decode=True,
+            numerics=numerics,
             now_s=self._clock(),
             ordinal=self._next_ordinal(),
             affinity=prompt.affinity if self._policy == "sticky" else "",
             session_workers=self._session_workers.get(prompt.session_key, frozenset()),
         )
         candidates = self._candidates(excluded)
-        cached = self._cached_blocks(prompt, candidates)
-        chosen = decide_decode(self._policy, demand, candidates, fingerprint, cached)
-        return chosen.peer if chosen is not None else None
+        cached = self._cached_blocks(prompt)
+        return decide_decode(self._policy, demand, candidates, fingerprint, cached)
 
     def has_decode(self, fingerprint: str) -> bool:
         """Returns whether any decode worker of this model is ready."""
@@ -287,22 +304,22 @@ class Placement:
         responsive = [worker for worker in workers if not self.is_silent(worker.peer)]
         return workers if len(responsive) == len(workers) or not responsive else tuple(responsive)
 
-    def _popularity_of(self, prompt: PromptPrefixes, candidates: CandidateWorkers, cached: Mapping[str, int]) -> float:
+    def _popularity_of(self, prompt: PromptPrefixes, candidates: CandidateWorkers, cached: CachedBlocks) -> float:
         """Returns the popularity of the longest prefix that a prefill worker holds."""
         num_held, holder = 0, None
         for worker in candidates.prefill:
-            if (held := cached.get(worker.worker_id, 0)) > num_held:
+            if (held := cached.get(worker.numerics, {}).get(worker.worker_id, 0)) > num_held:
                 num_held, holder = held, worker
         if holder is None:
             return 0.0
-        return self._popularity.of(prompt.hashes(holder.fingerprint, holder.block_size)[:num_held], self._clock())
+        return self._popularity.of(prompt.hashes(holder.naming)[:num_held], self._clock())
 
-    def _cached_blocks(self, prompt: PromptPrefixes, candidates: CandidateWorkers) -> Mapping[str, int]:
+    def _cached_blocks(self, prompt: PromptPrefixes) -> CachedBlocks:
         self._prefixes.now = self._clock()
-        cached: dict[str, int] = {}
-        for fingerprint, block_size in _namings(candidates):
+        cached: dict[str, dict[str, int]] = {}
+        for naming in self.namings():
             # Hashes cover the fingerprint, so workers of another one match nothing.
-            cached.update(self._prefixes.match(prompt.hashes(fingerprint, block_size)))
+            cached.setdefault(naming.numerics, {}).update(self._prefixes.match(prompt.hashes(naming)))
         return cached
 
     def _next_ordinal(self) -> int:
@@ -336,10 +353,6 @@ def _is_late(decision: Decision | NoPlacement, deadline_s: float | None) -> bool
     if deadline_s is None or isinstance(decision, NoPlacement):
         return False
     return decision.expected.is_measured and decision.expected.ttft_s > deadline_s
-
-
-def _namings(candidates: CandidateWorkers) -> set[tuple[str, int]]:
-    return {(c.fingerprint, c.block_size) for workers in (candidates.prefill, candidates.decode) for c in workers}
 
 
 def work_of(decision: Decision, num_tokens: int, sent_to: Collection[WorkerKey] = ()) -> Work:

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import PeerRef, SequenceUsage, TimelineEvent
+from kvrelay.protocol.messages import SequenceUsage, TimelineEvent
 from kvrelay.telemetry.tracer import Attributes, Tracer, parse_traceparent
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
-from kvrelay_router.routing.estimates import Decision
+from kvrelay_router.routing.estimates import Candidate, Decision
 
 OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
 PERCENTILES = (50, 90, 99)
@@ -39,6 +39,7 @@ class AttemptRecord:
     cause: str  # the failure of the attempt before it
     placed_ms: float
     trace: str = ""  # the trace context of its span
+    numerics: list[str] = field(default_factory=list)  # of its workers, in order of use
     ended_ms: float | None = None
     failure: str = ""  # the cause if it failed
     reassigned: list[dict[str, Any]] = field(default_factory=list)
@@ -96,6 +97,8 @@ class RequestRecord:
         record = AttemptRecord(
             attempt, prefill, decode, decision.policy, decision.reasons, cause, self.elapsed_ms(), trace
         )
+        workers = (decision.prefill, decision.decode)
+        record.numerics = list(dict.fromkeys(each.numerics for each in workers if each is not None and each.numerics))
         self.sequences[sequence].attempts.append(record)
 
     def attempt_ended(self, sequence: int, failure: str) -> None:
@@ -104,10 +107,12 @@ class RequestRecord:
         if attempts and attempts[-1].ended_ms is None:
             attempts[-1].ended_ms, attempts[-1].failure = self.elapsed_ms(), failure
 
-    def reassigned(self, sequence: int, decode: PeerRef | None, cause: str) -> None:
+    def reassigned(self, sequence: int, decode: Candidate | None, cause: str) -> None:
         """The current attempt got another decode worker."""
         attempt = self.sequences[sequence].attempts[-1]
-        attempt.decode = decode.peer_id if decode is not None else None
+        attempt.decode = decode.worker_id if decode is not None else None
+        if decode is not None and decode.numerics and decode.numerics not in attempt.numerics:
+            attempt.numerics.append(decode.numerics)
         attempt.reassigned.append({"decode": attempt.decode, "cause": cause, "at_ms": self.elapsed_ms()})
 
     def workers(self) -> set[str]:
@@ -316,4 +321,6 @@ def _attributes(record: RequestRecord, sequence: int, attempt: AttemptRecord) ->
         attributes["kvrelay.worker.decode"] = attempt.decode
     if attempt.cause:
         attributes["kvrelay.retry.cause"] = attempt.cause
+    if attempt.numerics:
+        attributes["kvrelay.numerics"] = tuple(attempt.numerics)
     return attributes

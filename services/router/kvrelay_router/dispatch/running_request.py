@@ -243,6 +243,11 @@ class ActiveSequence:
         return self.decision.fingerprint if self.decision is not None else ""
 
     @property
+    def numerics(self) -> str:
+        """The numerics of the worker that computes the prompt in the current attempt."""
+        return self.decision.numerics if self.decision is not None else ""
+
+    @property
     def is_proven(self) -> bool:
         """True if the current attempt brought so many tokens that its request cannot be why a worker fails."""
         return len(self.intake.output) - self.attempts.num_resumed >= PROVEN_TOKENS

@@ -24,7 +24,7 @@ from kvrelay.protocol.messages import PeerRef, Status
 from kvrelay.scheduling.step_cost import StepCost
 from kvrelay.text.request.validation import ModelLimits
 from kvrelay_router.fleet.load import OutstandingLoad, WorkerLoad, worker_key
-from kvrelay_router.routing.estimates import Candidate, CandidateWorkers
+from kvrelay_router.routing.estimates import BlockNaming, Candidate, CandidateWorkers
 
 REGISTRY_GRACE_S = 10.0
 """Time that a record may be missing, for example after Redis was emptied, before its worker counts as draining."""
@@ -88,7 +88,7 @@ class FleetView:
         self._limits: tuple[list[WorkerRecord], ModelLimits | None] = ([], None)  # cached for these records
         self._last_records: list[WorkerRecord] = []  # the ready ones when a decode worker last was
         self._ready: list[KnownWorker] | None = None  # cached with `_namings` until the next event
-        self._namings: frozenset[tuple[str, int]] = frozenset()
+        self._namings: frozenset[BlockNaming] = frozenset()
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -170,8 +170,8 @@ class FleetView:
             tuple([candidate for candidate in ready if candidate.role == "decode"]),
         )
 
-    def namings(self, now: float) -> frozenset[tuple[str, int]]:
-        """Fingerprints and block sizes of the ready workers, which determine block hashes."""
+    def namings(self, now: float) -> frozenset[BlockNaming]:
+        """Of the blocks that the ready workers compute."""
         self._ready_workers(now)
         return self._namings
 
@@ -215,7 +215,8 @@ class FleetView:
         worker is missing from the registry, since then time changes its state."""
         if self._ready is None:
             ready = [known for known in self._workers.values() if known.state(now) is WorkerState.READY]
-            self._namings = frozenset((known.record.fingerprint, known.record.block_size) for known in ready)
+            records = [known.record for known in ready]
+            self._namings = frozenset(BlockNaming(each.fingerprint, each.numerics, each.block_size) for each in records)
             if any(known.missing_since is not None for known in ready):
                 return ready
             self._ready = ready
@@ -239,6 +240,7 @@ class FleetView:
             peer=known.peer,
             role=record.role,
             fingerprint=record.fingerprint,
+            numerics=record.numerics,
             queued_tokens=own.num_tokens + foreign.num_tokens,
             num_sequences=own.num_sequences + foreign.num_sequences,
             num_free_blocks=blocks.get("free", 0) + blocks.get("cached", 0) - num_promised,
@@ -309,6 +311,7 @@ def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) ->
         "address": record.address,
         "model": record.model,
         "fingerprint": record.fingerprint,
+        "numerics": record.numerics,
         "max_model_len": record.max_model_len,
         "block_size": record.block_size,
         "device": record.device,

@@ -128,13 +128,15 @@ class GenerationResponse(Response):
             await stream.start(self._answer_headers(generation).items())
 
     def _answer_headers(self, generation: Generation) -> dict[str, str]:
-        """The workers that took part, and if asked for, the decisions behind it as JSON, one for each prompt."""
+        """The workers that took part, their numerics, and if asked for, the decisions behind it as JSON, one for each
+        prompt."""
         served = generation.served_by()
-        workers = {
+        parts = {
             "x-kvrelay-prefill": dict.fromkeys(each.prefill for each in served if each.prefill),
             "x-kvrelay-decode": dict.fromkeys(each.decode for each in served if each.decode),
+            "x-kvrelay-numerics": dict.fromkeys(numerics for each in served for numerics in each.numerics),
         }
-        headers = {name: _fitting(list(ids), ", ", MAX_NAMES_BYTES, "%d more") for name, ids in workers.items() if ids}
+        headers = {name: _fitting(list(ids), ", ", MAX_NAMES_BYTES, "%d more") for name, ids in parts.items() if ids}
         if self._wants_route:
             routes = [json.dumps(each.describe_route(), separators=(",", ":")) for each in served]
             joined = _fitting(routes, ",", MAX_ROUTES_BYTES, '{"left_out":%d}')

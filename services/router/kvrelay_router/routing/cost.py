@@ -115,7 +115,7 @@ def pick_decode(
             wait_s = _alone_s(candidate, estimates)
         else:
             wait_s = estimates.transfer_s(prefill, candidate, compute_s) + estimates.decode_s(candidate)
-        return not estimates.has_room(candidate), wait_s, -candidate.num_free_blocks
+        return not estimates.has_room(candidate, prefill), wait_s, -candidate.num_free_blocks
 
     chosen = min(in_turn(candidates, estimates.demand.ordinal), key=key)
     for candidate in candidates:
@@ -125,9 +125,9 @@ def pick_decode(
                 chosen = candidate
     reason = (
         f"{chosen.worker_id} with {chosen.num_sequences} sequences ({chosen.num_pending} to come), "
-        f"{chosen.num_free_blocks} free blocks, holds {estimates.held_blocks(chosen)} of the prompt's"
+        f"{chosen.num_free_blocks} free blocks, holds {estimates.held_blocks(chosen, prefill)} of the prompt's"
     )
-    return chosen, reason if estimates.has_room(chosen) else f"{reason}; no worker has room now"
+    return chosen, reason if estimates.has_room(chosen, prefill) else f"{reason}; no worker has room now"
 
 
 def better_alone(
@@ -141,7 +141,7 @@ def better_alone(
     if not estimates.typical.is_measured:
         return None
     num_tokens = estimates.demand.num_prompt_tokens
-    fitting = [candidate for candidate in decodes if estimates.has_room(candidate)]
+    fitting = [candidate for candidate in decodes if estimates.has_room(candidate, None)]
     chosen, least_s = None, handed_over.ttft_s + estimates.decode_s(decode)
     for candidate in in_turn(fitting, estimates.demand.ordinal) if fitting else ():
         if (alone_s := _alone_s(candidate, estimates)) < least_s:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,18 @@ HORIZON_TOKENS = 64
 
 Role = Literal["prefill", "decode"]
 
+CachedBlocks = Mapping[str, Mapping[str, int]]
+"""The number of leading blocks of a prompt that workers hold: by the numerics of the worker that computed them, then by
+worker id. Workers with 0 are left out."""
+
+
+class BlockNaming(NamedTuple):
+    """What the hashes of a prompt's blocks depend on, beside its tokens and salt."""
+
+    fingerprint: str
+    numerics: str  # of the worker that computes the prompt
+    block_size: int
+
 
 class Candidate(msgspec.Struct, frozen=True):
     """A worker that accepts new requests, with its present load and its measured speeds."""
@@ -32,6 +44,7 @@ class Candidate(msgspec.Struct, frozen=True):
     peer: PeerRef
     role: Role
     fingerprint: str
+    numerics: str = ""  # equal for workers that round alike; empty: unknown
     queued_tokens: int = 0  # prompt tokens to compute, without cached ones
     num_sequences: int = 0  # running, waiting, and handoffs on their way
     num_free_blocks: int = 0  # free or evictable, minus those of handoffs on their way
@@ -53,6 +66,11 @@ class Candidate(msgspec.Struct, frozen=True):
     def worker_id(self) -> str:
         """The worker's name in the fleet."""
         return self.peer.peer_id
+
+    @property
+    def naming(self) -> BlockNaming:
+        """Of the blocks that it computes."""
+        return BlockNaming(self.fingerprint, self.numerics, self.block_size)
 
 
 class CandidateWorkers(msgspec.Struct, frozen=True):
@@ -78,6 +96,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     needs_decode: bool  # more than one token has to be generated
     ordinal: int = 0
     avoid: frozenset[str] = frozenset()  # worker ids to use only if there are no others
+    numerics: str = ""  # of the workers that served the request before; empty: none did
     local_prefill_tokens: int | None = None  # longest prompt that decode computes alone; None: the policy decides
     popularity: float = 0.0  # recent requests with the same cached prefix, see `PrefixPopularity`
     now_s: float = 0.0  # monotonic time of the placement
@@ -119,6 +138,11 @@ class Decision(msgspec.Struct, frozen=True):
         return chosen.fingerprint if chosen is not None else ""
 
     @property
+    def numerics(self) -> str:
+        """The numerics of the worker that computes the prompt."""
+        return self.computes.numerics if self.computes is not None else ""
+
+    @property
     def computes(self) -> Candidate | None:
         """The worker that computes the prompt."""
         return self.prefill or self.decode
@@ -154,11 +178,11 @@ class TypicalSpeeds(msgspec.Struct, frozen=True):
 
 
 class Estimates(msgspec.Struct, frozen=True):
-    """Estimates for one request. `cached_blocks`: leading blocks of the prompt by worker; 0 for missing workers."""
+    """Estimates for one request."""
 
     demand: Demand
     typical: TypicalSpeeds = TypicalSpeeds()
-    cached_blocks: Mapping[str, int] = {}
+    cached_blocks: CachedBlocks = {}
 
     def cost(self, worker: Candidate) -> StepCost:
         if worker.step_cost is not None:
@@ -166,16 +190,17 @@ class Estimates(msgspec.Struct, frozen=True):
         return self.typical.prefill if worker.role == "prefill" else self.typical.decode
 
     def cached_tokens(self, worker: Candidate) -> int:
-        """Returns the prompt tokens cached on this worker. At least one token is always computed."""
-        num_blocks = self.cached_blocks.get(worker.peer.peer_id)
+        """Returns the prompt tokens that this worker need not compute. At least one token is always computed."""
+        num_blocks = self.cached_blocks.get(worker.numerics, {}).get(worker.peer.peer_id)
         if not num_blocks:
             return 0
         size = worker.block_size
         return min(num_blocks, max(0, self.demand.num_prompt_tokens - 1) // size) * size
 
-    def held_blocks(self, worker: Candidate) -> int:
-        """Returns the number of full prompt blocks that need not be sent to this worker."""
-        num_blocks = self.cached_blocks.get(worker.peer.peer_id)
+    def held_blocks(self, worker: Candidate, prefill: Candidate | None) -> int:
+        """Returns the number of full prompt blocks that `prefill` need not send to this worker. None: this worker
+        computes the prompt itself."""
+        num_blocks = self.cached_blocks.get((prefill or worker).numerics, {}).get(worker.peer.peer_id)
         return min(num_blocks, self.demand.num_prompt_tokens // worker.block_size) if num_blocks else 0
 
     def queue_s(self, worker: Candidate) -> float:
@@ -226,10 +251,10 @@ class Estimates(msgspec.Struct, frozen=True):
         context = decode.context_tokens / num_running if decode.context_tokens else self.demand.num_prompt_tokens
         return HORIZON_TOKENS * self.cost(decode).step_s(num_ahead + 1, context * (num_ahead + 1))
 
-    def has_room(self, decode: Candidate) -> bool:
+    def has_room(self, decode: Candidate, prefill: Candidate | None) -> bool:
         """Returns whether the prompt's missing blocks and one more fit. True if the pool size is unknown."""
         num_blocks = -(-self.demand.num_prompt_tokens // decode.block_size) + 1
-        return not decode.num_blocks or num_blocks - self.held_blocks(decode) <= decode.num_free_blocks
+        return not decode.num_blocks or num_blocks - self.held_blocks(decode, prefill) <= decode.num_free_blocks
 
     def chunk_room(self, decode: Candidate) -> int:
         """Returns the number of prompt tokens that fit into one step beside the decodes."""
@@ -254,7 +279,7 @@ class Estimates(msgspec.Struct, frozen=True):
         if not rate or not decode.block_bytes:
             return 0.0
         size = decode.block_size
-        num_missing = -(-self.demand.num_prompt_tokens // size) - self.held_blocks(decode)
+        num_missing = -(-self.demand.num_prompt_tokens // size) - self.held_blocks(decode, prefill)
         num_uncached = self.demand.num_prompt_tokens - self.cached_tokens(prefill)
         # Blocks are pushed while later chunks are computed. The blocks of the last chunk are pushed after it.
         num_last = min(num_missing, -(-min(num_uncached, prefill.token_budget or DEFAULT_BUDGET) // size))

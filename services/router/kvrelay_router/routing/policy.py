@@ -1,8 +1,9 @@
 """Places a request: a pure function of the request, the fleet and the cached prefixes.
 
 This file decides which workers are eligible, in the same way for all policies: prefill and decode must have the same
-fingerprint, and workers on which an attempt failed are avoided. The policy `cost` (`cost.py`) chooses among the
-eligible workers, or one of these, which are for comparison and for special fleets:
+fingerprint, workers on which an attempt failed are avoided, and workers are preferred that round as those before them
+in the request. The policy `cost` (`cost.py`) chooses among the eligible workers, or one of these, which are for
+comparison and for special fleets:
 
 - `random` uses the request's id as its seed.
 - `round_robin` takes turns.
@@ -16,7 +17,7 @@ eligible workers, or one of these, which are for comparison and for special flee
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Literal, get_args
 
@@ -24,6 +25,7 @@ import msgspec
 
 from kvrelay_router.routing.cost import better_alone, in_turn, pick_decode, pick_prefill
 from kvrelay_router.routing.estimates import (
+    CachedBlocks,
     Candidate,
     CandidateWorkers,
     Decision,
@@ -36,7 +38,7 @@ from kvrelay_router.routing.estimates import (
 
 PolicyName = Literal["cost", "least_loaded", "round_robin", "random", "prefix_only", "sticky"]
 Picker = Callable[[Sequence[Candidate], Estimates], tuple[Candidate, str]]
-NOTHING_CACHED: Mapping[str, int] = {}
+NOTHING_CACHED: CachedBlocks = {}
 AFFINITY_SHOWN = 64
 """Reasons show this many characters of an affinity: clients choose it, and reasons are sent in headers."""
 
@@ -45,9 +47,9 @@ def decide(
     policy: PolicyName,
     demand: Demand,
     candidates: CandidateWorkers,
-    cached_blocks: Mapping[str, int] = NOTHING_CACHED,
+    cached_blocks: CachedBlocks = NOTHING_CACHED,
 ) -> Decision | NoPlacement:
-    """Places a request. `cached_blocks`: leading blocks of its prompt that each worker holds, see `PrefixView`.
+    """Places a request.
 
     A request of one token goes to prefill alone. A short prompt goes to decode alone, and so does any prompt if no
     prefill worker has a decode worker's fingerprint. All others go to a prefill and a decode worker.
@@ -77,9 +79,10 @@ def decide_decode(
     demand: Demand,
     candidates: CandidateWorkers,
     fingerprint: str,
-    cached_blocks: Mapping[str, int] = NOTHING_CACHED,
+    cached_blocks: CachedBlocks = NOTHING_CACHED,
 ) -> Candidate | None:
-    """Returns another decode worker for a handoff. The unreachable one must not be among the candidates."""
+    """Returns another decode worker for a handoff. The unreachable one must not be among the candidates.
+    `demand.numerics` are those of the prefill worker."""
     fitting = _with_fingerprint(candidates.decode, {fingerprint})
     if not fitting:
         return None
@@ -95,8 +98,8 @@ def _both(
     decode, decode_reason = _pick_decode(policy, fitting, prefill, estimates)
     expected = estimates.handed_over(prefill, decode)
     if policy == "cost" and estimates.demand.local_prefill_tokens is None:
-        unavoided = _unavoided(decodes, estimates.demand.avoid)
-        if (alone := better_alone(expected, decode, unavoided, estimates)) is not None:
+        eligible, _ = _eligible(decodes, estimates.demand, estimates.demand.numerics)
+        if (alone := better_alone(expected, decode, eligible, estimates)) is not None:
             worker, reason = alone
             return _decision(policy, None, worker, (f"decode alone: {reason}",), estimates.alone(worker), estimates)
     reasons = (f"prefill: {prefill_reason}", f"decode: {decode_reason}")
@@ -124,30 +127,41 @@ def _decision(
         reasons,
         expected=expected,
         num_cached_tokens=estimates.cached_tokens(computes) if computes is not None else 0,
-        num_cached_blocks=estimates.held_blocks(decode) if decode is not None else 0,
+        num_cached_blocks=estimates.held_blocks(decode, prefill) if decode is not None else 0,
     )
 
 
 def _pick_prefill(policy: PolicyName, workers: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
-    workers = _unavoided(workers, estimates.demand.avoid)
-    return pick_prefill(workers, estimates) if policy == "cost" else _PICKERS[policy](workers, estimates)
+    workers, preference = _eligible(workers, estimates.demand, estimates.demand.numerics)
+    chosen, reason = pick_prefill(workers, estimates) if policy == "cost" else _PICKERS[policy](workers, estimates)
+    return chosen, f"{reason}{preference}"
 
 
 def _pick_decode(
     policy: PolicyName, workers: Sequence[Candidate], prefill: Candidate | None, estimates: Estimates
 ) -> tuple[Candidate, str]:
-    workers = _unavoided(workers, estimates.demand.avoid)
-    return pick_decode(workers, prefill, estimates) if policy == "cost" else _PICKERS[policy](workers, estimates)
+    numerics = estimates.demand.numerics if prefill is None else prefill.numerics
+    workers, preference = _eligible(workers, estimates.demand, numerics)
+    if policy == "cost":
+        chosen, reason = pick_decode(workers, prefill, estimates)
+    else:
+        chosen, reason = _PICKERS[policy](workers, estimates)
+    return chosen, f"{reason}{preference}"
 
 
 def _with_fingerprint(candidates: Iterable[Candidate], fingerprints: set[str]) -> list[Candidate]:
     return [candidate for candidate in candidates if candidate.fingerprint in fingerprints]
 
 
-def _unavoided(candidates: Sequence[Candidate], avoid: frozenset[str]) -> Sequence[Candidate]:
-    if not avoid:
-        return candidates
-    return [candidate for candidate in candidates if candidate.worker_id not in avoid] or candidates
+def _eligible(candidates: Sequence[Candidate], demand: Demand, numerics: str) -> tuple[Sequence[Candidate], str]:
+    """Returns the workers that are not avoided, and of these the ones with the wanted numerics; all, if there are none.
+    Also returns the end of a reason, which is empty if numerics left out no worker."""
+    if demand.avoid:
+        candidates = [each for each in candidates if each.worker_id not in demand.avoid] or candidates
+    alike = [each for each in candidates if each.numerics == numerics] if numerics else []
+    if not alike or len(alike) == len(candidates):
+        return candidates, ""
+    return alike, f"; of {len(candidates)} workers, {len(alike)} with numerics {numerics} are preferred"
 
 
 def _least_loaded(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:

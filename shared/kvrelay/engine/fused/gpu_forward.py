@@ -108,11 +108,11 @@ class GpuForward:
 
     def __init__(self, weights: GpuWeights, pieces: TorchPieces) -> None:
         self._weights = weights
-        self._pieces = pieces
+        self.pieces = pieces
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
-        weights, pieces, count = self._weights, self._pieces, len(token_ids)
+        weights, pieces, count = self._weights, self.pieces, len(token_ids)
         hidden = torch.nn.functional.embedding(token_ids, weights.embedding).float()
         num_heads = (weights.num_heads, weights.num_kv_heads)
         angles, eps, delta = (weights.cos, weights.sin), weights.norm_eps, None
@@ -134,7 +134,7 @@ class GpuForward:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits in the model's dtype."""
-        return self._pieces.linear(hidden, self._weights.head)
+        return self.pieces.linear(hidden, self._weights.head)
 
 
 class TorchPieces:

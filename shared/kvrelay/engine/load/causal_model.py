@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from importlib.util import find_spec
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.backend import AttentionBackend, KVLayout, StepAttention, dtype_name
 from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.cpu import CpuBackend
-from kvrelay.backends.cpu_build import KernelBuildError
+from kvrelay.backends.cpu_build import KernelBuildError, cpu_features, kernel_key
 from kvrelay.engine.fused.forward import FusedForward
 from kvrelay.engine.fused.gpu_forward import GpuForward, TorchPieces, merge_weights
 from kvrelay.engine.fused.kernel import FIXED_TYPES, PanelProducts
@@ -62,6 +64,7 @@ class CausalModel:
     eos_token_ids: tuple[int, ...]
     part: PartPlan = WHOLE
     gathered_mlps: GatheredMlps | None = None
+    numerics: str = ""  # see `ModelSpec`
 
     @property
     def whole_layout(self) -> KVLayout:
@@ -164,7 +167,9 @@ def load_model(
             dtype_name(source.dtype),
         )
     eos_token_ids = _eos_token_ids(model, observed.vocab_size)
-    return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids, plan, mlps)
+    loaded = CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids, plan, mlps)
+    loaded.numerics = _numerics_with_ranks(loaded)
+    return loaded
 
 
 def _read(source: ModelSource, weights: StoredWeights | None) -> tuple[PreTrainedModel, PartPlan]:
@@ -331,6 +336,46 @@ def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
     return tuple(each for each in map(int, ids) if 0 <= each < vocab_size)
 
 
+def numerics_of(model: CausalModel) -> str:
+    """Returns 8 hex digits over everything on this rank, but the model, that bits of outputs depend on. They are equal
+    for ranks of one installation and configuration on machines of one kind."""
+    source, part, layout = model.source, model.part, model.layout
+    match model.forward:
+        case FusedForward(instructions=instructions):
+            layers = f"fused {instructions}"
+        case GpuForward(pieces=pieces):
+            layers = f"fused {pieces.name}"
+        case _:
+            layers = f"modules of transformers {transformers.__version__}"
+    if source.device.type == "cuda":
+        device = torch.cuda.get_device_name(source.device)
+    else:
+        device = kernel_key() if isinstance(model.backend, CpuBackend) else cpu_features()
+    num_mlp_parts = 1 if part.mlps is None else part.mlps.size
+    group = source.ranks.tensor_parallel or source.ranks.data_parallel
+    sums = "" if group is None or group.shares_memory else "no shared memory"
+    return _short_hash(
+        *(layers, model.backend.name, str(model.backend.batch_invariant), device, torch.__version__),
+        *(str(layout.dtype), str(layout.pool_dtype), source.quantization),
+        *(str(part.tensor_size), str(part.pipeline_size), str(num_mlp_parts), sums),
+    )
+
+
+def _numerics_with_ranks(model: CausalModel) -> str:
+    """The numerics of all ranks together: the machine of any of them may round otherwise."""
+    ranks = model.source.ranks
+    with ranks.in_agreement():
+        own = numerics_of(model)
+    if ranks.all_ranks is None:
+        return own
+    every = ranks.all_ranks.exchange([int(own, 16)])
+    return _short_hash(own, *map(str, every))
+
+
+def _short_hash(*facts: str) -> str:
+    return blake2b("\0".join(facts).encode(), digest_size=4).hexdigest()
+
+
 def spec_of(model: CausalModel, num_blocks: int, num_host_slots: int, host_block_s: float) -> ModelSpec:
     """Returns the spec of a model with a pool of `num_blocks`. `host_block_s`: seconds that copying a block to the host
     takes."""
@@ -350,6 +395,7 @@ def spec_of(model: CausalModel, num_blocks: int, num_host_slots: int, host_block
         block_bytes=layout.block_bytes,
         dtype=dtype_name(layout.dtype),
         fingerprint=shard_fingerprint(identity, part.tensor_size, part.pipeline_size),
+        numerics=model.numerics,
         num_host_slots=num_host_slots,
         host_block_s=host_block_s,
         device=describe_device(source.device),

@@ -106,6 +106,7 @@ async def test_the_routes_of_many_prompts_fit_a_header(guarded: Router) -> None:
         handle = submit(request, prepared)
         handle.served_by.describe_route = lambda: route
         handle.served_by.decode = f"decode-worker-{len(handles)}"
+        handle.served_by.numerics = ["1f3a9c07", "b2e8440d"][: 1 + len(handles) // 100]
         return handle
 
     guarded.dispatcher.submit = routed  # type: ignore[method-assign]
@@ -117,3 +118,4 @@ async def test_the_routes_of_many_prompts_fit_a_header(guarded: Router) -> None:
     *names, more = answer.headers["x-kvrelay-decode"].split(", ")
     assert names[0] == "decode-worker-1" and more == f"{200 - len(names)} more"
     assert len(answer.headers["x-kvrelay-decode"]) <= 1024
+    assert answer.headers["x-kvrelay-numerics"] == "1f3a9c07, b2e8440d"

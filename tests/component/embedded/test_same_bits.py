@@ -45,11 +45,9 @@ def prompts() -> list[list[int]]:
 
 def sampled(llm: LLM, asked: list[list[int]], max_tokens: int) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of outputs. Every fourth has a grammar, which forces some of its tokens."""
-    free = {"temperature": 1.0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0}
-    params = [
-        SamplingParams(seed=seed, **free, **({"structured_outputs": GRAMMAR} if seed % 4 == 3 else {}))
-        for seed in range(len(asked))
-    ]
+    free: dict[str, Any] = {"temperature": 1.0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0}
+    constrained = free | {"structured_outputs": GRAMMAR}
+    params = [SamplingParams(seed=seed, **(free if seed % 4 < 3 else constrained)) for seed in range(len(asked))]
     outputs = [output.outputs[0] for output in llm.generate(asked, params)]
     return [(list(each.token_ids), [entry.logprob for entry in each.logprobs]) for each in outputs]
 

@@ -145,7 +145,7 @@ def test_decisions_are_pure_fit_the_demand_and_say_why(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_decode_rounds_as_prefill_does_if_any_worker_can(policy: PolicyName) -> None:
-    """However busy it is, and whichever policy chose the prefill worker."""
+    """However busy it is while it has room, and whichever policy chose the prefill worker."""
     prefills = [worker("p0", "prefill", numerics="amx"), worker("p1", "prefill", numerics="avx")]
     alike = {"p0": "d0", "p1": "d1"}
     decodes = [
@@ -157,6 +157,14 @@ def test_decode_rounds_as_prefill_does_if_any_worker_can(policy: PolicyName) -> 
         prefill, decode = decided(policy, demand(ordinal=ordinal), *prefills, *decodes)
         assert prefill is not None and decode == alike[prefill]
     assert decided(policy, demand(), *prefills, decodes[2])[1] == "d2", "there is no other"
+
+
+def test_a_request_that_begins_goes_where_there_is_room() -> None:
+    """While a fleet is replaced, its last workers of the old version are not left with all requests."""
+    prefill, other = worker("p", "prefill", numerics="amx"), worker("d2", "decode", numerics="avx")
+    full = [worker(f"d{number}", "decode", numerics="amx", num_blocks=100) for number in range(2)]
+    assert decided("cost", demand(), prefill, *full, other) == ("p", "d2")
+    assert decided("cost", demand(numerics="amx"), prefill, *full, other) == ("p", "d0"), "what has begun goes on alike"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -140,8 +140,11 @@ def _pick_prefill(policy: PolicyName, workers: Sequence[Candidate], estimates: E
 def _pick_decode(
     policy: PolicyName, workers: Sequence[Candidate], prefill: Candidate | None, estimates: Estimates
 ) -> tuple[Candidate, str]:
-    numerics = estimates.demand.numerics if prefill is None else prefill.numerics
-    workers, preference = _eligible(workers, estimates.demand, numerics)
+    demand, every = estimates.demand, workers
+    workers, preference = _eligible(every, demand, demand.numerics if prefill is None else prefill.numerics)
+    if not demand.numerics and not any(estimates.has_room(each, prefill) for each in workers):
+        # Else the last workers of an old version, while a fleet is replaced, would get all requests.
+        workers, preference = _eligible(every, demand, "")
     if policy == "cost":
         chosen, reason = pick_decode(workers, prefill, estimates)
     else:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.run.device import to_host
-from kvrelay.engine.sample.logprobs import check_finite
+from kvrelay.engine.sample.logprobs import best_tokens, check_finite
 from kvrelay.engine.sample.sampler import Sampler, Seen
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import Candidates, CandidatesWanted
@@ -28,22 +28,23 @@ def best_candidates(
 ) -> list[Candidates]:
     """By row the `num_candidates` best continuations, best first; fewer where the vocabulary has fewer.
 
-    What min_tokens forbids has -inf, and is left out unless there is nothing else.
+    Of equal ones the lower id is better, on a CPU. What min_tokens forbids has -inf, and is left out unless there is
+    nothing else.
 
     `logits` is `[rows, vocab]` of any float type; `positions` are those of the tokens to come. Keys may repeat. Raises
     BadLogits for rows whose logits are not finite, KeyError for an unknown key.
     """
     scores = torch.log_softmax(logits.float(), dim=-1)
     sampler.adjust(keys, positions, scores, _seen(wanted, sampler.penalises(keys)))
-    most = min(max(each.num_candidates for each in wanted), scores.shape[-1])
-    top = torch.topk(scores, most, dim=-1)
+    num_wanted = np.minimum([each.num_candidates for each in wanted], scores.shape[-1])
+    best_ids, best_scores = best_tokens(scores, num_wanted)
     peaks_there = logits.amax(dim=-1)
     with sampler.waiting():
-        peaks, token_ids, values = to_host(peaks_there, top.indices, top.values)
+        peaks, token_ids, values = to_host(peaks_there, best_ids, best_scores)
     check_finite(keys, peaks)
     return [
-        _candidates(ids[: each.num_candidates], row[: each.num_candidates])
-        for ids, row, each in zip(token_ids.astype(np.int32), values.astype(np.float32), wanted, strict=True)
+        _candidates(ids[:count], row[:count])
+        for ids, row, count in zip(token_ids.astype(np.int32), values.astype(np.float32), num_wanted, strict=True)
     ]
 
 

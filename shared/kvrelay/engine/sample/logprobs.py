@@ -43,6 +43,29 @@ def check_finite(keys: Sequence[SequenceKey], peaks: NDArray[np.float64]) -> Non
         raise BadLogits([key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine])
 
 
+def best_tokens(logprobs: torch.Tensor, num_wanted: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids and values `[rows, most wanted]` of each row's best tokens, best first. `logprobs` is `[rows, vocab]`.
+
+    On a CPU equal ones are in the order of their ids, and the first `num_wanted` `[rows]` are those of the lowest ids.
+    torch's choice among equal ones depends on how many are asked for. On a GPU it stands: to search again is to wait.
+    """
+    most = min(int(num_wanted.max(initial=0)), logprobs.shape[1])
+    if logprobs.device.type != "cpu" or not most:
+        values, ids = torch.topk(logprobs, most, dim=-1)
+        return ids, values
+    # One more than wanted shows whether the last wanted one ties.
+    values, ids = torch.topk(logprobs, min(most + 1, logprobs.shape[1]), dim=-1)
+    found, order = values.numpy(), np.lexsort((ids.numpy(), -values.numpy()), axis=-1)
+    found, found_ids = (np.take_along_axis(each, order, axis=-1) for each in (found, ids.numpy()))
+    if most < logprobs.shape[1]:
+        edges = np.take_along_axis(found, np.maximum(num_wanted, 1)[:, None] - 1, axis=-1)[:, 0]
+        for row in np.flatnonzero((num_wanted > 0) & (edges == found[:, -1])):
+            above, wanted = np.count_nonzero(found[row] > edges[row]), num_wanted[row]
+            equal = np.flatnonzero(logprobs[row].numpy() == edges[row])
+            found_ids[row, above:wanted] = equal[: wanted - above]
+    return torch.from_numpy(found_ids[:, :most]), torch.from_numpy(found[:, :most])
+
+
 class PendingLogprobs:
     """The log-probability of one token per row and of the most likely tokens, launched on the device without a wait."""
 
@@ -64,12 +87,12 @@ class PendingLogprobs:
         chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
         self._num_top, self._wanted_ids = num_top.copy(), wanted_ids
         self._num_top[[*wanted_ids]] = 0
-        top = torch.topk(logprobs, min(int(self._num_top.max(initial=0)), logits.shape[-1]), dim=-1)
+        top_ids, top_values = best_tokens(logprobs, self._num_top)
         ids = np.zeros((len(num_top), max(map(len, wanted_ids.values()), default=0)), np.int64)
         for row, row_ids in wanted_ids.items():
             ids[row, : len(row_ids)] = row_ids
         wanted = [logprobs.gather(1, to_device(ids, logits.device))] if wanted_ids else []
-        self._copy = HostCopy(chosen, top.indices, top.values, *wanted)
+        self._copy = HostCopy(chosen, top_ids, top_values, *wanted)
         self._kept = logprobs if keep else None
 
     def read(self, token_ids: NDArray[np.int64], changed: NDArray[np.int64] | None = None) -> list[TokenLogprobs]:

@@ -1,15 +1,24 @@
-"""The forward of a decoder over fused kernels: all layers in one call, or piece by piece over a pool of 8 bits."""
+"""The forward of a decoder over fused kernels: all layers in one call, or piece by piece over a pool of 8 bits.
+
+Of other models, `use_panels` gives the products of their modules to the kernels.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from kvrelay.backends.backend import StepAttention
 from kvrelay.backends.cpu import CpuStep
-from kvrelay.engine.fused.kernel import Angles, AngleTable, DecoderKernel
-from kvrelay.engine.fused.weights import DecoderWeights
+from kvrelay.engine.fused.kernel import Angles, AngleTable, DecoderKernel, PanelProducts
+from kvrelay.engine.fused.panels import PackedLinear, rows_of
+from kvrelay.engine.fused.weights import DTYPES, DecoderWeights, NotFusable, WeightPacker
 from kvrelay.engine.parallel.group_coordinator import GroupCoordinator
 from kvrelay.engine.parallel.pipeline import PipelineLink
 from kvrelay.engine.parallel.sharded_modules import GatheredMlps
@@ -156,3 +165,55 @@ def _summed(product: torch.Tensor, group: GroupCoordinator | None) -> torch.Tens
     if group is not None:
         group.all_reduce(product)
     return product
+
+
+def use_panels(modules: torch.nn.Module, dtype: torch.dtype, packer: WeightPacker, undo: ExitStack) -> PanelProducts:
+    """Makes the linear layers in `modules` compute by the kernels. Their sums do not depend on the number of rows, as
+    torch's do.
+
+    `packer` takes their weights, also if this raises; `undo` gets what makes the modules compute by torch again, once
+    they have their weights back. Raises NotFusable for weights that the kernels do not multiply, and KernelBuildError
+    if these cannot be built here.
+    """
+    if dtype not in DTYPES:
+        raise NotFusable(f"the kernels do not multiply {dtype}")
+    products = PanelProducts(dtype)
+    for path, module in list(modules.named_modules()):
+        if type(module) is Conv1D:
+            modules.set_submodule(path, _as_linear(module))
+    linears = [module for module in modules.modules() if type(module) is torch.nn.Linear]
+    owners = Counter(linear.weight for linear in linears)
+    if any(count > 1 or weight.dtype != dtype or not weight.numel() for weight, count in owners.items()):
+        raise NotFusable(f"some linear layers share their weights, or are not {dtype}")
+    embeddings = {each.weight: each for each in modules.modules() if isinstance(each, torch.nn.Embedding)}
+    for linear in linears:
+        packed = packer.pack(linear)
+        vars(linear)["forward"] = partial(_product, products, packed)
+        undo.callback(vars(linear).pop, "forward")
+        if (tied := embeddings.get(linear.weight)) is not None:
+            if packed.is_integer:
+                raise NotFusable("a head of integer weights shares them with the embedding")
+            # Packing has emptied the weights that the embedding shares with the head.
+            tied.padding_idx = None  # has a meaning for gradients only, and is no row of the weights below
+            undo.callback(tied.register_forward_pre_hook(partial(_embed_from, packed)).remove)
+    return products
+
+
+def _product(products: PanelProducts, packed: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    return products.linear(packed, x.reshape(-1, packed.num_in)).view(*x.shape[:-1], packed.num_out)
+
+
+def _embed_from(packed: PackedLinear, embedding: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """Gives an embedding the rows of the step's tokens in place of its weights, and their numbers in place of the
+    tokens: some models' embeddings scale what they look up."""
+    token_ids = args[0]
+    embedding.weight.data = rows_of(packed, token_ids.flatten())
+    return (torch.arange(token_ids.numel()).view(token_ids.shape),)
+
+
+def _as_linear(module: Any) -> torch.nn.Linear:
+    """The linear layer that computes what a `Conv1D` of GPT-2 does, whose weights are transposed."""
+    num_in, num_out = module.weight.shape
+    linear = torch.nn.Linear(num_in, num_out, device="meta")
+    linear.weight, linear.bias = torch.nn.Parameter(module.weight.detach().t()), module.bias
+    return linear

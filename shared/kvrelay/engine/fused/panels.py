@@ -151,6 +151,13 @@ def from_panels(packed: PackedLinear) -> torch.Tensor:
     return transposed.reshape(len(packed.panels) * PANEL, -1)[:, : packed.num_in]
 
 
+def rows_of(packed: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+    """Some of the rows that `pack` was given, `[rows, num_in]`, of formats that are neither gated nor integers."""
+    # A row's elements, or pairs of them, are a column of its panel.
+    found = packed.panels[rows // PANEL, :, rows % PANEL]
+    return found.reshape(len(rows), -1)[:, : packed.num_in].contiguous()
+
+
 def unpack(packed: PackedLinear, sizes: Sequence[int]) -> list[torch.Tensor]:
     """The weights that `pack` was given, by their numbers of rows. Exact, of formats that are not integers."""
     rows = from_panels(packed)

@@ -7,6 +7,7 @@ separate so that the head can run in slices: logits of a whole chunk take vocabu
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -20,7 +21,7 @@ from kvrelay.backends.backend import AttentionBackend, KVLayout, StepAttention, 
 from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError, cpu_features, kernel_key
-from kvrelay.engine.fused.forward import FusedForward
+from kvrelay.engine.fused.forward import FusedForward, use_panels
 from kvrelay.engine.fused.gpu_forward import GpuForward, TorchPieces, merge_weights
 from kvrelay.engine.fused.kernel import FIXED_TYPES, PanelProducts
 from kvrelay.engine.fused.weights import FAMILIES, NotFusable, WeightPacker, decoder_weights, require_fusable
@@ -231,8 +232,33 @@ def _choose_forward(modules: _Modules, *, fused_layers: bool) -> Forward:
     if needing:
         raise UnsupportedModel(f"{type(model).__name__}: {' and '.join(needing)} is not possible: {reason}")
     modules.packer.restore()
-    log.info("decoder layers: the modules of transformers, since %s%s", reason, MAY_VARY)
-    return EagerForward(model)
+    forward = _run_modules(modules) if fused_layers else EagerForward(model)
+    log.info(
+        "decoder layers: the modules of transformers, since %s; products by %s%s", reason, forward.products, MAY_VARY
+    )
+    return forward
+
+
+def _run_modules(modules: _Modules) -> EagerForward:
+    """The model's own modules, with their products by the kernels if these give the same logits."""
+    source, packer, backend = modules.source, modules.packer, modules.backend
+    if not isinstance(backend, CpuBackend) or source.ranks.all_ranks is not None:
+        return EagerForward(modules.model)
+    check = ForwardCheck(modules.model, source.max_model_len)
+    forward = EagerForward(modules.model)
+    with ExitStack() as undo:
+        try:
+            products = use_panels(forward.modules, source.dtype, packer, undo)
+            check.run(forward, modules.layout, backend)
+        # RuntimeError and IndexError: some modules may read their weights, which are empty, for more than the product.
+        except (NotFusable, KernelBuildError, UnsupportedModel, RuntimeError, IndexError) as error:
+            log.info("products by torch, since those by the kernels fail: %s", error)
+        else:
+            undo.pop_all()
+            forward.products = f"kernels ({products.instructions})"
+            return forward
+    packer.restore()
+    return forward
 
 
 def _fuse(modules: _Modules) -> Forward:
@@ -345,8 +371,10 @@ def numerics_of(model: CausalModel) -> str:
             layers = f"fused {instructions}"
         case GpuForward(pieces=pieces):
             layers = f"fused {pieces.name}"
-        case _:
-            layers = f"modules of transformers {transformers.__version__}"
+        case EagerForward(products=products):
+            layers = f"modules of transformers {transformers.__version__}, products by {products}"
+        case other:
+            layers = other.name
     if source.device.type == "cuda":
         device = torch.cuda.get_device_name(source.device)
     else:

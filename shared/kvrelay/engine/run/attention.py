@@ -153,6 +153,13 @@ class EagerForward:
         model has no backbone of its own."""
         self._model = model
         self._backbone, self._head = split_head(model)
+        self.products = "torch"
+        """What multiplies the weights of linear layers, for logs."""
+
+    @property
+    def modules(self) -> torch.nn.ModuleList:
+        """The head with what is around it, and the backbone."""
+        return torch.nn.ModuleList([self._model, self._backbone])
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:

@@ -23,6 +23,7 @@ import pytest
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
+from tests.faults.storm.processes import usual_dtype
 from tests.faults.test_redis_under_streams import PROFILE
 
 pytestmark = pytest.mark.timeout(900)
@@ -32,7 +33,6 @@ NUM_KILLS = 12
 NUM_CLIENTS = 8
 DECODE = ("decode-0", "decode-1")
 SIMULATED = ("--backend", "simulated", "--profile")
-MODEL_FLAGS = ("--dtype", "float32", "--threads", "1")
 
 
 def prompts() -> list[tuple[list[int], int]]:
@@ -43,8 +43,9 @@ def prompts() -> list[tuple[list[int], int]]:
 
 @pytest.mark.parametrize("backend", ["simulated", "cpu"])
 def test_no_request_fails_while_decode_workers_are_killed_again_and_again(tmp_path: Path, backend: str) -> None:
-    flags = list(MODEL_FLAGS)
-    if backend == "simulated":
+    if backend == "cpu":
+        flags = ["--dtype", usual_dtype(), "--threads", "1"]
+    else:
         profile = tmp_path / "profile.json"
         profile.write_text(json.dumps(PROFILE | {"fixed_s": 0.01}))
         flags = [*SIMULATED, str(profile)]

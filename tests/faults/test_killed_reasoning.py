@@ -15,10 +15,11 @@ import pytest
 from tests.e2e.test_lifecycle import Stream
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S, wait_until
+from tests.faults.storm.processes import usual_dtype
 from tests.tiny_models import add_reasoning, build_model
 
 pytestmark = pytest.mark.timeout(900)
-FLAGS = ("--dtype", "float32", "--threads", "1", "--prefill", "1", "--decode", "2", "--routing-policy", "round_robin")
+FLAGS = ("--threads", "1", "--prefill", "1", "--decode", "2", "--routing-policy", "round_robin")
 BUDGET = 250
 NUM_STREAMS = 8
 CHAT = "/v1/chat/completions"
@@ -51,7 +52,7 @@ def body_of(stack: Stack, end_id: int, number: int) -> dict[str, Any]:
 
 def test_streams_reason_as_long_when_their_decode_worker_is_killed(tmp_path: Path) -> None:
     model = add_reasoning(build_model("qwen3", tmp_path / "model"))
-    with Stack(model, tmp_path, *FLAGS) as stack:
+    with Stack(model, tmp_path, "--dtype", usual_dtype(), *FLAGS) as stack:
         answer = stack.http.post("/tokenize", json={"model": stack.model, "prompt": "</think>"})
         (end_id,) = answer.raise_for_status().json()["tokens"]
         bodies = [body_of(stack, end_id, number) for number in range(NUM_STREAMS)]

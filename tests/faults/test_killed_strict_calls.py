@@ -20,6 +20,7 @@ import pytest
 from tests.fakes.random_tools import check_call, strict_call
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import wait_until
+from tests.faults.storm.processes import usual_dtype
 from tests.tiny_models import build_model
 
 pytestmark = pytest.mark.timeout(3600)
@@ -27,7 +28,7 @@ NUM_AT_ONCE = 8
 LEAST_KILLS = {"prefill": 2, "decode": 3}
 ARRIVAL_S = 0.2
 """What a worker sent before it was stopped has arrived by then, or the call is one that another look finds finished."""
-FLAGS = ("--dtype", "float32", "--threads", "1", "--tool-parser", "hermes", "--prefill", "2", "--decode", "2")
+FLAGS = ("--threads", "1", "--tool-parser", "hermes", "--prefill", "2", "--decode", "2")
 
 
 class CallSoFar(NamedTuple):
@@ -161,7 +162,7 @@ class Storm:
 @pytest.mark.parametrize("num_calls", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_call_is_valid_although_workers_are_killed(tmp_path: Path, num_calls: int) -> None:
     model = build_model("qwen3", tmp_path / "model")
-    with Stack(model, tmp_path, *FLAGS, "--max-attempts", "10") as stack:
+    with Stack(model, tmp_path, "--dtype", usual_dtype(), *FLAGS, "--max-attempts", "10") as stack:
         storm = Storm(stack)
         storm.run(num_calls)
         assert set(storm.calls) >= set(range(num_calls))

@@ -5,7 +5,11 @@ Sampled at temperature 1 over the whole vocabulary, so that the last bit of a lo
 
 from __future__ import annotations
 
+import platform
 import random
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +77,30 @@ def answers(model: Path, kinds: tuple[str, str, str], **settings: Any) -> list[A
 def test_every_way_gives_the_same_bits(family: str, kinds: tuple[str, str, str], tmp_path: Path) -> None:
     if load_kernel().kvrelay_tiles() and kinds[0] == "bfloat16":
         pytest.skip("by AMX prompts and decoding differ")
-    model = build_model(family, tmp_path)
-    usual = answers(model, kinds)
-    for name, settings in WAYS.items():
-        assert answers(model, kinds, **settings) == usual, name
+    check_ways(build_model(family, tmp_path), kinds, WAYS)
+
+
+def check_ways(model: Path, kinds: tuple[str, str, str], ways: Iterable[str], **settings: Any) -> None:
+    usual = answers(model, kinds, **settings)
+    for name in ways:
+        assert answers(model, kinds, **settings, **WAYS[name]) == usual, name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86-64")
+@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512f"])
+def test_kernels_of_older_instructions_hold_it_too(without: str, tmp_path: Path) -> None:
+    model = build_model("qwen3", tmp_path)
+    script = f"""
+from pathlib import Path
+from kvrelay.backends import cpu_build
+cpu_build._FLAGS += ({without!r},)
+from tests.component.embedded.test_same_bits import TYPES, check_ways
+for kinds in TYPES:
+    check_ways(Path({str(model)!r}), kinds, ["small chunks", "one thread", "without a cache"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.everyday(1)
@@ -85,8 +109,5 @@ def test_every_way_gives_the_same_bits(family: str, kinds: tuple[str, str, str],
 def test_ranks_give_the_same_bits_in_every_way(kinds: tuple[str, str, str], size: int, tmp_path: Path) -> None:
     if load_kernel().kvrelay_tiles() and kinds[0] == "bfloat16":
         pytest.skip("by AMX prompts and decoding differ")
-    model = build_model("qwen3", tmp_path)
     divided = {"tensor_parallel_size": size, "threads": 1}
-    usual = answers(model, kinds, **divided)
-    for name in ("small chunks", "preempted and computed again"):
-        assert answers(model, kinds, **divided, **WAYS[name]) == usual, name
+    check_ways(build_model("qwen3", tmp_path), kinds, ["small chunks", "preempted and computed again"], **divided)

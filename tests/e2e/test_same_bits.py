@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities through the full handoff are, bit for bit, those of one process that nothing disturbs."""
+"""Tokens and log-probabilities through the full handoff are, bit for bit, those of one undisturbed process."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from kvrelay.machine_memory import available_memory_bytes
 from kvrelay.process import HeldPort
 from kvrelay.ranks.local_ranks import why_not_divided
 from kvrelay.scheduling.memory.swapping import SWAP_PART
+from kvrelay.text.output_parsing.dialect import UnknownParser, own_parser_names
 
 DEFAULT_POOL_BYTES = 1 << 30
 
@@ -51,6 +52,7 @@ def check_plan(plan: LaunchPlan) -> None:
     check_memory([worker for worker in computing if is_on_cpu(worker, plan)], available_memory_bytes())
     check_transfer(plan.workers)
     check_page_ports(plan.router, plan.workers, plan.up.metrics_port)
+    check_parsers(plan.router)
 
 
 def check_sizes(workers: Sequence[WorkerConfig]) -> None:
@@ -58,6 +60,15 @@ def check_sizes(workers: Sequence[WorkerConfig]) -> None:
     for worker in workers:
         if why := why_not_divided(worker.model, worker.tensor_parallel_size, worker.pipeline_parallel_size):
             raise ConfigError(f"{worker.worker_id}: {Path(worker.model).name} with {why}")
+
+
+def check_parsers(router: RouterConfig) -> None:
+    """Raises ConfigError for names of parsers that are not known."""
+    for fleet in router.fleets():
+        try:
+            own_parser_names(fleet.tool_parser, fleet.reasoning_parser)
+        except UnknownParser as error:
+            raise ConfigError(f"--tool-parser and --reasoning-parser: {error}") from None
 
 
 def _computing(plan: LaunchPlan) -> list[WorkerConfig]:

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from kvrelay.cli.launch_plan import COMMON_GROUPS, make_plan, parse_up_flags, up_parser
+from kvrelay.cli.preflight import check_parsers
 from kvrelay.cli.services import decode_parser, router_parser
-from kvrelay.config import WorkerConfig, load_config
+from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
 from kvrelay.config.without_effect import ADVICE
 
 
@@ -28,6 +29,12 @@ def test_the_model_is_an_argument_or_a_flag() -> None:
         "prefix_cache": False,
     }
     assert parse_up_flags([]) == {}
+
+
+def test_a_parser_without_a_format_here_is_refused_before_anything_starts() -> None:
+    check_parsers(RouterConfig(tool_parser="qwen3_xml", reasoning_parser="deepseek-v3"))
+    with pytest.raises(ConfigError, match=r"--reasoning-parser: 'granite' is no reasoning parser; known are .*qwen3"):
+        check_parsers(RouterConfig(reasoning_parser="granite"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kvrelay.text.output_parsing import harmony
 from kvrelay.text.output_parsing.call_grammar import Format, MarkedCallGrammar, MarkerOf, Thinking
 from kvrelay.text.output_parsing.events import Event, OutputParser, PlainParser, ReasoningText, Tool
 from kvrelay.text.output_parsing.formats import (
+    OTHER_NAMES,
     SUFFIX,
     TOOL_FORMATS,
     ToolFormat,
@@ -42,18 +43,21 @@ class UnknownParser(ValueError):
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning is text between two markers, before the content."""
+    """Reasoning is text between two markers, before the content. `is_implied`: also without the first one, unless the
+    prompt has ended the reasoning."""
 
     name: str
     begin: str
     end: str
     signs: tuple[tuple[str, ...], ...]
     foreign_signs: tuple[str, ...] = ()
+    is_implied: bool = False
 
 
 REASONING_FORMATS = (
     ReasoningFormat(name="think", begin="<think>", end="</think>", signs=(("</think>",),)),
     ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", signs=(("[THINK]",),)),
+    ReasoningFormat(name="deepseek_r1", begin="<think>", end="</think>", signs=(), is_implied=True),
 )
 
 
@@ -234,6 +238,8 @@ class MarkedDialect(Dialect):
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.end)
 
     def is_opened_by(self, prompt: str) -> bool:
+        if self.reasoning is not None and self.reasoning.is_implied:
+            return not self.is_closed_by(prompt)
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.begin)
 
     def is_open_in(self, message: str) -> bool:
@@ -353,10 +359,11 @@ def find_dialect(
     response_template: Any = None,
     special_tokens: Sequence[str] = (),
 ) -> Dialect:
-    """The formats with these names; `auto`: those that the chat template shows; a name that ends in `.py`: that of the
-    file; `template`: as `response_template` says, which `auto` also takes if no calls are known. Raises UnknownParser
-    or BadFormatFile.
+    """The formats with these names, which may be vLLM's or SGLang's; `auto`: those that the chat template shows; a name
+    that ends in `.py`: that of the file; `template`: as `response_template` says, which `auto` also takes if no calls
+    are known. Raises UnknownParser or BadFormatFile.
     """
+    tool_parser, reasoning_parser = own_parser_names(tool_parser, reasoning_parser)
     names = {tool_parser, reasoning_parser}
     if TEMPLATE in names:
         _check_both(TEMPLATE, names)
@@ -402,16 +409,29 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(each)
 
 
+def own_parser_names(tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
+    """The names here of both parsers, which may be given by vLLM's or SGLang's names. Raises UnknownParser."""
+    return _own_name(tool_parser, 0, TOOL_FORMATS), _own_name(reasoning_parser, 1, REASONING_FORMATS)
+
+
+def _own_name(name: str, column: int, formats: Sequence[ToolFormat] | Sequence[ReasoningFormat]) -> str:
+    own = [AUTO, NONE, *(each.name for each in formats), HARMONY, TEMPLATE]
+    if name in own or (column == 0 and name.endswith(SUFFIX)):
+        return name
+    found = OTHER_NAMES.get(name.lower().replace("-", "_"), (None, None))[column]
+    if found is None:
+        others = ", ".join(other for other, meant in OTHER_NAMES.items() if meant[column] and other not in own)
+        kind = ("tool", "reasoning")[column]
+        raise UnknownParser(
+            f"{name!r} is no {kind} parser; known are {', '.join(own)}, and as in vLLM and SGLang: {others}"
+        )
+    return found
+
+
 def _find(name: str, formats: Sequence[Named], template: str | None) -> Named | None:
-    if name == NONE:
-        return None
     if name == AUTO:
         return next((each for each in formats if _shows(template or "", each)), None)
-    for each in formats:
-        if each.name == name:
-            return each
-    known = ", ".join([AUTO, NONE, *(each.name for each in formats), HARMONY, TEMPLATE])
-    raise UnknownParser(f"{name!r} is no parser; known are {known}")
+    return next((each for each in formats if each.name == name), None)
 
 
 def _shows_harmony(template: str) -> bool:

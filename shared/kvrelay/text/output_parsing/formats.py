@@ -214,6 +214,43 @@ TOOL_FORMATS = (
 )
 """If a template shows several, the first one counts."""
 
+OTHER_NAMES: dict[str, tuple[str | None, str | None]] = {
+    "deepseek_r1": (None, "deepseek_r1"),
+    "deepseek_v3": ("deepseek_v3", "think"),
+    "deepseek_v31": ("deepseek_v31", None),
+    "deepseek_v4": (None, "think"),
+    "deepseekv3": ("deepseek_v3", None),
+    "deepseekv31": ("deepseek_v31", None),
+    "gemma4": ("template", "template"),
+    "glm": ("glm45", None),
+    "glm45": ("glm45", "think"),
+    "glm47": ("glm45", "think"),
+    "gpt_oss": ("harmony", "harmony"),
+    "holo2": (None, "deepseek_r1"),
+    "interns1": (None, "think"),
+    "kimi_k2": ("kimi_k2", "think"),
+    "llama3": ("llama3_json", None),
+    "llama4_json": ("llama3_json", None),
+    "llama4_pythonic": ("pythonic", None),
+    "mimo": ("qwen3_coder", "think"),
+    "minimax": (None, "deepseek_r1"),
+    "minimax_m2": (None, "deepseek_r1"),
+    "nemotron_3": (None, "think"),
+    "nemotron_v3": (None, "deepseek_r1"),
+    "olmo3": (None, "think"),
+    "openai": ("harmony", None),
+    "openai_gptoss": (None, "harmony"),
+    "qwen": ("hermes", None),
+    "qwen25": ("hermes", None),
+    "qwen3": (None, "think"),
+    "qwen3_thinking": (None, "deepseek_r1"),
+    "qwen3_xml": ("qwen3_coder", None),
+    "step3": (None, "deepseek_r1"),
+    "step3p5": ("qwen3_coder", "deepseek_r1"),
+}
+"""Names of parsers in vLLM and SGLang, with `_` for `-`, and the tool and the reasoning parser here that read the same.
+None: there is no such parser there, or none here that reads what it reads."""
+
 
 def load_tool_format(path: str) -> ToolFormat:
     """Executes the file and returns its `FORMAT`. Raises BadFormatFile."""

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.text.output_parsing.dialect import HarmonyDialect, MarkedDialect, UnknownParser, find_dialect
-from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Tool, ToolCallBegun
-from kvrelay.text.output_parsing.formats import BadFormatFile
+from kvrelay.text.output_parsing.dialect import (
+    HarmonyDialect,
+    MarkedDialect,
+    UnknownParser,
+    find_dialect,
+    own_parser_names,
+)
+from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, ReasoningText, Tool, ToolCallBegun
+from kvrelay.text.output_parsing.formats import OTHER_NAMES, BadFormatFile
 
 HERMES = '<tool_call>\n{"name": "'
 LLAMA = '<|start_header_id|>assistant{"name": "\' + name + \'", "parameters": '
@@ -49,6 +55,64 @@ def test_harmony_is_one_format_for_calls_and_reasoning() -> None:
         find_dialect("harmony", "none", template)
     with pytest.raises(UnknownParser, match="hermes"):
         find_dialect("nonsense", "auto", template)
+
+
+# -- names of other servers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        (("hermes", "qwen3"), ("hermes", "think")),
+        (("qwen25", "qwen3-thinking"), ("hermes", "deepseek_r1")),
+        (("qwen3_xml", "deepseek-v3"), ("qwen3_coder", "think")),
+        (("deepseek_v3", "deepseek_r1"), ("deepseek_v3", "deepseek_r1")),
+        (("deepseekv31", "deepseek-r1"), ("deepseek_v31", "deepseek_r1")),
+        (("glm47", "glm45"), ("glm45", "think")),
+        (("kimi_k2", "kimi_k2"), ("kimi_k2", "think")),
+        (("openai", "openai_gptoss"), ("harmony", "harmony")),
+        (("gpt-oss", "gpt_oss"), ("harmony", "harmony")),
+        (("llama4_json", "none"), ("llama3_json", "none")),
+        (("llama4_pythonic", "auto"), ("pythonic", "auto")),
+        (("mistral", "mistral"), ("mistral", "mistral")),
+        (("step3p5", "step3"), ("qwen3_coder", "deepseek_r1")),
+        (("gemma4", "gemma4"), ("template", "template")),
+    ],
+)
+def test_names_of_other_servers_mean_what_they_mean_there(given: tuple[str, str], own: tuple[str, str]) -> None:
+    assert own_parser_names(*given) == own
+
+
+def test_every_name_in_the_table_is_of_a_parser_here() -> None:
+    for tools, reasoning in OTHER_NAMES.values():
+        own_parser_names(tools or "auto", reasoning or "auto")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("qwen3", "auto"), "'qwen3' is no tool parser; known are auto, none, hermes, .*, and as in .*: .*qwen25"),
+        (("deepseek_v32", "auto"), "'deepseek_v32' is no tool parser"),
+        (("step3", "auto"), "'step3' is no tool parser"),
+        (("auto", "hermes"), "'hermes' is no reasoning parser; known are auto, none, think, .*: .*qwen3"),
+        (("auto", "kimi"), "'kimi' is no reasoning parser"),
+    ],
+)
+def test_a_name_without_a_parser_here_is_refused_with_the_list(names: tuple[str, str], message: str) -> None:
+    with pytest.raises(UnknownParser, match=message):
+        find_dialect(*names, None)
+
+
+def test_reasoning_of_deepseek_r1_needs_no_tag_that_opens_it() -> None:
+    implied, marked = (find_dialect("none", name, None) for name in ("deepseek-r1", "qwen3"))
+    for prompt, is_inside in (("<|assistant|>", True), ("<think>\n", True), ("<think></think>\n", False)):
+        assert implied.is_opened_by(prompt) == is_inside
+    assert not marked.is_opened_by("<|assistant|>") and marked.is_opened_by("<think>\n")
+    for text in ("I think.</think>So.", "<think>I think.</think>So."):
+        parser = implied.new_parser([], begins_inside=True)
+        events = [*parser.feed(text), *parser.finish()]
+        assert "".join(event.text for event in events if isinstance(event, ReasoningText)) == "I think."
+        assert "".join(event.text for event in events if isinstance(event, ContentText)) == "So."
 
 
 # -- a format of tool calls from a file, as the guide shows it -------------------------------------------------------

@@ -34,14 +34,14 @@ from kvrelay.step.batch import ModelSpec, RowsFailed
 from kvrelay.text.chat_template import ChatTemplateError
 from kvrelay.text.choice import Choice
 from kvrelay.text.request.api_error import ApiError
-from kvrelay.text.request.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
+from kvrelay.text.request.completion_request import CompletionRequest
 from kvrelay.text.request.validation import (
     ModelLimits,
-    RequestedOutput,
     allowed_output,
     check_bad_words,
     check_token_ids,
     check_vocabulary,
+    completion_output,
     make_sampling,
     stop_rules,
 )
@@ -294,11 +294,11 @@ class Engine:
                 text.wait(text.service.grammars.check(request.grammar))
             except GrammarError as error:
                 raise ValueError(f"The output cannot be constrained: {error}") from None
-        wanted = RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS)
+        wanted = completion_output(request, text.service.sampling_defaults)
         max_tokens = allowed_output(len(prompt_ids), wanted, limits, "prompt")
         return make_sampling(
             request,
-            self._text.service.sampling_defaults,
+            text.service.sampling_defaults,
             limits,
             num_prompt_tokens=len(prompt_ids),
             max_tokens=max_tokens,
@@ -308,7 +308,8 @@ class Engine:
         )
 
     def _choices(self, request: CompletionRequest, prompt_ids: list[int]) -> list[Choice]:
-        stop, text = stop_rules(request), self._text.service
+        text = self._text.service
+        stop = stop_rules(request, text.sampling_defaults)
         return [
             Choice(index, text.detokenizer(prompt_ids, skip_special_tokens=request.skip_special_tokens), stop)
             for index in range(request.n)

@@ -47,7 +47,41 @@ _RANGES = {
     "top_k": (0, 2**31 - 1),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1e-9, 10.0),
+    "min_new_tokens": (0, 2**31 - 1),
+    "max_new_tokens": (1, 2**31 - 1),
 }
+_WHOLE = {"top_k": "top_k", "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+"""Fields whose values are whole numbers, and their names here."""
+_NOT_HONOURED: dict[str, tuple[object, ...]] = {
+    "begin_suppress_tokens": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "exponential_decay_length_penalty": (),
+    "bad_words_ids": (),
+    "sequence_bias": (),
+    "stop_strings": (),
+    "min_length": (0,),
+    "max_length": (20,),  # the default of transformers, which older files state
+    "max_time": (),
+    "num_beams": (1,),
+    "typical_p": (1,),
+    "top_h": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "penalty_alpha": (0,),
+    "guidance_scale": (1,),
+    "watermarking_config": (),
+    "num_return_sequences": (1,),
+    "constraints": (),
+    "force_words_ids": (),
+    "dola_layers": (),
+    "token_healing": (False,),
+}
+"""Fields of `generation_config.json` that change what transformers generates and nothing here, with the values that
+have no effect beside null and an empty list."""
 
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -159,6 +193,11 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    """None: the endpoint's own."""
+    suppressed_ids: tuple[int, ...] = ()
+    """Tokens that no output has unless its request biases them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,16 +300,36 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
     """Reads the content of `generation_config.json`; `do_sample: false` makes greedy decoding the default. A value that
-    a request could not have is ignored, with a warning."""
+    a request could not have is ignored, with a warning, and another warning names the fields that are not honoured."""
     values: dict[str, Any] = {}
     for name, (low, high) in _RANGES.items():
         value = generation_config.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        is_usable = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        if not is_usable or (name in _WHOLE and value != int(value)):
             logger.warning("generation_config.json: %s = %r is not usable and left out", name, value)
-            continue
-        values[name] = int(value) if name == "top_k" else float(value)
+        elif name in _WHOLE:
+            values[_WHOLE[name]] = int(value)
+        else:
+            values[name] = float(value)
     if generation_config.get("do_sample") is False:
         values["temperature"] = 0.0
+    suppressed = generation_config.get("suppress_tokens") or []
+    if isinstance(suppressed, list) and all(type(each) is int for each in suppressed):
+        values["suppressed_ids"] = tuple(dict.fromkeys(suppressed))
+    else:
+        logger.warning("generation_config.json: suppress_tokens is not a list of token ids and left out")
+    ignored = [
+        name for name, harmless in _NOT_HONOURED.items() if not _is_harmless(generation_config.get(name), harmless)
+    ]
+    if ignored:
+        logger.warning(
+            "generation_config.json: %s have no effect: outputs may differ from those of transformers",
+            ", ".join(ignored),
+        )
     return SamplingDefaults(**values)
+
+
+def _is_harmless(value: Any, harmless: tuple[object, ...]) -> bool:
+    return value is None or value in ([], {}) or value in harmless

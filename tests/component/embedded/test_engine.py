@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
+import shutil
 import threading
 import weakref
 from collections.abc import Iterator
@@ -13,12 +15,15 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from kvrelay import LLM, Engine, SamplingParams
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.text.request.completion_request import CompletionRequest
+from kvrelay.text.tokenizer_files import sampling_defaults
 from kvrelay.worker.worker_main import load_runner
 from kvrelay_embedded import StepOutput
 from kvrelay_embedded import engine as engine_module
@@ -50,6 +55,11 @@ def llm(model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(scope="module")
+def reference_model(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
 def prompt_of(rng: random.Random, longest: int = 100) -> list[int]:
     """Some begin alike. Without token 0, which is padding to the reference."""
     start = list(range(1, 41)) if rng.random() < 0.5 else []
@@ -74,6 +84,40 @@ def test_greedy_output_is_that_of_transformers(model: Path, llm: LLM) -> None:
             assert answer.usage.prompt_tokens == len(prompt) and answer.usage.completion_tokens == 24
     assert any(answer.usage.cached_tokens for answer in answers)
     check_empty(llm.engine)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.integers(0, 2**32))
+def test_defaults_of_the_generation_config_give_what_transformers_generates(
+    model: Path, llm: LLM, reference_model: Any, seed: int
+) -> None:
+    rng = random.Random(seed)
+    fields: dict[str, Any] = {"do_sample": False, "max_new_tokens": rng.randint(1, 20)}
+    fields |= rng.choice([{}, {"min_new_tokens": rng.randint(0, fields["max_new_tokens"])}])
+    fields |= rng.choice([{}, {"suppress_tokens": rng.sample(range(256), rng.randint(1, 200))}])
+    prompt, bias = prompt_of(rng), rng.uniform(-3, 3)  # so that some outputs end early
+    config = GenerationConfig(**fields, eos_token_id=256, pad_token_id=0, sequence_bias=[[[256], bias]])
+    expected = reference_model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+    service = llm.engine._text.service
+    before, service.sampling_defaults = service.sampling_defaults, sampling_defaults(fields)
+    try:
+        (output,) = llm.generate([prompt], SamplingParams(logit_bias={256: bias}), progress=False)[0].outputs
+    finally:
+        service.sampling_defaults = before
+    ended = expected[-1] == 256
+    assert [each for each in output.token_ids if each != 256] == expected[: len(expected) - ended]
+    assert output.finish_reason == ("stop" if ended else "length")
+
+
+def test_an_end_that_only_the_tokenizer_names_ends_constrained_output(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    (copy / "generation_config.json").unlink()
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    with LLM(str(copy), **SMALL, max_model_len=256) as llm:
+        params = SamplingParams(structured_outputs={"regex": "[a-f]{3,9}"}, max_tokens=20)
+        (output,) = llm.generate([[1, 2, 3]], params, progress=False)[0].outputs
+    assert output.finish_reason == "stop" and 3 <= len(output.text) <= 9
 
 
 def params_of(rng: random.Random) -> SamplingParams:

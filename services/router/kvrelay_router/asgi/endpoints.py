@@ -109,7 +109,10 @@ class GenerationEndpoints:
         owner = names.caller.owner
         items, earlier = await self._conversations.items(request.input, request.previous_response_id, owner)
         messages = responses_request.input_messages(items, [orjson.loads(item) for item in earlier])
-        output = RequestedOutput(asked=request.max_output_tokens, default=None, param="max_output_tokens")
+        most = service.text.sampling_defaults.max_tokens
+        output = RequestedOutput(
+            asked=request.max_output_tokens, default=None, model_default=most, param="max_output_tokens"
+        )
         with fields_named(responses_request.FIELD_NAMES):
             chat_request = parse_chat(responses_request.chat_body(request, messages, content))
             planning = plan_chat(service, names, [chat_request], output, prompt_param="input")

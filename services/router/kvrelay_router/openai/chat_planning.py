@@ -146,9 +146,10 @@ def _endpoint_fields(
     service: ApiService, request: ChatRequest, output: RequestedOutput | None, prompt_param: str
 ) -> EndpointFields:
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    most = service.text.sampling_defaults.max_tokens
     return EndpointFields(
         prompt_param=PROMPT_TOKENS if request.prompt_token_ids else prompt_param,
-        output=output or RequestedOutput(asked=request.wanted_tokens, default=None, param=param),
+        output=output or RequestedOutput(asked=request.wanted_tokens, default=None, model_default=most, param=param),
         logprobs=request.top_logprobs if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
         is_parsed=not service.text.dialect.is_plain or bool(request.callable_tools),

@@ -11,14 +11,13 @@ import orjson
 from kvrelay.text.choice import Choice, TokenRecords
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.completion_request import (
-    DEFAULT_MAX_TOKENS,
     CompletionRequest,
     PromptItem,
     too_many_completions,
 )
 from kvrelay.text.request.validation import (
     ModelLimits,
-    RequestedOutput,
+    completion_output,
 )
 from kvrelay.text.service import DecodedPrompt, TextService
 from kvrelay_router.access.identity import RequestNames
@@ -54,7 +53,7 @@ async def plan_completion(
         await service.check_grammar(request.grammar, request.grammar_param, request.whitespace_param)
     if request.suffix:
         request = _ended_by_markers(service.text, request, limits)
-    fields = _endpoint_fields(request)
+    fields = _endpoint_fields(service, request)
     prompts, share = [], LoopShare()
     for item in request.prompt:
         prompts.append(await _prompt(service.text, item, request, fields, limits))
@@ -98,13 +97,13 @@ async def _prompt(
     return TokenizedPrompt(kept, await text.decode_prompt(kept, skip_special_tokens=request.skip_special_tokens))
 
 
-def _endpoint_fields(request: CompletionRequest) -> EndpointFields:
+def _endpoint_fields(service: ApiService, request: CompletionRequest) -> EndpointFields:
     # The choices of `best_of` are ranked by their log-probabilities, so these are always computed.
     is_ranked = request.num_sequences > request.n
     echoed = request.logprobs if request.echo else None
     return EndpointFields(
         prompt_param="prompt",
-        output=RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS),
+        output=completion_output(request, service.text.sampling_defaults),
         logprobs=0 if is_ranked and request.logprobs is None else request.logprobs,
         prompt_logprobs=max((each for each in (request.prompt_logprobs, echoed) if each is not None), default=None),
         echo_logprobs=echoed,

@@ -172,7 +172,7 @@ def _choices(
     service: ApiService, request: GenerationFields, fields: EndpointFields, prompt: TokenizedPrompt, first_index: int
 ) -> list[Choice]:
     text = service.text
-    stop = stop_rules(request)
+    stop = stop_rules(request, text.sampling_defaults)
     return [
         Choice(
             first_index + sequence,

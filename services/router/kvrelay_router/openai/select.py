@@ -170,7 +170,7 @@ def _parts(text: TokenizedChoices, sampling: Sampling) -> list[list[Ending]]:
 def _run(
     service: ApiService, fields: GenerationFields, generate: GenerateRequest, endings: list[Ending], first_index: int
 ) -> PromptRun:
-    stop = stop_rules(fields)
+    stop = stop_rules(fields, service.text.sampling_defaults)
     # No sequence generates tokens, so the choices can share one detokenizer.
     detokenizer = service.text.detokenizer([], skip_special_tokens=True)
     choices = [Choice(first_index + at, detokenizer, stop, keeps_token_ids=False) for at in range(len(endings))]

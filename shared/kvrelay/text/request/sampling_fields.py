@@ -177,8 +177,8 @@ class SamplingFields(BeamFields):
     """Of all requests, HTTP's and the engine's. `validation` checks the ranges that depend on the model."""
 
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0), or_default(0)] = 0
     # If one of these is None, the model's default applies.
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0), BeforeValidator(_off_if_minus_one)] | None = None

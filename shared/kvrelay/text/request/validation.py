@@ -12,6 +12,7 @@ from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BadWords, Grammar, ReasoningChannels, ReasoningSpan, Sampling
 from kvrelay.text.choice import StopRules
 from kvrelay.text.request.api_error import ApiError, context_length_exceeded, no_worker_ready, wrong
+from kvrelay.text.request.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
 from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.tokenizer_files import SamplingDefaults
 
@@ -19,6 +20,9 @@ Number = TypeVar("Number", int, float)
 
 LARGEST_TOP_K = 2**31 - 1
 """Larger than any vocabulary, so the same as no limit, and within 32 bits."""
+
+SUPPRESSED = -1e9
+"""The bias of a token that the model's defaults suppress. It is finite because a grammar may leave no other token."""
 
 MAX_NAMED = 8
 """Wrong token ids that an error names."""
@@ -41,13 +45,13 @@ class ModelLimits:
 
 
 class RequestedOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens to generate. If `asked` is None: `default`, or all that the context leaves if that is None too.
-
-    `param` names the field for error messages.
+    """How many tokens to generate. If `asked` is None: `default`, or `model_default` if that is None, or else all that
+    the context leaves. `param` names the field for error messages.
     """
 
     asked: int | None
     default: int | None
+    model_default: int | None = None
     param: str = "max_tokens"
 
     def prompt_room(self, limits: ModelLimits) -> int:
@@ -103,7 +107,8 @@ def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: Mode
             param,
         )
     if output.asked is None:
-        return room if output.default is None else min(room, output.default)
+        most = output.model_default if output.default is None else output.default
+        return room if most is None else min(room, most)
     if output.asked > room:
         raise context_length_exceeded(
             f"This model's maximum context length is {context} tokens, but {num_prompt_tokens + output.asked} tokens "
@@ -111,6 +116,12 @@ def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: Mode
             output.param,
         )
     return output.asked
+
+
+def completion_output(request: CompletionRequest, defaults: SamplingDefaults) -> RequestedOutput:
+    """The length of a completion: the model's default, or else OpenAI's, if the request gives none."""
+    default = DEFAULT_MAX_TOKENS if defaults.max_tokens is None else None
+    return RequestedOutput(asked=request.max_tokens, default=default, model_default=defaults.max_tokens)
 
 
 def check_group(fields: GenerationFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
@@ -160,9 +171,11 @@ def make_sampling(
     start = fields.logprob_start_len
     if start is not None and start >= num_prompt_tokens > 0:
         raise wrong("logprob_start_len", f"{start} is not a position in a prompt of {num_prompt_tokens} tokens")
-    if fields.min_tokens > max_tokens:
+    if fields.min_tokens is not None and fields.min_tokens > max_tokens:
         raise wrong("min_tokens", f"{fields.min_tokens} is more than the {max_tokens} tokens to generate")
     grammar = grammar or fields.grammar
+    min_tokens = min(_or(fields.min_tokens, defaults.min_tokens), max_tokens)
+    suppressed = {each: SUPPRESSED for each in defaults.suppressed_ids if 0 <= each < limits.vocab_size}
     if fields.use_beam_search:
         defaults = replace(defaults, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     ends_with_grammar = fields.ignore_eos and grammar is not None
@@ -174,7 +187,7 @@ def make_sampling(
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
         repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=fields.logit_bias,
+        logit_bias={**suppressed, **fields.logit_bias},
         allowed_token_ids=tuple(dict.fromkeys(fields.allowed_token_ids)),
         bad_words=bad_words,
         # All signed 64-bit integers, as clients may choose.
@@ -185,7 +198,7 @@ def make_sampling(
         logprob_start_len=max(start or 0, 1),
         max_tokens=max_tokens,
         # A grammar that has ended leaves nothing but the end.
-        min_tokens=max_tokens if ends_with_grammar else fields.min_tokens,
+        min_tokens=max_tokens if ends_with_grammar else min_tokens,
         stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
         ignore_eos=fields.ignore_eos and not ends_with_grammar,
         beams=fields.beams,
@@ -195,9 +208,10 @@ def make_sampling(
     )
 
 
-def stop_rules(fields: GenerationFields) -> StopRules:
+def stop_rules(fields: GenerationFields, defaults: SamplingDefaults) -> StopRules:
     """Stop conditions that the router applies to a text."""
-    return StopRules(fields.stop, frozenset(fields.stop_token_ids), fields.min_tokens, fields.keeps_stop_string)
+    min_tokens = _or(fields.min_tokens, defaults.min_tokens)
+    return StopRules(fields.stop, frozenset(fields.stop_token_ids), min_tokens, fields.keeps_stop_string)
 
 
 def _or(value: Number | None, default: Number) -> Number:

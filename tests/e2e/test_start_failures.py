@@ -47,8 +47,16 @@ def test_a_model_without_weights(model: Path, tmp_path: Path) -> None:
     assert output.count("\n") == 1
 
 
+def test_a_file_that_is_not_what_its_name_says_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    code, output = failed_start(tmp_path, str(model))
+    assert code == 2 and output.count("\n") == 1
+    assert f"{model / 'model.safetensors'} is a pointer of Git LFS" in output
+
+
 def test_weights_that_cannot_be_read_are_named_in_the_first_line_of_the_excerpt(model: Path, tmp_path: Path) -> None:
-    (model / "model.safetensors").write_bytes(b"broken")
+    # A file of the format, with none of the model's tensors.
+    (model / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     code, output = failed_start(tmp_path, str(model))
     assert code == 1
     excerpt = [line for line in output.splitlines() if line.startswith("  | ")]

@@ -24,6 +24,7 @@ from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.handoff.transports.nixl_agent import PACKAGES
 from kvrelay.machine_memory import available_memory_bytes
+from kvrelay.model_directory import INDEX, weight_shards, wrong_file
 from kvrelay.process import HeldPort
 from kvrelay.ranks.local_ranks import why_not_divided
 from kvrelay.scheduling.memory.swapping import SWAP_PART
@@ -170,7 +171,6 @@ def listen_error(host: str, port: int, error: OSError, other: str) -> str:
 
 
 HUB_TIMEOUT_S = 5.0
-_INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _OTHER_FORMATS = (".gguf", ".bin", ".pth", ".pt")
@@ -182,12 +182,14 @@ def find_model(model: str, environ: Mapping[str, str], *, needs_weights: bool) -
     directory = Path(model)
     if directory.is_dir():
         _check_directory(f"--model {directory}", directory, needs_weights=needs_weights)
+        _check_contents(f"--model {directory}", directory, needs_weights=needs_weights)
         return model
     cached = _cached(model, environ)
     if cached is None or not _is_complete(cached, needs_weights=needs_weights):
         _ask_hub(model, environ)
         cached = _download(model, environ, needs_weights=needs_weights)
         _check_directory(f"--model {model} ({cached})", cached, needs_weights=needs_weights)
+    _check_contents(f"--model {model}", cached, needs_weights=needs_weights)
     return str(cached)
 
 
@@ -210,14 +212,19 @@ def _check_directory(name: str, directory: Path, *, needs_weights: bool) -> None
         raise ConfigError(f"{name}: the directory has no config.json")
     if not needs_weights:
         return
-    index = directory / _INDEX
+    index = directory / INDEX
     if (directory / "model.safetensors").is_file():
         return
     if index.is_file():
-        missing = [shard for shard in _shards(index) if not (directory / shard).is_file()]
+        try:
+            missing = [shard for shard in weight_shards(index) if not (directory / shard).is_file()]
+        except (OSError, ValueError) as error:
+            # A file that is something else says what it is in place of the parser's message.
+            _check_contents(name, directory, needs_weights=True)
+            raise ConfigError(f"{name}: {error}") from None
         if missing:
             raise ConfigError(
-                f"{name}: {len(missing)} of the weight files of {_INDEX} are missing, the first is {missing[0]}; "
+                f"{name}: {len(missing)} of the weight files of {INDEX} are missing, the first is {missing[0]}; "
                 f"complete the download"
             )
         return
@@ -226,17 +233,19 @@ def _check_directory(name: str, directory: Path, *, needs_weights: bool) -> None
     others = sorted(path.name for path in directory.iterdir() if path.suffix in _OTHER_FORMATS)
     found = f"; {others[0]} is of a format that is not read" if others else ""
     raise ConfigError(
-        f"{name}: the directory has no model.safetensors and no {_INDEX}{found}; "
+        f"{name}: the directory has no model.safetensors and no {INDEX}{found}; "
         f"--load-format dummy serves random weights"
     )
 
 
-def _shards(index: Path) -> list[str]:
-    """The weight files of an index. Raises ConfigError."""
+def _check_contents(name: str, directory: Path, *, needs_weights: bool) -> None:
+    """Raises ConfigError for a file that is not what its name says, or an index without a map of weight files."""
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(f"--model: {index} is not an index of weight files: {error}") from None
+        fault = wrong_file(directory, needs_weights=needs_weights)
+    except ValueError as error:
+        fault = str(error)
+    if fault is not None:
+        raise ConfigError(f"{name}: {fault}")
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_dtype: str = ""
     """For display: element type of KV; empty: simulated."""
     tokenizer: str = ""
-    """See `kvrelay.tokenizer_identity`; empty: unknown."""
+    """See `kvrelay.model_directory`; empty: unknown."""
     process: str = ""
     """The worker's process, see `kvrelay.process_identity`."""
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.model_directory import end_token_ids
 from kvrelay.protocol.sampling import Sampling
 
 Words = NDArray[np.uint64]
@@ -140,22 +141,22 @@ def read_facts(model: str) -> ModelFacts:
 
     Raises OSError if there is no such model, ValueError if its files are invalid.
     """
-    files = {name: _read(model, name) for name in ("config.json", "generation_config.json", "tokenizer.json")}
+    directory = Path(model).expanduser()
+    if not directory.is_dir():
+        directory = _fetched(model)
+    files = {name: _read(directory / name) for name in ("config.json", "tokenizer.json")}
     try:
-        config, generation, tokenizer = (json.loads(content) if content else {} for content in files.values())
+        config, tokenizer = (json.loads(content) if content else {} for content in files.values())
         text = config.get("text_config") or config
+        size = int(text["vocab_size"])
+        ends = tuple(each for each in end_token_ids(directory) if 0 <= each < size)
         return ModelFacts(
-            _vocabulary(int(text["vocab_size"]), _eos_ids(generation, text), tokenizer),
+            _vocabulary(size, ends, tokenizer),
             text.get("max_position_embeddings"),
             hashlib.blake2b(files["config.json"] + files["tokenizer.json"], digest_size=16).digest(),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the files of {model} are not a model's: {type(error).__name__}: {error}") from error
-
-
-def _eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    ids = next((config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), ())
-    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
 def _vocabulary(size: int, eos_ids: tuple[int, ...], tokenizer: dict[str, Any]) -> Vocabulary:
@@ -166,13 +167,9 @@ def _vocabulary(size: int, eos_ids: tuple[int, ...], tokenizer: dict[str, Any]) 
     return Vocabulary(size, regular, eos_ids)
 
 
-def _read(model: str, name: str) -> bytes:
+def _read(path: Path) -> bytes:
     """Reads a file; empty if an optional file is missing."""
-    directory = Path(model).expanduser()
-    if not directory.is_dir():
-        directory = _fetched(model)
-    path = directory / name
-    return path.read_bytes() if name == "config.json" or path.is_file() else b""
+    return path.read_bytes() if path.name == "config.json" or path.is_file() else b""
 
 
 def _fetched(model: str) -> Path:

@@ -208,7 +208,7 @@ class ModelSpec:
     host_block_s: float = 0.0  # measured seconds to copy a block one way; 0: not measured
     device: str = ""  # device name for display: cpu, or a GPU's name and UUID
     kv_dtype: str = ""  # dtype of keys and values in the pool; empty: simulated
-    tokenizer: str = ""  # see `kvrelay.tokenizer_identity`
+    tokenizer: str = ""  # see `kvrelay.model_directory`
     model_identity: str = ""  # the fingerprint of workers that have the whole model in one process; empty: simulated
     tensor_parallel_size: int = 1  # ranks among which heads are divided; the numbers above are of one rank
     total_kv_heads: int = 0  # KV heads of the whole model; 0: simulated

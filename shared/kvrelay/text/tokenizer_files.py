@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from kvrelay.tokenizer_identity import identity_of
+from kvrelay.model_directory import identity_of, token_text, wrong_file
 
 logger = logging.getLogger(__name__)
 TOKENIZER_PATTERNS = [
@@ -110,7 +110,7 @@ class AddedTokens:
         """The texts of the named special tokens, by the names that chat templates use, such as `eos_token`."""
         more = self._more()
         named = {**self._fields, **(more if isinstance(more, dict) else {})}
-        tokens = {name: _content(value) for name, value in named.items() if name.endswith("_token")}
+        tokens = {name: token_text(value) for name, value in named.items() if name.endswith("_token")}
         return {name: text for name, text in tokens.items() if text}
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
@@ -146,21 +146,14 @@ class AddedTokens:
         values = [self._fields.get(name) for name in (*NAMED_TOKENS, *names)]
         more = self._more()
         values += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
-        return [_token(value, special=True) for value in values if _content(value)]
+        return [_token(value, special=True) for value in values if token_text(value)]
 
     def _more(self) -> Any:
         return next((self._fields[name] for name in MORE_TOKENS if self._fields.get(name)), None)
 
 
-def _content(value: Any) -> str | None:
-    """The text of a token, which files give as a string or as an object with a `content`."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
 def _token(value: Any, *, special: bool | None = None) -> AddedToken:
-    content = _content(value)
+    content = token_text(value)
     if not content:
         raise ValueError(f"{value!r} describes no token")
     flags = {name: bool(value[name]) for name in FLAGS if name in value} if isinstance(value, dict) else {}
@@ -209,7 +202,7 @@ class TokenizerSource:
     added_tokens: AddedTokens
     sampling_defaults: SamplingDefaults
     identity: str = ""
-    """See `kvrelay.tokenizer_identity`; empty if the tokenizer was converted."""
+    """See `kvrelay.model_directory`; empty if the tokenizer was converted."""
     response_template: Any = None
     """How the model's outputs are read, as transformers describes it; unchecked."""
 
@@ -219,6 +212,8 @@ def load_source(model: str) -> TokenizerSource:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         folder = _download(model)
+    if fault := wrong_file(folder, needs_weights=False):
+        raise TokenizerNotFound(fault)
     if (folder / "tokenizer.json").is_file():
         return _read(folder)
     with tempfile.TemporaryDirectory(prefix="kvrelay-tokenizer-") as converted:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.loader import DESCRIPTIONS
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.model_directory import wrong_file
 from kvrelay.process import deferred_collection, service_main, settle_garbage
 from kvrelay.ranks.local_ranks import end_with_starter
 from kvrelay.simulated.simulated_runner import make_simulated_runner
@@ -41,8 +43,12 @@ def _load_and_settle(config: WorkerConfig) -> ModelRunner:
 @deferred_collection()
 def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner:
     """Returns a runner: the loaded model with its pool, or a simulated device. Imports torch only here, because that
-    takes seconds."""
-    if config.backend == "simulated":
+    takes seconds. Raises ValueError for a file that is not what its name says."""
+    directory, is_simulated = Path(config.model).expanduser(), config.backend == "simulated"
+    needs_weights = not is_simulated and config.load_format != "dummy"
+    if directory.is_dir() and (fault := wrong_file(directory, needs_weights=needs_weights)):
+        raise ValueError(fault)
+    if is_simulated:
         return make_simulated_runner(config)
     from kvrelay.engine.pool_size import turn_on
     from kvrelay.engine.run.device import find_device

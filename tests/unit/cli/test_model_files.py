@@ -10,14 +10,21 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from kvrelay.cli import preflight
 from kvrelay.cli.launch_plan import make_plan
 from kvrelay.cli.preflight import cache_directory, find_model, find_models
-from kvrelay.config import ConfigError
+from kvrelay.config import ConfigError, WorkerConfig
+from kvrelay.model_directory import wrong_file
+from kvrelay.text.tokenizer_files import TokenizerNotFound, load_source
+from kvrelay.worker.worker_main import load_runner
+from tests.e2e.conftest import DEMO_MODEL
 
 COMMIT = "5" * 40
+WEIGHTS = safetensors.numpy.save({"a": np.zeros(1, np.float32)})
 
 
 @pytest.fixture
@@ -32,7 +39,7 @@ def test_a_directory_with_weights_is_taken(model: Path) -> None:
     ):
         find_model(str(model), {}, needs_weights=True)
     find_model(str(model), {}, needs_weights=False)
-    (model / "model.safetensors").touch()
+    (model / "model.safetensors").write_bytes(WEIGHTS)
     find_model(str(model), {}, needs_weights=True)
 
 
@@ -40,13 +47,13 @@ def test_missing_shards_are_counted_and_named(model: Path) -> None:
     shards = [f"model-{number}-of-3.safetensors" for number in (1, 2, 3)]
     index = {"weight_map": dict(zip("abc", shards, strict=True))}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    (model / shards[0]).touch()
+    (model / shards[0]).write_bytes(WEIGHTS)
     with pytest.raises(ConfigError, match=rf"2 of the weight files .* the first is {shards[1]}; complete the download"):
         find_model(str(model), {}, needs_weights=True)
     for shard in shards:
-        (model / shard).touch()
+        (model / shard).write_bytes(WEIGHTS)
     find_model(str(model), {}, needs_weights=True)
-    (model / "model.safetensors.index.json").write_text("[]")
+    (model / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ConfigError, match="is not an index of weight files"):
         find_model(str(model), {}, needs_weights=True)
 
@@ -55,8 +62,76 @@ def test_other_formats_are_named(model: Path) -> None:
     (model / "model-q4.gguf").touch()
     with pytest.raises(ConfigError, match=r"model-q4\.gguf is of a format that is not read"):
         find_model(str(model), {}, needs_weights=True)
-    (model / "pytorch_model.bin").touch()
+    (model / "pytorch_model.bin").write_bytes(b"\x80\x02")
     find_model(str(model), {}, needs_weights=True)
+
+
+# -- files that are not what their names say -------------------------------------------------------------------------
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+PAGE = b"\n<!DOCTYPE html>\n<html><body>Sign in</body></html>"
+NOT_WHAT_IT_SAYS = [
+    ("model.safetensors", POINTER, "is a pointer of Git LFS.*`git lfs pull`"),
+    ("model.safetensors", b"", r"model\.safetensors is empty: download it again"),
+    ("model.safetensors", WEIGHTS[:-1], "is cut off: its header says at least 68 bytes, and it has 67"),
+    ("model.safetensors", WEIGHTS[:20], "is cut off"),
+    ("model.safetensors", WEIGHTS + b"x", "is too long"),
+    ("model.safetensors", PAGE, "is a page of HTML"),
+    ("model.safetensors", b"broken", "is not of the format safetensors"),
+    ("model.safetensors", b"PK\x03\x04zip of torch", "is a zip archive"),
+    ("model.safetensors", b"GGUF\x03", "is of the format GGUF"),
+    ("model.safetensors", b"\x02\0\0\0\0\0\0\0{]", "its header cannot be read"),
+    ("tokenizer.json", POINTER, r"tokenizer\.json is a pointer of Git LFS"),
+    ("tokenizer.json", b'{"model": {"vocab"', "is not valid JSON, perhaps cut off"),
+    ("tokenizer.model", b"/annex/objects/SHA256E-s499723", "is a pointer of git-annex"),
+    ("config.json", PAGE, r"config\.json is a page of HTML.*: download it again"),
+    ("config.json", b"", r"config\.json is empty"),
+    ("config.json", b"{", r"config\.json is not valid JSON"),
+    ("config.json", b"[]", "holds no JSON object"),
+    ("generation_config.json", b"<?xml version='1.0'?><Error/>", "is an XML document"),
+    ("chat_template.jinja", PAGE, "is a page of HTML"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), NOT_WHAT_IT_SAYS)
+def test_a_file_that_is_not_what_its_name_says_is_refused_before_anything_starts(
+    name: str, content: bytes, message: str, model: Path
+) -> None:
+    (model / "model.safetensors").write_bytes(WEIGHTS)
+    find_model(str(model), {}, needs_weights=True)
+    (model / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--model {model}: .*{message}"):
+        find_model(str(model), {}, needs_weights=True)
+    config = WorkerConfig(model=str(model), worker_id="w", role="decode")
+    with pytest.raises(ValueError, match=message):
+        load_runner(config)
+    if name == "model.safetensors":
+        find_model(str(model), {}, needs_weights=False)
+    else:
+        with pytest.raises(TokenizerNotFound, match=message):
+            load_source(str(model))
+
+
+def test_weights_in_parts_and_of_torch_are_looked_at(model: Path) -> None:
+    index = model / "model.safetensors.index.json"
+    index.write_bytes(POINTER)
+    with pytest.raises(ConfigError, match=r"index\.json is a pointer of Git LFS"):
+        find_model(str(model), {}, needs_weights=True)
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (model / "1.safetensors").write_bytes(WEIGHTS)
+    (model / "2.safetensors").write_bytes(POINTER)
+    with pytest.raises(ConfigError, match=r"2\.safetensors is a pointer of Git LFS"):
+        find_model(str(model), {}, needs_weights=True)
+    index.unlink()
+    for content, message in ((b"", "is empty"), (b"PK\x03\x04", "is cut off after 4 bytes"), (POINTER, "Git LFS")):
+        (model / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"pytorch_model\.bin {message}|{message}"):
+            find_model(str(model), {}, needs_weights=True)
+
+
+def test_the_demo_model_is_what_it_says() -> None:
+    assert wrong_file(DEMO_MODEL, needs_weights=True) is None
 
 
 class Hub(ThreadingHTTPServer):
@@ -116,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights", "model.gguf": b"other"}
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": WEIGHTS, "model.gguf": b"other"}
     server = Hub({**files, "onnx/model.safetensors": b"other"})
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -131,7 +206,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_then_found_without_network(hu
     directory = Path(find_model("org/there", environ, needs_weights=True))
     assert directory.is_relative_to(tmp_path)
     assert {path.name for path in directory.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
-    assert (directory / "model.safetensors").read_bytes() == b"weights"
+    assert (directory / "model.safetensors").read_bytes() == WEIGHTS
     assert hub.asked[0] == "/org/there/resolve/main/config.json"
     num_asked = len(hub.asked)
     assert find_model("org/there", environ, needs_weights=True) == str(directory)

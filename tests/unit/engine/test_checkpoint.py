@@ -214,13 +214,16 @@ def test_weights_of_16_bits_are_computed_in_the_type_asked_for(copy: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("stated", "taken"), [([3, 256], (3, 256)), (7, (7,)), (-1, ()), ([256, 320, 99_999], (256,)), (0, (0,))]
+    ("stated", "taken"),
+    [([3, 256], (3, 256)), (7, (7, 256)), (-1, (256,)), ([256, 320, 99_999], (256,)), (0, (0, 256)), (None, (256,))],
 )
-def test_ends_are_those_of_the_generation_config_that_are_tokens(
-    stated: int | list[int], taken: tuple[int, ...], copy: Path
+def test_ends_are_those_of_the_configs_and_the_tokenizer_that_are_tokens(
+    stated: int | list[int] | None, taken: tuple[int, ...], copy: Path
 ) -> None:
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
     assert load(copy).spec.eos_token_ids == taken
+    change_config(eos_token_id=None)(copy)
+    assert load(copy).spec.eos_token_ids == taken  # the tokenizer names 256 as well
 
 
 def test_code_beside_a_model_is_not_run_and_nobody_is_asked(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from kvrelay.model_directory import end_token_ids, identity_of, identity_of_file
 from kvrelay.text.service import TextService
 from kvrelay.text.tokenizer_files import TokenizerNotFound, load_source
-from kvrelay.tokenizer_identity import identity_of, identity_of_file
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.text_model import CHATML, write_text_model
 from tests.thoroughness import examples
@@ -211,6 +211,59 @@ def test_what_describes_no_token_is_refused(files: dict[str, Any], tmp_path: Pat
     write(tmp_path / "model", {}, files)
     with pytest.raises(TokenizerNotFound, match="added tokens"):
         TextService.load(str(tmp_path / "model"))
+
+
+# -- the tokens that end an output ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_end_tokens_are_those_of_both_configs_and_the_tokenizer(tmp_path: Path, data: st.DataObject) -> None:
+    """transformers reads each of the three; vLLM and SGLang end at all of them."""
+    for path in tmp_path.iterdir():
+        path.unlink()
+    write_text_model(tmp_path)
+    ids = st.none() | st.integers(0, 9) | st.lists(st.integers(0, 9), min_size=1, max_size=3)
+    own, generation = data.draw(ids), data.draw(ids)
+    config = {"model_type": "llama", "eos_token_id": own, "bos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = _listed(AutoConfig.from_pretrained(tmp_path).eos_token_id)
+    if data.draw(st.booleans()):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+        expected |= _listed(GenerationConfig.from_pretrained(tmp_path).eos_token_id)
+    token = data.draw(st.sampled_from([None, "<|im_end|>", "<|endoftext|>", "a", "<|absent|>"]))
+    form = data.draw(st.sampled_from([token, token and {"__type": "AddedToken", "content": token, "special": True}]))
+    stated: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if data.draw(st.booleans()):
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": form}))
+    else:
+        stated["eos_token"] = form
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    if token != "<|absent|>":  # which transformers appends to the vocabulary
+        expected |= _listed(tokenizer.eos_token_id)
+    found = end_token_ids(tmp_path)
+    assert set(found) == expected and len(found) == len(expected)
+
+
+def _listed(ids: int | list[int] | None) -> set[int]:
+    return set() if ids is None else set(ids) if isinstance(ids, list) else {ids}
+
+
+@pytest.mark.parametrize("vocabulary", [{"a": 0, "</s>": 1}, [["a", 0.0], ["</s>", -1.0]]])
+def test_the_end_token_may_be_an_ordinary_one(vocabulary: object, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert end_token_ids(tmp_path) == (1,)
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": [4, true, 5]}}')
+    assert end_token_ids(tmp_path) == (4, 5, 1)
+
+
+def test_tokens_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [7]}')
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
+        end_token_ids(tmp_path)
 
 
 # -- tokenizers are the same if their token ids mean the same --------------------------------------------------------

@@ -130,4 +130,4 @@ class DispatchSettings:
     max_wait_for_worker_s: float = 120.0  # a request, retry or handoff fails if no worker is ready for this long
     registry_interval_s: float = 0.5
     status_interval_s: float = 1.0
-    tokenizer: str = ""  # the router's own, see `kvrelay.tokenizer_identity`; workers with another one are not used
+    tokenizer: str = ""  # the router's own, see `kvrelay.model_directory`; workers with another one are not used

@@ -41,8 +41,8 @@ from kvrelay.engine.parallel.shard_plan import plan_shards
 from kvrelay.engine.parallel.sharded_modules import GatheredMlps
 from kvrelay.engine.run.attention import ATTENTION_NAME, EagerForward, Forward, UnsupportedModel, register
 from kvrelay.engine.run.device import describe_device
+from kvrelay.model_directory import end_token_ids, identity_of_file
 from kvrelay.step.batch import ModelSpec
-from kvrelay.tokenizer_identity import identity_of_file
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def load_model(
             num_all - num_kept,
             dtype_name(source.dtype),
         )
-    eos_token_ids = _eos_token_ids(model, observed.vocab_size)
+    eos_token_ids = _eos_token_ids(model, source, observed.vocab_size)
     loaded = CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids, plan, mlps)
     loaded.numerics = _numerics_with_ranks(loaded)
     return loaded
@@ -349,17 +349,16 @@ def _from_config(source: ModelSource, attn_implementation: str) -> PreTrainedMod
     return model
 
 
-def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
-    """The end tokens of the generation config, or else of the config. Ids outside the vocabulary (some configs have -1)
-    are left out."""
+def _eos_token_ids(model: PreTrainedModel, source: ModelSource, vocab_size: int) -> tuple[int, ...]:
+    """The end tokens of the generation config, which transformers makes of the config if there is none, and of the
+    files. Ids outside the vocabulary (some configs have -1) are left out."""
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
-    if ids is None:
-        return ()
-    ids = ids if isinstance(ids, list | tuple) else (ids,)
-    return tuple(each for each in map(int, ids) if 0 <= each < vocab_size)
+    ids = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    every = dict.fromkeys([*map(int, ids), *end_token_ids(find_model_dir(source.name))])
+    return tuple(each for each in every if 0 <= each < vocab_size)
 
 
 def numerics_of(model: CausalModel) -> str:
